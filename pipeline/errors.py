@@ -1,0 +1,95 @@
+"""The one exception tree.
+
+EvenKeelError
+├── FatalError                 starting again with the same input fails again: the supervisor stops
+│   ├── RecipeError            unknown key, bad value, keys that contradict one another
+│   ├── ModelError             a checkpoint folder, its tokenizer or its shapes cannot be used
+│   ├── LayoutError            parallel sizes that do not divide the model or the machine
+│   ├── RunConflictError       resumed with another recipe, or the run is already being trained
+│   ├── StoreError             a file of the run directory is missing, damaged or foreign
+│   │   ├── CorruptBatchError
+│   │   ├── CorruptCheckpointError
+│   │   └── ContractMismatchError   the batch was sampled under another logprob contract
+│   ├── NonFiniteError         a NaN or infinity was about to reach the optimizer
+│   ├── PortInUseError
+│   └── EngineStartError       an engine never came up (carries the end of its log)
+└── RetryableError             the same call may succeed later
+    ├── EngineUnavailableError an engine refused, dropped or never answered a request
+    ├── EngineVersionError     an engine does not serve the version it should
+    └── DeadlineExceededError  a bounded wait ran out
+
+Every message says what was expected, what was found, and what to do next, on one line.
+"""
+
+from __future__ import annotations
+
+FATAL_EXIT_CODE = 64
+"""Exit status of a process that met a FatalError: the supervisor does not start it again."""
+
+
+class EvenKeelError(Exception):
+    """Root of every error that this project raises on purpose."""
+
+
+class FatalError(EvenKeelError):
+    """Trying again with the same input cannot help."""
+
+
+class RecipeError(FatalError):
+    """The recipe is wrong; the message names the key, the value found and what is allowed."""
+
+
+class ModelError(FatalError):
+    """A model folder, its tokenizer or its shapes cannot be used."""
+
+
+class LayoutError(FatalError):
+    """The parallel layout does not fit the model or the number of processes."""
+
+
+class RunConflictError(FatalError):
+    """The run directory belongs to another recipe, or another process is training it."""
+
+
+class StoreError(FatalError):
+    """A file of the run directory is missing, damaged or foreign; the message names it."""
+
+
+class CorruptBatchError(StoreError):
+    """A batch file failed its checks (truncated, flipped bit, missing array)."""
+
+
+class CorruptCheckpointError(StoreError):
+    """A checkpoint has no COMMIT or fails its checks."""
+
+
+class ContractMismatchError(StoreError):
+    """The batch was sampled under a logprob contract that is not the learner's."""
+
+
+class NonFiniteError(FatalError, FloatingPointError):
+    """A NaN or infinity was about to reach the optimizer."""
+
+
+class PortInUseError(FatalError):
+    """A port that the recipe names is taken by another process."""
+
+
+class EngineStartError(FatalError):
+    """An engine did not come up before its deadline."""
+
+
+class RetryableError(EvenKeelError):
+    """The same call may succeed later."""
+
+
+class EngineUnavailableError(RetryableError):
+    """An engine refused, dropped or never answered a request."""
+
+
+class EngineVersionError(RetryableError):
+    """An engine does not serve the policy version that it should."""
+
+
+class DeadlineExceededError(RetryableError):
+    """A bounded wait ran out."""

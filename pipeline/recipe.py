@@ -1,0 +1,319 @@
+"""The recipe: one typed YAML file that says everything about a run.
+
+Frozen, unknown keys refused, cross-checked when it is read. Importing this module loads no torch, Megatron or SGLang.
+`load_recipe(path, overrides)` is the only door; every refusal is a RecipeError of one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import model_validator
+
+from pipeline.errors import RecipeError
+from pipeline.schedule import Schedule
+
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class RunSection(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Folder below `root`.")
+    root: Path = Field(Path("runs"), description="Where run directories live.")
+    seed: NonNegativeInt = Field(0, description="Seeds prompt order, model-parallel RNG and evaluation prompts.")
+    steps: PositiveInt = Field(description="Optimizer steps = batches.")
+    max_restarts: NonNegativeInt = Field(5, description="Restarts of one process without progress before giving up.")
+
+
+class ModelSection(Section):
+    path: Path = Field(description="HF folder: config.json, safetensors, tokenizer. Qwen3, Qwen2 or Llama.")
+
+
+class RewardSection(Section):
+    workers: PositiveInt = Field(1, description="Verifier processes.")
+    deadline_s: PositiveFloat = Field(10.0, description="A verifier that takes longer is killed; its sample gets 0.")
+
+
+class SortDigitsTask(Section):
+    name: Literal["sort_digits"] = "sort_digits"
+    min_digits: PositiveInt = 4
+    max_digits: PositiveInt = 16
+    num_prompts: PositiveInt = Field(100_000, description="Prompts of an epoch.")
+    demonstration_noise: Probability = Field(0.1, description="Warm-up only: chance that a target digit is off by one.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_digits > self.max_digits:
+            raise ValueError(f"min_digits {self.min_digits} is above max_digits {self.max_digits}; lower it")
+        return self
+
+
+class JsonlTask(Section):
+    name: Literal["jsonl"]
+    path: Path = Field(description='One JSON object a line: {"prompt": …, "answer": …}.')
+    held_out_path: Path | None = Field(None, description="Evaluation prompts; otherwise 1 in 16 lines is held out.")
+    reward: str = Field("math_verify", description="math_verify or package.module:function(prompt, response, answer).")
+    chat_template: bool = Field(False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
+
+
+TaskSection = Annotated[SortDigitsTask | JsonlTask, Field(discriminator="name")]
+
+RolloutPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block"]
+
+
+class RolloutSection(Section):
+    engines: PositiveInt = Field(1, description="SGLang servers; more than one get SGLang's router in front.")
+    tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine.")
+    precision: RolloutPrecision = Field("fp32", description="fp8_block is 128×128 e4m3 with dynamic 1×128 activations.")
+    prompts_per_batch: PositiveInt = 32
+    group_size: PositiveInt = Field(8, description="Samples of a prompt.")
+    max_new_tokens: PositiveInt = 22
+    temperature: PositiveFloat = 1.0
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = -1
+    context_tokens: PositiveInt = Field(512, description="Longest prompt + response that an engine accepts.")
+    concurrent_prompts: PositiveInt = Field(64, description="Prompts under way at once over all engines.")
+    port: PositiveInt | None = Field(None, description="First engine's port; the next ones follow. Default: any free.")
+    request_deadline_s: PositiveFloat = 300.0
+    start_deadline_s: PositiveFloat = Field(600.0, description="An engine that is not up by then ends the run.")
+    extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.top_k == 0 or self.top_k < -1:
+            raise ValueError(f"top_k is {self.top_k}; use -1 (whole vocabulary) or a positive number")
+        if self.max_new_tokens >= self.context_tokens:
+            raise ValueError(
+                f"max_new_tokens {self.max_new_tokens} leaves no room for a prompt in context_tokens "
+                f"{self.context_tokens}; raise rollout.context_tokens"
+            )
+        return self
+
+
+class OptimizerSection(Section):
+    lr: PositiveFloat = 4e-4
+    min_lr: float = Field(0.0, ge=0.0)
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: float = Field(0.01, ge=0.0)
+    clip_grad: float = Field(1.0, ge=0.0, description="Global norm; 0 turns clipping off.")
+
+
+class LearnerSection(Section):
+    tensor_parallel: PositiveInt = 1
+    pipeline_parallel: PositiveInt = 1
+    data_parallel: PositiveInt = 1
+    distributed_optimizer: bool = Field(True, description="Shard optimizer state over data parallel ranks.")
+    precision: Literal["fp32", "bf16"] = "fp32"
+    micro_batch_tokens: PositiveInt = Field(8192, description="Padded tokens of a micro-batch, at most.")
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    step_deadline_s: PositiveFloat = Field(600.0, description="A collective that takes longer ends the process.")
+
+    @property
+    def num_processes(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+
+class P3OSection(Section):
+    name: Literal["p3o"] = "p3o"
+    ess_scope: Literal["step", "micro_batch"] = "step"
+    kl_estimator: Literal["official", "importance"] = "official"
+
+
+class ClippedSection(Section):
+    name: Literal["clipped"]
+    clip_low: float = Field(0.2, ge=0.0, le=1.0, description="Ratio floor is 1 - clip_low.")
+    clip_high: float = Field(0.2, ge=0.0, description="Ratio ceiling is 1 + clip_high.")
+
+
+ObjectiveSection = Annotated[P3OSection | ClippedSection, Field(discriminator="name")]
+
+
+class AdvantageSection(Section):
+    name: Literal["grpo", "grpo_mean", "rloo"] = Field(
+        "grpo", description="grpo: (r - mean) / std of the group; grpo_mean: r - mean; rloo: r - mean of the others."
+    )
+
+
+class SyncSchedule(Section):
+    kind: Literal["sync"] = "sync"
+
+
+class AsyncSchedule(Section):
+    kind: Literal["async"]
+    lag: PositiveInt = Field(1, description="Versions that a batch may be behind when it starts.")
+
+
+class StagedSchedule(Section):
+    kind: Literal["staged"]
+    updates_per_stage: PositiveInt = Field(8, description="mu: optimizer steps between two publishes.")
+
+
+ScheduleSection = Annotated[SyncSchedule | AsyncSchedule | StagedSchedule, Field(discriminator="kind")]
+
+
+class WeightsSection(Section):
+    channel: Literal["disk"] = "disk"
+    keep: PositiveInt = Field(2, description="Published policies kept on disk, beside the one that is served.")
+    publish_deadline_s: PositiveFloat = Field(600.0, description="Longest wait for one engine to serve new weights.")
+
+
+class CheckpointSection(Section):
+    every: PositiveInt = Field(20, description="Steps between checkpoints; the last step always saves one.")
+    keep: PositiveInt = 2
+
+
+class EvaluationSection(Section):
+    every: PositiveInt = Field(20, description="Steps between evaluations; the first and the last always run.")
+    prompts: PositiveInt = Field(64, description="Held-out prompts.")
+    samples: PositiveInt = Field(8, description="Samples of a prompt: pass@k is known up to this k.")
+    temperature: PositiveFloat = 1.0
+
+
+class Recipe(Section):
+    """Everything about a run. See the description of each field, or `evenkeel recipe` for the resolved file."""
+
+    run: RunSection
+    model: ModelSection
+    task: TaskSection
+    reward: RewardSection = Field(default_factory=RewardSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    learner: LearnerSection = Field(default_factory=LearnerSection)
+    objective: ObjectiveSection = Field(default_factory=P3OSection)
+    advantage: AdvantageSection = Field(default_factory=AdvantageSection)
+    schedule: ScheduleSection = Field(default_factory=SyncSchedule)
+    weights: WeightsSection = Field(default_factory=WeightsSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> Self:
+        if self.rollout.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size is {self.rollout.group_size}, but advantage {self.advantage.name} compares "
+                "samples of one prompt; use at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batch_feeds_every_rank(self) -> Self:
+        samples = self.rollout.prompts_per_batch * self.rollout.group_size
+        if samples < self.learner.data_parallel:
+            raise ValueError(
+                f"a batch of {self.rollout.prompts_per_batch} prompts × {self.rollout.group_size} samples cannot feed "
+                f"learner.data_parallel {self.learner.data_parallel}; raise rollout.prompts_per_batch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _micro_batch_holds_a_sample(self) -> Self:
+        if self.learner.micro_batch_tokens < self.rollout.context_tokens:
+            raise ValueError(
+                f"learner.micro_batch_tokens {self.learner.micro_batch_tokens} is below rollout.context_tokens "
+                f"{self.rollout.context_tokens}: the longest sample would not fit; raise the first or lower the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stage_fits_in_the_run(self) -> Self:
+        if isinstance(self.schedule, StagedSchedule) and self.schedule.updates_per_stage > self.run.steps:
+            raise ValueError(
+                f"schedule.updates_per_stage {self.schedule.updates_per_stage} exceeds run.steps {self.run.steps}; "
+                "lower it, or train longer"
+            )
+        return self
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.run.root / self.run.name
+
+    def build_schedule(self) -> Schedule:
+        """The schedule as the function that both loops ask."""
+        return Schedule(steps=self.run.steps, **self.schedule.model_dump())
+
+    def to_yaml(self) -> str:
+        """The resolved recipe, every default spelled out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def sha256(self) -> str:
+        """Digest of the resolved recipe, stored with every batch."""
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and apply `section.key=value` overrides (values are YAML). Raises RecipeError."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise RecipeError(f"cannot read recipe {path}: {error.strerror}; give the path of a YAML file") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path} holds {type(data).__name__}, expected sections such as run, model and task")
+    for override in overrides:
+        _apply_override(data, override)
+    return recipe_from(data, source=str(path))
+
+
+def recipe_from(data: dict[str, Any], *, source: str) -> Recipe:
+    """Validate plain data. Raises RecipeError naming `source` and every offending key."""
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        problems = "; ".join(_explain(detail) for detail in error.errors(include_url=False))
+        raise RecipeError(f"{source}: {problems}") from None
+
+
+def differing_keys(ours: Recipe, theirs: Recipe) -> list[str]:
+    """`section.key: ours → theirs` for every key in which two recipes differ."""
+    left, right = _flatten(ours.model_dump(mode="json")), _flatten(theirs.model_dump(mode="json"))
+    return [
+        f"{key}: {left.get(key)} → {right.get(key)}"
+        for key in sorted(left.keys() | right.keys())
+        if left.get(key) != right.get(key)
+    ]
+
+
+def _flatten(data: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(data, dict):
+        return {prefix: data}
+    return {k: v for key, value in data.items() for k, v in _flatten(value, f"{prefix}.{key}".lstrip(".")).items()}
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise RecipeError(f"--set {override!r} is not key=value; for example --set learner.tensor_parallel=2")
+    *sections, leaf = key.split(".")
+    node = data
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise RecipeError(f"--set {override!r}: {section} is a value, not a section")
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"--set {override!r}: the value is not YAML") from error
+
+
+def _explain(detail: Any) -> str:
+    where = ".".join(str(part) for part in detail["loc"]) or "recipe"
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {where}; `evenkeel recipe --schema` lists the known ones"
+    message = str(detail["msg"]).removeprefix("Value error, ")
+    got = "" if detail["type"] in ("missing", "value_error") else f", got {detail['input']!r}"
+    return f"{where}: {message}{got}"

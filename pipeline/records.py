@@ -1,0 +1,187 @@
+"""What flows between the loops: Prompt → Completion → Sample → Group → Batch.
+
+A Batch is flat and ragged, exactly as it lies in the store: all tokens of all samples in one row, with offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FINISH_REASONS = ("stop", "length", "abort")
+"""`Batch.finish` holds indices into this tuple."""
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobContract:
+    """What a stored log-probability means. A learner refuses a batch whose contract is not its own.
+
+    The distribution is softmax(logits / temperature), before top-p and top-k cut it (SGLang's convention for scaled
+    logprobs); the token ids are those of the tokenizer with this digest.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    scaled: bool
+    tokenizer_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One task instance. `group` is its place in the run's order, unique within the run."""
+
+    group: int
+    text: str
+    answer: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What an engine sampled: token in, token out."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural log, one per token, under the run's LogprobContract."""
+    versions: tuple[int, ...]
+    """Policy version that produced each token."""
+    finish: FinishReason
+    engine: int
+    queued_s: float
+    generated_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A scored completion. `reward_parts` explains the reward; a failed verifier leaves `{"verifier_failed": 1.0}`."""
+
+    completion: Completion
+    reward: float
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """All samples of one prompt."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DroppedGroup:
+    """A group that will never be trained on, with the reason; the ledger's other half."""
+
+    group: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One batch as stored: n samples, `total` tokens (prompts and responses), `responses` response tokens.
+
+    Response tokens of sample i are tokens[sample_offsets[i] + prompt_lengths[i] : sample_offsets[i + 1]]; the
+    per-response-token arrays are the concatenation of those spans over i (see `response_offsets`).
+    """
+
+    index: int
+    tokens: NDArray[np.int32]
+    """[total] token ids, prompt then response, sample after sample."""
+    sample_offsets: NDArray[np.int64]
+    """[n + 1] where each sample starts in `tokens`."""
+    prompt_lengths: NDArray[np.int32]
+    """[n] tokens."""
+    group: NDArray[np.int64]
+    """[n] the group (prompt) of each sample; samples of a group are adjacent."""
+    sampler_logprobs: NDArray[np.float32]
+    """[responses] natural log, under `contract`."""
+    policy_version: NDArray[np.int32]
+    """[responses]"""
+    reward: NDArray[np.float32]
+    """[n]"""
+    reward_parts: Mapping[str, NDArray[np.float32]]
+    """name → [n]; NaN where a sample has no such part."""
+    finish: NDArray[np.uint8]
+    """[n] index into FINISH_REASONS."""
+    truncated: NDArray[np.bool_]
+    """[n] the response hit the token limit."""
+    engine: NDArray[np.uint16]
+    """[n]"""
+    queued_s: NDArray[np.float32]
+    """[n] seconds between the first request for the sample and its answer that were not generation."""
+    generated_s: NDArray[np.float32]
+    """[n] seconds that the engine reports."""
+    contract: LogprobContract
+    dropped: tuple[DroppedGroup, ...]
+    next_group: int
+    """The first group that belongs to a later batch."""
+    recipe_sha256: str
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def response_lengths(self) -> NDArray[np.int64]:
+        """[n] tokens."""
+        return np.diff(self.sample_offsets) - self.prompt_lengths
+
+    @property
+    def response_offsets(self) -> NDArray[np.int64]:
+        """[n + 1] where each sample's response starts in the per-response-token arrays."""
+        return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self.sampler_logprobs)
+
+    def sample_tokens(self, sample: int) -> NDArray[np.int32]:
+        """Prompt and response tokens of one sample."""
+        return self.tokens[self.sample_offsets[sample] : self.sample_offsets[sample + 1]]
+
+    @staticmethod
+    def from_groups(
+        index: int,
+        groups: Sequence[Group],
+        *,
+        contract: LogprobContract,
+        dropped: Sequence[DroppedGroup],
+        next_group: int,
+        recipe_sha256: str,
+    ) -> Batch:
+        """Flatten scored groups, in the order given."""
+        rows = [(g.prompt, s, s.completion) for g in groups for s in g.samples]
+        lengths = [len(p.tokens) + len(c.tokens) for p, _, c in rows]
+        names = sorted({name for _, s, _ in rows for name in s.reward_parts})
+        per_sample: dict[str, Any] = dict(
+            prompt_lengths=np.array([len(p.tokens) for p, _, _ in rows], np.int32),
+            group=np.array([p.group for p, _, _ in rows], np.int64),
+            reward=np.array([s.reward for _, s, _ in rows], np.float32),
+            reward_parts={
+                name: np.array([s.reward_parts.get(name, np.nan) for _, s, _ in rows], np.float32) for name in names
+            },
+            finish=np.array([FINISH_REASONS.index(c.finish) for _, _, c in rows], np.uint8),
+            truncated=np.array([c.finish == "length" for _, _, c in rows], np.bool_),
+            engine=np.array([c.engine for _, _, c in rows], np.uint16),
+            queued_s=np.array([c.queued_s for _, _, c in rows], np.float32),
+            generated_s=np.array([c.generated_s for _, _, c in rows], np.float32),
+        )
+        return Batch(
+            index=index,
+            tokens=np.array([t for p, _, c in rows for t in (*p.tokens, *c.tokens)], np.int32),
+            sample_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            sampler_logprobs=np.array([x for _, _, c in rows for x in c.logprobs], np.float32),
+            policy_version=np.array([v for _, _, c in rows for v in c.versions], np.int32),
+            contract=contract,
+            dropped=tuple(dropped),
+            next_group=next_group,
+            recipe_sha256=recipe_sha256,
+            **per_sample,
+        )

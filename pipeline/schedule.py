@@ -1,0 +1,52 @@
+"""Staleness is one function: `required_version(batch)`.
+
+Version v of the policy is the one that has been trained on v batches. `required_version(b)` is the version that
+must be published before batch b may start; who waits, what is stale and when weights move all follow from it.
+
+    schedule            required_version(b)     publishes after step s
+    sync                b                       always
+    async, lag k        max(0, b - k)           always
+    staged, mu updates  floor(b / mu) * mu      when (s + 1) is a multiple of mu
+
+The last step of a run always publishes, so that the final policy can be evaluated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When batches may start and when weights are published.
+
+    `lag` counts versions and is read by `async` only; `updates_per_stage` (mu of Mu-GRPO) by `staged` only.
+    """
+
+    kind: Literal["sync", "async", "staged"]
+    steps: int
+    lag: int = 0
+    updates_per_stage: int = 1
+
+    def required_version(self, batch: int) -> int:
+        """The policy version that must be published before `batch` may start."""
+        if self.kind == "async":
+            return max(0, batch - self.lag)
+        if self.kind == "staged":
+            return batch // self.updates_per_stage * self.updates_per_stage
+        return batch
+
+    def publishes_after(self, step: int) -> bool:
+        """Whether version `step + 1` goes to the engines once `step` is trained."""
+        stage_ends = self.kind != "staged" or (step + 1) % self.updates_per_stage == 0
+        return stage_ends or step + 1 == self.steps
+
+    @property
+    def batches_in_flight(self) -> int:
+        """How many batches may be under way at once: those that one published version allows."""
+        return {"sync": 1, "async": self.lag + 1, "staged": self.updates_per_stage}[self.kind]
+
+    def allows(self, batch: int, version: int) -> bool:
+        """Whether a token of `version` may be part of `batch` (newer than the batch itself cannot exist)."""
+        return self.required_version(batch) <= version <= batch
