@@ -1,0 +1,34 @@
+# Even Keel. `make demo` runs the main job, `make test` passes the tests; both set the machine up first.
+# Needs Python 3.11 (or 3.12) with venv, and make. Everything else goes into .venv from ops/locks/cpu.txt.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+LOCK   := ops/locks/cpu.txt
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check bench clean
+
+help:  ## Show this list.
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)  ## Make .venv from the lock file (about 2 minutes; a second call returns at once).
+
+$(STAMP): $(LOCK) pyproject.toml
+	@./ops/install.sh $(PYTHON) $(VENV) $(LOCK)
+	@touch $@
+
+demo: install  ## Warm a tiny model up, then train it with P3O on FP8 rollouts; ends with a table and a report.
+	@$(BIN)/python -m launch.demo
+
+test: install  ## All tests, with real engines and real learners.
+	@$(BIN)/python -m pytest
+
+check: install  ## Format, lint and types.
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+
+bench: install  ## Samples a second beside TRL on the same model and task (installs TRL into .venv-bench).
+	@./ops/install_bench.sh $(BIN) .venv-bench && $(BIN)/python tests/bench/loop.py --json
+
+clean:  ## Remove .venv and caches; runs are kept.
+	rm -rf $(VENV) .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis

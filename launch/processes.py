@@ -1,0 +1,102 @@
+"""Child processes that write to a log, never outlive their parent, and leave a reason behind when they give up."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from pipeline.errors import FATAL_EXIT_CODE, EvenKeelError, FatalError
+from pipeline.rundir import RunDirectory, write_atomically
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when its parent dies, even by SIGKILL. Linux only; elsewhere a no-op."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent:  # the parent died before the request was in place
+        os.kill(os.getpid(), signal_number)
+
+
+@dataclass
+class LoggedProcess:
+    """A running child whose output goes to `log`."""
+
+    name: str
+    log: Path
+    popen: subprocess.Popen[bytes]
+
+    @staticmethod
+    def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> LoggedProcess:
+        """Append to `log`; the child gets SIGTERM when this process dies."""
+        with log.open("ab") as stream:
+            popen = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+            )
+        return LoggedProcess(name, log, popen)
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`."""
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            try:
+                self.popen.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                self.popen.wait(grace_s)
+
+
+def log_tail(log: Path, lines: int = 8) -> str:
+    """The last non-empty lines of a log, joined for a one-line message."""
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:
+        return "(no log)"
+    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-lines:])
+
+
+def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoReturn:
+    """Body of a supervised program: a FatalError leaves its one line where the supervisor looks for it."""
+    try:
+        body()
+    except FatalError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        write_atomically(fatal_note(run), json.dumps(dict(process=name, message=str(error), time=time.time())))
+        os._exit(FATAL_EXIT_CODE)  # other ranks may wait in a collective: no orderly goodbye
+    except EvenKeelError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # helper threads and process groups must not keep a finished program alive
+
+
+def fatal_note(run: RunDirectory) -> Path:
+    """Where a child says why it must not be started again."""
+    return run.logs / "fatal.json"
+
+
+def read_fatal_note(run: RunDirectory) -> str | None:
+    """The reason that a child left, or None."""
+    try:
+        note = json.loads(fatal_note(run).read_text())
+    except (OSError, ValueError):
+        return None
+    return f"{note['message']}"

@@ -1,0 +1,172 @@
+"""Lets Megatron-Core run on a machine without CUDA.
+
+Megatron-Core allocates with `device="cuda"`, asks `torch.cuda` for devices, streams and RNG states, and compares
+`Tensor.type()` with `torch.cuda.FloatTensor`. Here every Megatron module gets a stand-in for its global name `torch`: a
+copy of torch's namespace in which the allocating functions read "cuda" as "cpu" and `cuda` is answered by the CPU.
+Nothing sits between an operator and its kernel, so the hot path costs nothing; torch itself, as other packages see it,
+is unchanged but for `Tensor.cuda` (returns the tensor) and `Tensor.type` (names the CUDA type when asked for a name).
+
+Process-global. Call `install()` once, before a model is built; it does nothing where CUDA is present.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_ALLOCATORS = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like")
+
+# Imported inside functions of Megatron-Core: they must exist before their name `torch` is replaced.
+_LATE_IMPORTS = (
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer.clip_grads",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tensor_parallel",
+    "megatron.core.transformer.utils",
+    "mbridge.core.llm_bridge",
+    "mbridge.core.util",
+)
+
+
+def install() -> bool:
+    """Redirect Megatron-Core to the CPU. Returns whether this process now runs that way (False with CUDA)."""
+    if torch.cuda.is_available():
+        return False
+    if _installed():
+        return True
+    for name in _LATE_IMPORTS:
+        importlib.import_module(name)
+    stand_in = _torch_stand_in()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("megatron.core", "mbridge.")) and getattr(module, "torch", None) is torch:
+            module.torch = stand_in  # type: ignore[attr-defined]
+    _patch_tensor()
+    _patch_rng()
+    _patch_resharding_load()
+    return True
+
+
+def _installed() -> bool:
+    module = sys.modules.get("megatron.core.parallel_state")
+    return module is not None and getattr(module, "torch", torch) is not torch
+
+
+def _on_cpu(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(allocate)
+    def allocate_on_cpu(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = "cpu"
+        return allocate(*args, **kwargs)
+
+    return allocate_on_cpu
+
+
+def _torch_stand_in() -> types.ModuleType:
+    stand_in = types.ModuleType("torch", torch.__doc__)
+    stand_in.__dict__.update(torch.__dict__)
+    for name in _ALLOCATORS:
+        setattr(stand_in, name, _on_cpu(getattr(torch, name)))
+    # Submodules that are imported later must be found as well.
+    stand_in.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
+    stand_in.cuda = _cuda_stand_in()  # type: ignore[attr-defined]
+    return stand_in
+
+
+def _cuda_stand_in() -> types.ModuleType:
+    stand_in = types.ModuleType("torch.cuda", torch.cuda.__doc__)
+    stand_in.__dict__.update(torch.cuda.__dict__)
+    stream = _Stream()
+    stand_in.__dict__.update(
+        current_device=lambda: "cpu",
+        synchronize=lambda *_: None,
+        empty_cache=lambda: None,
+        stream=lambda _: contextlib.nullcontext(),
+        current_stream=lambda *_: stream,
+        default_stream=lambda *_: stream,
+        Stream=_Stream,
+        Event=_Event,
+        manual_seed=torch.manual_seed,
+        get_rng_state=lambda *_: torch.get_rng_state(),
+        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+    )
+    return stand_in
+
+
+class _Event:
+    """The CPU runs in order, so an event has always happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """The only stream there is."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, _: Any) -> None: ...
+
+    def wait_event(self, _: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+
+def _patch_tensor() -> None:
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+
+
+def _patch_rng() -> None:
+    """Megatron's RNG tracker swaps the default generator's state; on the CPU that generator is torch's own."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _patch_resharding_load() -> None:
+    """Megatron-Core 0.16.1 loads fully reshardable optimizer state without `step`, because Apex and TE keep the step
+    in the parameter group. torch.optim keeps it in the state of each parameter, where it must survive the load."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def keep_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, index = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        original(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = keep_step

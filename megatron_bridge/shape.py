@@ -1,0 +1,159 @@
+"""What an HF config.json says about a dense decoder: sizes, biases, rotary embedding. Plain data, no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ModelError
+
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryScaling:
+    """Llama 3.1's stretching of rotary frequencies; Megatron-Core hard-codes the other constants of that recipe."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A dense pre-norm decoder with RMSNorm, SwiGLU, grouped-query attention and rotary positions."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RotaryScaling | None
+    tied_embeddings: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any]) -> ModelShape:
+        """Read an HF config. Raises ModelError for what this learner cannot reproduce."""
+        architecture = _architecture(config)
+        _refuse_unsupported(config)
+        theta, scaling = _rope(config)
+        heads = _size(config, "num_attention_heads")
+        return ModelShape(
+            architecture=architecture,
+            num_layers=_size(config, "num_hidden_layers"),
+            hidden_size=_size(config, "hidden_size"),
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or _size(config, "hidden_size") // heads,
+            ffn_size=_size(config, "intermediate_size"),
+            vocab_size=_size(config, "vocab_size"),
+            max_positions=_size(config, "max_position_embeddings"),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=architecture == "Qwen2ForCausalLM",
+            qk_norm=architecture == "Qwen3ForCausalLM",
+        )
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """HF name → shape of every weight of such a model, in layer order."""
+        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (h,),
+            "self_attn.q_proj.weight": (q, h),
+            "self_attn.k_proj.weight": (kv, h),
+            "self_attn.v_proj.weight": (kv, h),
+            "self_attn.o_proj.weight": (h, q),
+            "post_attention_layernorm.weight": (h,),
+            "mlp.gate_proj.weight": (self.ffn_size, h),
+            "mlp.up_proj.weight": (self.ffn_size, h),
+            "mlp.down_proj.weight": (h, self.ffn_size),
+        }
+        if self.qkv_bias:
+            layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+        if self.qk_norm:
+            layer |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
+        tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, h)}
+        for index in range(self.num_layers):
+            tensors |= {f"model.layers.{index}.{name}": size for name, size in layer.items()}
+        tensors["model.norm.weight"] = (h,)
+        if not self.tied_embeddings:
+            tensors["lm_head.weight"] = (self.vocab_size, h)
+        return tensors
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises ModelError when the folder is not a usable HF model folder."""
+    if not folder.is_dir():
+        raise ModelError(f"model.path {folder} is not a folder; give the path of a downloaded HF model")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise ModelError(f"{folder} has no config.json; give the folder that holds config.json and safetensors") from None
+    except ValueError as error:
+        raise ModelError(f"{folder / 'config.json'} is not JSON ({error}); fetch the model again") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{folder / 'config.json'} holds {type(config).__name__}, expected an object")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"{folder} has no *.safetensors; convert the weights to safetensors")
+    return config
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures") or []
+    found = str(names[0]) if names else ""
+    if found not in ARCHITECTURES:
+        raise ModelError(
+            f"architecture {found or 'missing from config.json'} is not supported; use one of {', '.join(ARCHITECTURES)}"
+        )
+    return found
+
+
+def _size(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json: {key} is {value!r}, expected a positive whole number; check the model folder")
+    return value
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    wanted: dict[str, tuple[Any, ...]] = {
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
+        "use_sliding_window": (False, None),
+        "quantization_config": (None,),
+    }
+    for key, allowed in wanted.items():
+        if config.get(key) not in allowed:
+            raise ModelError(
+                f"config.json: {key} is {config[key]!r}, but the learner supports only {allowed[0]!r}; use another model"
+            )
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
+    """Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = scaling.get("rope_theta", config.get("rope_theta", 10_000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"partial_rotary_factor is {scaling['partial_rotary_factor']}, but only 1.0 is supported")
+    if kind == "default":
+        return float(theta), None
+    # Megatron-Core's rope_scaling takes the factor and fixes the rest at Llama 3.1's values.
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and all(float(scaling.get(key, 0)) == value for key, value in fixed.items()):
+        return float(theta), RotaryScaling(factor=float(scaling["factor"]))
+    raise ModelError(
+        f"rope scaling {kind!r} with {scaling} is not supported; allowed are 'default', and 'llama3' with {fixed}"
+    )

@@ -1,0 +1,50 @@
+"""Which phase holds a run back, in words.
+
+The learner's phases of a step follow one another and cover it, so the share of `wait` is the share of time in which
+rollouts are too slow, and the rest says what makes the learner slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+LEARNER_PHASES = ("wait", "logprobs", "update", "publish", "save")
+"""In the order in which they happen within a step."""
+
+WINDOW_STEPS = 20
+"""Verdicts look at this many of the last steps: long enough to hold a checkpoint, short enough to follow a change."""
+
+
+def phase_shares(metrics: Sequence[Mapping[str, Any]], *, window: int = WINDOW_STEPS) -> dict[str, float]:
+    """Share (0 to 1) of each learner phase in the last `window` steps; empty when nothing was timed.
+
+    The very first step is left out as soon as there is another: it pays for warm-up.
+    """
+    timed = [line["seconds"] for line in metrics if line.get("seconds")]
+    recent = timed[1:][-window:] or timed
+    seconds = {phase: sum(float(step.get(phase, 0.0)) for step in recent) for phase in LEARNER_PHASES}
+    total = sum(seconds.values())
+    return {phase: spent / total for phase, spent in seconds.items()} if total > 0 else {}
+
+
+def bottleneck(metrics: Sequence[Mapping[str, Any]], *, window: int = WINDOW_STEPS) -> str:
+    """A verdict over the last `window` steps: what takes most of a step, how much, and what to change."""
+    shares = phase_shares(metrics, window=window)
+    if not shares:
+        return "nothing to judge yet: no step has finished"
+    groups = {
+        "rollouts": shares["wait"],
+        "learner": shares["logprobs"] + shares["update"],
+        "publishing": shares["publish"],
+        "checkpoints": shares["save"],
+    }
+    slowest = max(groups, key=groups.__getitem__)
+    percent = f"{groups[slowest]:.0%}".replace("%", " %")
+    advice = {
+        "rollouts": f"the learner waits {percent} of each step; add engines or allow lag",
+        "learner": f"scoring and updating take {percent} of each step; add data-parallel ranks or larger micro-batches",
+        "publishing": f"moving weights takes {percent} of each step; publish less often (schedule staged)",
+        "checkpoints": f"saving takes {percent} of the time; raise checkpoint.every",
+    }
+    return f"{slowest}: {advice[slowest]}"

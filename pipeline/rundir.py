@@ -1,0 +1,149 @@
+"""Where everything of a run lies, and the few small files that processes share.
+
+    runs/NAME/
+      recipe.yaml              resolved and frozen at the first start
+      batches/000012.zarr.zip  the ledger (pipeline.store)
+      policy/000012/           HF safetensors of version 12; policy/PUBLISHED names the version that the engines serve
+      checkpoints/000012/      Megatron distributed checkpoint + COMMIT, written last
+      model/                   the final policy in full precision
+      engines.json             where the engines listen (never their key)
+      metrics.jsonl  events.jsonl  logs/  report.html
+
+Small files are replaced atomically (temporary name, fsync, rename), so a reader sees the old or the new, never half.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from pipeline.errors import RunConflictError, StoreError
+from pipeline.recipe import Recipe, differing_keys, recipe_from
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` with `text`, durably: fsync of the file, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make renames inside `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Names of the files of one run."""
+
+    path: Path
+
+    @property
+    def batches(self) -> Path:
+        return self.path / "batches"
+
+    @property
+    def policies(self) -> Path:
+        return self.path / "policy"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def model(self) -> Path:
+        """The final policy in full precision, an HF folder."""
+        return self.path / "model"
+
+    @property
+    def feeding_lock(self) -> Path:
+        """Held by whoever gives weights to engines."""
+        return self.policies / ".feeding.lock"
+
+    def policy_directory(self, version: int) -> Path:
+        """HF folder of one published version, in the rollout's format."""
+        return self.policies / f"{version:06d}"
+
+    def checkpoint_directory(self, step: int) -> Path:
+        """The checkpoint from which training goes on at `step`."""
+        return self.checkpoints / f"{step:06d}"
+
+    def published_version(self) -> int:
+        """The version that every admitted engine serves. Raises StoreError when the run was never initialised."""
+        pointer = self.policies / "PUBLISHED"
+        try:
+            return int(pointer.read_text())
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{pointer} does not name a version; start the run with `evenkeel train`") from error
+
+    def set_published(self, version: int) -> None:
+        """Announce that every admitted engine serves `version`."""
+        write_atomically(self.policies / "PUBLISHED", f"{version}\n")
+
+    def freeze(self, recipe: Recipe) -> Recipe:
+        """Store the recipe at the first start; refuse another one later (RunConflictError names the keys)."""
+        frozen = self.path / "recipe.yaml"
+        for directory in (self.batches, self.policies, self.checkpoints, self.logs):
+            directory.mkdir(parents=True, exist_ok=True)
+        if not frozen.exists():
+            write_atomically(frozen, recipe.to_yaml())
+        elif difference := differing_keys(self.recipe(), recipe):
+            raise RunConflictError(
+                f"{self.path} was started with another recipe ({'; '.join(difference)}); "
+                "give the run another run.name or restore the values"
+            )
+        return recipe
+
+    def recipe(self) -> Recipe:
+        """The frozen recipe. Raises StoreError when there is none, RecipeError when it was damaged."""
+        frozen = self.path / "recipe.yaml"
+        try:
+            data = yaml.safe_load(frozen.read_text())
+        except OSError as error:
+            raise StoreError(f"{self.path} is not a run directory: it has no recipe.yaml") from error
+        return recipe_from(data, source=str(frozen))
+
+    def write_engines(self, urls: list[str], router: str | None) -> None:
+        """Announce where the engines listen."""
+        write_atomically(self.path / "engines.json", json.dumps(dict(engines=urls, router=router)) + "\n")
+
+    def engines(self) -> tuple[list[str], str | None]:
+        """URLs of the engines, and of the router when there is one."""
+        try:
+            data = json.loads((self.path / "engines.json").read_text())
+        except OSError as error:
+            raise StoreError(f"{self.path}/engines.json is missing; start the run with `evenkeel train`") from error
+        return list(data["engines"]), data["router"]
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Hold the run: two supervisors on one directory would each think that it owns the ledger."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunConflictError(
+                    f"{self.path} is being trained by another process; wait for it, stop it, or use another run.name"
+                ) from error
+            yield

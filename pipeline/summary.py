@@ -1,0 +1,98 @@
+"""The numbers of a run that fit in a table: what `evenkeel runs show` prints and the report opens with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.bottleneck import bottleneck
+from pipeline.history import History, number
+from pipeline.recipe import AsyncSchedule, LearnerSection, Recipe, StagedSchedule
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """Headline numbers of one run; a number that is not known yet is None. Raises StoreError (no run directory).
+
+    `wall_s` runs from the first line of the journal to the last, `tokens` counts trained response tokens.
+    """
+    return summarise(History.read(run_dir))
+
+
+def summarise(history: History) -> dict[str, Any]:
+    """As `summary`, of a history that is already in memory."""
+    recipe = history.recipe
+    tokens = sum(history.series("num_tokens")[1])
+    committed = history.of_kind("committed")
+    return dict(
+        name=recipe.run.name,
+        state=_state(history),
+        steps=history.num_steps,
+        steps_planned=recipe.run.steps,
+        **_held_out(history),
+        wall_s=history.wall_s,
+        samples=sum(int(event["samples"]) for event in committed),
+        tokens=int(tokens),
+        tokens_per_s=tokens / history.wall_s if history.wall_s > 0 else None,
+        learner_layout=learner_layout(recipe.learner),
+        learner_precision=recipe.learner.precision,
+        engines=f"{recipe.rollout.engines} × TP{recipe.rollout.tensor_parallel}",
+        rollout_precision=recipe.rollout.precision,
+        objective=recipe.objective.name,
+        advantage=recipe.advantage.name,
+        schedule=describe_schedule(recipe),
+        reward_last=history.last("reward_mean"),
+        ess_last=history.last("ess"),
+        ess_min=min(history.series("ess")[1], default=None),
+        k3_kl_last=history.last("k3_kl"),
+        entropy_last=history.last("entropy"),
+        lag_max=max(history.series("lag_max")[1], default=None),
+        restarts=len(history.of_kind("restarted")),
+        dropped=sum(int(event.get("dropped", 0)) for event in committed),
+        verifier_failures=int(sum(history.series("verifier_failures")[1])),
+        bottleneck=bottleneck(history.metrics),
+    )
+
+
+def learner_layout(learner: LearnerSection) -> str:
+    """For example TP2×PP1×DP1."""
+    return f"TP{learner.tensor_parallel}×PP{learner.pipeline_parallel}×DP{learner.data_parallel}"
+
+
+def describe_schedule(recipe: Recipe) -> str:
+    """The schedule with its one number."""
+    schedule = recipe.schedule
+    if isinstance(schedule, AsyncSchedule):
+        return f"async, lag {schedule.lag}"
+    if isinstance(schedule, StagedSchedule):
+        return f"staged, µ = {schedule.updates_per_stage}"
+    return schedule.kind
+
+
+def _held_out(history: History) -> dict[str, Any]:
+    """pass@1 with its interval and the pass@k of the largest k, first and last evaluation."""
+    evaluations = history.evaluations
+    values: dict[str, Any] = {}
+    for which, event in (("first", evaluations[0]), ("last", evaluations[-1])) if evaluations else ():
+        values[f"pass_at_1_{which}"] = number(event, "pass_at_1")
+        values[f"pass_at_1_{which}_low"] = number(event, "pass_at_1_low")
+        values[f"pass_at_1_{which}_high"] = number(event, "pass_at_1_high")
+        values[f"version_{which}"] = int(event["version"])
+    keys = [f"{name}_{which}{end}" for name in ("pass_at_1",) for which in ("first", "last") for end in ("", "_low", "_high")]
+    return {key: values.get(key) for key in (*keys, "version_first", "version_last")} | _pass_at_k(evaluations)
+
+
+def _pass_at_k(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+    if not evaluations:
+        return dict(k=None, pass_at_k_first=None, pass_at_k_last=None)
+    curves = [event.get("pass_at_k") or {} for event in (evaluations[0], evaluations[-1])]
+    k = max((int(k) for k in curves[-1]), default=None)
+    first, last = (number(curve, str(k)) for curve in curves)
+    return dict(k=k, pass_at_k_first=first, pass_at_k_last=last)
+
+
+def _state(history: History) -> str:
+    if not history.events and not history.metrics:
+        return "not started"
+    if history.is_complete:
+        return "finished"
+    return f"unfinished: {history.num_steps} of {history.recipe.run.steps} steps"

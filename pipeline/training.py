@@ -1,0 +1,123 @@
+"""The learner loop, run by every rank.
+
+    store ──batch──▶ advantages ──▶ learner.logprobs ──step ESS──▶ learner.update ──▶ channel.publish ──▶ engines
+
+    train     consumes: batch `step` of the store, in order
+              waits for: that batch's file
+              unblocked by: the collector's commit
+    after a crash: the newest committed checkpoint is loaded and the batches after it, which are still in the store, are
+    trained again; versions that the engines already serve are not published a second time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.checkpoints import Checkpoints
+from pipeline.journal import Journal
+from pipeline.ports import Learner, WeightChannel
+from pipeline.records import Batch, LogprobContract
+from pipeline.rundir import RunDirectory
+from pipeline.schedule import Schedule
+from pipeline.store import BatchStore
+
+Advantages = Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.float32]]
+"""(reward [samples], group [samples]) → advantage [samples]."""
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by phase of one step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+
+@dataclass
+class Trainer:
+    """See the module's head for the data flow. `channel` is None when recorded batches are replayed."""
+
+    run: RunDirectory
+    store: BatchStore
+    learner: Learner
+    schedule: Schedule
+    advantages: Advantages
+    needs_step_ess: bool
+    channel: WeightChannel | None
+    checkpoints: Checkpoints
+    checkpoint_every: int
+    contract: LogprobContract
+    journal: Journal
+    wait_deadline_s: float
+
+    def train(self) -> None:
+        """Train on every batch that the newest checkpoint has not seen, then export the final policy."""
+        for step in range(self.checkpoints.restore(self.learner), self.schedule.steps):
+            watch = Stopwatch()
+            with watch.phase("wait"):
+                batch = self.store.wait(step, self.contract, deadline_s=self.wait_deadline_s)
+            with watch.phase("logprobs"):
+                scored = self.learner.logprobs(batch) if self.needs_step_ess else None
+            with watch.phase("update"):
+                metrics = self.learner.update(batch, self.advantages(batch.reward, batch.group), scored)
+            with watch.phase("publish"):
+                publish_seconds = self._publish(step)
+            with watch.phase("save"):
+                self._save(step)
+            if self.learner.speaks:
+                self.journal.event("consumed", step=step)
+                self.journal.metrics(
+                    step,
+                    **metrics,
+                    **describe(batch, step),
+                    seconds=watch.seconds,
+                    publish_seconds=publish_seconds,
+                )
+        self.learner.export(self.run.model)
+
+    def _publish(self, step: int) -> dict[str, float]:
+        """Give version `step + 1` to the engines when the schedule says so and they do not serve it already."""
+        version = step + 1
+        due = self.schedule.publishes_after(step) and version > self._published()
+        if self.channel is None or not due:
+            return {}
+        seconds = self.channel.publish(version)
+        if self.learner.speaks:
+            self.journal.event("published", version=version, seconds=sum(seconds.values()))
+        return seconds
+
+    def _published(self) -> int:
+        return self.run.published_version() if self.channel is not None else 0
+
+    def _save(self, step: int) -> None:
+        if (step + 1) % self.checkpoint_every == 0 or step + 1 == self.schedule.steps:
+            started = time.perf_counter()
+            self.checkpoints.save(self.learner, step + 1)
+            if self.learner.speaks:
+                self.journal.event("saved", step=step + 1, seconds=time.perf_counter() - started)
+
+
+def describe(batch: Batch, step: int) -> dict[str, float]:
+    """What the batch itself says: reward, staleness in versions, lengths, failed verifiers."""
+    lag = step - batch.policy_version
+    failed = batch.reward_parts.get("verifier_failed", np.zeros(0, np.float32))
+    return dict(
+        reward_mean=float(batch.reward.mean()),
+        solve_rate=float((batch.reward >= 1).mean()),
+        lag_mean=float(lag.mean()),
+        lag_max=float(lag.max()),
+        truncated_share=float(batch.truncated.mean()),
+        response_tokens_mean=float(batch.response_lengths.mean()),
+        verifier_failures=float(np.nansum(failed)),
+    )
