@@ -17,7 +17,7 @@ from typing import Self
 
 from launch.processes import LoggedProcess, fatal_note, log_tail, read_fatal_note
 from launch.progress import LiveView
-from pipeline.errors import EvenKeelError, FatalError
+from pipeline.errors import FatalError
 from pipeline.journal import Journal
 from pipeline.recipe import Recipe
 from pipeline.rundir import RunDirectory
@@ -140,7 +140,7 @@ class Supervisor:
 
     def _spend(self, name: str, reason: str) -> None:
         self.journal.event("restarted", process=name, reason=reason)
-        progress = len(BatchStore(self.run.batches).committed()) + len(list(self.run.policies.glob("[0-9]*")))
+        progress = BatchStore(self.run.batches).next_index + self.run.published_version()
         self.budgets.setdefault(name, RestartBudget(self.recipe.run.max_restarts)).spend(name, progress, reason)
 
 
@@ -157,7 +157,3 @@ def program_command(name: str, run: RunDirectory, recipe: Recipe) -> list[str]:
 def engine_spec(run: RunDirectory, recipe: Recipe, index: int, port: int, api_key: str) -> EngineSpec:
     """One engine of the recipe; which version it starts with is decided at each start."""
     raise NotImplementedError
-
-
-def exit_message(error: EvenKeelError) -> str:
-    return f"error: {error}"

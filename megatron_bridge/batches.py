@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -45,12 +46,12 @@ class TokenRows:
         """Every token but the first predicted."""
         return TokenRows(tokens=[np.asarray(row, np.int32) for row in rows], starts=np.ones(len(rows), np.int64))
 
-    @property
+    @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """[rows] tokens."""
         return np.array([len(row) for row in self.tokens], np.int64)
 
-    @property
+    @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """[rows + 1] where each row's predicted tokens start in the flat order."""
         predicted = np.maximum(self.lengths - self.starts, 0)
@@ -108,7 +109,7 @@ def plan_micro_batches(rows: TokenRows, *, micro_batch_tokens: int, num_ranks: i
             "raise it"
         )
     shares = [_fill(share, widths, micro_batch_tokens) for share in _share(widths, num_ranks)]
-    steps = max(1, *(len(share) for share in shares)) if shares else 1
+    steps = max(1, max(len(share) for share in shares))
     real = int(np.maximum(rows.lengths - 1, 0).sum())
     padded = sum(int(widths[group[0]]) * len(group) for share in shares for group in share)
     padded += sum(steps - len(share) for share in shares)  # a dummy is one position

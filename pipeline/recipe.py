@@ -33,6 +33,7 @@ class RunSection(Section):
     root: Path = Field(Path("runs"), description="Where run directories live.")
     seed: NonNegativeInt = Field(0, description="Seeds prompt order, model-parallel RNG and evaluation prompts.")
     steps: PositiveInt = Field(description="Optimizer steps = batches.")
+    wait_deadline_s: PositiveFloat = Field(3600.0, description="Longest wait of one loop for the other.")
     max_restarts: NonNegativeInt = Field(5, description="Restarts of one process without progress before giving up.")
 
 

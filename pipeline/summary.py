@@ -69,25 +69,20 @@ def describe_schedule(recipe: Recipe) -> str:
 
 
 def _held_out(history: History) -> dict[str, Any]:
-    """pass@1 with its interval and the pass@k of the largest k, first and last evaluation."""
+    """First and last evaluation: pass@1 with its interval, and pass@k of the largest k that was measured."""
     evaluations = history.evaluations
-    values: dict[str, Any] = {}
-    for which, event in (("first", evaluations[0]), ("last", evaluations[-1])) if evaluations else ():
-        values[f"pass_at_1_{which}"] = number(event, "pass_at_1")
-        values[f"pass_at_1_{which}_low"] = number(event, "pass_at_1_low")
-        values[f"pass_at_1_{which}_high"] = number(event, "pass_at_1_high")
-        values[f"version_{which}"] = int(event["version"])
-    keys = [f"{name}_{which}{end}" for name in ("pass_at_1",) for which in ("first", "last") for end in ("", "_low", "_high")]
-    return {key: values.get(key) for key in (*keys, "version_first", "version_last")} | _pass_at_k(evaluations)
-
-
-def _pass_at_k(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    if not evaluations:
-        return dict(k=None, pass_at_k_first=None, pass_at_k_last=None)
-    curves = [event.get("pass_at_k") or {} for event in (evaluations[0], evaluations[-1])]
-    k = max((int(k) for k in curves[-1]), default=None)
-    first, last = (number(curve, str(k)) for curve in curves)
-    return dict(k=k, pass_at_k_first=first, pass_at_k_last=last)
+    first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
+    k = max((int(k) for k in last.get("pass_at_k") or {}), default=None)
+    values: dict[str, Any] = dict(k=k)
+    for which, event in (("first", first), ("last", last)):
+        values |= {
+            f"version_{which}": event.get("version"),
+            f"pass_at_1_{which}": number(event, "pass_at_1"),
+            f"pass_at_1_{which}_low": number(event, "pass_at_1_low"),
+            f"pass_at_1_{which}_high": number(event, "pass_at_1_high"),
+            f"pass_at_k_{which}": number(event.get("pass_at_k") or {}, str(k)),
+        }
+    return values
 
 
 def _state(history: History) -> str:

@@ -1,0 +1,248 @@
+"""The `evenkeel` command. Each command imports what it needs when it runs, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from pipeline.errors import EvenKeelError, RecipeError
+
+app = typer.Typer(
+    name="evenkeel",
+    help="RL post-training that stays stable when the engine that samples and the engine that learns do not agree.\n\n"
+    "A typical session:  evenkeel model new → evenkeel sft → evenkeel train → evenkeel report.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+model_app = typer.Typer(help="Make models.", no_args_is_help=True)
+runs_app = typer.Typer(help="Look at runs.", no_args_is_help=True)
+trajectories_app = typer.Typer(help="Read what was sampled.", no_args_is_help=True)
+verify_app = typer.Typer(help="Prove that engine, learner and ledger hold what they promise.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+app.add_typer(runs_app, name="runs")
+app.add_typer(trajectories_app, name="trajectories")
+app.add_typer(verify_app, name="verify")
+
+RecipePath = Annotated[Path, typer.Argument(help="YAML recipe.", show_default=False)]
+RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+
+
+def emit(result: dict[str, Any]) -> None:
+    """The machine-readable last line."""
+    print(json.dumps(result), flush=True)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path | None, typer.Argument(help="YAML recipe.", show_default=False)] = None,
+    overrides: Overrides = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Train again on the recorded batches of this run, without engines.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a policy; the same command resumes a run that was interrupted.
+
+    Starts SGLang engines, a collector and a Megatron-Core learner on this machine, restarts whatever dies, and stops
+    them at the end. `--replay RUN` instead repeats the learner's part of a finished run into RUN-replay and says
+    whether the weights came out bit-identical.
+    """
+    from launch.replay import replay_run
+    from launch.train import train_run
+    from pipeline.recipe import load_recipe
+
+    if replay is not None:
+        emit_or_print(replay_run(replay, overrides or []), as_json)
+        return
+    if recipe is None:
+        raise RecipeError("give a recipe, for example `evenkeel train pipeline/recipes/demo.yaml`, or --replay RUN")
+    emit_or_print(train_run(load_recipe(recipe, overrides or [])), as_json)
+
+
+@app.command()
+def sft(
+    recipe: RecipePath,
+    out: Annotated[Path, typer.Option(help="Folder for the warmed-up HF model.", show_default=False)],
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 220,
+    batch_size: Annotated[int, typer.Option(min=1, help="Demonstrations a step.")] = 128,
+    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-3,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")] = 50,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Supervised warm-up on the task's demonstrations, with the same Megatron-Core learner and checkpoint format.
+
+    Reads model, task and learner of the recipe; the learning rate falls linearly to zero after its warm-up.
+    """
+    from launch.sft import warm_up
+    from pipeline.recipe import load_recipe
+
+    result = warm_up(
+        load_recipe(recipe, overrides or []),
+        out,
+        steps=steps,
+        batch_size=batch_size,
+        lr=lr,
+        warmup_steps=warmup_steps,
+    )
+    emit_or_print(result, as_json)
+
+
+@app.command("recipe")
+def show_recipe(
+    recipe: Annotated[Path | None, typer.Argument(help="YAML recipe.", show_default=False)] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="List every key, its type, default and meaning.")] = False,
+) -> None:
+    """Print a recipe with every default spelled out, or the list of known keys."""
+    from pipeline.recipe import Recipe, load_recipe
+
+    if schema:
+        print(json.dumps(Recipe.model_json_schema(), indent=1))
+    elif recipe is not None:
+        print(load_recipe(recipe, overrides or []).to_yaml(), end="")
+    else:
+        raise RecipeError("give a recipe file, or --schema")
+
+
+@app.command()
+def report(run: RunPath) -> None:
+    """Write RUN/report.html: one self-contained page with curves, histograms and a timeline."""
+    from pipeline.report import write_report
+
+    print(write_report(run))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check this machine: Python, packages, CUDA, memory, disk, ports."""
+    from launch.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(as_json))
+
+
+@model_app.command("new")
+def model_new(
+    directory: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 128,
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 2,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 4,
+    kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
+    head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    ffn: Annotated[int, typer.Option(help="Feed-forward size.")] = 384,
+    characters: Annotated[str, typer.Option(help="The tokenizer's alphabet.")] = "0123456789+-*=,;:abcdefghijklmnopqrstuvwxyz ",
+    tie: Annotated[bool, typer.Option(help="Tie embeddings and LM head.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+) -> None:
+    """Write a random Qwen3-architecture HF checkpoint with a character-level tokenizer. Downloads nothing."""
+    from launch.model_new import new_model
+
+    new_model(
+        directory,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        characters=characters,
+        tie=tie,
+        seed=seed,
+    )
+    print(directory)
+
+
+@runs_app.command("show")
+def runs_show(run: RunPath, as_json: AsJson = False) -> None:
+    """What a run reached: pass@1 first and last, steps, wall time, layout, precision."""
+    from rich.console import Console
+
+    from launch.runs_show import render, summary
+
+    result = summary(run)
+    if as_json:
+        emit(result)
+    else:
+        Console().print(render(result))
+
+
+@trajectories_app.command("show")
+def trajectories_show(
+    run: RunPath,
+    batch: Annotated[int, typer.Argument(help="Batch index.", min=0, show_default=False)],
+    limit: Annotated[int, typer.Option(min=1, help="Samples to print.")] = 8,
+) -> None:
+    """Prompts, completions, rewards and the per-token logprob gap of one batch, as text."""
+    from launch.trajectories import show
+
+    show(run, batch, limit)
+
+
+@verify_app.command("parity")
+def verify_parity(
+    model: Annotated[Path | None, typer.Option(help="HF folder; default: a random tiny model.")] = None,
+    layouts: Annotated[str, typer.Option(help="Learner layouts to compare, by comma.")] = "TP1,TP2,PP2",
+    tolerance: Annotated[float, typer.Option(help="Largest logprob gap allowed in fp32.")] = 1e-4,
+    as_json: AsJson = False,
+) -> None:
+    """Compare learner and engine logprobs: on prompts, on sampled tokens, after a publish, and with FP8 rollouts.
+
+    Exits 1 when the fp32 gap exceeds the tolerance or when emulating the rollout's formats in the learner closes less
+    than 90 % of the FP8 gap.
+    """
+    from launch.parity import parity
+
+    result = parity(model, layouts.split(","), tolerance)
+    emit_or_print(result, as_json)
+    raise typer.Exit(0 if result["ok"] else 1)
+
+
+@verify_app.command("history")
+def verify_history(run: RunPath, as_json: AsJson = False) -> None:
+    """Read every batch: no group lost or duplicated, every token of a version that the schedule allows."""
+    from launch.history import check_history
+
+    result = check_history(run)
+    emit_or_print(result, as_json)
+    raise typer.Exit(0 if result["ok"] else 1)
+
+
+def emit_or_print(result: dict[str, Any], as_json: bool) -> None:
+    """One JSON line, or a readable list."""
+    if as_json:
+        emit(result)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for key, value in result.items():
+        table.add_row(f"[bold]{key}[/bold]", json.dumps(value) if isinstance(value, dict | list) else str(value))
+    Console().print(table)
+
+
+def main() -> NoReturn:
+    """Entry point: errors of ours become one line and exit code 1."""
+    try:
+        app()
+    except EvenKeelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The collector program: `python -m launch.collect RUN`. Started by the supervisor, JobSet or Slurm alike."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from launch.compose import build_contract, build_prompts, build_sampling, build_tokenizer
+from launch.processes import die_with_parent, run_child
+from pipeline.collector import Collector, CollectorSettings
+from pipeline.journal import Journal
+from pipeline.recipe import Recipe
+from pipeline.rewards import Verifiers
+from pipeline.rundir import RunDirectory
+from pipeline.store import BatchStore
+from rollout_sglang.fleet import Fleet
+
+
+def build_fleet(run: RunDirectory, recipe: Recipe) -> Fleet:
+    """The run's engines, as they are announced in engines.json."""
+    urls, router = run.engines()
+    return Fleet(
+        urls,
+        router,
+        api_key=os.environ.get("EVENKEEL_API_KEY", ""),
+        lock_path=run.feeding_lock,
+        request_deadline_s=recipe.rollout.request_deadline_s,
+        load_deadline_s=recipe.weights.publish_deadline_s,
+    )
+
+
+def settings(recipe: Recipe) -> CollectorSettings:
+    """The numbers of the recipe that the collector reads."""
+    rollout, evaluation = recipe.rollout, recipe.evaluation
+    return CollectorSettings(
+        prompts_per_batch=rollout.prompts_per_batch,
+        group_size=rollout.group_size,
+        sampling=build_sampling(recipe),
+        concurrent_prompts=rollout.concurrent_prompts,
+        max_prompt_tokens=rollout.context_tokens - rollout.max_new_tokens,
+        evaluate_every=evaluation.every,
+        evaluation_prompts=evaluation.prompts,
+        evaluation_samples=evaluation.samples,
+        evaluation_sampling=build_sampling(recipe, evaluation.temperature),
+        wait_deadline_s=recipe.run.wait_deadline_s,
+        recipe_sha256=recipe.sha256(),
+    )
+
+
+async def collect(run: RunDirectory) -> None:
+    """Collect every batch that the run lacks."""
+    recipe = run.recipe()
+    tokenizer = build_tokenizer(recipe)
+    prompts = build_prompts(recipe, tokenizer)
+    fleet = build_fleet(run, recipe)
+    try:
+        with Verifiers(prompts.task.reward, recipe.reward.workers, recipe.reward.deadline_s) as verifiers:
+            await Collector(
+                run=run,
+                store=BatchStore(run.batches),
+                schedule=recipe.build_schedule(),
+                engines=fleet,
+                prompts=prompts,
+                tokenizer=tokenizer,
+                verifiers=verifiers,
+                contract=build_contract(recipe, tokenizer),
+                journal=Journal(run.path),
+                settings=settings(recipe),
+            ).collect()
+    finally:
+        await fleet.close()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    run_child(directory, "collector", lambda: asyncio.run(collect(directory)))

@@ -1,0 +1,101 @@
+"""From a recipe to the objects that the loops take. The only place that knows every room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_bridge.shape import read_hf_config
+from pipeline.ports import Sampling
+from pipeline.recipe import P3OSection, Recipe
+from pipeline.records import LogprobContract, Prompt
+from pipeline.tasks import Task, build_task
+from pipeline.tasks.order import PromptOrder
+from pipeline.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from precision.objectives.base import Objective
+    from precision.quant_map import QuantMap
+
+
+@dataclass(frozen=True)
+class TaskPrompts:
+    """Group i of a run is problem `order(i)` of its task, as tokens."""
+
+    task: Task
+    tokenizer: Tokenizer
+    order: PromptOrder
+
+    def prompt(self, group: int) -> Prompt:
+        problem = self.task.problem(self.order.problem(group))
+        return Prompt(
+            group=group, text=problem.text, answer=problem.answer, tokens=tuple(self.tokenizer.encode(problem.text))
+        )
+
+    def held_out(self, count: int) -> Sequence[Prompt]:
+        problems = [self.task.held_out(index) for index in range(count)]
+        return [
+            Prompt(group=-1 - i, text=p.text, answer=p.answer, tokens=tuple(self.tokenizer.encode(p.text)))
+            for i, p in enumerate(problems)
+        ]
+
+
+def build_tokenizer(recipe: Recipe) -> Tokenizer:
+    """The model's tokenizer, checked against its vocabulary."""
+    config = read_hf_config(recipe.model.path)
+    return Tokenizer.load(recipe.model.path, vocab_size=config["vocab_size"])
+
+
+def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:
+    """The run's prompts; a task whose characters the tokenizer lacks fails here, before anything is started."""
+    task = build_task(recipe.task, recipe.run.seed)
+    prompts = TaskPrompts(task, tokenizer, PromptOrder(task.num_prompts, recipe.run.seed))
+    prompts.prompt(0)
+    prompts.held_out(1)
+    return prompts
+
+
+def build_contract(recipe: Recipe, tokenizer: Tokenizer) -> LogprobContract:
+    """What the run's stored log-probabilities mean."""
+    rollout = recipe.rollout
+    return LogprobContract(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        scaled=True,
+        tokenizer_sha256=tokenizer.sha256,
+    )
+
+
+def build_sampling(recipe: Recipe, temperature: float | None = None) -> Sampling:
+    """Training rollouts; with `temperature`, evaluation over the whole vocabulary."""
+    rollout = recipe.rollout
+    if temperature is not None:
+        return Sampling(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )
+
+
+def build_objective(recipe: Recipe) -> Objective:
+    """The recipe's objective."""
+    from precision.objectives.clipped import Clipped
+    from precision.objectives.p3o import P3O
+
+    section = recipe.objective
+    if isinstance(section, P3OSection):
+        return P3O(ess_scope=section.ess_scope, kl_estimator=section.kl_estimator)
+    return Clipped(clip_low=section.clip_low, clip_high=section.clip_high)
+
+
+def build_quant_map(recipe: Recipe) -> QuantMap | None:
+    """Which weights the engines hold in FP8, or None for unquantized rollouts."""
+    from precision.quant_map import QuantMap
+
+    if recipe.rollout.precision not in ("fp8_tensor", "fp8_block"):
+        return None
+    return QuantMap.for_decoder(read_hf_config(recipe.model.path)["num_hidden_layers"], recipe.rollout.precision)

@@ -1,0 +1,68 @@
+"""The learner program, one process a rank: `torchrun … -m launch.learn RUN`. Started by the supervisor, JobSet or Slurm.
+
+With `--replay SOURCE` it trains on the recorded batches of another run, without engines.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from launch.collect import build_fleet
+from launch.compose import build_contract, build_objective, build_quant_map, build_tokenizer
+from launch.processes import die_with_parent, run_child
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.publish import DiskChannel
+from pipeline.advantages import estimator
+from pipeline.checkpoints import Checkpoints
+from pipeline.journal import Journal
+from pipeline.recipe import Recipe
+from pipeline.rundir import RunDirectory
+from pipeline.store import BatchStore
+from pipeline.training import Trainer
+
+
+def build_learner(recipe: Recipe) -> MegatronLearner:
+    """This rank's part of the model, its optimizer and its objective."""
+    return MegatronLearner.create(
+        recipe.model.path,
+        recipe.learner,
+        objective=build_objective(recipe),
+        temperature=recipe.rollout.temperature,
+        seed=recipe.run.seed,
+        total_steps=recipe.run.steps,
+    )
+
+
+def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
+    """Train on every batch that the newest checkpoint has not seen."""
+    recipe = run.recipe()
+    learner = build_learner(recipe)
+    channel = None
+    if publishing:
+        channel = DiskChannel(
+            learner, build_fleet(run, recipe), run.policies, build_quant_map(recipe), keep=recipe.weights.keep
+        )
+    Trainer(
+        run=run,
+        store=BatchStore(batches),
+        learner=learner,
+        schedule=recipe.build_schedule(),
+        advantages=estimator(recipe.advantage.name),
+        needs_step_ess=learner.objective.needs_step_ess,
+        channel=channel,
+        checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep),
+        checkpoint_every=recipe.checkpoint.every,
+        contract=build_contract(recipe, build_tokenizer(recipe)),
+        journal=Journal(run.path),
+        wait_deadline_s=recipe.run.wait_deadline_s,
+    ).train()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    replayed = RunDirectory(Path(sys.argv[3])).batches if sys.argv[2:3] == ["--replay"] else None
+    run_child(
+        directory, "learner", lambda: learn(directory, replayed or directory.batches, publishing=replayed is None)
+    )

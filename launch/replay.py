@@ -1,0 +1,63 @@
+"""`evenkeel train --replay RUN`: the learner's part of a run again, from its recorded batches, without engines.
+
+In sync mode with the same layout the weights come out bit-identical; anything else would mean that training depends on
+something that is not in the run directory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.processes import LoggedProcess, fatal_note, log_tail, read_fatal_note
+from launch.progress import LiveView
+from launch.train import child_environment
+from pipeline.errors import FatalError, StoreError
+from pipeline.recipe import load_recipe
+from pipeline.rundir import RunDirectory
+
+
+def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Train into SOURCE-replay (resuming it when it exists) and compare the final weights, tensor by tensor."""
+    original = RunDirectory(source)
+    wanted = manifest(original)
+    recipe = load_recipe(source / "recipe.yaml", [f"run.name={source.name}-replay", *overrides])
+    run = RunDirectory(source.parent / f"{source.name}-replay")
+    with run.claimed():
+        run.freeze(recipe)
+        fatal_note(run).unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
+            *("--nproc-per-node", str(recipe.learner.num_processes)),
+            *("-m", "launch.learn", str(run.path), "--replay", str(source)),
+        ]
+        log = run.logs / "learner.log"
+        learner = LoggedProcess.start("learner", command, log, child_environment())
+        try:
+            with LiveView(run.path, recipe.run.steps) as view:
+                while learner.popen.poll() is None:
+                    view.refresh()
+                    time.sleep(0.25)
+        finally:
+            learner.stop()
+        if learner.popen.returncode != 0:
+            raise FatalError(read_fatal_note(run) or f"the replay's learner died: {log_tail(log)}")
+    found = manifest(run)
+    differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    return dict(
+        replay=str(run.path), steps=recipe.run.steps, bit_identical=not differing, differing_tensors=differing
+    )
+
+
+def manifest(run: RunDirectory) -> dict[str, Any]:
+    """tensor name → {sha256, shape, dtype} of the final policy."""
+    path = run.model / "manifest.json"
+    try:
+        tensors: dict[str, Any] = json.loads(path.read_text())["tensors"]
+    except OSError as error:
+        raise StoreError(f"{path} is missing: {run.path} was not trained to its end; finish it first") from error
+    return tensors

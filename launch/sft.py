@@ -1,0 +1,154 @@
+"""`evenkeel sft`: supervised warm-up with the same learner, under torchrun like training.
+
+    parent   freezes the recipe, starts the ranks, shows progress
+    ranks    demonstrations of the task ──▶ Batch ──▶ learner.update(Supervised) ──▶ checkpoints ──▶ HF folder
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from launch.compose import build_contract, build_tokenizer
+from launch.processes import LoggedProcess, die_with_parent, fatal_note, log_tail, read_fatal_note, run_child
+from launch.train import child_environment
+from megatron_bridge.layout import check_layout
+from megatron_bridge.shape import read_hf_config
+from pipeline.checkpoints import Checkpoints
+from pipeline.errors import FatalError, RecipeError
+from pipeline.journal import Journal, read_metrics
+from pipeline.recipe import LearnerSection, Recipe
+from pipeline.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.rundir import RunDirectory
+from pipeline.tasks import Task, build_task
+from pipeline.tokenizer import Tokenizer
+
+CHECKPOINT_EVERY = 100
+
+
+def warm_up(
+    recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float, warmup_steps: int
+) -> dict[str, Any]:
+    """Train on demonstrations and export an HF folder. The same command resumes an interrupted warm-up."""
+    if out.exists():
+        raise RecipeError(f"--out {out} exists already; remove it or name another folder")
+    config = read_hf_config(recipe.model.path)
+    check_layout(config, recipe.learner)
+    optimizer = dict(lr=lr, warmup_steps=warmup_steps, decay="linear", min_lr=0.0)
+    recipe = recipe.model_copy(
+        update=dict(
+            run=recipe.run.model_copy(update=dict(name=f"{recipe.run.name}-sft", steps=steps)),
+            learner=LearnerSection.model_validate(
+                {**recipe.learner.model_dump(), "optimizer": {**recipe.learner.optimizer.model_dump(), **optimizer}}
+            ),
+        )
+    )
+    demonstrations_of(build_task(recipe.task, recipe.run.seed), 0, 1)
+    run = RunDirectory(recipe.directory)
+    started = time.time()
+    with run.claimed():
+        run.freeze(recipe)
+        fatal_note(run).unlink(missing_ok=True)
+        _supervise(run, recipe, out, batch_size)
+    last = read_metrics(run.path)[-1]
+    return dict(model=str(out), steps=steps, loss=last["loss"], wall_s=round(time.time() - started, 1))
+
+
+def _supervise(run: RunDirectory, recipe: Recipe, out: Path, batch_size: int) -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
+        *("--nproc-per-node", str(recipe.learner.num_processes)),
+        *("-m", "launch.sft", str(run.path), str(out), str(batch_size)),
+    ]
+    ranks = LoggedProcess.start("learner", command, run.logs / "learner.log", child_environment())
+    columns = TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
+    try:
+        with Progress(*columns, TimeRemainingColumn()) as progress:
+            bar = progress.add_task("starting", total=recipe.run.steps)
+            while ranks.popen.poll() is None:
+                metrics = read_metrics(run.path)
+                if metrics:
+                    progress.update(bar, completed=len(metrics), description=f"loss {metrics[-1]['loss']:.3f}")
+                time.sleep(0.5)
+    finally:
+        ranks.stop()
+    if ranks.popen.returncode != 0:
+        raise FatalError(read_fatal_note(run) or f"warm-up died: {log_tail(ranks.log)}; the same command resumes it")
+
+
+def demonstrations_of(task: Task, first: int, count: int) -> list[tuple[str, str]]:
+    """(prompt, target) of problems first … first + count - 1. RecipeError when the task has none."""
+    found = [task.demonstration(index % task.num_prompts) for index in range(first, first + count)]
+    pairs = [pair for pair in found if pair is not None]
+    if len(pairs) < count:
+        raise RecipeError("this task has no demonstrations to warm up on; start from a model that can already answer")
+    return pairs
+
+
+def supervised_batch(
+    step: int, pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, contract: LogprobContract
+) -> Batch:
+    """Demonstrations as a Batch: the response is the target and its end token; every advantage will be 1."""
+    groups = []
+    for index, (prompt, target) in enumerate(pairs):
+        response = (*tokenizer.encode(target), tokenizer.eos_token_id)
+        completion = Completion(
+            tokens=response,
+            logprobs=(0.0,) * len(response),
+            versions=(step,) * len(response),
+            finish="stop",
+            engine=0,
+            queued_s=0.0,
+            generated_s=0.0,
+        )
+        tokens = tuple(tokenizer.encode(prompt))
+        groups.append(
+            Group(
+                prompt=Prompt(group=index, text=prompt, answer=target, tokens=tokens),
+                samples=(Sample(completion=completion, reward=1.0),),
+            )
+        )
+    return Batch.from_groups(step, groups, contract=contract, dropped=(), next_group=0, recipe_sha256="")
+
+
+def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
+    """Body of one rank."""
+    from megatron_bridge.learner import MegatronLearner
+    from precision.objectives.supervised import Supervised
+
+    recipe = run.recipe()
+    tokenizer = build_tokenizer(recipe)
+    contract = build_contract(recipe, tokenizer)
+    task = build_task(recipe.task, recipe.run.seed)
+    learner = MegatronLearner.create(
+        recipe.model.path,
+        recipe.learner,
+        objective=Supervised(),
+        temperature=1.0,
+        seed=recipe.run.seed,
+        total_steps=recipe.run.steps,
+    )
+    journal, checkpoints = Journal(run.path), Checkpoints(run.checkpoints, keep=1)
+    for step in range(checkpoints.restore(learner), recipe.run.steps):
+        pairs = demonstrations_of(task, step * batch_size, batch_size)
+        batch = supervised_batch(step, pairs, tokenizer, contract)
+        metrics = learner.update(batch, np.ones(batch.num_samples, np.float32), None)
+        if learner.speaks:
+            journal.metrics(step, **metrics)
+        if (step + 1) % CHECKPOINT_EVERY == 0:
+            checkpoints.save(learner, step + 1)
+    learner.export(out)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    run_child(
+        directory, "warm-up", lambda: learn_demonstrations(directory, Path(sys.argv[2]), int(sys.argv[3]))
+    )

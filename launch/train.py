@@ -1,0 +1,62 @@
+"""`evenkeel train`: check everything that can be checked, then supervise the run to its end."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from launch.compose import build_prompts, build_quant_map, build_tokenizer
+from launch.local import Supervisor
+from launch.progress import LiveView
+from launch.runs_show import summary
+from megatron_bridge.layout import check_layout
+from megatron_bridge.shape import read_hf_config
+from pipeline.journal import Journal, read_events
+from pipeline.recipe import Recipe
+from pipeline.report import write_report
+from pipeline.rundir import RunDirectory
+from rollout_sglang.shapes import check_block_shapes
+
+
+def train_run(recipe: Recipe) -> dict[str, Any]:
+    """Start or resume a run; returns its summary once it is finished. Raises FatalError when it cannot be."""
+    run = RunDirectory(recipe.directory)
+    preflight(recipe)
+    with run.claimed():
+        run.freeze(recipe)
+        journal = Journal(run.path)
+        if not is_finished(run):
+            seed_policy(run, recipe)
+            with LiveView(run.path, recipe.run.steps) as view, Supervisor(run, recipe, view, journal) as supervisor:
+                supervisor.supervise()
+            journal.event("finished", steps=recipe.run.steps)
+    return {**summary(run.path), "report": str(write_report(run.path))}
+
+
+def preflight(recipe: Recipe) -> None:
+    """Everything that would otherwise fail minutes later, in a process whose log nobody reads."""
+    config = read_hf_config(recipe.model.path)
+    check_layout(config, recipe.learner)
+    if recipe.rollout.precision == "fp8_block":
+        check_block_shapes(config)
+    build_prompts(recipe, build_tokenizer(recipe))
+
+
+def is_finished(run: RunDirectory) -> bool:
+    """Whether the run already reached its last step and evaluated it."""
+    return any(event["kind"] == "finished" for event in read_events(run.path))
+
+
+def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
+    """Version 0 straight from the model folder, so that engines and learner can start side by side."""
+    if (run.policies / "PUBLISHED").exists():
+        return
+    from megatron_bridge.policy import seed
+
+    seed(recipe.model.path, run.policy_directory(0), build_quant_map(recipe))
+    run.set_published(0)
+
+
+def child_environment() -> dict[str, str]:
+    """One thread a process unless the user says otherwise: several processes share the cores."""
+    return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

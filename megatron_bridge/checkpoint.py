@@ -1,0 +1,94 @@
+"""Learner state on disk, in Megatron's distributed format: what one layout saved, any layout loads.
+
+Megatron starts a helper process that imports the program's `__main__` again while saving: a program that saves must
+guard its entry point with `if __name__ == "__main__"`. The format's index is a pickle: load only what you saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_bridge.layout import Layout
+from pipeline.errors import CorruptCheckpointError
+
+_RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+
+
+def save(directory: Path, model: Sequence[Any], optimizer: Any, *, step: int, layout: Layout) -> None:
+    """Write weights, optimizer state, step and RNG state into an empty directory. Collective."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _sharded_state(model, optimizer, is_loading=False)
+    state["learner"] = {"step": step, "layout": asdict(layout)}
+    state["rng"] = _rng_object(_rng_state())
+    dist_checkpointing.save(state, str(directory))
+
+
+def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layout) -> int:
+    """Restore model, optimizer and, when the layout is the one that saved, RNG. Returns the step. Collective.
+
+    Raises CorruptCheckpointError when the directory does not hold such a checkpoint.
+    """
+    for part in _distributed_parts(optimizer):
+        # Loading fills tensors in place, and Adam makes its own only in the first step.
+        part._init_optimizer_states_with_dummy_values()
+    state = _sharded_state(model, optimizer, is_loading=True)
+    try:
+        saved = dist_checkpointing.load_common_state_dict(str(directory))["learner"]
+        same_layout = saved["layout"] == asdict(layout)
+        if same_layout:
+            state["rng"] = _rng_object(None)
+        loaded = dist_checkpointing.load(state, str(directory))
+    except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
+        raise CorruptCheckpointError(
+            f"{directory} is not a complete checkpoint ({' '.join(str(error).split())[:300]}); use an older one"
+        ) from error
+    model[0].module.load_state_dict(loaded["model"], strict=True)
+    optimizer.load_state_dict(loaded["optimizer"])
+    if same_layout:
+        _restore_rng(loaded["rng"])
+    return int(saved["step"])
+
+
+def _distributed_parts(optimizer: Any) -> list[Any]:
+    return [part for part in optimizer.chained_optimizers if hasattr(part, "_init_optimizer_states_with_dummy_values")]
+
+
+def _sharded_state(model: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {"model": model[0].module.sharded_state_dict()}
+    metadata = {"metadata": _RESHARDABLE} if _distributed_parts(optimizer) else {}
+    state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=is_loading, **metadata)
+    return state
+
+
+def _rng_object(data: dict[str, Any] | None) -> ShardedObject:
+    """One object for each rank: generators differ over tensor, pipeline and data parallel ranks."""
+    return ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _rng_state() -> dict[str, Any]:
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    state = {"torch": torch.get_rng_state(), "tracker": {name: value.clone() for name, value in tracker.items()}}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

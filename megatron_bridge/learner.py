@@ -1,0 +1,226 @@
+"""The trained policy on Megatron-Core: implements pipeline.ports.Learner.
+
+    logprobs:  plan ─▶ forward only ─▶ gather ─▶ ratio statistics
+    update:    plan ─▶ forward + backward ─▶ gather ─▶ all finite? ─▶ clip ─▶ AdamW
+
+Every method is collective. What a method returns is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_bridge import checkpoint, passes, policy_files, weights
+from megatron_bridge.batches import Plan, TokenRows, plan_micro_batches
+from megatron_bridge.layout import Layout, check_layout, initialise
+from megatron_bridge.model import build_chunks
+from megatron_bridge.optimizer import (
+    learning_rate,
+    reduced_gradient_norm,
+    set_learning_rate,
+    step_with_clipping,
+    wrap_and_optimise,
+)
+from megatron_bridge.shape import ModelShape, read_hf_config
+from pipeline.errors import NonFiniteError
+from pipeline.ports import Scored
+from pipeline.recipe import LearnerSection
+from pipeline.records import Batch
+from precision.objectives.base import Objective
+from precision.ratios import RatioSums
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class MegatronLearner:
+    """One rank of the learner."""
+
+    def __init__(
+        self,
+        model_folder: Path,
+        learner: LearnerSection,
+        objective: Objective,
+        *,
+        temperature: float,
+        total_steps: int,
+    ) -> None:
+        """Build model and optimizer in the parallel state as it is: use `create`, which makes that state too."""
+        self.model_folder = model_folder
+        self.section = learner
+        self.shape = ModelShape.from_hf(read_hf_config(model_folder))
+        self.device: torch.device | str = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        chunks = build_chunks(self.shape, _DTYPES[learner.precision], temperature)
+        weights.load_hf(chunks, self.shape, model_folder)
+        self.model, self.optimizer = wrap_and_optimise(chunks, learner)
+        self.step = 0
+        """Optimizer steps taken."""
+        self._total_steps = total_steps
+        self._objective = objective
+        self._runner = passes.ObjectiveRunner(objective, self.device)
+
+    @staticmethod
+    def create(
+        model_folder: Path,
+        learner: LearnerSection,
+        objective: Objective,
+        *,
+        temperature: float,
+        seed: int,
+        total_steps: int,
+    ) -> MegatronLearner:
+        """Join the process group, load the HF folder, build the optimizer.
+
+        `temperature` is that of the sampling: log-probabilities are log_softmax(logits / temperature).
+        Raises ModelError or LayoutError.
+        """
+        check_layout(read_hf_config(model_folder), learner)
+        initialise(Layout.of(learner), seed, learner.step_deadline_s)
+        return MegatronLearner(model_folder, learner, objective, temperature=temperature, total_steps=total_steps)
+
+    @property
+    def speaks(self) -> bool:
+        """True on global rank 0."""
+        return dist.get_rank() == 0
+
+    @property
+    def layout(self) -> Layout:
+        """The parallel sizes in use."""
+        return Layout.of(self.section)
+
+    def logprobs(self, batch: Batch) -> Scored:
+        """Score the batch at the present weights; `local` holds the log-probabilities, float32 [responses]."""
+        found = self.token_logprobs(batch)
+        ratios = _ratio_sums(torch.from_numpy(found), batch)
+        return Scored(statistics=ratios.statistics(), histogram=ratios.histogram.tolist(), local=found)
+
+    def token_logprobs(self, batch: Batch) -> NDArray[np.float32]:
+        """[responses] natural log-probability of every response token at the present weights, in the batch's order."""
+        gathered = self._score(TokenRows.of_batch(batch))
+        logprobs: NDArray[np.float32] = gathered.logprobs.cpu().numpy()
+        return logprobs
+
+    def score_tokens(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """For each row of n tokens, [n - 1] natural log-probabilities of tokens 1 … n-1 given those before."""
+        whole = TokenRows.whole(rows)
+        flat = self._score(whole).logprobs.cpu().numpy()
+        return np.split(flat, whole.offsets[1:-1])
+
+    def update(self, batch: Batch, advantages: NDArray[np.float32], scored: Scored | None) -> dict[str, float]:
+        """One optimizer step on the whole batch; `advantages` float32 [samples] or [responses].
+
+        Returns loss, grad_norm (before clipping), lr, entropy (nats per token), padding_share, num_tokens, the mean of
+        each of the objective's sums and, when `scored` is None, the ratio statistics of the training pass.
+        Raises NonFiniteError before any parameter or optimizer state is changed, and ValueError when the objective
+        needs the step's ESS but `scored` is None.
+        """
+        if self._objective.needs_step_ess and scored is None:
+            raise ValueError("the objective needs the ESS of the step: pass the Scored that logprobs(batch) returned")
+        num_tokens = batch.num_response_tokens
+        if num_tokens == 0:
+            raise ValueError(f"batch {batch.index} has no response tokens to train on")
+        plan = self._plan(TokenRows.of_batch(batch))
+        gathered = passes.train(
+            self.model,
+            plan,
+            self._inputs(batch, advantages),
+            self._runner,
+            num_tokens=num_tokens,
+            step_ess=None if scored is None else scored.statistics["ess"],
+            device=self.device,
+        )
+        grad_norm = self._finite_gradient_norm(gathered, batch.index)
+        section = self.section.optimizer
+        lr = learning_rate(self.step, section, self._total_steps)
+        set_learning_rate(self.optimizer, lr, section.weight_decay)
+        step_with_clipping(self.optimizer, grad_norm, section.clip_grad)
+        self.step += 1
+        metrics = self._metrics(gathered, num_tokens)
+        metrics |= {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share}
+        if scored is None:
+            metrics |= _ratio_sums(gathered.logprobs.cpu(), batch).statistics()
+        return metrics
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer, step and RNG state into an empty directory."""
+        checkpoint.save(directory, self.model, self.optimizer, step=self.step, layout=self.layout)
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote, whatever layout wrote it. Raises CorruptCheckpointError."""
+        self.step = checkpoint.load(directory, self.model, self.optimizer, layout=self.layout)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every HF tensor by name, in the learner's precision. Collective: every rank must exhaust it."""
+        return weights.export_hf(self.model, self.shape)
+
+    def export(self, directory: Path) -> None:
+        """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json."""
+        with policy_files.rank_zero_first(self):
+            pass
+        policy_files.export_policy(self, directory, quant=None)
+
+    def barrier(self) -> None:
+        """Wait for every rank, no longer than learner.step_deadline_s."""
+        dist.barrier()
+
+    def _plan(self, rows: TokenRows) -> Plan:
+        return plan_micro_batches(
+            rows,
+            micro_batch_tokens=self.section.micro_batch_tokens,
+            num_ranks=parallel_state.get_data_parallel_world_size(),
+            rank=parallel_state.get_data_parallel_rank(),
+        )
+
+    def _score(self, rows: TokenRows) -> passes.Gathered:
+        return passes.score(self.model, self._plan(rows), int(rows.offsets[-1]), self.device)
+
+    def _inputs(self, batch: Batch, advantages: NDArray[np.float32]) -> passes.TrainingInputs:
+        if len(advantages) == batch.num_samples:
+            advantages = np.repeat(advantages, batch.response_lengths)
+        elif len(advantages) != batch.num_response_tokens:
+            raise ValueError(
+                f"{len(advantages)} advantages for {batch.num_samples} samples and {batch.num_response_tokens} "
+                "response tokens; give one for each sample or one for each token"
+            )
+        return passes.TrainingInputs(
+            sampler_logprobs=torch.from_numpy(batch.sampler_logprobs).to(self.device),
+            advantages=torch.from_numpy(np.asarray(advantages, np.float32)).to(self.device),
+        )
+
+    def _finite_gradient_norm(self, gathered: passes.Gathered, batch: int) -> float:
+        """The global gradient norm. `gathered` is the same everywhere, and the norm is agreed on: all ranks raise, or
+        none."""
+        loss = gathered.sums["loss"].item()
+        if gathered.sums["failed"].item() or not math.isfinite(loss):
+            raise NonFiniteError(
+                f"batch {batch}: loss is {loss}, a ratio or log-probability is not finite; no step was taken. "
+                "Look at the batch's sampler_logprobs and at learner.optimizer.lr"
+            )
+        grad_norm = reduced_gradient_norm(self.optimizer)
+        worst = torch.tensor([0.0 if math.isfinite(grad_norm) else 1.0], device=self.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        if worst.item():
+            raise NonFiniteError(f"batch {batch}: gradient norm is {grad_norm}; no step was taken. Lower the lr")
+        return grad_norm
+
+    def _metrics(self, gathered: passes.Gathered, num_tokens: int) -> dict[str, float]:
+        means = {name: gathered.sums[name].item() / num_tokens for name in self._runner.names}
+        return {
+            "loss": gathered.sums["loss"].item(),
+            "entropy": gathered.entropy.double().mean().item(),
+            "num_tokens": float(num_tokens),
+            **means,
+        }
+
+
+def _ratio_sums(logprobs: Tensor, batch: Batch) -> RatioSums:
+    sampler = torch.from_numpy(batch.sampler_logprobs)
+    return RatioSums.from_logprobs(logprobs, sampler, torch.ones(len(sampler), dtype=torch.bool))

@@ -1,0 +1,62 @@
+"""pass@k and its uncertainty, from n samples of each held-out prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+_Z_95 = 1.959963984540054
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that at least one of k samples, drawn without replacement from the n there are, is correct.
+
+    1 - C(n - c, k) / C(n, k), unbiased (Chen et al. 2021, arXiv 2107.03374), as a product of n - c + 1 … n factors
+    so that no binomial overflows. Raises ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
+    """
+    if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
+        raise ValueError(
+            f"pass@{k} of {num_correct} correct among {num_samples} is undefined, expected 1 ≤ k ≤ samples"
+        )
+    if num_samples - num_correct < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))
+
+
+def summarise(num_correct: Sequence[int], num_samples: int) -> dict[str, Any]:
+    """Scores from the correct samples of each prompt, of `num_samples` each; plain values, ready for the journal.
+
+    `pass_at_1` with its 95 % bounds `pass_at_1_low` and `pass_at_1_high`, and `pass_at_k`: {"1": …, "2": …, "4": …} up
+    to `num_samples`, means over prompts. Raises ValueError when there is no prompt.
+    """
+    if len(num_correct) == 0:
+        raise ValueError("there are no prompts to summarise, expected at least one")
+    ks = sorted({*(1 << i for i in range(num_samples.bit_length())), num_samples})
+    curve = {str(k): float(np.mean([pass_at_k(num_samples, c, k) for c in num_correct])) for k in ks}
+    low, high = clustered_wilson(num_correct, num_samples)
+    return {"pass_at_1": curve["1"], "pass_at_1_low": low, "pass_at_1_high": high, "pass_at_k": curve}
+
+
+def clustered_wilson(num_correct: Sequence[int], num_samples: int) -> tuple[float, float]:
+    """95 % Wilson interval for pass@1 from counts [prompts] of `num_samples` each.
+
+    Samples of a prompt resemble one another, so they are not prompts × samples independent trials. Wilson's formula is
+    given the effective number of trials, p (1 - p) / var(mean), where the variance comes from the spread between
+    prompts (Kish's design effect); it lies between prompts and prompts × samples. Unlike a bootstrap it is
+    deterministic, and wider than a point when all samples agree.
+    """
+    prompts = len(num_correct)
+    rates = np.asarray(num_correct) / num_samples
+    p = float(rates.mean())
+    trials = float(prompts)
+    if prompts > 1 and 0.0 < p < 1.0:
+        variance = float(rates.var(ddof=1)) / prompts
+        most = float(prompts * num_samples)
+        trials = min(most, max(trials, p * (1.0 - p) / variance)) if variance > 0.0 else most
+    denominator = 1.0 + _Z_95**2 / trials
+    centre = (p + _Z_95**2 / (2.0 * trials)) / denominator
+    half = _Z_95 * math.sqrt(p * (1.0 - p) / trials + _Z_95**2 / (4.0 * trials**2)) / denominator
+    return max(0.0, centre - half), min(1.0, centre + half)

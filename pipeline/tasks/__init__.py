@@ -1,0 +1,20 @@
+"""Tasks: where prompts come from. To add one, write a file here, a section in `pipeline.recipe`, a case below."""
+
+from __future__ import annotations
+
+from pipeline.recipe import JsonlTask, SortDigitsTask
+from pipeline.tasks.base import Problem, Task
+from pipeline.tasks.jsonl import Jsonl
+from pipeline.tasks.order import PromptOrder
+from pipeline.tasks.sort_digits import SortDigits
+
+__all__ = ["Problem", "PromptOrder", "Task", "build_task"]
+
+
+def build_task(section: SortDigitsTask | JsonlTask, seed: int) -> Task:
+    """The task of the recipe. Raises RecipeError when its files cannot be used."""
+    match section:
+        case SortDigitsTask():
+            return SortDigits(section, seed)
+        case JsonlTask():
+            return Jsonl(section)

@@ -1,0 +1,143 @@
+"""What a task is, and how held-out problems are kept apart from training ones.
+
+A problem is held out when the hash of its prompt text says so (1 in 16), whatever the seed. So a held-out prompt was
+never trained on by construction, in this run or in any other run of the same task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+from pipeline.errors import RecipeError
+
+HELD_OUT_ONE_IN = 16
+_MAX_DRAWS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One question and what the reward compares the response with."""
+
+    text: str
+    answer: str
+
+
+class Task(Protocol):
+    """Where prompts come from and what scores the responses."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Training problems of one epoch."""
+        ...
+
+    @property
+    def num_held_out(self) -> int:
+        """Held-out problems that `held_out` knows."""
+        ...
+
+    @property
+    def reward(self) -> str:
+        """`package.module:function` of the verifier; see `pipeline.verifiers`."""
+        ...
+
+    @property
+    def characters(self) -> str | None:
+        """Every character of prompts and answers, for a character tokenizer; None when the task is open text."""
+        ...
+
+    @property
+    def chat_template(self) -> bool:
+        """Whether prompts are wrapped as a user turn of the tokenizer's chat template."""
+        ...
+
+    def problem(self, index: int) -> Problem:
+        """Training problem `index`, 0 ≤ index < num_prompts; the same for the same index, always."""
+        ...
+
+    def held_out(self, index: int) -> Problem:
+        """Held-out problem `index`, 0 ≤ index < num_held_out."""
+        ...
+
+    def demonstration(self, index: int) -> tuple[str, str] | None:
+        """(prompt, target) number `index` ≥ 0 of the supervised warm-up; None when the task has no warm-up."""
+        ...
+
+
+def is_held_out(text: str) -> bool:
+    """Whether the problem with this prompt text is kept for evaluation."""
+    return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+
+
+def check_index(index: int, count: int, what: str) -> None:
+    """Raises IndexError unless 0 ≤ index < count."""
+    if not 0 <= index < count:
+        raise IndexError(f"{what} {index} does not exist, expected 0 to {count - 1}")
+
+
+class GeneratedTask(ABC):
+    """A task whose problems are made from (seed, index). A subclass says how to draw one problem.
+
+    Only `random.Random.random()` is called, the one method whose sequence Python promises to keep for a seed, so a run
+    resumed under a later Python meets the same problems.
+    """
+
+    characters: str
+    reward: str
+    chat_template = False
+
+    def __init__(self, *, name: str, seed: int, num_prompts: int) -> None:
+        self._name = name
+        self._seed = seed
+        self._num_prompts = num_prompts
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> Problem:
+        """One problem from the task's whole distribution."""
+
+    def distort(self, answer: str, rng: random.Random) -> str:  # noqa: ARG002
+        """The warm-up target for `answer`; a subclass may add mistakes, to leave room for RL."""
+        return answer
+
+    @property
+    def num_prompts(self) -> int:
+        return self._num_prompts
+
+    @property
+    def num_held_out(self) -> int:
+        return self._num_prompts
+
+    def problem(self, index: int) -> Problem:
+        check_index(index, self.num_prompts, "problem")
+        return self._draw_from(self._rng("train", index), held_out=False)
+
+    def held_out(self, index: int) -> Problem:
+        check_index(index, self.num_held_out, "held-out problem")
+        return self._draw_from(self._rng("held-out", index), held_out=True)
+
+    def demonstration(self, index: int) -> tuple[str, str]:
+        rng = self._rng("demonstration", index)
+        problem = self._draw_from(rng, held_out=False)
+        return problem.text, self.distort(problem.answer, rng)
+
+    def _rng(self, stream: str, index: int) -> random.Random:
+        return random.Random(f"{self._name}/{stream}/{self._seed}/{index}")
+
+    def _draw_from(self, rng: random.Random, *, held_out: bool) -> Problem:
+        for _ in range(_MAX_DRAWS):
+            problem = self.draw(rng)
+            if is_held_out(problem.text) == held_out:
+                return problem
+        side = "held-out" if held_out else "training"
+        raise RecipeError(
+            f"task {self._name} found no {side} problem in {_MAX_DRAWS} draws: too few different prompts exist; "
+            "make the task larger"
+        )
+
+
+def uniform_int(rng: random.Random, low: int, high: int) -> int:
+    """An integer in [low, high], both included, from one call of `rng.random()`."""
+    return low + int(rng.random() * (high - low + 1))

@@ -1,0 +1,146 @@
+"""The tokenizer of a local HF folder, over the `tokenizers` library alone.
+
+Text becomes ids here and ids become text; nothing is ever tokenised twice. The ids are those of transformers'
+AutoTokenizer for the same folder, without the special tokens that it would add by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as Backend
+
+from pipeline.errors import ModelError
+
+
+class Tokenizer:
+    """Text to token ids and back. Make one with `Tokenizer.load`."""
+
+    @staticmethod
+    def load(folder: Path, *, vocab_size: int | None = None) -> Tokenizer:
+        """Read `tokenizer.json`, and the end and padding tokens from `tokenizer_config.json`, else `config.json`.
+
+        Raises ModelError when a file is missing or cannot be used, when there is no end-of-sequence token, or when the
+        vocabulary has an id at or above `vocab_size`, the rows of the model's embedding.
+        """
+        tokenizer = Tokenizer(folder)
+        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+            raise ModelError(
+                f"{folder}/tokenizer.json has token id {tokenizer.vocab_size - 1}, but the model has {vocab_size} rows "
+                "(config.json: vocab_size); use the tokenizer that belongs to the model"
+            )
+        return tokenizer
+
+    def __init__(self, folder: Path) -> None:
+        """Use `load`."""
+        path = folder / "tokenizer.json"
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ModelError(
+                f"cannot read {path}: {error.strerror}; model.path must be an HF folder with a fast tokenizer"
+            ) from error
+        try:
+            self._backend = Backend.from_buffer(data)
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(f"{path} is not a tokenizer: {error}; copy it again from the model's origin") from error
+        self.folder = folder
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        self._config = _read_json(folder / "tokenizer_config.json")
+        model = _read_json(folder / "config.json")
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        """One more than the highest token id."""
+        self.eos_token_id = self._special_id("eos", model)
+        self.pad_token_id = self._special_id("pad", model, default=self.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, no special token added. Raises ModelError naming a character that has no token."""
+        try:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library raises bare Exception
+            unknown = next((c for c in text if self._backend.token_to_id(c) is None), None)
+            what = f"character {unknown!r} has no token" if unknown is not None else str(error)
+            raise ModelError(
+                f"{self.folder}: {text[:60]!r} cannot be encoded: {what}; use another tokenizer"
+            ) from error
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of the ids; special tokens (such as end-of-sequence) are left out unless `special`."""
+        return self._backend.decode(list(ids), skip_special_tokens=not special)
+
+    def user_turn(self, text: str) -> str:
+        """`text` as the user's turn of the chat template, ready for the model's answer.
+
+        Raises ModelError when the folder has no chat template or the template fails.
+        """
+        template = self._chat_template()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _raise_exception
+        tokens = {f"{name}_token": _content(self._config.get(f"{name}_token")) for name in ("bos", "eos", "pad")}
+        try:
+            return environment.from_string(template).render(
+                messages=[{"role": "user", "content": text}], add_generation_prompt=True, **tokens
+            )
+        except jinja2.TemplateError as error:
+            raise ModelError(
+                f"{self.folder}: the chat template failed: {error}; set task.chat_template=false"
+            ) from error
+
+    def _chat_template(self) -> str:
+        separate = self.folder / "chat_template.jinja"
+        if separate.is_file():
+            return separate.read_text()
+        template = self._config.get("chat_template")
+        if isinstance(template, list):
+            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        if not isinstance(template, str):
+            raise ModelError(f"{self.folder} has no chat template; set task.chat_template=false")
+        return template
+
+    def _special_id(self, kind: str, model: dict[str, Any], default: int | None = None) -> int:
+        token = _content(self._config.get(f"{kind}_token"))
+        if token:
+            found = self._backend.token_to_id(token)
+            if found is None:
+                raise ModelError(f"{self.folder}: {kind}_token {token!r} is not in tokenizer.json; mend the folder")
+            return int(found)
+        value = model.get(f"{kind}_token_id")
+        value = value[0] if isinstance(value, list) and value else value
+        if isinstance(value, int):
+            return value
+        if default is not None:
+            return default
+        raise ModelError(
+            f"{self.folder}: neither tokenizer_config.json nor config.json names the {kind} token; add {kind}_token"
+        )
+
+
+def _content(token: Any) -> str | None:
+    """HF writes a special token as text or as {"content": text, …}."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}; copy it again from the model's origin") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a {type(value).__name__}, expected an object; copy it again")
+    return value
+
+
+def _raise_exception(message: str) -> None:
+    """Chat templates call this to refuse a conversation."""
+    raise jinja2.TemplateError(message)

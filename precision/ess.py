@@ -1,0 +1,62 @@
+"""Effective sample size (ESS): the share of a batch that still counts once it is reweighted by importance ratios.
+
+With ratios rho_t = pi_learner(y_t) / pi_sampler(y_t) of N tokens, P3O (arXiv 2605.12380, Eq. 11) uses
+
+    e = S1^2 / (N (S2 + 1e-8)),   S1 = sum rho_t,   S2 = sum rho_t^2,   1/N <= e <= 1.
+
+Equal ratios give 1; one ratio that dwarfs the rest gives 1/N. For lognormal ratios with log-standard-deviation s the
+expectation is exp(-s^2): .05 -> .9975, .1 -> .990, .2 -> .961, .5 -> .779, 1 -> .368.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+ESS_EPSILON = 1e-8
+"""Added to S2, as P3O's authors do, so that ratios that all underflow do not divide by zero."""
+
+
+def ess_from_sums(sum_ratio: float, sum_squared_ratio: float, num_tokens: float) -> float:
+    """Token ESS, in [1/num_tokens, 1], from sums over all micro-batches and ranks.
+
+    The lower bound is enforced: `ESS_EPSILON` would break it when every ratio is below about 1e-4.
+    Raises FloatingPointError on a non-finite sum (an ESS of 1 there would switch all protection off exactly when the
+    numbers are broken) and ValueError without tokens.
+    """
+    if num_tokens < 1:
+        raise ValueError(f"the ESS of {num_tokens} tokens is undefined, expected at least 1; do not train empty steps")
+    if not (math.isfinite(sum_ratio) and math.isfinite(sum_squared_ratio)):
+        raise FloatingPointError(
+            f"importance ratio sums are {sum_ratio} and {sum_squared_ratio}, expected finite numbers; compare the "
+            "learner's and the sampler's logprobs of this batch"
+        )
+    value = sum_ratio**2 / (num_tokens * (sum_squared_ratio + ESS_EPSILON))
+    return min(1.0, max(1.0 / num_tokens, value))
+
+
+def token_ess(log_ratios: Tensor) -> float:
+    """ESS of one set of tokens; `log_ratios` is [tokens], natural log, no padding. Raises as `ess_from_sums`."""
+    ratios = log_ratios.detach().double().exp()
+    return ess_from_sums(float(ratios.sum()), float(ratios.square().sum()), ratios.numel())
+
+
+def sequence_ess(log_ratios: Tensor, mask: Tensor) -> float:
+    """ESS of whole sequences, whose ratio is the product over their tokens: in [1/batch, 1].
+
+    `log_ratios` and `mask` are [batch, sequence]; a sequence without a token under the mask has ratio 1. Computed in
+    logs, since products over long sequences overflow, hence without `ESS_EPSILON`. Raises FloatingPointError when a
+    log-ratio under the mask is not finite, ValueError for an empty batch.
+    """
+    if log_ratios.shape[0] < 1:
+        raise ValueError("the ESS of 0 sequences is undefined, expected at least 1; do not train empty steps")
+    totals = torch.where(mask, log_ratios.detach(), 0.0).double().sum(dim=-1)
+    if not bool(totals.isfinite().all()):
+        raise FloatingPointError(
+            "a sequence log-ratio is not finite, expected finite numbers; compare the learner's and the sampler's "
+            "logprobs of this batch"
+        )
+    log_value = 2.0 * totals.logsumexp(dim=0) - (2.0 * totals).logsumexp(dim=0) - math.log(totals.numel())
+    return min(1.0, float(log_value.exp()))

@@ -1,0 +1,184 @@
+"""e4m3 quantization, the same for the engine's emulation and the learner's.
+
+e4m3 ("fn": no infinities, largest value 448, 3 mantissa bits) has a half-ulp of at most 2^-4 of the value down to
+2^-6, and steps of 2^-9 below. A scale maps the largest magnitude of a tensor, block or group to 448:
+
+    scale = max(amax / 448, 1e-12),   q = e4m3(clamp(w / scale, -448, 448)),   w' = q * scale
+
+Values are clamped before the cast, because what the cast itself does above 448 (NaN, or saturation) differs between
+devices and releases of torch. Layouts are those of Hugging Face checkpoints: a block scale is called `weight_scale_inv`
+there, although it multiplies.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+SCALE_FLOOR = 1e-12
+"""Keeps tensors of zeros from dividing by zero."""
+BLOCK = (128, 128)
+"""Rows and columns that share a weight scale in fp8_block."""
+ACTIVATION_GROUP = 128
+"""Channels of a token that share an activation scale in fp8_block."""
+
+
+class RolloutFormat(StrEnum):
+    """How an engine stores and multiplies a linear layer.
+
+    fp8_tensor: one weight scale for each matrix the engine multiplies by, one activation scale a token.
+    fp8_block: one weight scale a 128x128 block, one activation scale a token and 128 channels.
+    """
+
+    FP8_TENSOR = "fp8_tensor"
+    FP8_BLOCK = "fp8_block"
+
+    @property
+    def activation_group(self) -> int | None:
+        """`group` of `fake_quantize_activation`."""
+        return ACTIVATION_GROUP if self is RolloutFormat.FP8_BLOCK else None
+
+    def fake_quantize_weight(self, weight: Tensor) -> Tensor:
+        """`weight` [out, in] as the engine sees it, same dtype; for fp8_tensor pass the whole fused matrix."""
+        if self is RolloutFormat.FP8_BLOCK:
+            return fake_quantize_block(weight)
+        return fake_quantize_tensor(weight)
+
+    def fake_quantize_activation(self, activation: Tensor) -> Tensor:
+        """`activation` [..., channels] as the engine's matrix product sees it, same dtype."""
+        return fake_quantize_activation(activation, self.activation_group)
+
+
+def to_e4m3(values: Tensor) -> Tensor:
+    """Round to the nearest e4m3 value (ties to even), saturating at +-448. Finite input is the caller's duty."""
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def scale_of(amax: Tensor) -> Tensor:
+    """float32 scale(s) for the largest magnitude(s) `amax`. Raises FloatingPointError when one is not finite."""
+    amax = amax.float()
+    if not bool(amax.isfinite().all()):
+        raise FloatingPointError(
+            f"largest magnitude to quantize is {float(amax.max())}, expected finite values; e4m3 would hide it as 448 "
+            "or NaN; look for the overflow before this layer"
+        )
+    return (amax / E4M3_MAX).clamp(min=SCALE_FLOOR)
+
+
+def quantize_tensor(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One scale for all: (q e4m3 of `weight`'s shape, scale f32 scalar).
+
+    `amax` (scalar) overrides the largest magnitude, for a matrix that shares its scale with others. Raises
+    FloatingPointError on non-finite input, ValueError for an empty tensor.
+    """
+    _require_values(weight)
+    own = weight.detach().abs().amax()
+    scale = scale_of(own if amax is None else torch.maximum(own, amax))
+    return to_e4m3(weight.detach().float() / scale), scale
+
+
+def dequantize_tensor(quantized: Tensor, scale: Tensor) -> Tensor:
+    """float32 values of `quantize_tensor`'s result."""
+    return quantized.float() * scale
+
+
+def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
+    """One scale a block: (q e4m3 [N, K], scale_inv f32 [ceil(N / rows), ceil(K / columns)]) of `weight` [N, K].
+
+    Blocks at the lower and right edge may be smaller. Raises FloatingPointError on non-finite input, ValueError
+    unless `weight` is a matrix with elements.
+    """
+    _require_values(weight)
+    _require_matrix(weight)
+    rows, columns = block
+    height, width = weight.shape
+    values = weight.detach().float()
+    padded = F.pad(values, (0, -width % columns, 0, -height % rows))
+    tiles = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    scale_inv = scale_of(tiles.abs().amax(dim=(1, 3)))
+    return to_e4m3(values / _spread(scale_inv, (height, width), block)), scale_inv
+
+
+def dequantize_block(quantized: Tensor, scale_inv: Tensor, block: tuple[int, int] = BLOCK) -> Tensor:
+    """float32 values [N, K] of `quantize_block`'s result. Raises ValueError when the scales do not fit the matrix."""
+    _require_matrix(quantized)
+    height, width = quantized.shape
+    expected = (-(-height // block[0]), -(-width // block[1]))
+    if tuple(scale_inv.shape) != expected:
+        raise ValueError(
+            f"scales are {tuple(scale_inv.shape)}, a {height}x{width} matrix in {block[0]}x{block[1]} blocks has "
+            f"{expected}; pass the scales of the same tensor"
+        )
+    return quantized.float() * _spread(scale_inv, (height, width), block)
+
+
+def fake_quantize_tensor(weight: Tensor, amax: Tensor | None = None) -> Tensor:
+    """Quantize per tensor and back, in `weight`'s dtype; gradients pass straight through."""
+    return straight_through(weight, dequantize_tensor(*quantize_tensor(weight, amax)))
+
+
+def fake_quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> Tensor:
+    """Quantize per block and back, in `weight`'s dtype; gradients pass straight through."""
+    return straight_through(weight, dequantize_block(*quantize_block(weight, block), block))
+
+
+def fake_quantize_activation(activation: Tensor, group: int | None = None) -> Tensor:
+    """Quantize [..., channels] dynamically and back, in its dtype; gradients pass straight through.
+
+    One scale a token (`group` None) or a token and `group` adjacent channels, the last group holding what is left.
+    Raises FloatingPointError on non-finite input, ValueError for a group below 1.
+    """
+    if group is not None and group < 1:
+        raise ValueError(f"activation group is {group}, expected at least 1 channel or None for a whole token")
+    channels = activation.shape[-1]
+    if not activation.numel():
+        return activation
+    size = channels if group is None else group
+    values = activation.detach().float()
+    padded = F.pad(values, (0, -channels % size))
+    groups = padded.reshape(*padded.shape[:-1], padded.shape[-1] // size, size)
+    scale = scale_of(groups.abs().amax(dim=-1, keepdim=True))
+    restored = (to_e4m3(groups / scale).float() * scale).flatten(-2)[..., :channels]
+    return straight_through(activation, restored)
+
+
+def straight_through(original: Tensor, quantized: Tensor) -> Tensor:
+    """Exactly `quantized`, in `original`'s dtype, with the identity as derivative in `original`.
+
+    (`original + (quantized - original).detach()` would round twice.)
+    """
+    result: Tensor = _StraightThrough.apply(original, quantized)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, original: Tensor, quantized: Tensor) -> Tensor:  # noqa: ARG004
+        return quantized.to(original.dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:  # noqa: ARG004
+        return gradients[0], None
+
+
+def _spread(scales: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> Tensor:
+    rows = scales.repeat_interleave(block[0], dim=0)[: shape[0]]
+    return rows.repeat_interleave(block[1], dim=1)[:, : shape[1]]
+
+
+def _require_values(weight: Tensor) -> None:
+    if not weight.numel():
+        raise ValueError(f"weight of shape {tuple(weight.shape)} is empty, expected elements; check the shard")
+
+
+def _require_matrix(weight: Tensor) -> None:
+    if weight.dim() != 2:
+        raise ValueError(
+            f"block scales need a matrix [out, in], got shape {tuple(weight.shape)}; split stacked experts"
+        )

@@ -1,0 +1,34 @@
+"""Maximum likelihood on demonstrations: the warm-up before reinforcement learning.
+
+loss = -1/N sum_t A_t log pi(y_t),   A_t = 1 for plain cross-entropy
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from precision.objectives.base import StepContext, TokenBatch
+from precision.objectives.tokens import response_values, step_mean, token_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """`advantages` weigh tokens; `sampler_logprobs` are not read: nobody sampled a demonstration.
+
+    Sums: `nll` (-log pi, unweighted).
+    """
+
+    @property
+    def needs_step_ess(self) -> bool:
+        return False
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and sums of one micro-batch; see `Objective`.
+
+        Raises FloatingPointError when a logprob or an advantage under the mask is not finite.
+        """
+        learner = response_values(logprobs, batch.mask, "logprobs")
+        advantages = response_values(batch.advantages, batch.mask, "advantages")
+        return step_mean(-advantages * learner, batch.mask, context), {"nll": token_sum(-learner, batch.mask)}

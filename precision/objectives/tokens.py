@@ -1,0 +1,48 @@
+"""What all objectives do with the token axis: mask, check, sum, divide."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from precision.objectives.base import StepContext
+
+
+def response_values(values: Tensor, mask: Tensor, name: str) -> Tensor:
+    """`values` [batch, sequence] with 0 where `mask` is False, whatever stood there.
+
+    Raises FloatingPointError, calling them `name`, when a value under the mask is not finite; ValueError when shapes
+    differ (broadcasting would silently weigh tokens).
+    """
+    if values.shape != mask.shape:
+        raise ValueError(
+            f"{name} are {tuple(values.shape)}, the mask is {tuple(mask.shape)}; give every token its own value"
+        )
+    kept = torch.where(mask, values, 0.0)
+    finite = kept.isfinite()
+    if not bool(finite.all()):
+        raise FloatingPointError(
+            f"{int((~finite).sum())} of {int(mask.sum())} tokens have {name} that are not finite, expected finite "
+            "numbers; look at the forward pass or the rewards of this batch"
+        )
+    return kept
+
+
+def step_mean(token_losses: Tensor, mask: Tensor, context: StepContext) -> Tensor:
+    """This micro-batch's part of the mean over all tokens of the step: a scalar, to be added up.
+
+    Raises ValueError when the step has no tokens.
+    """
+    if context.num_tokens < 1:
+        raise ValueError(f"num_tokens of the step is {context.num_tokens}, expected at least 1; skip empty steps")
+    return torch.where(mask, token_losses, 0.0).sum() / context.num_tokens
+
+
+def token_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Detached float64 scalar: the sum of `values` [batch, sequence] (bool counts) under the mask."""
+    return torch.where(mask, values.detach().double(), 0.0).sum()
+
+
+def with_gradient(value: Tensor, gradient: Tensor, variable: Tensor) -> Tensor:
+    """A tensor that reads `value` and whose derivative in `variable` is `gradient`, element by element."""
+    return value.detach() + gradient.detach() * (variable - variable.detach())
