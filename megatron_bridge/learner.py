@@ -19,7 +19,8 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_bridge import checkpoint, passes, policy_files, weights
+from megatron_bridge import checkpoint, passes, weights
+from megatron_bridge.agree import RankZero
 from megatron_bridge.batches import Plan, TokenRows, plan_micro_batches
 from megatron_bridge.layout import Layout, check_layout, initialise
 from megatron_bridge.model import build_chunks
@@ -30,6 +31,7 @@ from megatron_bridge.optimizer import (
     step_with_clipping,
     wrap_and_optimise,
 )
+from megatron_bridge.publish import export_policy
 from megatron_bridge.shape import ModelShape, read_hf_config
 from pipeline.errors import NonFiniteError
 from pipeline.ports import Scored
@@ -65,6 +67,7 @@ class MegatronLearner:
         """Optimizer steps taken."""
         self._total_steps = total_steps
         self._objective = objective
+        self._rank_zero = RankZero(learner.step_deadline_s)
         self._runner = passes.ObjectiveRunner(objective, self.device)
 
     @staticmethod
@@ -138,16 +141,15 @@ class MegatronLearner:
             device=self.device,
         )
         grad_norm = self._finite_gradient_norm(gathered, batch.index)
+        metrics = self._metrics(gathered, num_tokens)
+        if scored is None:
+            metrics |= _ratio_sums(gathered.logprobs.cpu(), batch).statistics()
         section = self.section.optimizer
         lr = learning_rate(self.step, section, self._total_steps)
         set_learning_rate(self.optimizer, lr, section.weight_decay)
         step_with_clipping(self.optimizer, grad_norm, section.clip_grad)
         self.step += 1
-        metrics = self._metrics(gathered, num_tokens)
-        metrics |= {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share}
-        if scored is None:
-            metrics |= _ratio_sums(gathered.logprobs.cpu(), batch).statistics()
-        return metrics
+        return metrics | {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share}
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, step and RNG state into an empty directory."""
@@ -163,9 +165,7 @@ class MegatronLearner:
 
     def export(self, directory: Path) -> None:
         """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json."""
-        with policy_files.rank_zero_first(self):
-            pass
-        policy_files.export_policy(self, directory, quant=None)
+        export_policy(self, directory, None, self._rank_zero)
 
     def barrier(self) -> None:
         """Wait for every rank, no longer than learner.step_deadline_s."""
@@ -223,4 +223,7 @@ class MegatronLearner:
 
 def _ratio_sums(logprobs: Tensor, batch: Batch) -> RatioSums:
     sampler = torch.from_numpy(batch.sampler_logprobs)
-    return RatioSums.from_logprobs(logprobs, sampler, torch.ones(len(sampler), dtype=torch.bool))
+    try:
+        return RatioSums.from_logprobs(logprobs, sampler, torch.ones(len(sampler), dtype=torch.bool))
+    except FloatingPointError as error:
+        raise NonFiniteError(f"batch {batch.index}: {error}") from error

@@ -1,4 +1,4 @@
-"""Writes a policy: a folder that SGLang and transformers load, with a manifest that proves what it holds.
+"""Writes a policy: a folder that SGLang and transformers load, with a manifest that says exactly what it holds.
 
     config.json  tokenizer files  model-00001.safetensors …  model.safetensors.index.json  manifest.json
 
@@ -15,16 +15,22 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_bridge.shape import read_hf_config
+from megatron_bridge.weights import weight_files
 from precision.quant_map import QuantMap, quantize_state
 
 SHARD_BYTES = 4 << 30
-"""A safetensors file is closed when it has grown beyond this."""
+"""Bytes of tensors in one safetensors file, at most (one tensor may be larger)."""
 
-_COPIED = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*")
-_COPIED_SETTINGS = ("generation_config.json",)
+_COPIED = (
+    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    "generation_config.json",
+)
 
 
 def write_policy(
@@ -38,33 +44,31 @@ def write_policy(
     """Write `named_tensors` (HF names, the whole model) as the policy folder `target`, replacing one that is there.
 
     config.json and the tokenizer come from `source_folder`; `quant` converts weights to the rollout's formats.
+    manifest.json holds `{"tensors": {name: {"file", "shape", "dtype", "sha256"}}}`, the digest being that of the
+    tensor's bytes. Needs no Megatron and no process group.
     """
+    config = _config(source_folder, quant)
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    manifest = _write_shards(_converted(named_tensors, quant), temporary, shard_bytes)
+    stream = named_tensors if quant is None else quantize_state(named_tensors, quant)
+    manifest = _write_shards(stream, temporary, shard_bytes)
     _write_json(temporary / "manifest.json", {"tensors": manifest})
-    _write_json(temporary / "config.json", _config(source_folder, quant))
-    for pattern in (*_COPIED, *_COPIED_SETTINGS):
-        for path in sorted(source_folder.glob(pattern)):
-            shutil.copyfile(path, temporary / path.name)
+    _write_json(temporary / "config.json", config | {"dtype": manifest["model.norm.weight"]["dtype"]})
+    for path in sorted({path for pattern in _COPIED for path in source_folder.glob(pattern)}):
+        shutil.copyfile(path, temporary / path.name)
     for path in temporary.iterdir():
         _sync(path)
     _sync(temporary)
     _replace(temporary, target)
 
 
-def verify_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest's tensors: name → {file, shape, dtype, sha256}."""
-    tensors: dict[str, Any] = json.loads((folder / "manifest.json").read_text())["tensors"]
-    return tensors
-
-
-def tensor_digest(tensor: Tensor) -> str:
-    """sha256 of a tensor's bytes, contiguous, little-endian."""
-    import torch
-
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
+def hf_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an HF folder one by one, by name. Raises ModelError for a damaged folder."""
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in sorted(file.keys()):
+                yield name, file.get_tensor(name)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -74,3 +78,69 @@ def write_atomically(path: Path, text: str) -> None:
     _sync(temporary)
     temporary.replace(path)
     _sync(path.parent)
+
+
+def _config(source_folder: Path, quant: QuantMap | None) -> dict[str, Any]:
+    config = read_hf_config(source_folder)
+    config.pop("torch_dtype", None)  # the older name of `dtype`
+    quantization = None if quant is None else quant.to_hf_quantization_config()
+    return config if quantization is None else config | {"quantization_config": quantization}
+
+
+def _write_shards(stream: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> dict[str, dict[str, Any]]:
+    manifest: dict[str, dict[str, Any]] = {}
+    shard: dict[str, Tensor] = {}
+    size = count = total = 0
+
+    def close() -> None:
+        nonlocal size, count
+        count += 1
+        name = f"model-{count:05}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        for tensor in shard:
+            manifest[tensor]["file"] = name
+        shard.clear()
+        size = 0
+
+    for name, tensor in stream:
+        kept = tensor.detach().to("cpu", copy=True).contiguous()  # an exporter may reuse the memory
+        if shard and size + kept.nbytes > shard_bytes:
+            close()
+        manifest[name] = {
+            "shape": list(kept.shape),
+            "dtype": str(kept.dtype).removeprefix("torch."),
+            "sha256": tensor_digest(kept),
+        }
+        shard[name] = kept
+        size, total = size + kept.nbytes, total + kept.nbytes
+    close()
+    index = {"metadata": {"total_size": total}, "weight_map": {name: entry["file"] for name, entry in manifest.items()}}
+    _write_json(folder / "model.safetensors.index.json", index)
+    return manifest
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """sha256 of a CPU tensor's bytes in C order."""
+    return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _replace(folder: Path, target: Path) -> None:
+    """Directories cannot be replaced in one step: the old one steps aside first."""
+    aside = target.with_name(f"{target.name}.old-{os.getpid()}")
+    if target.exists():
+        target.rename(aside)
+    folder.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ class _DenseBridge(LLMBridge):  # type: ignore[misc]
 
     def __init__(self, shape: ModelShape, config: Any) -> None:
         self._config = config
+        self.memory: Mapping[str, Tensor] | None = None
         fields = SimpleNamespace(
             hidden_size=shape.hidden_size,
             num_attention_heads=shape.num_heads,
@@ -51,6 +52,14 @@ class _DenseBridge(LLMBridge):  # type: ignore[misc]
         if self.hf_config.tie_word_embeddings:
             self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
 
+    def _get_safetensor_io(self, weights_path: str) -> Any:
+        return super()._get_safetensor_io(weights_path) if self.memory is None else self
+
+    def load_some_hf_weight(self, names: list[str]) -> dict[str, Tensor]:
+        """What mbridge asks of its file reader, answered from memory."""
+        assert self.memory is not None
+        return {name: self.memory[name] for name in names}
+
     def _get_actual_hf_path(self, weight_path: str) -> str:
         return weight_path
 
@@ -63,6 +72,14 @@ def load_hf(chunks: Sequence[Any], shape: ModelShape, folder: Path) -> None:
     check_weights(folder, shape)
     with torch.no_grad():
         _DenseBridge(shape, chunks[0].config).load_weights(list(chunks), str(folder))
+
+
+def load_named(chunks: Sequence[Any], shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
+    """Copy whole HF tensors, by name, into the model chunks of this rank. Collective over tensor parallel ranks."""
+    bridge = _DenseBridge(shape, chunks[0].config)
+    bridge.memory = tensors
+    with torch.no_grad():
+        bridge.load_weights(list(chunks), "")
 
 
 def export_hf(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:

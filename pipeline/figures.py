@@ -14,7 +14,6 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
@@ -45,7 +44,7 @@ PHASE_COLOURS = {
     "evaluate": "pink",
 }
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 8.5,
@@ -87,8 +86,9 @@ def render(name: str, size: tuple[float, float], draw: Callable[[Axes], None]) -
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
         buffer = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(buffer, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    svg = buffer.getvalue()[buffer.getvalue().index("<svg") :]
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
     for colour, placeholder in COLOURS.items():
         svg = svg.replace(placeholder, f"var(--{colour})")

@@ -44,6 +44,18 @@ class Scored:
     """Whatever the adapter wants back in `update`; never read by the loops."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One optimizer step: what it measured, the same on every rank."""
+
+    metrics: dict[str, float]
+    """loss, grad_norm, lr, entropy, num_tokens, padding_share, the objective's sums as means, ratio statistics."""
+    histogram: list[float]
+    """As in Scored."""
+    logprobs: NDArray[np.float32] = field(repr=False)
+    """[responses] the learner's log-probabilities at the weights before the step, in the batch's order."""
+
+
 class Learner(Protocol):
     """The trained policy. Every method is collective: all ranks call it, in the same order."""
 
@@ -56,8 +68,8 @@ class Learner(Protocol):
         """Score the batch at the present weights, without gradients."""
         ...
 
-    def update(self, batch: Batch, advantages: NDArray[np.float32], scored: Scored | None) -> dict[str, float]:
-        """One optimizer step; `advantages` is [samples] or [responses]. Returns global metrics (loss, grad_norm …).
+    def update(self, batch: Batch, advantages: NDArray[np.float32], scored: Scored | None) -> Update:
+        """One optimizer step; `advantages` is [samples] or [responses].
 
         Raises NonFiniteError, before anything is changed, when loss or gradient is not finite.
         """

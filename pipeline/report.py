@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from pipeline.recipe import P3OSection
 from pipeline.rundir import write_atomically
 from pipeline.summary import summarise
 
-NOTEWORTHY = ("restarted", "dropped", "retried", "quarantined", "failed", "finished")
+NOTEWORTHY = ("restarted", "dropped", "retried")
 """Event kinds that a reader wants to see one by one."""
 
 MAX_LISTED_EVENTS = 200
+
+WIDE = ("", "Log-ratio of a token", "Timeline of the last steps", "Learner, seconds a step")
+"""Titles of the figures that take the whole width."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -38,12 +42,12 @@ def render_page(history: History) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(percent=percent, decimal=decimal, duration=duration, count=count)
     template = environment.from_string(resources.files("pipeline").joinpath("report.html.j2").read_text())
-    listed = history.of_kind(*NOTEWORTHY)
+    listed = event_rows(history)
     return template.render(
         summary=summarise(history),
         sections=sections(history),
         shares=figures.share_bar(phase_shares(history.metrics)),
-        events=[event_row(history, event) for event in listed[-MAX_LISTED_EVENTS:]],
+        events=listed[-MAX_LISTED_EVENTS:],
         num_events=len(listed),
         recipe=history.recipe.to_yaml(),
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -75,7 +79,11 @@ def sections(history: History) -> list[dict[str, Any]]:
         ),
     ]
     return [
-        dict(title=title, text=text, figures=[dict(title=name, svg=svg) for name, svg in drawn if svg is not None])
+        dict(
+            title=title,
+            text=text,
+            figures=[dict(title=name, svg=svg, wide=name in WIDE) for name, svg in drawn if svg is not None],
+        )
         for title, text, drawn in parts
         if any(svg is not None for _, svg in drawn)
     ]
@@ -94,25 +102,33 @@ def _ess(history: History) -> str | None:
 
 def _learning(history: History) -> list[tuple[str, str | None]]:
     reward = [("reward_mean", "mean reward", "blue"), ("solve_rate", "solved", "teal")]
-    share = dict(percent=True, floor=0.0)
+
+    def share(name: str, metric: str, colour: str) -> str | None:
+        return figures.curve(history, name, [(metric, "share", colour)], percent=True, floor=0.0)
+
     return [
         ("Training reward", figures.curve(history, "training reward", reward)),
         ("Entropy, nats a token", figures.curve(history, "entropy", [("entropy", "entropy", "violet")])),
         ("Gradient norm", figures.curve(history, "gradient norm", [("grad_norm", "norm", "orange")], log=True)),
         ("Response length, tokens", figures.curve(history, "length", [("response_tokens_mean", "mean", "teal")])),
-        ("Truncated responses", figures.curve(history, "truncated", [("truncated_share", "share", "pink")], **share)),
-        ("Padding in micro-batches", figures.curve(history, "padding", [("padding_share", "share", "grey")], **share)),
+        ("Truncated responses", share("truncated", "truncated_share", "pink")),
+        ("Padding in micro-batches", share("padding", "padding_share", "grey")),
     ]
 
 
-def event_row(history: History, event: dict[str, Any]) -> dict[str, str]:
-    """When (seconds since the first event), what, and the rest of the event in words."""
-    rest = {key: value for key, value in event.items() if key not in ("event", "time")}
-    return dict(
-        when=duration(event["time"] - history.events[0]["time"]),
-        kind=str(event["event"]),
-        text=", ".join(f"{key} {value}" for key, value in rest.items()),
-    )
+def event_rows(history: History) -> list[dict[str, str]]:
+    """When (since the first event), what, and the rest of the event in words; neighbours that say the same for the same
+    reason become one row with their number."""
+    rows = []
+    for _, run in groupby(history.of_kind(*NOTEWORTHY), key=lambda event: (event["event"], event.get("reason"))):
+        same = list(run)
+        first = same[0]
+        rest = [f"{key} {value}" for key, value in first.items() if key not in ("event", "time", "reason")]
+        rest = rest if len(same) == 1 else [f"{len(same)} times"]
+        reason = [str(first["reason"])] if first.get("reason") else []
+        when = duration(first["time"] - history.events[0]["time"])
+        rows.append(dict(when=when, kind=str(first["event"]), text=": ".join([", ".join(rest), *reason])))
+    return rows
 
 
 def percent(value: float | None) -> str:

@@ -4,6 +4,7 @@
       recipe.yaml              resolved and frozen at the first start
       batches/000012.zarr.zip  the ledger (pipeline.store)
       policy/000012/           HF safetensors of version 12; policy/PUBLISHED names the version that the engines serve
+      logprobs/000012.npy      the learner's log-probabilities of batch 12, as it met them (float32 [responses])
       checkpoints/000012/      Megatron distributed checkpoint + COMMIT, written last
       model/                   the final policy in full precision
       engines.json             where the engines listen (never their key)
@@ -22,7 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.recipe import Recipe, differing_keys, recipe_from
@@ -67,6 +70,10 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def logprobs(self) -> Path:
+        return self.path / "logprobs"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -100,10 +107,31 @@ class RunDirectory:
         """Announce that every admitted engine serves `version`."""
         write_atomically(self.policies / "PUBLISHED", f"{version}\n")
 
+    def write_learner_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
+        """Keep what the learner thought of batch `step` before it trained on it."""
+        path = self.logprobs / f"{step:06d}.npy"
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with temporary.open("wb") as file:
+            np.save(file, logprobs, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        fsync_directory(path.parent)
+
+    def learner_logprobs(self, step: int) -> NDArray[np.float32] | None:
+        """What `write_learner_logprobs` kept, or None when batch `step` is not trained yet."""
+        path = self.logprobs / f"{step:06d}.npy"
+        if not path.exists():
+            return None
+        try:
+            return np.asarray(np.load(path, allow_pickle=False), np.float32)
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path} is damaged ({error}); remove it, training does not need it") from error
+
     def freeze(self, recipe: Recipe) -> Recipe:
         """Store the recipe at the first start; refuse another one later (RunConflictError names the keys)."""
         frozen = self.path / "recipe.yaml"
-        for directory in (self.batches, self.policies, self.checkpoints, self.logs):
+        for directory in (self.batches, self.policies, self.logprobs, self.checkpoints, self.logs):
             directory.mkdir(parents=True, exist_ok=True)
         if not frozen.exists():
             write_atomically(frozen, recipe.to_yaml())

@@ -1,8 +1,8 @@
 """The batch store: one batch = one zipped Zarr v3 group = one file, committed by fsync and rename.
 
 Zarr promises nothing across chunks: after a killed write an array still opens, and what is missing reads as fill
-values. So a batch is built in memory, written to a temporary name, made durable, and only then given its name; and a read
-verifies the zip's checksums, a crc32c per chunk, one digest over everything, and that the ragged arrays agree.
+values. So a batch is built in memory, written to a temporary name, made durable, and only then given its name; and a
+read verifies the zip's checksums, a crc32c per chunk, one digest over everything, and that the ragged arrays agree.
 
 The collector is the only writer of a run; any number of processes may read and wait.
 """

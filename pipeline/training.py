@@ -70,17 +70,19 @@ class Trainer:
             with watch.phase("logprobs"):
                 scored = self.learner.logprobs(batch) if self.needs_step_ess else None
             with watch.phase("update"):
-                metrics = self.learner.update(batch, self.advantages(batch.reward, batch.group), scored)
+                update = self.learner.update(batch, self.advantages(batch.reward, batch.group), scored)
             with watch.phase("publish"):
                 publish_seconds = self._publish(step)
             with watch.phase("save"):
                 self._save(step)
             if self.learner.speaks:
+                self.run.write_learner_logprobs(step, update.logprobs)
                 self.journal.event("consumed", step=step)
                 self.journal.metrics(
                     step,
-                    **metrics,
+                    **update.metrics,
                     **describe(batch, step),
+                    log_ratio_histogram=update.histogram,
                     seconds=watch.seconds,
                     publish_seconds=publish_seconds,
                 )

@@ -81,7 +81,7 @@ class P3O:
         sums = torch.stack([token_sum(x, mask) for x in (ratios, ratios.double().square(), mask)])
         sum_ratio, sum_squared, num_tokens = context.sum_over_ranks(sums).tolist()
         # A micro-batch of padding alone adds nothing to the loss, whatever its ESS.
-        return ess_from_sums(sum_ratio, sum_squared, num_tokens) if num_tokens else 1.0
+        return ess_from_sums(sum_ratio, sum_squared, num_tokens) if num_tokens != 0 else 1.0
 
     def _kl(self, log_ratios: Tensor, ess: float) -> Tensor:
         detached = log_ratios.detach()

@@ -1,0 +1,236 @@
+"""`evenkeel doctor`: what this machine has, what is missing, and what to do about it.
+
+Reads package metadata instead of importing packages, so it works, and is quick, where they are broken.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import locale
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+GIB = 2**30
+MIN_MEMORY_GIB, WANTED_MEMORY_GIB = 3.0, 8.0
+"""One engine and one learner process of a toy model on a CPU stay below the first only just."""
+MIN_DISK_GIB, WANTED_DISK_GIB = 1.0, 10.0
+WANTED_SHM_MIB = 64
+MIN_GLIBC = (2, 28)
+"""What the wheels of torch and safetensors are built against (manylinux_2_28)."""
+
+Status = Literal["ok", "warn", "fail"]
+STYLES: dict[str, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `advice` is empty when nothing is to be done."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def run_doctor(as_json: bool, runs_root: Path = Path("runs")) -> int:
+    """Print the findings and return the exit code: 1 when something fails."""
+    checks = diagnose(runs_root)
+    code = int(any(check.status == "fail" for check in checks))
+    if as_json:
+        print(json.dumps(dict(ok=code == 0, checks=[asdict(check) for check in checks])))
+    else:
+        Console().print(render(checks))
+    return code
+
+
+def diagnose(runs_root: Path = Path("runs")) -> list[Check]:
+    """Every check; never raises for what it finds."""
+    return [
+        check_python(),
+        check_glibc(),
+        check_locale(),
+        *check_packages(),
+        check_accelerator(),
+        check_transformer_engine(),
+        check_cpus(),
+        check_memory(),
+        check_disk(runs_root),
+        check_shared_memory(),
+        check_locks(runs_root),
+        check_loopback(),
+    ]
+
+
+def render(checks: list[Check]) -> Table:
+    """One row a check."""
+    table = Table(title="evenkeel doctor", title_justify="left")
+    for column in ("check", "status", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        table.add_row(Text(check.name), Text(check.status, STYLES[check.status]), Text(check.found), Text(check.advice))
+    return table
+
+
+def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Check:
+    """3.11 or 3.12."""
+    found = ".".join(map(str, version))
+    if version in ((3, 11), (3, 12)):
+        return Check("python", "ok", found)
+    return Check("python", "fail", found, "use Python 3.11 or 3.12")
+
+
+def check_glibc() -> Check:
+    """Wheels need a recent enough C library."""
+    name, version = platform.libc_ver()
+    if name != "glibc":
+        return Check("glibc", "fail", name or "none", "use a glibc system: torch and SGLang have no musl wheels")
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    status: Status = "ok" if numbers >= MIN_GLIBC else "fail"
+    return Check("glibc", status, version, "" if status == "ok" else "use glibc 2.28 or newer (manylinux_2_28)")
+
+
+def check_locale() -> Check:
+    """Prompts and logs are UTF-8."""
+    encoding = locale.getpreferredencoding(do_setlocale=False)
+    if encoding.lower().replace("-", "") == "utf8":
+        return Check("locale", "ok", encoding)
+    return Check("locale", "warn", encoding, "export LC_ALL=C.UTF-8")
+
+
+def check_packages(distribution: str = "evenkeel") -> list[Check]:
+    """Every direct requirement of ours: the core must be there, learner and rollout parts may be elsewhere."""
+    try:
+        lines = metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return [Check(distribution, "fail", "not installed", "pip install -e . in the source folder")]
+    required = [Requirement(line) for line in lines]
+    checks: dict[str, Check] = {}
+    for extra in ("", "learner", "rollout"):
+        for requirement in required:
+            asked = requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+            if asked and requirement.name != distribution and requirement.name not in checks:
+                checks[requirement.name] = check_package(requirement, extra)
+    return list(checks.values())
+
+
+def check_package(requirement: Requirement, extra: str) -> Check:
+    """Installed, and of a version that satisfies the requirement."""
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        if extra:
+            return Check(
+                requirement.name, "warn", "not installed", f"needed by the {extra}: pip install evenkeel[{extra}]"
+            )
+        return Check(
+            requirement.name, "fail", "not installed", f"pip install '{requirement.name}{requirement.specifier}'"
+        )
+    if requirement.specifier.contains(version, prereleases=True):
+        return Check(requirement.name, "ok", version)
+    wanted = f"{requirement.name}{requirement.specifier}"
+    return Check(requirement.name, "warn" if extra else "fail", version, f"pip install '{wanted}'")
+
+
+def check_accelerator(devices: Path = Path("/dev")) -> Check:
+    """NVIDIA devices by their device files: no driver call, so it cannot hang."""
+    gpus = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+    if gpus:
+        return Check("accelerator", "ok", f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}")
+    return Check("accelerator", "ok", "none: learner and engines run on the CPU, at toy sizes")
+
+
+def check_transformer_engine(devices: Path = Path("/dev")) -> Check:
+    """Needed on GPUs only."""
+    found = importlib.util.find_spec("transformer_engine") is not None
+    if found or not any(devices.glob("nvidia[0-9]*")):
+        return Check("transformer engine", "ok", "installed" if found else "not installed, not needed on a CPU")
+    return Check("transformer engine", "warn", "not installed", "pip install evenkeel[learner-gpu]")
+
+
+def check_cpus() -> Check:
+    """CPUs that this process may use, not those that the machine has."""
+    usable = len(os.sched_getaffinity(0))
+    if usable >= 2:
+        return Check("cpus", "ok", f"{usable} usable")
+    return Check("cpus", "warn", "1 usable", "engine and learner take turns; give it 2 or more")
+
+
+def check_memory() -> Check:
+    """Memory that is free now."""
+    free = psutil.virtual_memory().available / GIB
+    return _amount("memory", free, MIN_MEMORY_GIB, WANTED_MEMORY_GIB, "stop other programs or use a larger machine")
+
+
+def check_disk(runs_root: Path) -> Check:
+    """Free space where runs are written."""
+    free = shutil.disk_usage(_existing(runs_root)).free / GIB
+    return _amount("disk", free, MIN_DISK_GIB, WANTED_DISK_GIB, f"free space below {runs_root} or set run.root")
+
+
+def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
+    """Gloo, NCCL and SGLang exchange tensors there; containers default to 64 MiB."""
+    if not path.is_dir():
+        return Check("shared memory", "fail", f"no {path}", "mount a tmpfs there")
+    size = shutil.disk_usage(path).total / 2**20
+    if size >= WANTED_SHM_MIB:
+        return Check("shared memory", "ok", f"{size:,.0f} MiB")
+    return Check("shared memory", "warn", f"{size:,.0f} MiB", "start the container with --shm-size=1g or --ipc=host")
+
+
+def check_locks(runs_root: Path) -> Check:
+    """A second holder of a file lock must be refused, or two supervisors could train one run."""
+    folder = _existing(runs_root)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as first, open(first.name) as second:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return Check("file locks", "ok", f"held in {folder}")
+    except OSError as error:
+        return Check("file locks", "fail", f"{folder}: {error.strerror}", "set run.root to a local file system")
+    return Check("file locks", "fail", f"{folder} grants one lock twice", "set run.root to a local file system")
+
+
+def check_loopback() -> Check:
+    """Engines listen on 127.0.0.1."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5.0):
+                return Check("loopback", "ok", "127.0.0.1 accepts connections")
+    except OSError as error:
+        return Check("loopback", "fail", str(error), "allow TCP on 127.0.0.1 (sandbox or firewall)")
+
+
+def _amount(name: str, free_gib: float, least: float, wanted: float, advice: str) -> Check:
+    found = f"{free_gib:.1f} GiB free"
+    if free_gib < least:
+        return Check(name, "fail", found, f"at least {least:g} GiB: {advice}")
+    if free_gib < wanted:
+        return Check(name, "warn", found, f"{wanted:g} GiB are comfortable: {advice}")
+    return Check(name, "ok", found)
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder above that exists."""
+    path = path.absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path

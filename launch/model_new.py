@@ -1,0 +1,173 @@
+"""A random Qwen3-architecture HF checkpoint, written tensor by tensor: no transformers, no download.
+
+Made for models that learn a toy task in minutes, so weights start larger than the usual 0.02 of large models: each
+matrix keeps unit variance (std fan_in^-0.5), and the two that write into the residual stream are divided by
+sqrt(2 · layers), as in GPT-2 (Radford et al. 2019, section 2.3).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.character_tokenizer import write_character_tokenizer
+from pipeline.errors import ModelError
+from pipeline.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+VOCABULARY_MULTIPLE = 16
+"""The vocabulary is padded to this, so that tensor parallelism up to 16 divides it."""
+
+EMBEDDING_STD, HEAD_STD = 0.5, 0.02
+"""A small head starts the policy near uniform. A tied embedding is the head as well and starts with HEAD_STD."""
+
+DEFAULT_CHARACTERS = "0123456789+-*=,;:abcdefghijklmnopqrstuvwxyz "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of the model. Raises ModelError at construction when they do not fit together."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    max_position: int
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size < 1:
+                raise ModelError(f"{name} is {size}, expected a positive number; raise it")
+        if self.heads % self.kv_heads:
+            raise ModelError(
+                f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; each key/value head serves equally "
+                "many query heads, so change one of them"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim is {self.head_dim}, but rotary embedding turns pairs; use an even number")
+
+
+def new_model(
+    directory: Path,
+    *,
+    hidden: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    ffn: int = 384,
+    characters: str = DEFAULT_CHARACTERS,
+    tie: bool = False,
+    seed: int = 0,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    max_position: int = 4096,
+) -> None:
+    """Write config, weights, generation config and character tokenizer into `directory`, which must be new or empty.
+
+    Raises ModelError when the folder is taken, the sizes do not fit together, or the alphabet is empty or repeats.
+    """
+    shape = Shape(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        max_position=max_position,
+    )
+    if dtype not in ("float32", "bfloat16"):
+        raise ModelError(f"dtype is {dtype!r}, expected float32 or bfloat16")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ModelError(f"{directory} exists and is not an empty folder; choose another name or delete it")
+    if not characters or len(set(characters)) != len(characters):
+        raise ModelError(f"characters are {characters!r}, expected at least one and none twice; mend the alphabet")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_character_tokenizer(directory, characters)
+    tokenizer = Tokenizer(directory)
+    rows = -(-tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    _write_weights(directory, shape, rows, tie=tie, seed=seed, dtype=dtype)
+    special = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    _write_json(directory / "generation_config.json", special | dict(do_sample=True))
+    _write_json(directory / "config.json", _config(shape, rows, tie=tie, dtype=dtype) | special)
+
+
+def _config(shape: Shape, rows: int, *, tie: bool, dtype: str) -> dict[str, Any]:
+    """config.json of a Qwen3ForCausalLM; RoPE is named twice, for readers before and after transformers 5."""
+    return dict(
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        vocab_size=rows,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        hidden_act="silu",
+        max_position_embeddings=shape.max_position,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
+        attention_bias=False,
+        attention_dropout=0.0,
+        use_sliding_window=False,
+        initializer_range=HEAD_STD,
+        tie_word_embeddings=tie,
+        torch_dtype=dtype,
+    )
+
+
+def _write_weights(directory: Path, shape: Shape, rows: int, *, tie: bool, seed: int, dtype: str) -> None:
+    # torch is imported here, not above, so that the command line starts without it.
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {"model.embed_tokens.weight": _normal(generator, rows, shape.hidden, HEAD_STD if tie else EMBEDDING_STD)}
+    for layer in range(shape.layers):
+        tensors |= {f"model.layers.{layer}.{name}": t for name, t in _layer(generator, shape).items()}
+    tensors["model.norm.weight"] = torch.ones(shape.hidden)
+    if not tie:
+        tensors["lm_head.weight"] = _normal(generator, rows, shape.hidden, HEAD_STD)
+    number_format = getattr(torch, dtype)
+    stored = {name: tensor.to(number_format).contiguous() for name, tensor in tensors.items()}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _layer(generator: Generator, shape: Shape) -> dict[str, Tensor]:
+    """Weights of one decoder layer by their HF names, float32."""
+    import torch
+
+    hidden, attention = shape.hidden, shape.heads * shape.head_dim
+    key_value = shape.kv_heads * shape.head_dim
+    inward, residual = hidden**-0.5, (2 * shape.layers) ** -0.5
+    return {
+        "self_attn.q_proj.weight": _normal(generator, attention, hidden, inward),
+        "self_attn.k_proj.weight": _normal(generator, key_value, hidden, inward),
+        "self_attn.v_proj.weight": _normal(generator, key_value, hidden, inward),
+        "self_attn.o_proj.weight": _normal(generator, hidden, attention, residual / math.sqrt(attention)),
+        "self_attn.q_norm.weight": torch.ones(shape.head_dim),
+        "self_attn.k_norm.weight": torch.ones(shape.head_dim),
+        "mlp.gate_proj.weight": _normal(generator, shape.ffn, hidden, inward),
+        "mlp.up_proj.weight": _normal(generator, shape.ffn, hidden, inward),
+        "mlp.down_proj.weight": _normal(generator, hidden, shape.ffn, residual / math.sqrt(shape.ffn)),
+        "input_layernorm.weight": torch.ones(hidden),
+        "post_attention_layernorm.weight": torch.ones(hidden),
+    }
+
+
+def _normal(generator: Generator, rows: int, columns: int, std: float) -> Tensor:
+    import torch
+
+    return torch.randn(rows, columns, generator=generator) * std
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,75 @@
+"""One rank of `verify parity`: score rows; then train a step and publish it, or score again with FP8 emulated."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.collect import build_fleet
+from launch.compose import build_contract, build_quant_map, build_tokenizer
+from launch.learn import build_learner
+from launch.processes import die_with_parent, run_child
+from megatron_bridge.fp8 import emulated
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.publish import DiskChannel
+from pipeline.recipe import Recipe
+from pipeline.records import Batch, Completion, Group, Prompt, Sample
+from pipeline.rundir import RunDirectory
+
+
+def score(run: RunDirectory, version: int | None) -> None:
+    """Write scores.npz: NAME.i is row i's logprobs of tokens 1 … n-1, float32."""
+    recipe = run.recipe()
+    rows: list[list[int]] = json.loads((run.path / "rows.json").read_text())
+    learner = build_learner(recipe)
+    scores = {"before": learner.score_tokens(rows)}
+    if version is not None:
+        train_one_step(recipe, learner, rows)
+        DiskChannel(learner, build_fleet(run, recipe), run.policies, build_quant_map(recipe), keep=1).publish(version)
+        scores["after"] = learner.score_tokens(rows)
+    elif (quant := build_quant_map(recipe)) is not None:
+        with emulated(learner, quant):
+            scores["emulated"] = learner.score_tokens(rows)
+    if learner.speaks:
+        arrays: dict[str, NDArray[np.float32]] = {
+            f"{name}.{i}": row for name, values in scores.items() for i, row in enumerate(values)
+        }
+        with (run.path / "scores.npz").open("wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+    learner.barrier()
+
+
+def train_one_step(recipe: Recipe, learner: MegatronLearner, rows: list[list[int]]) -> None:
+    """Move the weights by one real optimizer step, so that a publish that changes nothing cannot pass."""
+    tokenizer = build_tokenizer(recipe)
+    groups = []
+    for index, row in enumerate(rows):
+        half = len(row) // 2
+        completion = Completion(
+            tokens=tuple(row[half:]),
+            logprobs=(-1.0,) * (len(row) - half),
+            versions=(0,) * (len(row) - half),
+            finish="stop",
+            engine=0,
+            queued_s=0.0,
+            generated_s=0.0,
+        )
+        prompt = Prompt(group=index, text="", answer="", tokens=tuple(row[:half]))
+        groups.append(Group(prompt=prompt, samples=(Sample(completion=completion, reward=float(index % 2)),)))
+    batch = Batch.from_groups(
+        0, groups, contract=build_contract(recipe, tokenizer), dropped=(), next_group=0, recipe_sha256=""
+    )
+    advantages = np.where(batch.reward > 0, 1.0, -1.0).astype(np.float32)
+    scored = learner.logprobs(batch)
+    learner.update(batch, advantages, scored)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    version_to_publish = None if sys.argv[2] == "-" else int(sys.argv[2])
+    run_child(directory, "parity", lambda: score(directory, version_to_publish))

@@ -1,0 +1,63 @@
+"""FP8 linear layers of SGLang emulated on a CPU, through SGLang's own hook registry.
+
+SGLang's FP8 path asserts AMX or CUDA kernels. The emulation computes what they compute: e4m3 weights times e4m3
+activations, accumulated in the activation's dtype. It is exact in the formats and saves neither time nor memory.
+
+    fp8_tensor  `--quantization fp8` on a full-precision checkpoint: one scale for each matrix SGLang multiplies by
+                (q, k and v are one matrix, as are gate and up), one activation scale a token.
+    fp8_block   a checkpoint stored as e4m3 with `weight_scale_inv` for each 128×128 block, one activation scale a
+                token and 128 channels.
+
+SGLang calls `process_weights_after_loading` after the first load and again after every update of the weights; that is
+where the dequantized weight is made, once. The parameters that SGLang's weight loaders fill are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from precision.formats import dequantize_block, fake_quantize_activation, fake_quantize_tensor
+
+_METHOD = "sglang.srt.layers.quantization.fp8.Fp8LinearMethod"
+
+
+def register_hooks() -> None:
+    """Replace the three methods of SGLang's FP8 linear layer that need kernels. Once a process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{_METHOD}.process_weights_after_loading", _remember_dequantized, HookType.AROUND)
+    HookRegistry.register(f"{_METHOD}.apply", _apply, HookType.AROUND)
+
+
+def _remember_dequantized(_: Callable[..., None], method: Any, layer: nn.Module) -> None:
+    """Store on `layer` the weight [out, in] as the matrix product sees it, in the model's dtype."""
+    layer.dequantized_weight = dequantized(method, layer)
+
+
+@torch.no_grad()
+def dequantized(method: Any, layer: Any) -> Tensor:
+    """The weight of an FP8 layer after rounding to e4m3, [out, in], in the model's dtype.
+
+    Raises NotImplementedError for per-tensor checkpoints that are stored as e4m3.
+    """
+    weight: Tensor = layer.weight.data
+    if method.block_quant:
+        rows, columns = method.weight_block_size
+        values = dequantize_block(weight, layer.weight_scale_inv.data, (rows, columns))
+        return values.to(layer.orig_dtype)
+    if method.is_checkpoint_fp8_serialized:
+        raise NotImplementedError(
+            "the CPU engine reads FP8 checkpoints with weight_block_size [128, 128] only, this one has a scale per "
+            "tensor; serve the full-precision checkpoint with rollout.precision fp8_tensor"
+        )
+    return fake_quantize_tensor(weight)
+
+
+def _apply(_: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    group = int(method.weight_block_size[1]) if method.block_quant else None
+    return F.linear(fake_quantize_activation(x, group), layer.dequantized_weight, bias)

@@ -1,0 +1,120 @@
+"""Importable stand-ins for GPU packages that SGLang imports but never calls on a CPU.
+
+SGLang imports triton, torchvision, soundfile and sgl_kernel unconditionally, and decorates kernels with
+`triton.jit` while modules load. A stub survives import, attribute access, subclassing and decoration; calling a
+function of it raises NotImplementedError that names the function.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+STUBBED_PACKAGES = ("triton", "torchvision", "soundfile", "sgl_kernel")
+
+_DECORATORS = frozenset({"triton.jit", "triton.autotune", "triton.heuristics"})
+
+
+class Stub(types.ModuleType):
+    """A module, function or class that is not there. Names with a capital are classes, others are stubs again."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        self.__version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = self._make(name)
+        setattr(self, name, value)
+        return value
+
+    def _make(self, name: str) -> Any:
+        full_name = f"{self.__name__}.{name}"
+        if full_name in _IMPLEMENTED:
+            return _IMPLEMENTED[full_name]
+        if name[0].isupper():
+            return type(name, (_StubObject,), {"__module__": self.__name__})
+        return sys.modules.setdefault(full_name, Stub(full_name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.__name__ in _DECORATORS and not (len(args) == 1 and callable(args[0])):
+            return _unchanged
+        if len(args) == 1 and callable(args[0]) and not kwargs:
+            return args[0]
+        raise NotImplementedError(f"{self.__name__} needs a GPU package that this machine lacks; SGLang called its stub")
+
+
+class _StubObject:
+    """Base of the classes of a stub: takes any arguments, can be indexed like a generic."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return cls
+
+
+def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def _ceil_divide(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _next_power_of_2(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+# The few names whose value is used while modules load.
+_IMPLEMENTED: dict[str, Any] = {
+    "triton.cdiv": _ceil_divide,
+    "triton.next_power_of_2": _next_power_of_2,
+    "triton.language.constexpr": lambda value: value,
+    "torchvision.transforms.InterpolationMode": enum.Enum(
+        "InterpolationMode", "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS"
+    ),
+}
+
+
+class StubFinder(MetaPathFinder, Loader):
+    """Answers imports of the packages it is given, after every real finder has failed."""
+
+    def __init__(self, packages: Iterable[str]) -> None:
+        self.packages = frozenset(packages)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.split(".")[0] not in self.packages:
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return Stub(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+def install_stubs() -> tuple[str, ...]:
+    """Stub the packages that are not installed; returns their names. Calling it again changes nothing."""
+    missing = tuple(name for name in STUBBED_PACKAGES if importlib.util.find_spec(name) is None)
+    if "torchvision" in missing:
+        # transformers remembers its first answer: let it find out that there is no torchvision before the stub is.
+        from transformers.utils import import_utils
+
+        import_utils.is_torchvision_available()
+        import_utils.is_torchvision_v2_available()
+    if missing:
+        sys.meta_path.append(StubFinder(missing))
+    return missing

@@ -1,0 +1,112 @@
+"""The recipe refuses what cannot work, in one line that names key, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.errors import RecipeError
+from pipeline.recipe import Recipe, differing_keys, load_recipe, recipe_from
+
+RECIPES = sorted((Path(__file__).parents[3] / "pipeline" / "recipes").glob("*.yaml"))
+
+
+def data(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = dict(run=dict(name="r", steps=8), model=dict(path="m"), task=dict(name="sort_digits"))
+    for key, value in changes.items():
+        base[key] = {**base.get(key, {}), **value}
+    return base
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (dict(run=dict(stepz=3)), ["run.stepz", "unknown key"]),
+        (dict(task=dict(name="nonsense")), ["task", "sort_digits"]),
+        (dict(task=dict(min_digits=9, max_digits=4)), ["min_digits 9", "max_digits 4"]),
+        (dict(rollout=dict(group_size=1)), ["group_size is 1", "at least 2"]),
+        (dict(rollout=dict(prompts_per_batch=1, group_size=2), learner=dict(data_parallel=4)), ["data_parallel 4"]),
+        (dict(rollout=dict(context_tokens=512), learner=dict(micro_batch_tokens=256)), ["256", "512"]),
+        (dict(rollout=dict(max_new_tokens=512)), ["max_new_tokens 512", "context_tokens"]),
+        (dict(rollout=dict(top_k=0)), ["top_k is 0"]),
+        (dict(schedule=dict(kind="staged", updates_per_stage=9)), ["updates_per_stage 9", "run.steps 8"]),
+        (dict(schedule=dict(kind="async", lag=0)), ["schedule.async.lag", "greater than 0"]),
+        (dict(learner=dict(optimizer=dict(lr=float("nan")))), ["learner.optimizer.lr"]),
+    ],
+)
+def test_refusals(changes: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe_from(data(**changes), source="file.yaml")
+    message = str(caught.value)
+    assert message.startswith("file.yaml: ")
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(data()))
+    recipe = load_recipe(path, ["learner.optimizer.betas=[0.8, 0.9]", "schedule.kind=async", "schedule.lag=2"])
+    assert recipe.learner.optimizer.betas == (0.8, 0.9)
+    assert recipe.build_schedule().required_version(5) == 3
+
+
+@pytest.mark.parametrize("override", ["run.steps", "=3", "run.steps.deep=3"])
+def test_bad_overrides(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(data()))
+    with pytest.raises(RecipeError, match="--set"):
+        load_recipe(path, [override])
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "3"])
+def test_files_that_are_no_recipe(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match="r.yaml"):
+        load_recipe(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot read recipe"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_resolved_recipe_reads_back_as_itself() -> None:
+    recipe = recipe_from(data(), source="t")
+    again = recipe_from(yaml.safe_load(recipe.to_yaml()), source="t")
+    assert again == recipe
+    assert again.sha256() == recipe.sha256()
+
+
+def test_differing_keys_are_named() -> None:
+    ours, theirs = (recipe_from(data(rollout=dict(group_size=n)), source="t") for n in (8, 4))
+    assert differing_keys(ours, theirs) == ["rollout.group_size: 8 → 4"]
+    assert ours.sha256() != theirs.sha256()
+
+
+def test_frozen() -> None:
+    recipe = recipe_from(data(), source="t")
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.run.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(path: Path) -> None:
+    assert isinstance(load_recipe(path), Recipe)
+
+
+def test_every_key_is_listed() -> None:
+    """The golden list of recipe keys: a new key is a decision, so it must be added here too."""
+    golden = (Path(__file__).parent / "recipe_keys.txt").read_text().split()
+    assert sorted(keys(Recipe.model_json_schema())) == golden
+
+
+def keys(schema: dict[str, Any]) -> set[str]:
+    """section.key of every definition in a JSON schema."""
+    definitions = {**schema["$defs"], "Recipe": schema}
+    return {f"{name}.{key}" for name, body in definitions.items() for key in body.get("properties", {})}

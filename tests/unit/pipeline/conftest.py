@@ -1,0 +1,66 @@
+"""Batches to store, audit and print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pipeline.records import Batch, Completion, DroppedGroup, Group, LogprobContract, Prompt, Sample
+
+CONTRACT = LogprobContract(temperature=0.7, top_p=0.95, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
+
+
+def make(
+    index: int = 0,
+    *,
+    first_group: int = 0,
+    num_groups: int = 2,
+    dropped: tuple[int, ...] = (),
+    next_group: int | None = None,
+    versions: tuple[int, ...] = (0, 0, 0),
+) -> Batch:
+    """`num_groups` groups of three samples; one of the three has an empty response, one has reward parts."""
+
+    def sample(group: int, member: int) -> Sample:
+        length = (len(versions), 0, 1)[member]
+        return Sample(
+            completion=Completion(
+                tokens=tuple(7 + group + position for position in range(length)),
+                logprobs=tuple(-0.5 * (position + 1) for position in range(length)),
+                versions=versions[:length],
+                finish=("stop", "abort", "length")[member],  # type: ignore[arg-type]
+                engine=member,
+                queued_s=0.25,
+                generated_s=1.5,
+            ),
+            reward=float(member == 0),
+            reward_parts={"format": 0.5, "odd/name ü": 1.0} if member == 2 else {},
+        )
+
+    groups = [
+        Group(
+            prompt=Prompt(group=g, text=f"{g}=", answer=str(g), tokens=(1, 2 + g)),
+            samples=tuple(sample(g, member) for member in range(3)),
+        )
+        for g in range(first_group, first_group + num_groups)
+    ]
+    after = first_group + num_groups + len(dropped)
+    return Batch.from_groups(
+        index,
+        groups,
+        contract=CONTRACT,
+        dropped=[DroppedGroup(group=group, reason="too long") for group in dropped],
+        next_group=after if next_group is None else next_group,
+        recipe_sha256="cd" * 32,
+    )
+
+
+@pytest.fixture(scope="session")
+def make_batch() -> Callable[..., Batch]:
+    return make
+
+
+@pytest.fixture(scope="session")
+def contract() -> LogprobContract:
+    return CONTRACT

@@ -1,0 +1,49 @@
+"""Reward functions that behave well, and badly. Workers import this file by name."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+
+
+def length(prompt: str, response: str, answer: str) -> float:
+    return float(len(response) == len(answer))
+
+
+def behave(prompt: str, response: str, answer: str) -> object:
+    """Do what the response says."""
+    match response:
+        case "hang":
+            time.sleep(3600)
+        case "hang in C":
+            ctypes.CDLL(None).sleep(3600)
+        case "exit":
+            os._exit(3)
+        case "segfault":
+            ctypes.string_at(0)
+        case "sys.exit":
+            sys.exit(4)
+        case "raise":
+            raise ZeroDivisionError("by zero")
+        case "unpicklable":
+            raise type("Local", (Exception,), {})(lambda: None)
+        case "nan":
+            return float("nan")
+        case "nan part":
+            return 1.0, {"format": float("inf")}
+        case "none":
+            return None
+        case "parts":
+            return 0.5, {"format": 1, "answer": 0.0}
+        case "true":
+            return True
+        case "pid":
+            return float(os.getpid())
+        case "modules":
+            return 1.0, {name: float(name in sys.modules) for name in ("torch", "sglang", "httpx")}
+    return 1.0
+
+
+not_a_function = 3

@@ -1,0 +1,71 @@
+"""ESS: hand-computed values, bounds, the lognormal law, and no silent fallback."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from precision.ess import ess_from_sums, sequence_ess, token_ess
+
+log_ratio_lists = st.lists(st.floats(-30, 30), min_size=1, max_size=40)
+
+
+def test_token_ess_by_hand() -> None:
+    # ratios 1, 1, 4: S1 = 6, S2 = 18, N = 3: 36 / 54 = 2/3
+    assert token_ess(torch.tensor([0.0, 0.0, math.log(4.0)])) == pytest.approx(2 / 3, rel=1e-6)
+
+
+def test_one_huge_ratio_leaves_one_token() -> None:
+    assert token_ess(torch.tensor([30.0, 0.0, 0.0, 0.0])) == pytest.approx(0.25, rel=1e-6)
+
+
+@pytest.mark.parametrize("spread", [0.05, 0.1, 0.2, 0.5])
+def test_lognormal_law(spread: float) -> None:
+    log_ratios = spread * torch.randn(400_000, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    assert token_ess(log_ratios) == pytest.approx(math.exp(-(spread**2)), abs=0.005)
+
+
+@settings(deadline=None)
+@given(log_ratio_lists)
+def test_bounds(log_ratios: list[float]) -> None:
+    assert 1 / len(log_ratios) <= token_ess(torch.tensor(log_ratios, dtype=torch.float64)) <= 1.0
+
+
+def test_lower_bound_holds_when_every_ratio_vanishes() -> None:
+    # S2 = 2e-20 is far below the epsilon 1e-8; the plain formula would give about 2e-12.
+    assert token_ess(torch.log(torch.tensor([1e-10, 1e-10], dtype=torch.float64))) == 0.5
+
+
+@pytest.mark.parametrize(("sum_ratio", "sum_squared"), [(math.inf, 1.0), (1.0, math.inf), (math.nan, 1.0)])
+def test_non_finite_sums_raise_instead_of_one(sum_ratio: float, sum_squared: float) -> None:
+    with pytest.raises(FloatingPointError, match="expected finite"):
+        ess_from_sums(sum_ratio, sum_squared, 3)
+
+
+def test_no_tokens_raise() -> None:
+    with pytest.raises(ValueError, match="0 tokens"):
+        ess_from_sums(0.0, 0.0, 0)
+
+
+def test_sequence_ess_by_hand() -> None:
+    # sequence ratios 2 * 2 = 4, 1 and 1 (masked NaN ignored): 36 / (3 * 18) = 2/3
+    two = math.log(2.0)
+    log_ratios = torch.tensor([[two, two], [0.0, math.nan], [0.5, -0.5]])
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    assert sequence_ess(log_ratios, mask) == pytest.approx(2 / 3, rel=1e-6)
+
+
+def test_sequence_ess_survives_products_that_overflow() -> None:
+    log_ratios = torch.full((4, 1000), 5.0)  # ratio e^5000 each, all equal
+    assert sequence_ess(log_ratios, torch.ones_like(log_ratios, dtype=torch.bool)) == pytest.approx(1.0, rel=1e-9)
+
+
+def test_sequence_ess_refuses_non_finite_and_empty() -> None:
+    with pytest.raises(FloatingPointError):
+        sequence_ess(torch.tensor([[math.inf]]), torch.tensor([[True]]))
+    with pytest.raises(ValueError, match="0 sequences"):
+        sequence_ess(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool))

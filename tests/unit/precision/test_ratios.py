@@ -1,0 +1,113 @@
+"""RatioSums: every statistic by hand, merging, masking, bins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
+from precision.ratios import MAX_LOG_RATIO, RatioSums, masked_log_ratios
+
+NAMES = (
+    "ess chi2 k3_kl log_ratio_mean log_ratio_abs_mean ratio_mean ratio_max ratio_min num_tokens".split()
+)  # metrics and dashboards read these
+
+
+def sums_of(log_ratios: list[float]) -> RatioSums:
+    learner = torch.tensor([log_ratios], dtype=torch.float64)
+    return RatioSums.from_logprobs(learner, torch.zeros_like(learner), torch.ones_like(learner, dtype=torch.bool))
+
+
+def test_statistics_by_hand() -> None:
+    # l = ln 2, ln 1/2: rho = 2, 1/2; S1 = 2.5, S2 = 4.25, N = 2.
+    # ess = 6.25 / 8.5; chi2 = 2.125 - 1; k3 = (2 - 1 - ln 2 + .5 - 1 + ln 2) / 2 = .25
+    learner = torch.tensor([[-1.0 + math.log(2.0), -3.0 - math.log(2.0), math.nan]], dtype=torch.float64)
+    sampler = torch.tensor([[-1.0, -3.0, -math.inf]], dtype=torch.float64)
+    statistics = RatioSums.from_logprobs(learner, sampler, torch.tensor([[True, True, False]])).statistics()
+    expected = {
+        "ess": 6.25 / 8.5,
+        "chi2": 1.125,
+        "k3_kl": 0.25,
+        "log_ratio_mean": 0.0,
+        "log_ratio_abs_mean": math.log(2.0),
+        "ratio_mean": 1.25,
+        "ratio_max": 2.0,
+        "ratio_min": 0.5,
+        "num_tokens": 2.0,
+    }
+    assert list(statistics) == NAMES
+    assert statistics == pytest.approx(expected, abs=1e-8)
+
+
+def test_k3_keeps_its_digits_when_the_sides_nearly_agree() -> None:
+    # rho - 1 - log rho = l^2 / 2 + l^3 / 6 + …; at l = 1e-7, 5e-15 is below the spacing of doubles around 1 times 50.
+    assert sums_of([1e-7]).k3_kl == pytest.approx(5e-15, rel=1e-3)
+
+
+def test_k3_estimates_kl_from_sampler_to_learner() -> None:
+    sampler = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    learner = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
+    counts = torch.tensor([7, 2, 1])  # the exact sampler frequencies of ten tokens
+    tokens = torch.repeat_interleave(torch.arange(3), counts)[None]
+    sums = RatioSums.from_logprobs(learner.log()[tokens], sampler.log()[tokens], torch.ones_like(tokens).bool())
+    forward = float((sampler * (sampler / learner).log()).sum())
+    assert sums.k3_kl == pytest.approx(forward, rel=1e-9)
+    assert sums.ratio_mean == pytest.approx(1.0, rel=1e-9)
+    assert sums.chi2 == pytest.approx(float((learner**2 / sampler).sum()) - 1, rel=1e-9)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-20, 20), min_size=2, max_size=30), st.data())
+def test_merging_equals_the_whole(log_ratios: list[float], data: Any) -> None:
+    cut = data.draw(st.integers(0, len(log_ratios)))
+    whole = sums_of(log_ratios)
+    merged = RatioSums.zero() + sums_of(log_ratios[cut:]) + sums_of(log_ratios[:cut])
+    torch.testing.assert_close(merged.sums, whole.sums, rtol=1e-12, atol=1e-9)
+    assert torch.equal(merged.maxima, whole.maxima)
+    assert torch.equal(merged.histogram, whole.histogram)
+
+
+def test_edges_are_symmetric_and_ascending() -> None:
+    assert all(a < b for a, b in itertools.pairwise(LOG_RATIO_EDGES))
+    assert [-edge for edge in reversed(LOG_RATIO_EDGES)] == list(LOG_RATIO_EDGES)
+    assert len(LOG_RATIO_EDGES) + 1 == NUM_LOG_RATIO_BINS
+
+
+def test_histogram_bins_underflow_zero_and_overflow() -> None:
+    histogram = sums_of([-50.0, -50.0, 0.0, LOG_RATIO_EDGES[-1], LOG_RATIO_EDGES[0]]).histogram
+    assert histogram.shape == (NUM_LOG_RATIO_BINS,)
+    assert histogram[0] == 2  # below the first edge
+    assert histogram[1] == 1  # an edge belongs to the bin above it
+    assert histogram[NUM_LOG_RATIO_BINS // 2] == 1
+    assert histogram[-1] == 1
+    assert histogram.sum() == 5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, MAX_LOG_RATIO + 1])
+def test_unusable_log_ratio_raises(bad: float) -> None:
+    with pytest.raises(FloatingPointError, match="1 of 2 tokens"):
+        sums_of([0.0, bad])
+
+
+def test_ratio_that_underflows_is_a_number() -> None:
+    assert sums_of([-5000.0, 0.0]).min_ratio == 0.0
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match="shapes differ"):
+        masked_log_ratios(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3, dtype=torch.bool))
+
+
+def test_empty_parts_merge_but_have_no_statistics() -> None:
+    nothing = RatioSums.from_logprobs(torch.ones(1, 2), torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool))
+    assert nothing.num_tokens == 0
+    assert (nothing + sums_of([0.5])).statistics() == sums_of([0.5]).statistics()
+    for name in ("ess", "chi2", "max_ratio"):
+        with pytest.raises(ValueError, match="0 tokens"):
+            getattr(nothing, name)
