@@ -66,11 +66,11 @@ class Progress:
 
     def take_event(self, event: dict[str, Any]) -> None:
         """Something happened."""
-        if event.get("event") == "evaluated":
+        if event.get("kind") == "evaluated":
             self.evaluation = event
-        elif event.get("event") == "restarted":
+        elif event.get("kind") == "restarted":
             self.restarts += 1
-        elif event.get("event") == "started" and not self.recent:
+        elif event.get("kind") == "started" and not self.recent:
             self.doing = f"starting {event.get('process', '')}"
 
     @property
@@ -135,7 +135,7 @@ class LiveView:
     def _take(self, *, says: bool) -> None:
         for event in self._events.new_lines():
             self.progress.take_event(event)
-            if says and event.get("event") in ("evaluated", "restarted"):
+            if says and event.get("kind") in ("evaluated", "restarted"):
                 self._say(event_line(event))
         for line in self._metrics.new_lines():
             self.progress.take_metrics(line)
@@ -181,7 +181,7 @@ def step_line(progress: Progress) -> str:
 
 def event_line(event: dict[str, Any]) -> str:
     """An evaluation or a restart as plain text."""
-    if event["event"] == "restarted":
+    if event["kind"] == "restarted":
         return f"restarted {event.get('process')}: {event.get('reason', 'no reason given')}"
     curve = event.get("pass_at_k") or {}
     k = max((int(k) for k in curve), default=1)

@@ -61,7 +61,7 @@ class _LogProbs(torch.autograd.Function):
         _all_reduce(peak, dist.ReduceOp.MAX, group)
         sums = peak.new_zeros(3, len(rows))  # sum of exp, shifted logit of the token, sum of exp × shifted logit
         for part in _chunks(len(rows), vocab):
-            shifted = rows[part].to(_full(logits)).div_(temperature).sub_(peak[part, None])
+            shifted = _copied(rows[part]).div_(temperature).sub_(peak[part, None])
             sums[1, part] = _pick(shifted, wanted[part])
             weight = shifted.exp()
             sums[0, part] = weight.sum(-1)
@@ -87,7 +87,7 @@ class _LogProbs(torch.autograd.Function):
         target = rows if settings.overwrite else torch.empty_like(rows)
         scale = (grads[0] / settings.temperature).reshape(-1)
         for part in _chunks(len(rows), vocab):
-            probability = rows[part].to(_full(logits)).div_(settings.temperature).sub_(normaliser[part, None]).exp_()
+            probability = _copied(rows[part]).div_(settings.temperature).sub_(normaliser[part, None]).exp_()
             gradient = probability.mul_(-scale[part, None])
             here = _local(wanted[part], vocab)
             gradient.scatter_add_(1, wanted[part].clamp(0, vocab - 1)[:, None], torch.where(here, scale[part], 0)[:, None])
@@ -97,6 +97,10 @@ class _LogProbs(torch.autograd.Function):
 
 def _full(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _copied(rows: Tensor) -> Tensor:
+    return rows.to(_full(rows), copy=True)
 
 
 def _local(wanted: Tensor, vocab: int) -> Tensor:

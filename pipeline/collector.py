@@ -185,11 +185,11 @@ class Collector:
         """Held-out pass@k of a published version, once per version however often the collector is started."""
         if version in self._evaluated:
             return
+        self._evaluated.add(version)  # at once: the batch after next may find the same version due
         started = time.time()
         held_out = self.prompts.held_out(self.settings.evaluation_prompts)
         samples = self.settings.evaluation_samples
-        groups = await gather_or_cancel([self._solve(prompt, samples) for prompt in held_out])
-        self._evaluated.add(version)
+        solved = await gather_or_cancel([self._solve(prompt, samples) for prompt in held_out])
         self.journal.event(
             "evaluated",
             version=version,
@@ -197,7 +197,7 @@ class Collector:
             samples=samples,
             seconds=time.time() - started,
             started=started,
-            **summarise(groups, samples),
+            **summarise(solved, samples),
         )
 
     async def _solve(self, prompt: Prompt, samples: int) -> int:

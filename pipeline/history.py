@@ -44,7 +44,7 @@ class History:
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
         """Events of the given kinds."""
-        return [event for event in self.events if event["event"] in kinds]
+        return [event for event in self.events if event["kind"] in kinds]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:

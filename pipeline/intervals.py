@@ -41,7 +41,7 @@ def collector_intervals(events: Sequence[Mapping[str, Any]]) -> list[Interval]:
     """The phases of each batch, batches that overlap on lanes of their own, and the evaluations."""
     intervals, lane_ends = [], list[float]()
     for event in sorted(
-        (e for e in events if e["event"] == "committed" and "started" in e), key=lambda e: e["started"]
+        (e for e in events if e["kind"] == "committed" and "started" in e), key=lambda e: e["started"]
     ):
         spent = event.get("seconds") or {}
         seconds = {phase: float(spent.get(phase, 0.0)) for phase in COLLECTOR_PHASES}
@@ -50,7 +50,7 @@ def collector_intervals(events: Sequence[Mapping[str, Any]]) -> list[Interval]:
         lane_ends[lane : lane + 1] = [start + sum(seconds.values())]
         intervals += _lay_out(f"batches {lane + 1}", int(event["batch"]), start, seconds)
     for event in events:
-        if event["event"] == "evaluated" and event.get("seconds"):
+        if event["kind"] == "evaluated" and event.get("seconds"):
             end = float(event["time"])
             start = end - float(event["seconds"])
             intervals.append(

@@ -120,14 +120,14 @@ def event_rows(history: History) -> list[dict[str, str]]:
     """When (since the first event), what, and the rest of the event in words; neighbours that say the same for the same
     reason become one row with their number."""
     rows = []
-    for _, run in groupby(history.of_kind(*NOTEWORTHY), key=lambda event: (event["event"], event.get("reason"))):
+    for _, run in groupby(history.of_kind(*NOTEWORTHY), key=lambda event: (event["kind"], event.get("reason"))):
         same = list(run)
         first = same[0]
-        rest = [f"{key} {value}" for key, value in first.items() if key not in ("event", "time", "reason")]
+        rest = [f"{key} {value}" for key, value in first.items() if key not in ("kind", "time", "reason")]
         rest = rest if len(same) == 1 else [f"{len(same)} times"]
         reason = [str(first["reason"])] if first.get("reason") else []
         when = duration(first["time"] - history.events[0]["time"])
-        rows.append(dict(when=when, kind=str(first["event"]), text=": ".join([", ".join(rest), *reason])))
+        rows.append(dict(when=when, kind=str(first["kind"]), text=": ".join([", ".join(rest), *reason])))
     return rows
 
 

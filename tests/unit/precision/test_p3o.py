@@ -36,7 +36,8 @@ def run(
 
 
 def test_by_hand() -> None:
-    # e = .5, N = 4, log pi = -1.5 + l. Token 1: l = 0, rho 1 -> weight .5, A = 2. Token 2: l = ln 1/4, weight .25, A = -1.
+    # e = .5, N = 4, log pi = -1.5 + l.
+    # Token 1: l = 0, rho 1, so weight .5, A = 2. Token 2: l = ln 1/4, weight .25, A = -1.
     # K: token 1: 0, slope 0; token 2: -ln 4 + 4 - 1 = 3 - ln 4, slope 1 - 4 = -3.
     # loss = [ -.5 * 2 * -1.5 - .25 * -1 * (-1.5 - ln 4) + .5 (3 - ln 4) ] / 4
     # slopes: -.5 * 2 / 4;  (.25 + .5 * -3) / 4
@@ -50,7 +51,8 @@ def test_by_hand() -> None:
 
 
 def test_importance_by_hand() -> None:
-    # e = .5, A = 0. l = ln 1/4: K = -ln 4 / 4 - 1/4 + 1, slope .25 * -ln 4; l = ln 2: K = 2 ln 2 - 1, slope capped .5 ln 2
+    # e = .5, A = 0. l = ln 1/4: K = -ln 4 / 4 - 1/4 + 1, slope .25 * -ln 4.
+    # l = ln 2: K = 2 ln 2 - 1, slope .5 ln 2 (capped, 2 ln 2 without).
     log_ratios = [-math.log(4), math.log(2)]
     loss, gradient, sums = run(
         P3O(kl_estimator="importance"), log_ratios, [0.0, 0.0], StepContext(num_tokens=2, step_ess=0.5)
@@ -132,7 +134,7 @@ def test_nan_from_another_rank_raises() -> None:
 
 
 def test_step_scope_needs_a_sound_ess() -> None:
-    with pytest.raises(ValueError, match="needs StepContext.step_ess"):
+    with pytest.raises(ValueError, match="needs StepContext"):
         run(P3O(), [0.0], [1.0], StepContext(num_tokens=1))
     for ess in (0.0, -1.0, 1.5, math.nan, math.inf):
         with pytest.raises(FloatingPointError, match="step_ess"):

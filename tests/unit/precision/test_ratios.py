@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 from precision.ratios import MAX_LOG_RATIO, RatioSums, masked_log_ratios
 
-NAMES = (
-    "ess chi2 k3_kl log_ratio_mean log_ratio_abs_mean ratio_mean ratio_max ratio_min num_tokens".split()
-)  # metrics and dashboards read these
+# Metrics and dashboards read these names.
+NAMES = ["ess", "chi2", "k3_kl", "log_ratio_mean", "log_ratio_abs_mean", "ratio_mean", "ratio_max", "ratio_min"]
+NAMES += ["num_tokens"]
 
 
 def sums_of(log_ratios: list[float]) -> RatioSums:
