@@ -15,6 +15,9 @@ LEARNER_PHASES = ("wait", "logprobs", "update", "publish", "save")
 WINDOW_STEPS = 20
 """Verdicts look at this many of the last steps: long enough to hold a checkpoint, short enough to follow a change."""
 
+CLOSE = 0.1
+"""A second group this near the first is named too: mending only one would move the bottleneck, not remove it."""
+
 
 def phase_shares(metrics: Sequence[Mapping[str, Any]], *, window: int = WINDOW_STEPS) -> dict[str, float]:
     """Share (0 to 1) of each learner phase in the last `window` steps; empty when nothing was timed.
@@ -39,12 +42,17 @@ def bottleneck(metrics: Sequence[Mapping[str, Any]], *, window: int = WINDOW_STE
         "publishing": shares["publish"],
         "checkpoints": shares["save"],
     }
-    slowest = max(groups, key=groups.__getitem__)
-    percent = f"{groups[slowest]:.0%}".replace("%", " %")
+    slowest, runner_up = sorted(groups, key=groups.__getitem__, reverse=True)[:2]
+    percent = _percent(groups[slowest])
     advice = {
         "rollouts": f"the learner waits {percent} of each step; add engines or allow lag",
         "learner": f"scoring and updating take {percent} of each step; add data-parallel ranks or larger micro-batches",
         "publishing": f"moving weights takes {percent} of each step; publish less often (schedule staged)",
         "checkpoints": f"saving takes {percent} of the time; raise checkpoint.every",
     }
-    return f"{slowest}: {advice[slowest]}"
+    close = groups[slowest] - groups[runner_up] < CLOSE
+    return f"{slowest}: {advice[slowest]}" + (f" (next: {runner_up}, {_percent(groups[runner_up])})" if close else "")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

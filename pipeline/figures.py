@@ -15,7 +15,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from pipeline.bottleneck import LEARNER_PHASES
@@ -73,8 +73,11 @@ STYLE: dict[Any, Any] = {
     "ytick.major.size": 0.0,
 }
 
-SMALL, WIDE = (3.7, 2.1), (7.6, 2.6)
-"""Inches."""
+SMALL, WIDE = (3.7, 2.1), (11.4, 3.0)
+"""Inches; in the page three small ones and their gaps are as wide as a wide one, so text has one size."""
+
+LOG_FROM_RATIO = 20.0
+"""A curve that may be logarithmic is, once its largest value is this many times its smallest."""
 
 SMOOTH_FROM_STEPS = 40
 """Runs at least this long get a running mean over 1/20 of the run in front of the raw values."""
@@ -115,12 +118,13 @@ def curve(
             _line(axes, steps, values, label, colour)
         _steps_axis(axes)
         _mark_restarts(axes, history)
-        if log and min(min(values) for _, values, _, _ in known) > 0:
+        values = np.concatenate([values for _, values, _, _ in known])
+        if log and values.min() > 0 and values.max() > LOG_FROM_RATIO * values.min():
             axes.set_yscale("log")
         elif floor is not None:
             axes.set_ylim(bottom=floor)
         if percent:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+            axes.yaxis.set_major_formatter(FuncFormatter(_percent))
         if len(known) > 1:
             axes.legend(loc="best", fontsize=8)
 
@@ -147,12 +151,12 @@ def held_out(history: History) -> str | None:
         first = [float(event["pass_at_1"]) for event in events]
         axes.plot(versions, first, color=COLOURS["blue"], marker="o", markersize=4, label="pass@1")
         axes.annotate(
-            f"{first[-1]:.1%}", (versions[-1], first[-1]), (6, -3), textcoords="offset points", fontweight="bold"
+            _percent(round(first[-1], 3)), (versions[-1], first[-1]), (6, -3), textcoords="offset points", fontweight="bold"
         )
         _steps_axis(axes, "policy version")
         axes.margins(x=0.07)
         axes.set_ylim(bottom=0.0)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.yaxis.set_major_formatter(FuncFormatter(_percent))
         axes.legend(loc="best")
 
     return render("held-out pass@1", WIDE, draw)
@@ -228,6 +232,7 @@ def log_ratio_histogram(history: History) -> str | None:
             axes.stairs(share, color=COLOURS[colour], label=label, linewidth=1.6, baseline=None)
         axes.set_yscale("log")
         ticks = [(edge + 1, _nats(value)) for edge, value in enumerate(LOG_RATIO_EDGES) if _is_tick(value)]
+        ticks.append((NUM_LOG_RATIO_BINS / 2, "0"))
         axes.set_xticks([at for at, _ in ticks], [text for _, text in ticks])
         axes.set_xlim(min(used) - 0.5, max(used) + 1.5)
         axes.set_xlabel("log π(learner) − log π(engine) of a token, nats")
@@ -243,6 +248,8 @@ def timeline(history: History, *, num_steps: int = 12) -> str | None:
     if not steps:
         return None
     begin, end = min(i.start for i in steps), max(i.end for i in steps)
+    # What follows the last step, such as the final evaluation, may take a fifth of the picture.
+    end = min(begin + 1.25 * (end - begin), max([end, *(i.end for i in collector_intervals(history.events))]))
     others = [i for i in collector_intervals(history.events) if i.end > begin and i.start < end]
     lanes = ["learner", *sorted({i.lane for i in others})]
 
@@ -261,14 +268,14 @@ def timeline(history: History, *, num_steps: int = 12) -> str | None:
                 axes.bar([0.0], [0.0], color=COLOURS[colour], label=phase)
         _legend_above(axes)
 
-    return render("timeline", (7.6, 1.15 + 0.34 * len(lanes)), draw)
+    return render("timeline", (WIDE[0], 0.85 + 0.32 * len(lanes)), draw)
 
 
 def _bar(axes: Axes, interval: Interval, row: int, begin: float, end: float) -> None:
     start, stop = max(interval.start, begin), min(interval.end, end)
     colour = COLOURS[PHASE_COLOURS[interval.phase]]
     axes.barh(row, stop - start, 0.72, start - begin, color=colour, edgecolor=COLOURS["surface"], linewidth=0.5)
-    if interval.phase in ("update", "generate", "evaluate") and (stop - start) > 0.035 * (end - begin):
+    if interval.phase in ("update", "generate", "evaluate") and (stop - start) > 0.015 * (end - begin):
         axes.text(
             (start + stop) / 2 - begin, row, str(interval.number), ha="center", va="center", fontsize=7, color="white"
         )
@@ -313,7 +320,14 @@ def _legend_above(axes: Axes) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=8, columnspacing=1.1, fontsize=8, borderaxespad=0.2)
 
 
+def _percent(share: float, _: object = None) -> str:
+    return f"{100 * share:.6g} %"
+
+
 def _is_tick(edge: float) -> bool:
+    """A power of ten; the smallest would run into the 0."""
+    if abs(edge) < 2.0 * min(map(abs, LOG_RATIO_EDGES)):
+        return False
     decade = np.log10(abs(edge))
     return bool(abs(decade - round(decade)) < 1e-6)
 

@@ -18,6 +18,11 @@ from pipeline.tasks.base import GeneratedTask, is_held_out, uniform_int
 from pipeline.tasks.sort_digits import exact_match
 from pipeline.verifiers import resolve
 
+GOLDEN_TRAINING = [Problem(text="99533907=", answer="03357999"), Problem(text="2306811=", answer="0112368")]
+GOLDEN_HELD_OUT = Problem(text="407768652409151=", answer="001124455667789")
+GOLDEN_DEMONSTRATION = ("30658=", "03568")
+GOLDEN_ORDER = [5, 7, 2, 6, 0, 1, 4, 3]
+
 
 def sort_digits(seed: int = 0, **keys: object) -> Task:
     return build_task(SortDigitsTask.model_validate(keys), seed)
@@ -217,9 +222,3 @@ def test_jsonl_needs_a_file_and_two_sides(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *rows(2))
     with pytest.raises(RecipeError, match=r"2 problems leave 2 to train on and 0 held out .* set task\.held_out_path"):
         build_task(JsonlTask(name="jsonl", path=path), seed=0)
-
-
-GOLDEN_TRAINING: list[Problem] = []
-GOLDEN_HELD_OUT = Problem(text="", answer="")
-GOLDEN_DEMONSTRATION = ("", "")
-GOLDEN_ORDER: list[int] = []

@@ -32,7 +32,7 @@ HALF_SUBNORMAL = 2.0**-10
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def all_e4m3_values() -> list[float]:

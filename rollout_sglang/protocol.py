@@ -1,0 +1,148 @@
+"""What SGLang and its router answer, as far as it is read here. Unknown fields are ignored, missing ones refused."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from pipeline.errors import EngineUnavailableError, EngineVersionError
+from pipeline.records import FINISH_REASONS, Completion, FinishReason
+
+UNKNOWN_ENGINE = 2**16 - 1
+"""Index of the engine of a completion that came through a router, which does not say who answered."""
+
+
+class Answer(BaseModel):
+    """Base of all answers."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class VersionSpan(Answer):
+    """Response tokens start ≤ i < end were sampled with the weights named `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Finish(Answer):
+    """Why a sample ended: stop, length or abort."""
+
+    type: str
+    message: str | None = None
+
+
+TokenLogprob = Annotated[tuple[float | None, int, str | None], "log-probability (None for a first token), id, text"]
+
+
+class MetaInfo(Answer):
+    """What SGLang reports about one sample."""
+
+    finish_reason: Finish
+    prompt_tokens: int
+    completion_tokens: int
+    weight_version: str
+    weight_versions: tuple[VersionSpan, ...] | None = None
+    """Absent in SGLang before 0.5.20."""
+    input_token_logprobs: tuple[TokenLogprob, ...] | None = None
+    output_token_logprobs: tuple[TokenLogprob, ...] | None = None
+    e2e_latency: float
+    """Seconds in the engine, its own queue included."""
+    queue_time: float | None = None
+    """Seconds in the engine's queue; only with --enable-metrics."""
+
+
+class Generated(Answer):
+    """One sample of POST /generate."""
+
+    output_ids: tuple[int, ...]
+    meta_info: MetaInfo
+
+
+class ModelInfo(Answer):
+    """GET /model_info."""
+
+    model_path: str
+    weight_version: str
+
+
+class Updated(Answer):
+    """POST /update_weights_from_disk, with status 200 as with 400."""
+
+    success: bool
+    message: str
+
+
+class Worker(Answer):
+    """An engine as the router knows it."""
+
+    id: str
+    url: str
+    is_healthy: bool
+
+
+class Workers(Answer):
+    """GET /workers of the router."""
+
+    workers: tuple[Worker, ...]
+
+
+GENERATED_LIST = TypeAdapter(list[Generated])
+
+
+def policy_version(weight_version: str) -> int:
+    """The number that a weight version on the wire stands for. Raises EngineVersionError when it is not one of ours."""
+    try:
+        return int(weight_version)
+    except ValueError:
+        raise EngineVersionError(
+            f"engine serves weight_version {weight_version!r}, expected a policy version such as '12'; "
+            "start it with --weight-version, or load the published policy"
+        ) from None
+
+
+def token_versions(meta: MetaInfo, num_tokens: int) -> tuple[int, ...]:
+    """Policy version of each response token.
+
+    The one place that knows engines without spans: there, every token counts as the version that ended the sample.
+    """
+    if meta.weight_versions is None:
+        return (policy_version(meta.weight_version),) * num_tokens
+    versions = tuple(policy_version(s.version) for s in meta.weight_versions for _ in range(s.start, s.end))
+    if len(versions) != num_tokens:
+        raise EngineUnavailableError(
+            f"engine answered version spans over {len(versions)} tokens for {num_tokens} response tokens; "
+            "the answer is damaged, ask again"
+        )
+    return versions
+
+
+def completion_of(sample: Generated, *, engine: int, elapsed_s: float) -> Completion:
+    """The record of one sample. `elapsed_s` is what the caller waited; raises EngineUnavailableError on a bad answer."""
+    meta, tokens = sample.meta_info, sample.output_ids
+    logprobs = meta.output_token_logprobs or ()
+    if tuple(token for _, token, _ in logprobs) != tokens:
+        raise EngineUnavailableError(
+            f"engine answered {len(tokens)} tokens with log-probabilities of {len(logprobs)} other ones; ask again"
+        )
+    generated_s = meta.e2e_latency - (meta.queue_time or 0.0)
+    return Completion(
+        tokens=tokens,
+        logprobs=tuple(float("nan") if value is None else value for value, _, _ in logprobs),
+        versions=token_versions(meta, len(tokens)),
+        finish=_finish_reason(meta.finish_reason),
+        engine=engine,
+        queued_s=max(0.0, elapsed_s - generated_s),
+        generated_s=generated_s,
+    )
+
+
+def _finish_reason(finish: Finish) -> FinishReason:
+    for reason in FINISH_REASONS:
+        if finish.type == reason:
+            return reason  # type: ignore[return-value]
+    raise EngineUnavailableError(
+        f"engine ended a sample with {finish.type!r} ({finish.message}), expected one of {', '.join(FINISH_REASONS)}"
+    )

@@ -1,0 +1,167 @@
+"""The whole loop with real SGLang and real Megatron-Core, a few steps each: every schedule, TP2, PP2 and DP2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.journal import read_metrics
+from pipeline.store import BatchStore
+from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
+
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loop")
+    make_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tp2(workshop: Path) -> Path:
+    """A finished sync run: TP2, P3O, 128×128-block FP8 rollouts."""
+    recipe = make_recipe(
+        workshop,
+        workshop / "model",
+        "tp2",
+        rollout=dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64, precision="fp8_block"),
+        learner=dict(tensor_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
+    )
+    result = evenkeel_json("train", recipe)
+    assert result["learner_layout"] == "TP2×PP1×DP1"
+    return workshop / "runs" / "tp2"
+
+
+def policy_lags(run: Path) -> dict[int, set[int]]:
+    """batch → lags (batch − version) of its tokens, from the store."""
+    store = BatchStore(run / "batches")
+    return {i: set((i - store.read(i, None).policy_version).tolist()) for i in store.committed()}
+
+
+def test_tp2_trains_on_fp8_rollouts(tp2: Path) -> None:
+    metrics = read_metrics(tp2)
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3]
+    for line in metrics:
+        assert 0.5 < line["ess"] < 1.0, "FP8 rollouts cannot match exactly"
+        assert line["grad_norm"] > 0
+    assert policy_lags(tp2) == {i: {0} for i in range(4)}
+    shown = evenkeel_json("runs", "show", tp2)
+    assert shown["steps"] == 4
+    assert shown["rollout_precision"] == "fp8_block"
+    assert {"pass_at_1_first", "pass_at_1_last", "wall_s"} <= shown.keys()
+
+
+def test_history_of_tp2(tp2: Path) -> None:
+    audit = evenkeel_json("verify", "history", tp2)
+    assert (audit["lost"], audit["duplicated"], audit["version_violations"]) == (0, 0, 0)
+    assert audit["groups"] == 16
+
+
+def test_policy_really_changed_and_was_served(tp2: Path, workshop: Path) -> None:
+    """The engine's logprobs follow the learner's: at each step the gap is small against how far the policy moved."""
+    final = json.loads((tp2 / "model" / "manifest.json").read_text())["tensors"]
+    seed = json.loads((tp2 / "policy" / "000004" / "manifest.json").read_text())["tensors"]
+    assert final.keys() == {name for name in seed if not name.endswith("weight_scale_inv")}
+    for line in read_metrics(tp2):
+        assert line["log_ratio_abs_mean"] < 0.1
+
+
+def test_report_trajectories_and_text(tp2: Path) -> None:
+    page = (tp2 / "report.html").read_text()
+    assert "<svg" in page or "data:image/png;base64," in page
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )
+    shown = evenkeel("trajectories", "show", tp2, "2", "--limit", "2")
+    assert shown.returncode == 0, shown.stderr
+    assert "reward" in shown.stdout
+    assert "gap" in shown.stdout
+    assert np.load(tp2 / "logprobs" / "000002.npy").shape == BatchStore(tp2 / "batches").read(
+        2, None
+    ).sampler_logprobs.shape
+
+
+def test_replay_is_bit_identical(tp2: Path) -> None:
+    result = evenkeel_json("train", "--replay", tp2)
+    assert result["bit_identical"], result["differing_tensors"][:5]
+
+
+def test_a_resumed_replay_equals_one_that_was_not_interrupted(tp2: Path) -> None:
+    """The replay above left checkpoints at steps 2 and 4: without the later one it goes on from step 2."""
+    replay = tp2.with_name("tp2-replay")
+    before = read_metrics(replay)
+    (replay / "checkpoints" / "000004" / "COMMIT").unlink()
+    result = evenkeel_json("train", "--replay", tp2)
+    assert result["bit_identical"], result["differing_tensors"][:5]
+    lines = [json.loads(line)["step"] for line in (replay / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [0, 1, 2, 3, 2, 3], "resumed at step 2"
+    assert [line["loss"] for line in read_metrics(replay)] == [line["loss"] for line in before]
+
+
+def test_resume_with_another_recipe_names_the_key(tp2: Path, workshop: Path) -> None:
+    done = evenkeel("train", workshop / "tp2.yaml", "--set", "learner.optimizer.lr=0.5")
+    assert done.returncode != 0
+    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "learner.optimizer.lr: 0.001 → 0.5" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_truncated_batch_file_stops_the_run_by_name(tp2: Path) -> None:
+    """On a replay, since there the learner alone reads the batches."""
+    batch = tp2 / "batches" / "000003.zarr.zip"
+    whole = batch.read_bytes()
+    (tp2.with_name("tp2-replay") / "checkpoints" / "000004" / "COMMIT").unlink()
+    batch.write_bytes(whole[: len(whole) // 2])
+    try:
+        done = evenkeel("train", "--replay", tp2)
+    finally:
+        batch.write_bytes(whole)
+    assert done.returncode != 0
+    assert "000003.zarr.zip" in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def finished(workshop: Path, name: str, steps: int, **sections: dict[str, Any]) -> Path:
+    recipe = make_recipe(workshop, workshop / "model", name, run=dict(name=name, steps=steps), **sections)
+    result = evenkeel_json("train", recipe)
+    assert result["steps"] == steps
+    run = workshop / "runs" / name
+    assert evenkeel_json("verify", "history", run)["ok"]
+    return run
+
+
+def test_async_lag_2_with_pp2(workshop: Path) -> None:
+    run = finished(
+        workshop,
+        "pp2",
+        7,
+        schedule=dict(kind="async", lag=2),
+        learner=dict(pipeline_parallel=2, micro_batch_tokens=128, optimizer=dict(lr=1e-3, warmup_steps=0)),
+        objective=dict(name="clipped", clip_high=0.28),
+        advantage=dict(name="rloo"),
+    )
+    lags = policy_lags(run)
+    assert all(lag <= 2 for found in lags.values() for lag in found)
+    assert max(lag for found in lags.values() for lag in found) >= 1, "an asynchronous run that is never behind is sync"
+
+
+def test_staged_mu_8_with_two_engines_and_dp2(workshop: Path) -> None:
+    run = finished(
+        workshop,
+        "staged",
+        10,
+        schedule=dict(kind="staged", updates_per_stage=8),
+        rollout=dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64, engines=2),
+        learner=dict(data_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
+        advantage=dict(name="grpo_mean"),
+    )
+    assert policy_lags(run) == {i: {i % 8} for i in range(10)}
+    store = BatchStore(run / "batches")
+    engines = {engine for i in store.committed() for engine in store.read(i, None).engine.tolist()}
+    assert engines == {0, 1}, "the router must use both engines"

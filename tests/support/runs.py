@@ -1,0 +1,83 @@
+"""Small real runs for the integration tests: a random model, a JSONL task with a dense reward, the CLI as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+RUN_DEADLINE_S = 280
+
+
+def make_model(folder: Path, layers: int = 2) -> Path:
+    """A random Qwen3 of half a million parameters."""
+    from launch.model_new import new_model
+
+    new_model(folder, layers=layers)
+    return folder
+
+
+def make_prompts(path: Path, count: int = 200) -> Path:
+    """Prompts of 3 to 9 digits."""
+    rng = random.Random(0)
+    lines = [
+        json.dumps(dict(prompt="".join(rng.choice("0123456789") for _ in range(rng.randint(3, 9))) + "=", answer="1"))
+        for _ in range(count)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def make_recipe(folder: Path, model: Path, name: str, **sections: dict[str, Any]) -> Path:
+    """A recipe file in `folder`; each section updates the defaults below."""
+    data: dict[str, dict[str, Any]] = dict(
+        run=dict(name=name, root=str(folder / "runs"), steps=4),
+        model=dict(path=str(model)),
+        task=dict(
+            name="jsonl",
+            path=str(make_prompts(folder / "prompts.jsonl")),
+            reward="tests.support.rewards:digit_share",
+        ),
+        rollout=dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64),
+        learner=dict(micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
+        checkpoint=dict(every=2),
+        evaluation=dict(every=100, prompts=4, samples=2),
+    )
+    for key, value in sections.items():
+        data[key] = {**data.get(key, {}), **value} if "name" not in value or key == "run" else value
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def environment() -> dict[str, str]:
+    """One thread a process, and the repository on the path so that recipes can name the tests' rewards."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+
+
+def evenkeel(*arguments: str | Path, timeout: float = RUN_DEADLINE_S) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "launch.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def evenkeel_json(*arguments: str | Path, timeout: float = RUN_DEADLINE_S) -> dict[str, Any]:
+    """Run with --json; the last line of stdout as an object. Fails with both streams when the command does."""
+    done = evenkeel(*arguments, "--json", timeout=timeout)
+    assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result

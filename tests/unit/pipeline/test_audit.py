@@ -1,0 +1,115 @@
+"""The audit finds every way in which a ledger can be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.audit import verify_history
+from pipeline.errors import CorruptBatchError
+from pipeline.records import Batch
+from pipeline.rundir import RunDirectory
+from pipeline.schedule import Schedule
+from pipeline.store import BatchStore
+
+MakeBatch = Callable[..., Batch]
+ASYNC = Schedule(kind="async", steps=3, lag=1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BatchStore:
+    return BatchStore(RunDirectory(tmp_path).batches)
+
+
+def commit_three(store: BatchStore, make_batch: MakeBatch) -> None:
+    """Groups 0, 1; 2, 3 and 4 dropped; 5, 6. Two samples with tokens in each group."""
+    store.commit(make_batch(0, first_group=0, next_group=2, versions=(0, 0)))
+    store.commit(make_batch(1, first_group=2, dropped=(4,), next_group=5, versions=(0, 1)))
+    store.commit(make_batch(2, first_group=5, next_group=7, versions=(1, 2, 2)))
+
+
+def test_a_sound_history(tmp_path: Path, store: BatchStore, make_batch: MakeBatch) -> None:
+    commit_three(store, make_batch)
+    audit = verify_history(tmp_path, ASYNC, steps=3)
+    assert audit.sound
+    assert (audit.lost, audit.duplicated, audit.missing, audit.version_violations) == ((), (), (), 0)
+    assert (audit.batches, audit.groups, audit.dropped) == (3, 7, 1)
+    # By group: [0 0] [0]; [0 1] [0]; [1 2 2] [1]; two groups a batch.
+    assert audit.tokens == 2 * (3 + 3 + 4)
+    assert audit.lags == {0: 2 * (3 + 1 + 2), 1: 2 * (2 + 2)}
+
+
+def test_only_the_first_steps_are_read(tmp_path: Path, store: BatchStore, make_batch: MakeBatch) -> None:
+    commit_three(store, make_batch)
+    audit = verify_history(tmp_path, ASYNC, steps=2)
+    assert (audit.batches, audit.groups, audit.sound) == (2, 5, True)
+
+
+def test_a_run_without_batches(tmp_path: Path) -> None:
+    audit = verify_history(tmp_path, ASYNC, steps=0)
+    assert (audit.sound, audit.groups, audit.lags) == (True, 0, {})
+    assert verify_history(tmp_path, ASYNC, steps=2).missing == (0, 1)
+
+
+def test_a_lost_group(tmp_path: Path, store: BatchStore, make_batch: MakeBatch) -> None:
+    store.commit(make_batch(0, first_group=1, next_group=4))
+    audit = verify_history(tmp_path, ASYNC, steps=1)
+    assert (audit.lost, audit.sound) == ((0, 3), False)
+
+
+@pytest.mark.parametrize(("first_group", "dropped"), [(1, ()), (2, (1,))])
+def test_a_group_trained_or_dropped_twice(
+    tmp_path: Path, store: BatchStore, make_batch: MakeBatch, first_group: int, dropped: tuple[int, ...]
+) -> None:
+    store.commit(make_batch(0, first_group=0, next_group=2))
+    store.commit(make_batch(1, first_group=first_group, dropped=dropped, next_group=4))
+    audit = verify_history(tmp_path, ASYNC, steps=2)
+    assert (audit.duplicated, audit.sound) == ((1,), False)
+
+
+def test_a_group_both_trained_and_dropped_in_one_batch(
+    tmp_path: Path, store: BatchStore, make_batch: MakeBatch
+) -> None:
+    store.commit(make_batch(0, dropped=(1,), next_group=2))
+    assert verify_history(tmp_path, ASYNC, steps=1).duplicated == (1,)
+
+
+def test_a_missing_batch(tmp_path: Path, store: BatchStore, make_batch: MakeBatch) -> None:
+    commit_three(store, make_batch)
+    store.path(1).unlink()
+    audit = verify_history(tmp_path, ASYNC, steps=3)
+    assert (audit.missing, audit.lost, audit.sound) == ((1,), (2, 3, 4), False)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "violations"),
+    [
+        (Schedule(kind="async", steps=3, lag=2), 0),
+        (Schedule(kind="async", steps=3, lag=1), 0),
+        (Schedule(kind="sync", steps=3), 2 * (2 + 2)),
+        (Schedule(kind="staged", steps=4, updates_per_stage=2), 2 * 2),
+    ],
+)
+def test_tokens_staler_than_agreed(
+    tmp_path: Path, store: BatchStore, make_batch: MakeBatch, schedule: Schedule, violations: int
+) -> None:
+    commit_three(store, make_batch)
+    assert verify_history(tmp_path, schedule, steps=3).version_violations == violations
+
+
+def test_tokens_from_the_future(tmp_path: Path, store: BatchStore, make_batch: MakeBatch) -> None:
+    batch = make_batch(0)
+    store.commit(replace(batch, policy_version=np.full_like(batch.policy_version, 1)))
+    audit = verify_history(tmp_path, ASYNC, steps=1)
+    assert (audit.version_violations, audit.lags) == (8, {-1: 8})
+
+
+def test_a_damaged_batch_is_an_error(tmp_path: Path, store: BatchStore, make_batch: MakeBatch) -> None:
+    commit_three(store, make_batch)
+    store.path(1).write_bytes(store.path(1).read_bytes()[:-30])
+    with pytest.raises(CorruptBatchError, match=r"000001\.zarr\.zip"):
+        verify_history(tmp_path, ASYNC, steps=3)
