@@ -140,7 +140,9 @@ def model_new(
     kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
     head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
     ffn: Annotated[int, typer.Option(help="Feed-forward size.")] = 384,
-    characters: Annotated[str, typer.Option(help="The tokenizer's alphabet.")] = "0123456789+-*=,;:abcdefghijklmnopqrstuvwxyz ",
+    characters: Annotated[
+        str, typer.Option(help="The tokenizer's alphabet.")
+    ] = "0123456789+-*=,;:abcdefghijklmnopqrstuvwxyz ",
     tie: Annotated[bool, typer.Option(help="Tie embeddings and LM head.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:

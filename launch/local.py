@@ -15,14 +15,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Self
 
-from launch.processes import LoggedProcess, fatal_note, log_tail, read_fatal_note
+from launch.engines import engine_spec
+from launch.processes import LoggedProcess, child_environment, fatal_note, log_tail, read_fatal_note, torchrun
 from launch.progress import LiveView
 from pipeline.errors import FatalError
 from pipeline.journal import Journal
 from pipeline.recipe import Recipe
 from pipeline.rundir import RunDirectory
 from pipeline.store import BatchStore
-from rollout_sglang.server import EngineProcess, EngineSpec, RouterProcess, check_port_free, free_port, start, start_router
+from rollout_sglang.process import ServerProcess, check_port_free, free_port
+from rollout_sglang.server import HOST, start, start_router
 
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
 POLL_S = 0.25
@@ -53,10 +55,13 @@ class Supervisor:
     view: LiveView
     journal: Journal
     api_key: str = field(default_factory=lambda: os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(24))
-    specs: list[EngineSpec] = field(default_factory=list)
-    engines: list[EngineProcess] = field(default_factory=list)
-    starting: dict[int, Future[None]] = field(default_factory=dict)
-    router: RouterProcess | None = None
+    ports: list[int] = field(default_factory=list)
+    engines: list[ServerProcess] = field(default_factory=list)
+    router: ServerProcess | None = None
+    router_port: int | None = None
+    starting: dict[str, Future[float]] = field(default_factory=dict)
+    proved: set[str] = field(default_factory=set)
+    """Servers that were up once: they may die and be started again."""
     programs: dict[str, LoggedProcess] = field(default_factory=dict)
     budgets: dict[str, RestartBudget] = field(default_factory=dict)
     waiters: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="engine-start"))
@@ -81,6 +86,7 @@ class Supervisor:
             self._start_program(name)
         while any(program.popen.poll() != 0 for program in self.programs.values()):
             self._mend_engines()
+            self._mend_router()
             for name, program in list(self.programs.items()):
                 if program.popen.poll() not in (None, 0):
                     self._mend_program(name, program)
@@ -90,45 +96,55 @@ class Supervisor:
 
     def _start_engines(self) -> None:
         rollout = self.recipe.rollout
-        first = rollout.port
-        ports = [free_port() if first is None else first + i for i in range(rollout.engines)]
+        count = rollout.engines + (rollout.engines > 1)  # one more for the router
+        ports = [free_port() if rollout.port is None else rollout.port + i for i in range(count)]
         for port in ports:
             check_port_free(port)
-        self.specs = [engine_spec(self.run, self.recipe, index, port, self.api_key) for index, port in enumerate(ports)]
-        self.engines = [self._start_engine(index) for index in range(len(ports))]
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        if len(urls) > 1:
-            port = free_port() if first is None else first + rollout.engines
-            check_port_free(port)
-            self.router = start_router(urls, port, self.api_key, self.run.logs / "router.log")
-        self.run.write_engines(urls, self.router.url if self.router else None)
+        self.ports = ports[: rollout.engines]
+        self.engines = [self._start_engine(index) for index in range(rollout.engines)]
+        self.router_port = ports[-1] if rollout.engines > 1 else None
+        router = engine_url(self.router_port) if self.router_port else None
+        self.run.write_engines([engine_url(port) for port in self.ports], router)
 
-    def _start_engine(self, index: int) -> EngineProcess:
+    def _start_engine(self, index: int) -> ServerProcess:
         """Start with the version that the run serves now; readiness is awaited beside the loop."""
-        version = self.run.published_version()
-        spec = self.specs[index].serving(version, self.run.policy_directory(version))
+        spec = engine_spec(self.run, self.recipe, index, self.ports[index], self.api_key)
         engine = start(spec)
-        self.starting[index] = self.waiters.submit(engine.wait_ready, self.recipe.rollout.start_deadline_s)
-        self.journal.event("started", process=f"engine-{index}", version=version)
+        self.starting[f"engine-{index}"] = self._await(engine)
+        self.journal.event("started", process=f"engine-{index}", version=spec.version)
         return engine
 
+    def _await(self, server: ServerProcess) -> Future[float]:
+        return self.waiters.submit(server.wait_ready, self.recipe.rollout.start_deadline_s)
+
     def _mend_engines(self) -> None:
-        for index, ready in list(self.starting.items()):
+        for name, ready in list(self.starting.items()):
             if ready.done():
-                del self.starting[index]
-                ready.result()  # an engine that never came up ends the run, with the end of its log
+                if name not in self.proved:
+                    ready.result()  # a server that never came up ends the run, with the end of its log
+                self.proved.add(name)
+                del self.starting[name]
         for index, engine in enumerate(self.engines):
-            if index not in self.starting and not engine.alive:
-                self._spend(f"engine-{index}", log_tail(engine.log))
-                engine.stop()
+            name = f"engine-{index}"
+            if name not in self.starting and engine.poll() is not None:
+                self._spend(name, log_tail(self.run.logs / f"{name}.log"))
                 self.engines[index] = self._start_engine(index)
-        if self.router is not None and not self.router.alive:
-            self._spend("router", log_tail(self.router.log))
-            self.router = start_router(self.router.worker_urls, self.router.port, self.api_key, self.router.log)
+
+    def _mend_router(self) -> None:
+        """The router is started once all engines are up, since it refuses those that are not."""
+        if self.router_port is None or self.starting or (self.router is not None and self.router.poll() is None):
+            return
+        log = self.run.logs / "router.log"
+        if self.router is not None:
+            self._spend("router", log_tail(log))
+        urls = [engine_url(port) for port in self.ports]
+        self.router = start_router(urls, self.router_port, self.api_key, log)
+        self.starting["router"] = self._await(self.router)
+        self.journal.event("started", process="router")
 
     def _start_program(self, name: str) -> None:
         log = self.run.logs / f"{name}.log"
-        env = {**os.environ, API_KEY_VARIABLE: self.api_key, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        env = {**child_environment(), API_KEY_VARIABLE: self.api_key}
         self.programs[name] = LoggedProcess.start(name, program_command(name, self.run, self.recipe), log, env)
         self.journal.event("started", process=name)
 
@@ -144,16 +160,12 @@ class Supervisor:
         self.budgets.setdefault(name, RestartBudget(self.recipe.run.max_restarts)).spend(name, progress, reason)
 
 
+def engine_url(port: int) -> str:
+    return f"http://{HOST}:{port}"
+
+
 def program_command(name: str, run: RunDirectory, recipe: Recipe) -> list[str]:
     """How a cluster starts the same two programs: the collector plainly, the learner under torchrun."""
     if name == "collector":
         return [sys.executable, "-m", "launch.collect", str(run.path)]
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
-        *("--nproc-per-node", str(recipe.learner.num_processes), "-m", "launch.learn", str(run.path)),
-    ]
-
-
-def engine_spec(run: RunDirectory, recipe: Recipe, index: int, port: int, api_key: str) -> EngineSpec:
-    """One engine of the recipe; which version it starts with is decided at each start."""
-    raise NotImplementedError
+    return torchrun(recipe.learner.num_processes, "launch.learn", str(run.path))

@@ -14,7 +14,6 @@ import json
 import random
 import re
 import secrets
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,16 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from launch.local import API_KEY_VARIABLE, engine_spec
+from launch.engines import engine_spec
+from launch.local import API_KEY_VARIABLE
 from launch.model_new import new_model
-from launch.processes import LoggedProcess, log_tail, read_fatal_note
-from launch.train import child_environment, seed_policy
+from launch.processes import LoggedProcess, child_environment, log_tail, read_fatal_note, torchrun
+from launch.train import seed_policy
 from pipeline.errors import FatalError, RecipeError
 from pipeline.ports import Sampling
 from pipeline.recipe import Recipe, recipe_from
 from pipeline.rundir import RunDirectory
 from rollout_sglang.client import EngineClient
-from rollout_sglang.server import EngineProcess, free_port, start
+from rollout_sglang.process import ServerProcess, free_port
+from rollout_sglang.server import start
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 8, 24, 24, 2
 LAYOUT = re.compile(r"^(TP|PP|DP)(\d+)$")
@@ -85,7 +86,7 @@ def parity(model: Path | None, layouts: Sequence[str], tolerance: float) -> dict
 
 
 def parse_layout(name: str) -> dict[str, int]:
-    """"TP2×PP2" → learner sizes."""
+    """ "TP2×PP2" → learner sizes."""
     sizes = {}
     for part in re.split(r"[×x]", name):
         match = LAYOUT.match(part)
@@ -154,11 +155,10 @@ class Engine:
     def __init__(self, run: RunDirectory, recipe: Recipe) -> None:
         self.recipe, self.run, self.key, self.port = recipe, run, secrets.token_urlsafe(16), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.process: EngineProcess | None = None
+        self.process: ServerProcess | None = None
 
     def __enter__(self) -> Engine:
-        spec = engine_spec(self.run, self.recipe, 0, self.port, self.key)
-        self.process = start(spec.serving(0, self.run.policy_directory(0)))
+        self.process = start(engine_spec(self.run, self.recipe, 0, self.port, self.key))
         self.process.wait_ready(self.recipe.rollout.start_deadline_s)
         return self
 
@@ -167,7 +167,7 @@ class Engine:
             self.process.stop()
 
     def client(self) -> EngineClient:
-        return EngineClient(self.url, self.key, 0, self.recipe.rollout.request_deadline_s)
+        return EngineClient(self.url, self.key, index=0, request_deadline_s=self.recipe.rollout.request_deadline_s)
 
     async def prefill(self, rows: list[list[int]]) -> list[NDArray[np.float64]]:
         """Logprobs of tokens 1 … n-1 of each row."""
@@ -202,11 +202,9 @@ def score_in_ranks(
     """Score rows in a learner of the recipe's layout; `before` always, then `emulated` or, after a publish, `after`."""
     run.write_engines([engine.url], None)
     (run.path / "rows.json").write_text(json.dumps(rows))
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
-        *("--nproc-per-node", str(recipe.learner.num_processes)),
-        *("-m", "launch.parity_ranks", str(run.path), str(publish if publish is not None else "-")),
-    ]
+    command = torchrun(
+        recipe.learner.num_processes, "launch.parity_ranks", str(run.path), "-" if publish is None else str(publish)
+    )
     env = {**child_environment(), API_KEY_VARIABLE: engine.key}
     ranks = LoggedProcess.start("parity", command, run.logs / "parity.log", env)
     try:

@@ -63,6 +63,19 @@ class LoggedProcess:
                 self.popen.wait(grace_s)
 
 
+def child_environment() -> dict[str, str]:
+    """One thread a process unless the user says otherwise: several processes share the cores."""
+    return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
+def torchrun(num_processes: int, module: str, *arguments: str) -> list[str]:
+    """The command that runs `module` once a rank on this machine."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
+        *("--nproc-per-node", str(num_processes), "-m", module, *arguments),
+    ]
+
+
 def log_tail(log: Path, lines: int = 8) -> str:
     """The last non-empty lines of a log, joined for a one-line message."""
     try:

@@ -7,15 +7,13 @@ something that is not in the run directory.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.processes import LoggedProcess, fatal_note, log_tail, read_fatal_note
+from launch.processes import LoggedProcess, child_environment, fatal_note, log_tail, read_fatal_note, torchrun
 from launch.progress import LiveView
-from launch.train import child_environment
 from pipeline.errors import FatalError, StoreError
 from pipeline.recipe import load_recipe
 from pipeline.rundir import RunDirectory
@@ -30,11 +28,7 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     with run.claimed():
         run.freeze(recipe)
         fatal_note(run).unlink(missing_ok=True)
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
-            *("--nproc-per-node", str(recipe.learner.num_processes)),
-            *("-m", "launch.learn", str(run.path), "--replay", str(source)),
-        ]
+        command = torchrun(recipe.learner.num_processes, "launch.learn", str(run.path), "--replay", str(source))
         log = run.logs / "learner.log"
         learner = LoggedProcess.start("learner", command, log, child_environment())
         try:
@@ -48,9 +42,7 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
             raise FatalError(read_fatal_note(run) or f"the replay's learner died: {log_tail(log)}")
     found = manifest(run)
     differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    return dict(
-        replay=str(run.path), steps=recipe.run.steps, bit_identical=not differing, differing_tensors=differing
-    )
+    return dict(replay=str(run.path), steps=recipe.run.steps, bit_identical=not differing, differing_tensors=differing)
 
 
 def manifest(run: RunDirectory) -> dict[str, Any]:

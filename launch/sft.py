@@ -1,7 +1,7 @@
 """`evenkeel sft`: supervised warm-up with the same learner, under torchrun like training.
 
-    parent   freezes the recipe, starts the ranks, shows progress
-    ranks    demonstrations of the task ──▶ Batch ──▶ learner.update(Supervised) ──▶ checkpoints ──▶ HF folder
+parent   freezes the recipe, starts the ranks, shows progress
+ranks    demonstrations of the task ──▶ Batch ──▶ learner.update(Supervised) ──▶ checkpoints ──▶ HF folder
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from launch.compose import build_contract, build_tokenizer
-from launch.processes import LoggedProcess, die_with_parent, fatal_note, log_tail, read_fatal_note, run_child
-from launch.train import child_environment
+from launch.processes import (
+    LoggedProcess,
+    child_environment,
+    die_with_parent,
+    fatal_note,
+    log_tail,
+    read_fatal_note,
+    run_child,
+    torchrun,
+)
 from megatron_bridge.layout import check_layout
 from megatron_bridge.shape import read_hf_config
 from pipeline.checkpoints import Checkpoints
@@ -32,9 +40,7 @@ from pipeline.tokenizer import Tokenizer
 CHECKPOINT_EVERY = 100
 
 
-def warm_up(
-    recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float, warmup_steps: int
-) -> dict[str, Any]:
+def warm_up(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float, warmup_steps: int) -> dict[str, Any]:
     """Train on demonstrations and export an HF folder. The same command resumes an interrupted warm-up."""
     if out.exists():
         raise RecipeError(f"--out {out} exists already; remove it or name another folder")
@@ -61,11 +67,7 @@ def warm_up(
 
 
 def _supervise(run: RunDirectory, recipe: Recipe, out: Path, batch_size: int) -> None:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
-        *("--nproc-per-node", str(recipe.learner.num_processes)),
-        *("-m", "launch.sft", str(run.path), str(out), str(batch_size)),
-    ]
+    command = torchrun(recipe.learner.num_processes, "launch.sft", str(run.path), str(out), str(batch_size))
     ranks = LoggedProcess.start("learner", command, run.logs / "learner.log", child_environment())
     columns = TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
     try:
@@ -149,6 +151,4 @@ def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
 if __name__ == "__main__":
     die_with_parent()
     directory = RunDirectory(Path(sys.argv[1]))
-    run_child(
-        directory, "warm-up", lambda: learn_demonstrations(directory, Path(sys.argv[2]), int(sys.argv[3]))
-    )
+    run_child(directory, "warm-up", lambda: learn_demonstrations(directory, Path(sys.argv[2]), int(sys.argv[3])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from launch.compose import build_prompts, build_quant_map, build_tokenizer
@@ -15,7 +14,7 @@ from pipeline.journal import Journal, read_events
 from pipeline.recipe import Recipe
 from pipeline.report import write_report
 from pipeline.rundir import RunDirectory
-from rollout_sglang.shapes import check_block_shapes
+from rollout_sglang.formats_check import check_block_shapes
 
 
 def train_run(recipe: Recipe) -> dict[str, Any]:
@@ -55,8 +54,3 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
 
     seed(recipe.model.path, run.policy_directory(0), build_quant_map(recipe))
     run.set_published(0)
-
-
-def child_environment() -> dict[str, str]:
-    """One thread a process unless the user says otherwise: several processes share the cores."""
-    return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -1,4 +1,4 @@
-"""Work that only rank 0 does, with an outcome that all ranks share: a failure there is raised everywhere, none hangs."""
+"""Work that only rank 0 does, with an outcome that all ranks share: a failure there is raised on every rank."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ class RankZero:
         dist.broadcast(size, src=0, group=self._group)
         if not size.item():
             return
-        payload = torch.frombuffer(bytearray(report), dtype=torch.uint8) if self.here else torch.empty(
-            int(size), dtype=torch.uint8
+        payload = (
+            torch.frombuffer(bytearray(report), dtype=torch.uint8)
+            if self.here
+            else torch.empty(int(size), dtype=torch.uint8)
         )
         dist.broadcast(payload, src=0, group=self._group)
         if failure is not None:

@@ -1,9 +1,9 @@
 """The rollout's FP8 in the learner, emulated, for scoring: what would the learner say with the engine's formats?
 
-Weights are replaced by the values that e4m3 and its scales can hold, inputs of the quantized linears by theirs: one scale
-a token (fp8_tensor) or a token and 128 channels (fp8_block), over the whole input dimension, whatever the tensor parallel
-size. Products stay in the learner's precision. Only for Megatron's own layers: Transformer Engine fuses the norm into the
-linear, so that its input is not what is quantized.
+Weights are replaced by the values that e4m3 and its scales can hold, inputs of the quantized linears by theirs: one
+scale a token (fp8_tensor) or a token and 128 channels (fp8_block), over the whole input dimension, whatever the tensor
+parallel size. Products stay in the learner's precision. Only for Megatron's own layers: Transformer Engine fuses the
+norm into the linear, so that its input is not what is quantized.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ class Layout:
     @staticmethod
     def of(learner: LearnerSection) -> Layout:
         """The layout that a recipe asks for."""
-        return Layout(
-            tensor=learner.tensor_parallel, pipeline=learner.pipeline_parallel, data=learner.data_parallel
-        )
+        return Layout(tensor=learner.tensor_parallel, pipeline=learner.pipeline_parallel, data=learner.data_parallel)
 
     @property
     def num_processes(self) -> int:
@@ -105,7 +103,7 @@ def _join_world(layout: Layout, backend: str, timeout: Any) -> None:
     if "RANK" in os.environ:
         torch.distributed.init_process_group(backend, timeout=timeout)
     else:
-        store = torch.distributed.HashStore()
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 

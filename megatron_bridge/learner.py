@@ -59,7 +59,9 @@ class MegatronLearner:
         self.model_folder = model_folder
         self.section = learner
         self.shape = ModelShape.from_hf(read_hf_config(model_folder))
-        self.device: torch.device | str = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        )
         chunks = build_chunks(self.shape, _DTYPES[learner.precision], temperature)
         weights.load_hf(chunks, self.shape, model_folder)
         self.model, self.optimizer = wrap_and_optimise(chunks, learner)

@@ -1,7 +1,7 @@
 """HF folder → Megatron-Core model: one PolicyModel per process (its pipeline stage).
 
-With CUDA and Transformer Engine the layers are TE's; otherwise they are Megatron's own, with torch's RMSNorm. The TE path
-has not been run by this project's tests.
+With CUDA and Transformer Engine the layers are TE's; otherwise they are Megatron's own, with torch's RMSNorm. No test
+runs the TE path.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def build_chunks(shape: ModelShape, dtype: torch.dtype, temperature: float) -> l
     Megatron's parallel state must exist. `temperature` divides the logits before log-probabilities are taken.
     """
     config = transformer_config(shape, dtype)
-    rope = {} if shape.rope_scaling is None else {"rope_scaling": True, "rope_scaling_factor": shape.rope_scaling.factor}
+    rope = (
+        {} if shape.rope_scaling is None else {"rope_scaling": True, "rope_scaling_factor": shape.rope_scaling.factor}
+    )
     model = PolicyModel(
         config=config,
         transformer_layer_spec=_block_spec(config, shape),

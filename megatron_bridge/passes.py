@@ -71,7 +71,8 @@ def score(model: Sequence[Any], plan: Plan, num_predicted: int, device: torch.de
     """Log-probabilities and entropies of the predicted tokens at the present weights."""
     gathered = Gathered.empty(num_predicted, device)
 
-    def collect(micro_batch: MicroBatch, output: tuple[Tensor, Tensor], non_loss_data: bool = True) -> None:
+    def collect(micro_batch: MicroBatch, output: tuple[Tensor, Tensor], *, non_loss_data: bool) -> None:
+        assert non_loss_data  # how Megatron calls it when only results are collected
         gathered.take(micro_batch, *output)
 
     _run(model, plan, collect, device, forward_only=True)

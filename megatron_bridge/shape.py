@@ -99,7 +99,9 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
-        raise ModelError(f"{folder} has no config.json; give the folder that holds config.json and safetensors") from None
+        raise ModelError(
+            f"{folder} has no config.json; give the folder that holds config.json and safetensors"
+        ) from None
     except ValueError as error:
         raise ModelError(f"{folder / 'config.json'} is not JSON ({error}); fetch the model again") from error
     if not isinstance(config, dict):
@@ -114,7 +116,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
     found = str(names[0]) if names else ""
     if found not in ARCHITECTURES:
         raise ModelError(
-            f"architecture {found or 'missing from config.json'} is not supported; use one of {', '.join(ARCHITECTURES)}"
+            f"architecture {found or 'missing from config.json'} is not supported; "
+            f"use one of {', '.join(ARCHITECTURES)}"
         )
     return found
 
@@ -137,7 +140,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     for key, allowed in wanted.items():
         if config.get(key) not in allowed:
             raise ModelError(
-                f"config.json: {key} is {config[key]!r}, but the learner supports only {allowed[0]!r}; use another model"
+                f"config.json: {key} is {config[key]!r}, but only {allowed[0]!r} is supported; use another model"
             )
 
 

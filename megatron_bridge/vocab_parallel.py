@@ -38,7 +38,9 @@ def vocab_parallel_logprobs(
     The entropy carries no gradient. With `overwrite_logits` the backward pass writes the gradient over the logits: only
     for logits that nothing else reads, and only one backward pass.
     """
-    logprobs, entropy = _LogProbs.apply(logits, tokens, temperature, group, overwrite_logits)
+    logprobs, entropy = _LogProbs.apply(  # type: ignore[no-untyped-call]
+        logits, tokens, temperature, group, overwrite_logits
+    )
     return logprobs, entropy
 
 
@@ -75,7 +77,7 @@ class _LogProbs(torch.autograd.Function):
         return (sums[1] - log_sum).view(tokens.shape), entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, tokens, normaliser = ctx.saved_tensors
         settings: _Saved | None = ctx.settings
         if settings is None:
@@ -90,7 +92,9 @@ class _LogProbs(torch.autograd.Function):
             probability = _copied(rows[part]).div_(settings.temperature).sub_(normaliser[part, None]).exp_()
             gradient = probability.mul_(-scale[part, None])
             here = _local(wanted[part], vocab)
-            gradient.scatter_add_(1, wanted[part].clamp(0, vocab - 1)[:, None], torch.where(here, scale[part], 0)[:, None])
+            gradient.scatter_add_(
+                1, wanted[part].clamp(0, vocab - 1)[:, None], torch.where(here, scale[part], 0)[:, None]
+            )
             target[part] = gradient.to(rows.dtype)
         return target.view_as(logits), None, None, None, None
 

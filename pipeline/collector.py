@@ -7,8 +7,8 @@
                      unblocked by: the learner's publish
     evaluate         runs between batches of a version that is due, and once after the last step
 
-Up to `schedule.batches_in_flight` batches are under way at once; prompts are issued oldest batch first. A completion that
-holds a token older than the schedule allows is thrown away and sampled again, so nothing stale is ever committed.
+Up to `schedule.batches_in_flight` batches are under way at once; prompts are issued oldest batch first. A completion
+that holds a token older than the schedule allows is thrown away and sampled again: nothing stale is ever committed.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ class Collector:
             self.journal.event("dropped", batch=index, group=group, reason=reason)
             return DroppedGroup(group=group, reason=reason)
         completions = await self._sample(
-            prompt, self.settings.group_size, self.settings.sampling, lambda version: self.schedule.allows(index, version)
+            prompt,
+            self.settings.group_size,
+            self.settings.sampling,
+            lambda version: self.schedule.allows(index, version),
         )
         return Group(prompt=prompt, samples=await self._score(prompt, completions))
 

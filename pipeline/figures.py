@@ -151,7 +151,11 @@ def held_out(history: History) -> str | None:
         first = [float(event["pass_at_1"]) for event in events]
         axes.plot(versions, first, color=COLOURS["blue"], marker="o", markersize=4, label="pass@1")
         axes.annotate(
-            _percent(round(first[-1], 3)), (versions[-1], first[-1]), (6, -3), textcoords="offset points", fontweight="bold"
+            _percent(round(first[-1], 3)),
+            (versions[-1], first[-1]),
+            (6, -3),
+            textcoords="offset points",
+            fontweight="bold",
         )
         _steps_axis(axes, "policy version")
         axes.margins(x=0.07)
@@ -202,6 +206,7 @@ def phase_seconds(history: History) -> str | None:
             bottom += heights[:, column]
         # One step that paid for warm-up must not flatten the rest.
         axes.set_ylim(0.0, max(1e-9, min(bottom.max(), 3.0 * float(np.quantile(bottom, 0.9)))) * 1.05)
+        axes.margins(x=0.01)
         axes.set_ylabel("seconds")
         _steps_axis(axes)
         _legend_above(axes)
@@ -277,7 +282,13 @@ def _bar(axes: Axes, interval: Interval, row: int, begin: float, end: float) -> 
     axes.barh(row, stop - start, 0.72, start - begin, color=colour, edgecolor=COLOURS["surface"], linewidth=0.5)
     if interval.phase in ("update", "generate", "evaluate") and (stop - start) > 0.015 * (end - begin):
         axes.text(
-            (start + stop) / 2 - begin, row, str(interval.number), ha="center", va="center", fontsize=7, color="white"
+            (start + stop) / 2 - begin,
+            row,
+            str(interval.number),
+            ha="center",
+            va="center",
+            fontsize=7,
+            color=COLOURS["surface"],
         )
 
 
@@ -317,7 +328,7 @@ def _mark_restarts(axes: Axes, history: History) -> None:
 
 
 def _legend_above(axes: Axes) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=8, columnspacing=1.1, fontsize=8, borderaxespad=0.2)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=10, columnspacing=1.1, fontsize=8, borderaxespad=0.2)
 
 
 def _percent(share: float, _: object = None) -> str:

@@ -40,9 +40,7 @@ def learner_intervals(metrics: Sequence[Mapping[str, Any]]) -> list[Interval]:
 def collector_intervals(events: Sequence[Mapping[str, Any]]) -> list[Interval]:
     """The phases of each batch, batches that overlap on lanes of their own, and the evaluations."""
     intervals, lane_ends = [], list[float]()
-    for event in sorted(
-        (e for e in events if e["kind"] == "committed" and "started" in e), key=lambda e: e["started"]
-    ):
+    for event in sorted((e for e in events if e["kind"] == "committed" and "started" in e), key=lambda e: e["started"]):
         spent = event.get("seconds") or {}
         seconds = {phase: float(spent.get(phase, 0.0)) for phase in COLLECTOR_PHASES}
         start = float(event["started"])

@@ -58,7 +58,7 @@ def sections(history: History) -> list[dict[str, Any]]:
     """Title, explanation and figures of each part of the page; parts without any figure are left out."""
     mismatch = [
         ("Effective sample size", _ess(history)),
-        ("k3 KL, learner ‖ engine", figures.curve(history, "k3 KL", [("k3_kl", "k3", "blue")], log=True)),
+        ("k3 KL to the engine", figures.curve(history, "k3 KL", [("k3_kl", "k3", "blue")], log=True)),
         ("Staleness, versions", figures.curve(history, "lag", _LAG, floor=0.0)),
     ]
     parts: list[tuple[str, str, list[tuple[str, str | None]]]] = [

@@ -1,8 +1,11 @@
 """Reward verifiers in processes that can be killed: one that hangs, crashes or raises costs its own sample only.
 
+    score() ──▶ a thread of this process, one a worker ──JSON over a pipe──▶ worker process: reward function
+
 Verifiers are foreign code run on model output: they loop, exhaust memory, call os._exit and take the interpreter down.
-So each call is a job of a pool of spawned workers (no torch, no open sockets inherited) with a deadline from the moment
-it starts. A worker that is killed is replaced; the sample gets reward 0 and the part `verifier_failed`.
+So each runs in a spawned process (no torch, no open socket inherited), one sample at a time, with a deadline from the
+moment it is handed the sample. A worker that misses it, or dies, is replaced, and the sample gets reward 0 and the part
+`verifier_failed`. Nothing is shared between workers (no queue, no lock), so a kill cannot hurt another one's sample.
 """
 
 from __future__ import annotations
@@ -10,23 +13,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import os
+import threading
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from pebble import ProcessExpired, ProcessPool
-
 from pipeline.errors import RecipeError
-from pipeline.verifiers import Judgement, judge, try_import, warm_up
+from pipeline.verifiers import Judgement, decode_judgement, encode_texts, serve
 
 _log = logging.getLogger(__name__)
 
 _START_DEADLINE_S = 120.0
-"""Longest import of a reward function (sympy behind math-verify takes seconds on a busy machine)."""
-_CALLS_ACROSS_BROKEN_POOLS = 2
+"""Longest start of a worker: an interpreter and the import of the reward function, on a busy machine."""
+_KILL_DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,7 @@ class Verdict:
 
 
 class Verifiers:
-    """A pool of verifier processes for one reward function.
+    """`workers` processes that run one reward function (`package.module:function`, see `pipeline.verifiers`).
 
     `failures` counts failed samples by reason. Use it as a context manager, in a program whose `__main__` is guarded:
     workers are spawned.
@@ -49,21 +53,27 @@ class Verifiers:
         """Starts the workers. Raises RecipeError when the reward function cannot be imported there."""
         self.failures: Counter[str] = Counter()
         self._reward = reward
-        self._workers = workers
         self._deadline_s = deadline_s
-        self._pool = self._start_pool()
-        try:
-            self._check_importable()
-        except BaseException:
+        self._closed = threading.Event()
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verifier")
+        self._workers = [_Worker(reward) for _ in range(workers)]
+        problems = [problem for problem in self._threads.map(_Worker.start, self._workers) if problem is not None]
+        if problems:
             self.close()
-            raise
+            raise RecipeError(
+                f"reward {reward!r} cannot be imported: {problems[0]}; install the package that holds it, or set the "
+                "task's reward to another package.module:function"
+            )
+        for worker in self._workers:
+            self._idle.put(worker)
 
     async def score(self, prompt: str, response: str, answer: str) -> Verdict:
-        """The verdict on one response; never raises for what the verifier does.
-
-        Waits at most the deadline once a worker has taken the job; jobs wait their turn before that.
-        """
-        judgement = await self._judge(prompt, response, answer)
+        """The verdict on one response; never raises for what the verifier does. Samples wait their turn, each at most
+        the deadline of those before it."""
+        judgement = await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._judge, prompt, response, answer
+        )
         if judgement.failed is None:
             return Verdict(reward=judgement.reward, parts=judgement.parts)
         self.failures[judgement.failed] += 1
@@ -72,8 +82,12 @@ class Verifiers:
 
     def close(self) -> None:
         """Kill the workers, whatever they are doing."""
-        self._pool.stop()  # type: ignore[no-untyped-call]
-        self._pool.join()
+        self._closed.set()
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self._workers:  # one may have been replaced while the others were killed
+            worker.kill()
 
     def __enter__(self) -> Self:
         return self
@@ -83,45 +97,62 @@ class Verifiers:
     ) -> None:
         self.close()
 
-    async def _judge(self, *texts: str) -> Judgement:
-        for _ in range(_CALLS_ACROSS_BROKEN_POOLS):
-            pool = self._pool
-            try:
-                job = pool.schedule(judge, args=(self._reward, *texts), timeout=self._deadline_s)
-                return await asyncio.wrap_future(job)
-            except TimeoutError:
-                return Judgement(0.0, {}, "timeout", f"killed after {self._deadline_s:g} s")
-            except ProcessExpired as error:
-                return Judgement(0.0, {}, "crashed", f"the process ended with status {error.exitcode}")
-            except (BrokenProcessPool, RuntimeError) as error:
-                # A worker died between jobs, or before its job was known to have started: the pool gives up.
-                self._replace(pool, error)
-        return Judgement(0.0, {}, "crashed", "the pool broke twice")
-
-    def _replace(self, broken: ProcessPool, error: Exception) -> None:
-        """A new pool, made by the first of the callers that met the broken one."""
-        if self._pool is broken:
-            _log.warning("verifier pool broke (%s); starting another", error)
-            self.close()
-            self._pool = self._start_pool()
-
-    def _start_pool(self) -> ProcessPool:
-        return ProcessPool(
-            max_workers=self._workers,
-            initializer=warm_up,
-            initargs=(self._reward,),
-            context=multiprocessing.get_context("spawn"),
-        )
-
-    def _check_importable(self) -> None:
+    def _judge(self, prompt: str, response: str, answer: str) -> Judgement:
+        """In a thread. There are as many threads as workers, so one is always idle."""
+        worker = self._idle.get_nowait()
         try:
-            problem = self._pool.schedule(try_import, args=(self._reward,), timeout=_START_DEADLINE_S).result(
-                timeout=2 * _START_DEADLINE_S
-            )
-        except (TimeoutError, ProcessExpired, BrokenProcessPool, RuntimeError) as error:
-            problem = f"importing it ended the process or took over {_START_DEADLINE_S:g} s ({error})"
-        if problem is not None:
-            raise RecipeError(
-                f"reward {self._reward!r} cannot be imported: {problem}; install the package that holds it, or set the "
-                "task's reward to another package.module:function"
-            )
+            if not worker.alive and not self._closed.is_set() and (problem := worker.start()) is not None:
+                return Judgement(0.0, {}, "crashed", f"the worker could not be started again: {problem}")
+            return worker.ask(prompt, response, answer, self._deadline_s)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One process at a time, and the pipe to it. Each method is called by one thread at a time, but for `kill`."""
+
+    def __init__(self, reward: str) -> None:
+        self._reward = reward
+        self.alive = False
+
+    def start(self) -> str | None:
+        """Start the process and wait until it has imported the reward function. Returns what went wrong, or None."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(theirs, self._reward, os.getpid()), name="verifier", daemon=True
+        )
+        self._process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+        self.alive = True
+        judgement = self._reply(_START_DEADLINE_S)
+        return None if judgement.failed is None else judgement.detail
+
+    def ask(self, prompt: str, response: str, answer: str, deadline_s: float) -> Judgement:
+        """Run the reward function; a process that does not answer in time is killed."""
+        try:
+            self._pipe.send_bytes(encode_texts(prompt, response, answer))
+        except OSError:
+            # It died idle, which is not this sample's doing.
+            self.kill()
+            if (problem := self.start()) is not None:
+                return Judgement(0.0, {}, "crashed", problem)
+            self._pipe.send_bytes(encode_texts(prompt, response, answer))
+        return self._reply(deadline_s)
+
+    def kill(self) -> None:
+        """End the process, if there is one, and wait until it is gone."""
+        if self.alive:
+            self.alive = False
+            self._process.kill()
+            self._process.join(_KILL_DEADLINE_S)
+
+    def _reply(self, deadline_s: float) -> Judgement:
+        try:
+            if self._pipe.poll(deadline_s):
+                return decode_judgement(self._pipe.recv_bytes())
+            self.kill()
+            return Judgement(0.0, {}, "timeout", f"killed after {deadline_s:g} s")
+        except (EOFError, OSError):
+            self.kill()
+            return Judgement(0.0, {}, "crashed", f"its process ended with status {self._process.exitcode}")

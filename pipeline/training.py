@@ -1,12 +1,12 @@
 """The learner loop, run by every rank.
 
-    store ──batch──▶ advantages ──▶ learner.logprobs ──step ESS──▶ learner.update ──▶ channel.publish ──▶ engines
+store ──batch──▶ advantages ──▶ learner.logprobs ──step ESS──▶ learner.update ──▶ channel.publish ──▶ engines
 
-    train     consumes: batch `step` of the store, in order
-              waits for: that batch's file
-              unblocked by: the collector's commit
-    after a crash: the newest committed checkpoint is loaded and the batches after it, which are still in the store, are
-    trained again; versions that the engines already serve are not published a second time.
+train     consumes: batch `step` of the store, in order
+          waits for: that batch's file
+          unblocked by: the collector's commit
+after a crash: the newest committed checkpoint is loaded and the batches after it, which are still in the store, are
+trained again; versions that the engines already serve are not published a second time.
 """
 
 from __future__ import annotations

@@ -7,9 +7,15 @@ parts explain it. This module is imported by every worker, so it stays light.
 from __future__ import annotations
 
 import importlib
+import json
 import math
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from functools import lru_cache
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 MATH_VERIFY_TIMEOUT_S = 5
@@ -36,18 +42,46 @@ def resolve(reward: str) -> Callable[[str, str, str], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def warm_up(reward: str) -> None:
-    """Import the reward function before the first deadline runs; a failure shows when it is asked for."""
-    try_import(reward)
+def serve(pipe: Connection, reward: str, parent: int) -> None:
+    """Body of a worker: import the reward function, say so, then judge what comes until the pipe ends.
 
-
-def try_import(reward: str) -> str | None:
-    """None if the reward function can be imported, else what went wrong."""
+    Messages are JSON, not pickle: foreign code writes into this pipe and the run reads from it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         resolve(reward)
-    except Exception as error:  # noqa: BLE001 - an import runs foreign code; what it raised is the answer
-        return f"{type(error).__name__}: {error}"
-    return None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; what it raised is the answer
+        pipe.send_bytes(_encode(Judgement(0.0, {}, "raised", f"{type(error).__name__}: {error}")))
+        return
+    pipe.send_bytes(_encode(Judgement(0.0, {})))
+    while True:
+        try:
+            texts = json.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        pipe.send_bytes(_encode(judge(reward, *texts)))
+
+
+def _end_with(parent: int) -> None:
+    """A verifier that hangs must not outlive a run that was killed."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def encode_texts(prompt: str, response: str, answer: str) -> bytes:
+    """The message for one sample."""
+    return json.dumps([prompt, response, answer]).encode()
+
+
+def decode_judgement(message: bytes) -> Judgement:
+    """What a worker sent."""
+    return Judgement(*json.loads(message))
+
+
+def _encode(judgement: Judgement) -> bytes:
+    return json.dumps(judgement).encode()
 
 
 def judge(reward: str, prompt: str, response: str, answer: str) -> Judgement:
@@ -73,12 +107,13 @@ def _as_judgement(result: Any) -> Judgement:
 def math_verify(prompt: str, response: str, answer: str) -> float:  # noqa: ARG001
     """1 if the response's last answer equals `answer` as mathematics, else 0 (the `math-verify` package).
 
-    `answer` is LaTeX or a plain number or expression. The package's own limits use SIGALRM, which works here because a
-    worker runs verifiers in its main thread; the worker's deadline stands behind them.
+    `answer` is LaTeX, with or without `$` or `\\boxed`, or a plain number, expression or choice. The package's
+    own limits use SIGALRM, which works because a worker runs verifiers in its main thread; the worker's deadline stands
+    behind them.
     """
     from math_verify import parse, verify
 
-    gold = parse(answer) or parse(f"${answer}$")
+    gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=MATH_VERIFY_TIMEOUT_S)
     if not gold:
         raise ValueError(f"answer {answer!r} is not mathematics that math-verify can parse")
     found = parse(response, parsing_timeout=MATH_VERIFY_TIMEOUT_S)

@@ -45,9 +45,11 @@ def _fork_children(*_: object) -> None:
     multiprocessing.set_start_method("fork", force=True)
 
 
+if __name__ == "__main__":
+    die_with_parent()
+
 if __name__ in ("__main__", "__mp_main__"):
     prepare()
 
 if __name__ == "__main__":
-    die_with_parent()
     serve(sys.argv[1:])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.records import FINISH_REASONS, Completion, FinishReason
+from pipeline.records import Completion, FinishReason
 
 UNKNOWN_ENGINE = 2**16 - 1
 """Index of the engine of a completion that came through a router, which does not say who answered."""
@@ -45,7 +45,7 @@ class MetaInfo(Answer):
     completion_tokens: int
     weight_version: str
     weight_versions: tuple[VersionSpan, ...] | None = None
-    """Absent in SGLang before 0.5.20."""
+    """Absent in older servers (0.5.17)."""
     input_token_logprobs: tuple[TokenLogprob, ...] | None = None
     output_token_logprobs: tuple[TokenLogprob, ...] | None = None
     e2e_latency: float
@@ -120,17 +120,19 @@ def token_versions(meta: MetaInfo, num_tokens: int) -> tuple[int, ...]:
 
 
 def completion_of(sample: Generated, *, engine: int, elapsed_s: float) -> Completion:
-    """The record of one sample. `elapsed_s` is what the caller waited; raises EngineUnavailableError on a bad answer."""
+    """The record of one sample, for which the caller waited `elapsed_s`. Raises EngineUnavailableError on a bad one."""
     meta, tokens = sample.meta_info, sample.output_ids
     logprobs = meta.output_token_logprobs or ()
-    if tuple(token for _, token, _ in logprobs) != tokens:
+    values = tuple(value for value, _, _ in logprobs if value is not None)
+    if tuple(token for _, token, _ in logprobs) != tokens or len(values) != len(tokens):
         raise EngineUnavailableError(
-            f"engine answered {len(tokens)} tokens with log-probabilities of {len(logprobs)} other ones; ask again"
+            f"engine answered {len(tokens)} tokens, but {len(values)} log-probabilities that do not belong to them; "
+            "ask again"
         )
     generated_s = meta.e2e_latency - (meta.queue_time or 0.0)
     return Completion(
         tokens=tokens,
-        logprobs=tuple(float("nan") if value is None else value for value, _, _ in logprobs),
+        logprobs=values,
         versions=token_versions(meta, len(tokens)),
         finish=_finish_reason(meta.finish_reason),
         engine=engine,
@@ -140,9 +142,10 @@ def completion_of(sample: Generated, *, engine: int, elapsed_s: float) -> Comple
 
 
 def _finish_reason(finish: Finish) -> FinishReason:
-    for reason in FINISH_REASONS:
+    reasons: tuple[FinishReason, ...] = get_args(FinishReason)
+    for reason in reasons:
         if finish.type == reason:
-            return reason  # type: ignore[return-value]
+            return reason
     raise EngineUnavailableError(
-        f"engine ended a sample with {finish.type!r} ({finish.message}), expected one of {', '.join(FINISH_REASONS)}"
+        f"engine ended a sample with {finish.type!r} ({finish.message}), expected one of {', '.join(reasons)}"
     )

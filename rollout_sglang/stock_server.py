@@ -13,22 +13,25 @@ import sys
 from collections.abc import Sequence
 
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
+PARENT_VARIABLE = "EVENKEEL_PARENT_PID"
+"""Set by whoever starts a server and wants it to end with itself."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when our parent dies, so that no engine outlives a killed supervisor.
+    """Ask the kernel for SIGKILL when the parent named in the environment dies, so that no engine outlives a killed
+    supervisor. A server that was started by hand goes on.
 
     Linux only, elsewhere nothing happens. The kernel watches the parent's *thread*: a supervisor must start engines
     from a thread that lives as long as they should.
     """
-    if sys.platform != "linux":
+    parent = os.environ.pop(PARENT_VARIABLE, "")
+    if sys.platform != "linux" or not parent:
         return
-    parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        # The parent died between the two calls: nobody will tell us.
+    if os.getppid() != int(parent):
+        # The parent died before the kernel knew that we care.
         os.kill(os.getpid(), signal.SIGKILL)
 
 

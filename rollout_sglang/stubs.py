@@ -50,7 +50,7 @@ class Stub(types.ModuleType):
             return _unchanged
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return args[0]
-        raise NotImplementedError(f"{self.__name__} needs a GPU package that this machine lacks; SGLang called its stub")
+        raise NotImplementedError(f"{self.__name__} is a stub of a GPU package that this machine lacks, but was called")
 
 
 class _StubObject:
@@ -93,7 +93,10 @@ class StubFinder(MetaPathFinder, Loader):
         self.packages = frozenset(packages)
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,  # noqa: ARG002
+        target: types.ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         if fullname.split(".")[0] not in self.packages:
             return None

@@ -106,7 +106,7 @@ def test_scores_are_those_of_transformers(models: Path, found: Found, layout: st
     sys.path.insert(0, str(WORKER.parent))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from learner_worker import make_batch
+        from learner_scenarios import make_batch
         from transformers import AutoModelForCausalLM
 
         reference = AutoModelForCausalLM.from_pretrained(models / model, dtype=torch.float32)

@@ -82,9 +82,10 @@ def test_report_trajectories_and_text(tp2: Path) -> None:
     assert shown.returncode == 0, shown.stderr
     assert "reward" in shown.stdout
     assert "gap" in shown.stdout
-    assert np.load(tp2 / "logprobs" / "000002.npy").shape == BatchStore(tp2 / "batches").read(
-        2, None
-    ).sampler_logprobs.shape
+    assert (
+        np.load(tp2 / "logprobs" / "000002.npy").shape
+        == BatchStore(tp2 / "batches").read(2, None).sampler_logprobs.shape
+    )
 
 
 def test_replay_is_bit_identical(tp2: Path) -> None:

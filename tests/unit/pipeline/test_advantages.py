@@ -35,7 +35,9 @@ def test_goldens() -> None:
     half, third = 0.5 * math.sqrt(3), math.sqrt(3) / 3
     expected = [half, -half, 2 * third, -half, -third, half, -third]
     np.testing.assert_allclose(grpo(reward, group), expected, rtol=3e-6)
-    np.testing.assert_allclose(grpo_mean(reward, group), [1 / 2, -1 / 2, 2 / 3, -1 / 2, -1 / 3, 1 / 2, -1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(
+        grpo_mean(reward, group), [1 / 2, -1 / 2, 2 / 3, -1 / 2, -1 / 3, 1 / 2, -1 / 3], rtol=1e-6
+    )
     # rloo by its definition: 1 - 1/3, 0 - 2/3; 1 - 0, 0 - 1/2.
     np.testing.assert_allclose(rloo(reward, group), [2 / 3, -2 / 3, 1, -2 / 3, -1 / 2, 2 / 3, -1 / 2], rtol=1e-6)
 

@@ -230,9 +230,7 @@ def test_every_truncation_is_detected(tmp_path: Path, make_batch: MakeBatch) -> 
 
 @given(position=st.integers(0, 2**32), bit=st.integers(0, 7))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_flipped_bit_is_detected_or_harmless(
-    tmp_path: Path, make_batch: MakeBatch, position: int, bit: int
-) -> None:
+def test_a_flipped_bit_is_detected_or_harmless(tmp_path: Path, make_batch: MakeBatch, position: int, bit: int) -> None:
     store, batch = BatchStore(tmp_path), make_batch(0)
     if not store.exists(0):
         (tmp_path / "whole").write_bytes(store.commit(batch).read_bytes())

@@ -21,6 +21,8 @@ def behave(prompt: str, response: str, answer: str) -> object:
             ctypes.CDLL(None).sleep(3600)
         case "exit":
             os._exit(3)
+        case "exit 0":
+            os._exit(0)
         case "segfault":
             ctypes.string_at(0)
         case "sys.exit":
@@ -44,6 +46,10 @@ def behave(prompt: str, response: str, answer: str) -> object:
         case "modules":
             return 1.0, {name: float(name in sys.modules) for name in ("torch", "sglang", "httpx")}
     return 1.0
+
+
+def echo(prompt: str, response: str, answer: str) -> tuple[float, dict[str, float]]:
+    return float(prompt == response == answer), {response[:9]: float(len(response))}
 
 
 not_a_function = 3

@@ -34,7 +34,9 @@ def write_run(tmp_path: Path) -> WriteRun:
         overrides: dict[str, Any] | None = None,
         evaluations: bool = True,
     ) -> Path:
-        data = dict(run=dict(name=name, steps=steps, root=str(tmp_path)), model=dict(path="m"), task={"name": "sort_digits"})
+        data = dict(
+            run=dict(name=name, steps=steps, root=str(tmp_path)), model=dict(path="m"), task={"name": "sort_digits"}
+        )
         recipe = recipe_from(data | (overrides or {}), source="test")
         run = RunDirectory(tmp_path / name)
         run.freeze(recipe)

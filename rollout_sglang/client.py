@@ -1,0 +1,174 @@
+"""One SGLang server: token in, token out, and which weights it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.errors import EngineUnavailableError, EngineVersionError
+from pipeline.ports import Sampling
+from pipeline.records import Completion
+from rollout_sglang.protocol import GENERATED_LIST, Generated, ModelInfo, Updated, completion_of, policy_version
+from rollout_sglang.transport import Transport
+
+CONTROL_DEADLINE_S = 30.0
+"""For calls that an engine answers between two of its steps: health, version, pause, continue."""
+
+T = TypeVar("T")
+
+
+class EngineClient:
+    """A server at `url`; `index` names it in records.
+
+    Every method raises EngineUnavailableError when the server refuses, drops, garbles or never answers the call, and
+    FatalError when the server finds the call itself wrong (key, prompt length).
+    """
+
+    def __init__(self, url: str, api_key: str | None, *, index: int, request_deadline_s: float) -> None:
+        self.url = url.rstrip("/")
+        self.index = index
+        self._request_deadline_s = request_deadline_s
+        self._control_deadline_s = min(CONTROL_DEADLINE_S, request_deadline_s)
+        self._transport = Transport(url, api_key)
+
+    async def generate(self, prompt_tokens: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+        """Sample a group in one request. Log-probabilities are of softmax(logits / temperature), before top-p and
+        top-k."""
+        started = time.monotonic()
+        samples = await self._generate(
+            {
+                "input_ids": [list(prompt_tokens)],
+                "sampling_params": {
+                    "n": num_samples,
+                    "max_new_tokens": sampling.max_new_tokens,
+                    "temperature": sampling.temperature,
+                    "top_p": sampling.top_p,
+                    "top_k": sampling.top_k,
+                },
+                "return_logprob": True,
+            },
+            expected=num_samples,
+        )
+        elapsed_s = time.monotonic() - started
+        return [completion_of(sample, engine=self.index, elapsed_s=elapsed_s) for sample in samples]
+
+    async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """Prefill scoring: for each row of n tokens, [n - 1] log-probabilities of tokens 1…n-1 given those before.
+
+        At temperature 1: SGLang does not scale the log-probabilities of input tokens.
+        """
+        samples = await self._generate(
+            {
+                "input_ids": [list(row) for row in rows],
+                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            },
+            expected=len(rows),
+        )
+        return [_input_logprobs(row, sample) for row, sample in zip(rows, samples, strict=True)]
+
+    async def model_info(self) -> ModelInfo:
+        """Which folder and version the server serves."""
+        answer = await self._transport.call("GET", "/model_info", deadline_s=self._control_deadline_s)
+        return _parse(TypeAdapter(ModelInfo), answer)
+
+    async def version(self) -> int:
+        """The policy version served. Raises EngineVersionError when it is not a policy version at all."""
+        return policy_version((await self.model_info()).weight_version)
+
+    async def health(self) -> bool:
+        """Whether the server answers and says that it is well."""
+        try:
+            await self._transport.call("GET", "/health", deadline_s=self._control_deadline_s)
+        except EngineUnavailableError:
+            return False
+        return True
+
+    async def load_from_disk(self, version: int, directory: Path, *, deadline_s: float) -> dict[str, float]:
+        """Serve the weights of `directory`, a folder that the engine can read, under the name `version`.
+
+        Requests under way are retracted, wait, and go on with the new weights. The engine is told to go on whatever
+        happens here. Returns pause_s, load_s, verify_s. Raises EngineVersionError when the engine keeps other weights.
+        """
+        marks = [time.monotonic()]
+        try:
+            await self._control("/pause_generation", {"mode": "retract"})
+            marks.append(time.monotonic())
+            await self._update(version, directory, deadline_s)
+            marks.append(time.monotonic())
+            await self.verify(version)
+            marks.append(time.monotonic())
+        finally:
+            await self._control("/continue_generation", {"torch_empty_cache": False})
+        names = ("pause_s", "load_s", "verify_s")
+        return {name: after - before for name, before, after in zip(names, marks[:-1], marks[1:], strict=True)}
+
+    async def verify(self, version: int) -> None:
+        """Raises EngineVersionError unless the engine serves `version`."""
+        served = await self.version()
+        if served != version:
+            raise EngineVersionError(
+                f"engine {self.index} at {self.url} serves version {served}, expected {version}; it gets no requests "
+                "until it is fed again"
+            )
+
+    async def close(self) -> None:
+        """Release the connections."""
+        await self._transport.close()
+
+    async def _update(self, version: int, directory: Path, deadline_s: float) -> None:
+        request = {
+            "model_path": str(directory.absolute()),
+            "weight_version": str(version),
+            # Cached prefixes belong to the old weights.
+            "flush_cache": True,
+            "keep_pause": True,
+        }
+        path = "/update_weights_from_disk"
+        answer = await self._transport.call("POST", path, deadline_s=deadline_s, json=request, accept=(400,))
+        updated = _parse(TypeAdapter(Updated), answer)
+        if not updated.success:
+            raise EngineVersionError(
+                f"engine {self.index} at {self.url} did not take version {version} from {directory}: "
+                f"{' '.join(updated.message.split())}; check that the folder is complete and readable there"
+            )
+
+    async def _control(self, path: str, request: dict[str, Any]) -> None:
+        await self._transport.call("POST", path, deadline_s=self._control_deadline_s, json=request)
+
+    async def _generate(self, request: dict[str, Any], *, expected: int) -> list[Generated]:
+        answer = await self._transport.call("POST", "/generate", deadline_s=self._request_deadline_s, json=request)
+        samples = _parse(GENERATED_LIST, answer)
+        if len(samples) != expected:
+            raise EngineUnavailableError(
+                f"engine {self.index} at {self.url} answered {len(samples)} samples, expected {expected}; ask again"
+            )
+        return samples
+
+
+def _parse(adapter: TypeAdapter[T], answer: httpx.Response) -> T:
+    try:
+        return adapter.validate_json(answer.content)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise EngineUnavailableError(
+            f"{answer.request.url} answered something else than SGLang's protocol ({where}: {problem['msg']}); "
+            "check the version of the server"
+        ) from None
+
+
+def _input_logprobs(row: Sequence[int], sample: Generated) -> NDArray[np.float32]:
+    scored = sample.meta_info.input_token_logprobs or ()
+    values = [value for value, _, _ in scored[1:] if value is not None]
+    if [token for _, token, _ in scored] != list(row) or len(values) != len(row) - 1:
+        raise EngineUnavailableError(f"engine scored {len(values)} of {len(row) - 1} tokens; ask again")
+    return np.array(values, np.float32)

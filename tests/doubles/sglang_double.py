@@ -1,0 +1,249 @@
+"""Doubles of SGLang and its router over real HTTP, that can be told to fail.
+
+`EngineDouble` samples token t with version v and log-probability -(t + 1) / 8, one token each `token_s`, and holds
+while it is paused, as SGLang does in `retract`. tests/integration/test_engine.py compares its answers, field by field,
+with those of the real server.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import httpx
+
+GenerateFault = Literal["drop", "500", "hang", "garbage"]
+LoadFault = Literal["refuse", "die", "wrong_version", "hang"]
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, port: int, owner: _Double) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.owner = owner
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is part of the tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def _handle(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        request = json.loads(self.rfile.read(length)) if length else {}
+        owner = self.server.owner
+        answer = owner.answer(self.command, self.path, request, self.headers.get("Authorization"))
+        if answer is None:
+            self.close_connection = True
+            return
+        status, body = answer
+        content = json.dumps(body).encode()
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    do_GET = do_POST = do_DELETE = _handle
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+
+class _Double:
+    """A server in threads; a context manager. `stop` and `start` again keep the port."""
+
+    def __init__(self, api_key: str | None = None) -> None:
+        self.api_key = api_key
+        self.calls: list[str] = []
+        self.port = 0
+        self._server: _Server | None = None
+        self._thread: threading.Thread | None = None
+        self._released = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._released.clear()
+        self._server = _Server(self.port, self)
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._released.set()
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+            self._server = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def answer(self, method: str, path: str, request: Any, authorization: str | None) -> tuple[int, Any] | None:
+        """Status and JSON body, or None to hang up."""
+        self.calls.append(f"{method} {path}")
+        if self.api_key and authorization != f"Bearer {self.api_key}" and not path.startswith(("/health", "/readiness")):
+            return 401, {"error": "Unauthorized"}
+        return self.route(method, path, request)
+
+    def route(self, method: str, path: str, request: Any) -> tuple[int, Any] | None:
+        raise NotImplementedError
+
+
+class EngineDouble(_Double):
+    """SGLang. `version` is what it serves; faults are used up one a request, the last `load_fault` stays."""
+
+    def __init__(self, version: int = 0, *, api_key: str | None = None, token_s: float = 0.0, spans: bool = True) -> None:
+        super().__init__(api_key)
+        self.version = str(version)
+        self.model_path = "/initial"
+        self.token_s = token_s
+        self.spans = spans
+        self.generate_faults: list[GenerateFault] = []
+        self.load_fault: LoadFault | None = None
+        self.loads = 0
+        self._running = threading.Event()
+        self._running.set()
+
+    @property
+    def paused(self) -> bool:
+        return not self._running.is_set()
+
+    def route(self, method: str, path: str, request: Any) -> tuple[int, Any] | None:
+        if path == "/health":
+            return 200, {}
+        if path == "/model_info":
+            return 200, {"model_path": self.model_path, "weight_version": self.version, "is_generation": True}
+        if path == "/generate":
+            return self._generate(request)
+        if path == "/pause_generation":
+            self._running.clear()
+            return 200, {"message": "Generation paused successfully.", "status": "ok"}
+        if path == "/continue_generation":
+            self._running.set()
+            return 200, {"message": "Generation continued successfully.", "status": "ok"}
+        if path == "/update_weights_from_disk":
+            return self._load(request)
+        return 404, {"detail": "Not Found"}
+
+    def _load(self, request: Any) -> tuple[int, Any] | None:
+        self.loads += 1
+        if self.load_fault == "refuse":
+            return 400, {"success": False, "message": "Failed to get weights\niterator", "num_paused_requests": 0}
+        if self.load_fault == "hang":
+            self._released.wait(30)
+            return None
+        if self.load_fault == "die":
+            threading.Thread(target=self.stop, daemon=True).start()
+            self._released.wait(30)
+            return None
+        if self.load_fault != "wrong_version":
+            self.version, self.model_path = request["weight_version"], request["model_path"]
+        return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    def _generate(self, request: Any) -> tuple[int, Any] | None:
+        fault = self.generate_faults.pop(0) if self.generate_faults else None
+        if fault == "drop":
+            return None
+        if fault == "500":
+            return 500, {"error": {"message": "Internal error"}}
+        if fault == "garbage":
+            return 200, [{"text": "no ids"}]
+        if fault == "hang":
+            self._released.wait(30)
+            return None
+        sampling = request["sampling_params"]
+        rows = [row for row in request["input_ids"] for _ in range(sampling.get("n", 1))]
+        return 200, self._sample(rows, sampling["max_new_tokens"], request)
+
+    def _sample(self, rows: list[list[int]], num_tokens: int, request: Any) -> list[dict[str, Any]]:
+        started, versions = time.monotonic(), []
+        for _ in range(num_tokens):
+            self._running.wait(30)
+            time.sleep(self.token_s)
+            versions.append(self.version)
+        seconds = time.monotonic() - started
+        return [self._answer_of(row, index, versions, seconds, request) for index, row in enumerate(rows)]
+
+    def _answer_of(
+        self, row: list[int], index: int, versions: list[str], seconds: float, request: Any
+    ) -> dict[str, Any]:
+        tokens = [(index + place) % 512 for place in range(len(versions))]
+        scored: list[list[Any]] = []
+        if request.get("logprob_start_len") == 0:
+            scored = [[-(token + 1) / 8 if place else None, token, None] for place, token in enumerate(row)]
+        meta = {
+            "id": f"{index}",
+            "finish_reason": {"type": "length", "length": len(tokens)},
+            "prompt_tokens": len(row),
+            "completion_tokens": len(tokens),
+            "weight_version": versions[-1] if versions else self.version,
+            "input_token_logprobs": scored,
+            "output_token_logprobs": [[-(token + 1) / 8, token, None] for token in tokens],
+            "e2e_latency": seconds,
+        }
+        if self.spans:
+            meta["weight_versions"] = _spans(versions or [self.version], len(versions))
+        return {"text": "", "output_ids": tokens, "meta_info": meta}
+
+
+def _spans(versions: list[str], num_tokens: int) -> list[dict[str, Any]]:
+    starts = [place for place, version in enumerate(versions) if not place or version != versions[place - 1]]
+    ends = [*starts[1:], num_tokens]
+    return [{"version": versions[start], "start": start, "end": end} for start, end in zip(starts, ends, strict=True)]
+
+
+class RouterDouble(_Double):
+    """SGLang's router: passes /generate on to its members in turn, without looking at their health."""
+
+    def __init__(self, urls: list[str], *, api_key: str | None = None) -> None:
+        super().__init__(api_key)
+        self.members = list(urls)
+        self._turn = 0
+
+    def route(self, method: str, path: str, request: Any) -> tuple[int, Any] | None:
+        if path == "/readiness":
+            return (200 if self.members else 503), {"status": "ready" if self.members else "not ready"}
+        if path == "/generate":
+            return self._pass_on(request)
+        if method == "GET" and path == "/workers":
+            workers = [{"id": Path(url).name, "url": url, "is_healthy": True} for url in self.members]
+            return 200, {"workers": workers, "total": len(workers)}
+        if method == "POST" and path == "/workers":
+            self.members.append(request["url"])
+            return 202, {"status": "accepted", "worker_id": Path(request["url"]).name}
+        if method == "DELETE":
+            self.members = [url for url in self.members if Path(url).name != Path(path).name]
+            return 202, {"status": "accepted", "worker_id": Path(path).name}
+        return 404, {"detail": "Not Found"}
+
+    def _pass_on(self, request: Any) -> tuple[int, Any]:
+        if not self.members:
+            return 503, {"error": {"code": "no_available_workers"}}
+        self._turn += 1
+        url = self.members[self._turn % len(self.members)]
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        try:
+            response = httpx.post(f"{url}/generate", json=request, headers=headers, timeout=30.0, trust_env=False)
+        except httpx.TransportError:
+            return 502, {"error": {"code": "connection_failed"}}
+        return response.status_code, response.json()

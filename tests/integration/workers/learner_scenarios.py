@@ -1,0 +1,223 @@
+"""Everything that test_learner.py compares between layouts, in one start of the processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+warnings.filterwarnings("ignore")
+
+from megatron_bridge.fp8 import emulated  # noqa: E402
+from megatron_bridge.layout import Layout, initialise, shut_down  # noqa: E402
+from megatron_bridge.learner import MegatronLearner  # noqa: E402
+from megatron_bridge.publish import DiskChannel  # noqa: E402
+from megatron_bridge.vocab_parallel import vocab_parallel_logprobs  # noqa: E402
+from pipeline.errors import EngineUnavailableError, NonFiniteError  # noqa: E402
+from pipeline.recipe import LearnerSection, OptimizerSection  # noqa: E402
+from pipeline.records import Batch, Completion, Group, LogprobContract, Prompt, Sample  # noqa: E402
+from precision.objectives import P3O, Supervised  # noqa: E402
+from precision.quant_map import QuantMap  # noqa: E402
+
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+TEMPERATURE = 0.8
+
+
+def make_batch(seed: int, vocab: int = 256) -> Batch:
+    """12 samples of 3 prompts, prompts 3-7 and responses 1-12 tokens long."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for number in range(3):
+        prompt = tuple(int(t) for t in rng.integers(0, vocab, rng.integers(3, 8)))
+        samples = []
+        for _ in range(4):
+            length = int(rng.integers(1, 13))
+            completion = Completion(
+                tokens=tuple(int(t) for t in rng.integers(0, vocab, length)),
+                logprobs=tuple(float(x) for x in rng.normal(-5.5, 0.3, length)),
+                versions=(0,) * length,
+                finish="stop",
+                engine=0,
+                queued_s=0.0,
+                generated_s=0.0,
+            )
+            samples.append(Sample(completion=completion, reward=float(rng.normal())))
+        groups.append(Group(prompt=Prompt(group=number, text="", answer="", tokens=prompt), samples=tuple(samples)))
+    return Batch.from_groups(seed, groups, contract=CONTRACT, dropped=(), next_group=3, recipe_sha256="")
+
+
+def advantages(batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return (batch.reward - batch.reward.mean()).astype(np.float32)
+
+
+class Worker:
+    def __init__(self, layout: Layout, models: Path, out: Path) -> None:
+        self.layout, self.models, self.out = layout, models, out
+        self.found: dict[str, Any] = {}
+
+    def learner(self, model: str = "untied", objective: Any = None, **changes: Any) -> MegatronLearner:
+        section = LearnerSection(
+            tensor_parallel=self.layout.tensor,
+            pipeline_parallel=self.layout.pipeline,
+            data_parallel=self.layout.data,
+            optimizer=OptimizerSection(lr=1e-3, warmup_steps=0),
+            **{"micro_batch_tokens": 64, "step_deadline_s": 60, **changes},
+        )
+        return MegatronLearner(
+            self.models / model, section, objective or P3O(), temperature=TEMPERATURE, total_steps=10
+        )
+
+    def state(self, learner: MegatronLearner) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in learner.named_weights()}
+
+    def steps(self, learner: MegatronLearner, seeds: list[int]) -> list[dict[str, float]]:
+        metrics = []
+        for seed in seeds:
+            batch = make_batch(seed)
+            scored = learner.logprobs(batch) if learner._objective.needs_step_ess else None
+            metrics.append(learner.update(batch, advantages(batch), scored))
+        return metrics
+
+    def scoring(self) -> None:
+        rows = [[int(t) for t in make_batch(7).sample_tokens(i)] for i in range(5)]
+        for model in ("untied", "tied", "qwen2", "llama"):
+            learner = self.learner(model)
+            self.found[f"scores_{model}"] = [row.tolist() for row in learner.score_tokens(rows)]
+            self.found[f"token_logprobs_{model}"] = learner.token_logprobs(make_batch(3)).tolist()
+            torch.save(self.state(learner), self.out / f"export_{model}_{torch.distributed.get_rank()}.pt")
+
+    def training(self) -> None:
+        for model in ("untied", "tied"):
+            learner = self.learner(model)
+            self.found[f"metrics_{model}"] = self.steps(learner, [1, 2, 3])
+            torch.save(self.state(learner), self.out / f"trained_{model}_{torch.distributed.get_rank()}.pt")
+        one = self.learner(micro_batch_tokens=4096)
+        self.found["metrics_one_micro_batch"] = self.steps(one, [1, 2, 3])
+        plain = self.learner(distributed_optimizer=False)
+        self.found["metrics_plain_optimizer"] = self.steps(plain, [1, 2, 3])
+        micro = self.learner(objective=P3O(ess_scope="micro_batch"), micro_batch_tokens=4096)
+        self.found["metrics_micro_batch_ess"] = self.steps(micro, [1])
+        half = self.learner(precision="bf16", objective=Supervised())
+        self.found["metrics_bf16"] = self.steps(half, [1, 1, 1, 1, 1])
+
+    def guards(self) -> None:
+        """Broken numbers must leave every rank with the same error and the weights as they were."""
+        errors = []
+        for objective in (P3O(), P3O(ess_scope="micro_batch"), Supervised()):
+            learner = self.learner(objective=objective, micro_batch_tokens=32)
+            before = self.state(learner)
+            batch = make_batch(1)
+            scored = learner.logprobs(batch)
+            broken = advantages(batch)
+            if isinstance(objective, Supervised):
+                broken[2] = np.nan
+            else:
+                batch.sampler_logprobs[5] = -np.inf
+            try:
+                learner.update(batch, broken, scored)
+                errors.append("none")
+            except NonFiniteError:
+                errors.append("NonFiniteError")
+            after = self.state(learner)
+            assert all(torch.equal(before[name], after[name]) for name in before)
+            assert learner.step == 0
+        self.found["guards"] = errors
+
+    def checkpoints(self) -> None:
+        learner = self.learner()
+        self.steps(learner, [1, 2, 3])
+        learner.save(self.out / "checkpoint")
+        straight = self.steps(learner, [4, 5])
+        resumed = self.learner()
+        resumed.load(self.out / "checkpoint")
+        assert resumed.step == 3
+        again = self.steps(resumed, [4, 5])
+        left, right = self.state(learner), self.state(resumed)
+        self.found["resume_bitwise"] = straight == again and all(torch.equal(left[n], right[n]) for n in left)
+        self.found["after_checkpoint"] = straight
+
+    def reshard(self, directory: Path) -> None:
+        """Load what another layout saved and go on."""
+        learner = self.learner()
+        learner.load(directory)
+        self.found["after_reshard"] = self.steps(learner, [4, 5])
+
+    def formats(self) -> None:
+        learner = self.learner()
+        batch, before = make_batch(3), self.state(learner)
+        plain = learner.token_logprobs(batch)
+        for name in ("fp8_tensor", "fp8_block"):
+            with emulated(learner, QuantMap.for_decoder(learner.shape.num_layers, name)):
+                self.found[f"emulated_{name}"] = learner.token_logprobs(batch).tolist()
+        after = self.state(learner)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert (learner.token_logprobs(batch) == plain).all()
+
+    def publishing(self) -> None:
+        learner = self.learner("tied")
+
+        class Engines:
+            async def load(self, version: int, directory: Path) -> dict[str, float]:
+                assert (directory / "manifest.json").exists()
+                if version == 2:
+                    raise EngineUnavailableError("no engine is left")
+                return {"load_s": 0.5}
+
+        channel = DiskChannel(learner, Engines(), self.out / "policies", None, keep=1, deadline_s=60)  # type: ignore[arg-type]
+        self.found["publish"] = channel.publish(1)
+        try:
+            channel.publish(2)
+            raise AssertionError("the engines' failure was lost")
+        except EngineUnavailableError as error:
+            self.found["publish_failure"] = str(error)
+        learner.export(self.out / "exported")
+
+    def vocabulary(self) -> None:
+        """Vocabulary-parallel log-probabilities against log_softmax in float64, values and gradients."""
+        generator = torch.Generator().manual_seed(0)
+        whole = (torch.randn(5, 3, 32, generator=generator, dtype=torch.float64) * 4).requires_grad_()
+        tokens = torch.randint(0, 32, (5, 3), generator=generator)
+        weight = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+        reference = torch.log_softmax(whole / TEMPERATURE, -1)
+        picked = reference.gather(-1, tokens[..., None])[..., 0]
+        (picked * weight).sum().backward()
+        size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        mine = whole.detach().chunk(size, -1)[rank].contiguous().requires_grad_()
+        group = torch.distributed.group.WORLD
+        logprobs, entropy = vocab_parallel_logprobs(mine, tokens, temperature=TEMPERATURE, group=group)
+        (logprobs * weight).sum().backward()
+        assert whole.grad is not None
+        torch.testing.assert_close(logprobs, picked)
+        torch.testing.assert_close(entropy, -(reference.exp() * reference).sum(-1))
+        torch.testing.assert_close(mine.grad, whole.grad.chunk(size, -1)[rank])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("tensor", "pipeline", "data"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--reshard", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    layout = Layout(tensor=options.tensor, pipeline=options.pipeline, data=options.data)
+    initialise(layout, seed=0, deadline_s=60)
+    worker = Worker(layout, options.models, options.out)
+    worker.vocabulary()
+    worker.scoring()
+    worker.training()
+    worker.guards()
+    worker.checkpoints()
+    if options.reshard:
+        worker.reshard(options.reshard)
+    worker.formats()
+    worker.publishing()
+    (options.out / f"found_{torch.distributed.get_rank()}.json").write_text(json.dumps(worker.found))
+    torch.distributed.barrier()
+    shut_down()

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import psutil
+import pytest
+from packaging.requirements import Requirement
+from rich.console import Console
+
+from launch import doctor
+from launch.doctor import GIB, Check, diagnose, render, run_doctor
+
+
+def test_this_machine_is_diagnosed_completely(tmp_path: Path) -> None:
+    checks = {check.name: check for check in diagnose(tmp_path)}
+    assert {"python", "glibc", "locale", "cpus", "memory", "disk", "shared memory", "file locks", "loopback"} <= set(
+        checks
+    )
+    assert {"numpy", "pydantic", "zarr", "megatron-core", "sglang", "math-verify"} <= set(checks)
+    assert checks["python"].status == checks["file locks"].status == checks["loopback"].status == "ok"
+    assert checks["numpy"].status == "ok"
+    assert all(check.advice for check in checks.values() if check.status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [((3, 10), "fail"), ((3, 11), "ok"), ((3, 12), "ok"), ((3, 13), "fail")]
+)
+def test_python_versions(version: tuple[int, int], status: str) -> None:
+    assert doctor.check_python(version).status == status
+
+
+@pytest.mark.parametrize(
+    ("requirement", "extra", "status", "found"),
+    [
+        ("pytest>=1", "", "ok", None),
+        ("pytest>=9999", "", "fail", None),
+        ("pytest>=9999", "learner", "warn", None),
+        ("no-such-package-here>=1", "", "fail", "not installed"),
+        ("no-such-package-here>=1", "rollout", "warn", "not installed"),
+    ],
+)
+def test_packages(requirement: str, extra: str, status: str, found: str | None) -> None:
+    check = doctor.check_package(Requirement(requirement), extra)
+    assert check.status == status
+    assert found is None or check.found == found
+    if status == "fail":
+        assert check.advice == f"pip install '{requirement}'"
+
+
+def test_core_packages_that_are_missing_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    requires = ["gone>=1", 'away>=2; extra == "learner"', 'never; python_version < "3"']
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: requires)
+    assert {check.name: check.status for check in doctor.check_packages()} == {"gone": "fail", "away": "warn"}
+
+
+def test_a_source_folder_that_is_not_installed() -> None:
+    (check,) = doctor.check_packages("no-such-package-here")
+    assert (check.status, check.found) == ("fail", "not installed")
+
+
+@pytest.mark.parametrize(("free_gib", "status"), [(1.0, "fail"), (5.0, "warn"), (50.0, "ok")])
+def test_memory(monkeypatch: pytest.MonkeyPatch, free_gib: float, status: str) -> None:
+    memory = namedtuple("memory", "available")(int(free_gib * GIB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    check = doctor.check_memory()
+    assert (check.status, check.found) == (status, f"{free_gib:.1f} GiB free")
+
+
+def test_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    usage = namedtuple("usage", "total used free")(0, 0, GIB // 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage)
+    assert doctor.check_disk(tmp_path / "runs" / "deep").status == "fail"
+    assert asked == [tmp_path]
+
+
+def test_a_file_system_that_grants_a_lock_twice_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_locks(tmp_path).status == "ok"
+    monkeypatch.setattr(fcntl, "flock", lambda file, flags: None)
+    check = doctor.check_locks(tmp_path)
+    assert (check.status, check.advice) == ("fail", "set run.root to a local file system")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gpu_without_transformer_engine_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert doctor.check_transformer_engine(tmp_path).status == "ok"
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    assert doctor.check_transformer_engine(tmp_path).status == "warn"
+    assert doctor.check_accelerator(tmp_path).found == "2 NVIDIA GPUs"
+
+
+def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_shared_memory(tmp_path / "none").status == "fail"
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(32 * 2**20, 0, 0))
+    assert doctor.check_shared_memory(tmp_path).status == "warn"
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_exit_code_and_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: doctor.Status, code: int
+) -> None:
+    check = Check("thing", status, "found [this]", "do [that]")
+    monkeypatch.setattr(doctor, "diagnose", lambda root: [check])
+    assert run_doctor(as_json=True) == code
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ok"] is (code == 0)
+    assert printed["checks"][0] == {"name": "thing", "status": status, "found": "found [this]", "advice": "do [that]"}
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(render([check]))
+    assert "found [this]" in capture.get()
+    assert "do [that]" in capture.get()
