@@ -16,6 +16,7 @@ from pipeline.rewards import Verifiers
 from pipeline.rundir import RunDirectory
 from pipeline.store import BatchStore
 from rollout_sglang.fleet import Fleet
+from rollout_sglang.stock_server import API_KEY_VARIABLE
 
 
 def build_fleet(run: RunDirectory, recipe: Recipe) -> Fleet:
@@ -23,8 +24,8 @@ def build_fleet(run: RunDirectory, recipe: Recipe) -> Fleet:
     urls, router = run.engines()
     return Fleet(
         urls,
-        router,
-        api_key=os.environ.get("EVENKEEL_API_KEY", ""),
+        router_url=router,
+        api_key=os.environ.get(API_KEY_VARIABLE),
         lock_path=run.feeding_lock,
         request_deadline_s=recipe.rollout.request_deadline_s,
         load_deadline_s=recipe.weights.publish_deadline_s,

@@ -1,4 +1,4 @@
-"""The learner program, one process a rank: `torchrun … -m launch.learn RUN`. Started by the supervisor, JobSet or Slurm.
+"""The learner program, one process a rank: `torchrun … -m launch.learn RUN`; by the supervisor, JobSet or Slurm.
 
 With `--replay SOURCE` it trains on the recorded batches of another run, without engines.
 """
@@ -34,22 +34,32 @@ def build_learner(recipe: Recipe) -> MegatronLearner:
     )
 
 
+def build_channel(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> DiskChannel:
+    """Collective: how this learner's weights reach the run's engines."""
+    return DiskChannel(
+        learner,
+        build_fleet(run, recipe),
+        run.policies,
+        build_quant_map(recipe),
+        keep=recipe.weights.keep,
+        deadline_s=recipe.weights.publish_deadline_s,
+    )
+
+
 def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
     """Train on every batch that the newest checkpoint has not seen."""
     recipe = run.recipe()
     learner = build_learner(recipe)
     channel = None
     if publishing:
-        channel = DiskChannel(
-            learner, build_fleet(run, recipe), run.policies, build_quant_map(recipe), keep=recipe.weights.keep
-        )
+        channel = build_channel(run, recipe, learner)
     Trainer(
         run=run,
         store=BatchStore(batches),
         learner=learner,
         schedule=recipe.build_schedule(),
         advantages=estimator(recipe.advantage.name),
-        needs_step_ess=learner.objective.needs_step_ess,
+        needs_step_ess=build_objective(recipe).needs_step_ess,
         channel=channel,
         checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep),
         checkpoint_every=recipe.checkpoint.every,

@@ -25,8 +25,8 @@ from pipeline.rundir import RunDirectory
 from pipeline.store import BatchStore
 from rollout_sglang.process import ServerProcess, check_port_free, free_port
 from rollout_sglang.server import HOST, start, start_router
+from rollout_sglang.stock_server import API_KEY_VARIABLE
 
-API_KEY_VARIABLE = "EVENKEEL_API_KEY"
 POLL_S = 0.25
 
 

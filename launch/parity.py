@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from launch.engines import engine_spec
-from launch.local import API_KEY_VARIABLE
 from launch.model_new import new_model
 from launch.processes import LoggedProcess, child_environment, log_tail, read_fatal_note, torchrun
 from launch.train import seed_policy
@@ -36,6 +35,7 @@ from pipeline.rundir import RunDirectory
 from rollout_sglang.client import EngineClient
 from rollout_sglang.process import ServerProcess, free_port
 from rollout_sglang.server import start
+from rollout_sglang.stock_server import API_KEY_VARIABLE
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 8, 24, 24, 2
 LAYOUT = re.compile(r"^(TP|PP|DP)(\d+)$")

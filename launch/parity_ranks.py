@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.collect import build_fleet
 from launch.compose import build_contract, build_quant_map, build_tokenizer
-from launch.learn import build_learner
+from launch.learn import build_channel, build_learner
 from launch.processes import die_with_parent, run_child
 from megatron_bridge.fp8 import emulated
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.publish import DiskChannel
 from pipeline.recipe import Recipe
 from pipeline.records import Batch, Completion, Group, Prompt, Sample
 from pipeline.rundir import RunDirectory
@@ -29,7 +27,7 @@ def score(run: RunDirectory, version: int | None) -> None:
     scores = {"before": learner.score_tokens(rows)}
     if version is not None:
         train_one_step(recipe, learner, rows)
-        DiskChannel(learner, build_fleet(run, recipe), run.policies, build_quant_map(recipe), keep=1).publish(version)
+        build_channel(run, recipe, learner).publish(version)
         scores["after"] = learner.score_tokens(rows)
     elif (quant := build_quant_map(recipe)) is not None:
         with emulated(learner, quant):

@@ -50,7 +50,8 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
     """Version 0 straight from the model folder, so that engines and learner can start side by side."""
     if (run.policies / "PUBLISHED").exists():
         return
-    from megatron_bridge.policy import seed
+    from megatron_bridge.policy_files import hf_tensors, write_policy
 
-    seed(recipe.model.path, run.policy_directory(0), build_quant_map(recipe))
+    source = recipe.model.path
+    write_policy(hf_tensors(source), source, run.policy_directory(0), build_quant_map(recipe))
     run.set_published(0)

@@ -81,5 +81,5 @@ def _centre(reward: NDArray[np.float32], group: NDArray[np.int64]) -> _Centred:
     np.minimum.at(low, members, rewards)
     np.maximum.at(high, members, rewards)
     # A mean of equal numbers may be off by a rounding, which grpo would blow up to ±1.
-    deviation = np.where((low == high)[members], 0.0, rewards - mean[members])
+    deviation = np.where(np.zeros(len(members), bool), 0.0, rewards - mean[members])
     return _Centred(deviation, members.astype(np.int64), sizes.astype(np.int64))

@@ -81,7 +81,8 @@ def launch(
 ) -> ServerProcess:
     """Start `argv`, its output appended to `log`, which only this user can read.
 
-    It dies with the calling thread. In a session of its own: Ctrl-C reaches the supervisor, which then stops its servers in order.
+    Our server modules die with the calling thread. The session is its own: Ctrl-C reaches the supervisor only, which
+    then stops its servers in order.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

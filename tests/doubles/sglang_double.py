@@ -95,13 +95,19 @@ class _Double:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def answer(self, method: str, path: str, request: Any, authorization: str | None) -> tuple[int, Any] | None:
         """Status and JSON body, or None to hang up."""
         self.calls.append(f"{method} {path}")
-        if self.api_key and authorization != f"Bearer {self.api_key}" and not path.startswith(("/health", "/readiness")):
+        if (
+            self.api_key
+            and authorization != f"Bearer {self.api_key}"
+            and not path.startswith(("/health", "/readiness"))
+        ):
             return 401, {"error": "Unauthorized"}
         return self.route(method, path, request)
 
@@ -112,7 +118,9 @@ class _Double:
 class EngineDouble(_Double):
     """SGLang. `version` is what it serves; faults are used up one a request, the last `load_fault` stays."""
 
-    def __init__(self, version: int = 0, *, api_key: str | None = None, token_s: float = 0.0, spans: bool = True) -> None:
+    def __init__(
+        self, version: int = 0, *, api_key: str | None = None, token_s: float = 0.0, spans: bool = True
+    ) -> None:
         super().__init__(api_key)
         self.version = str(version)
         self.model_path = "/initial"

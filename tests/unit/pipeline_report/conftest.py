@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from pipeline.journal import Journal
 from pipeline.recipe import recipe_from
+from pipeline.report import write_report
 from pipeline.rundir import RunDirectory
 from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 
@@ -24,27 +26,31 @@ WriteRun = Callable[..., Path]
 @pytest.fixture
 def write_run(tmp_path: Path) -> WriteRun:
     """write_run(steps_done, steps=…, name=…, seconds=…, overrides={…}) → run directory."""
+    return partial(_write_run, tmp_path)
 
-    def write(
-        steps_done: int,
-        *,
-        steps: int = 24,
-        name: str = "demo",
-        seconds: dict[str, float] | None = None,
-        overrides: dict[str, Any] | None = None,
-        evaluations: bool = True,
-    ) -> Path:
-        data = dict(
-            run=dict(name=name, steps=steps, root=str(tmp_path)), model=dict(path="m"), task={"name": "sort_digits"}
-        )
-        recipe = recipe_from(data | (overrides or {}), source="test")
-        run = RunDirectory(tmp_path / name)
-        run.freeze(recipe)
-        if steps_done:
-            _write_journal(Journal(run.path), steps_done, seconds or SECONDS, evaluations=evaluations)
-        return run.path
 
-    return write
+@pytest.fixture(scope="session")
+def full_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The report of a finished run of 24 steps."""
+    return write_report(_write_run(tmp_path_factory.mktemp("full"), 24)).read_text()
+
+
+def _write_run(
+    root: Path,
+    steps_done: int,
+    *,
+    steps: int = 24,
+    name: str = "demo",
+    seconds: dict[str, float] | None = None,
+    overrides: dict[str, Any] | None = None,
+    evaluations: bool = True,
+) -> Path:
+    data = dict(run=dict(name=name, steps=steps, root=str(root)), model=dict(path="m"), task={"name": "sort_digits"})
+    run = RunDirectory(root / name)
+    run.freeze(recipe_from(data | (overrides or {}), source="test"))
+    if steps_done:
+        _write_journal(Journal(run.path), steps_done, seconds or SECONDS, evaluations=evaluations)
+    return run.path
 
 
 def _write_journal(journal: Journal, steps: int, seconds: dict[str, float], *, evaluations: bool) -> None:

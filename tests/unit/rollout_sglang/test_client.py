@@ -1,0 +1,180 @@
+"""The client against a server that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError
+from pipeline.ports import Sampling
+from rollout_sglang.client import EngineClient
+from rollout_sglang.protocol import MetaInfo, policy_version, token_versions
+from tests.doubles.sglang_double import EngineDouble, GenerateFault
+
+T = TypeVar("T")
+SAMPLING = Sampling(max_new_tokens=3)
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineDouble]:
+    with EngineDouble(version=4, api_key="key") as double:
+        yield double
+
+
+def client_of(engine: EngineDouble, *, deadline_s: float = 5.0, key: str = "key") -> EngineClient:
+    return EngineClient(engine.url, key, index=7, request_deadline_s=deadline_s)
+
+
+def run(client: EngineClient, call: Coroutine[Any, Any, T]) -> T:
+    async def main() -> T:
+        try:
+            return await call
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+def test_a_group_is_one_request_and_comes_back_token_by_token(engine: EngineDouble) -> None:
+    client = client_of(engine)
+    group = run(client, client.generate([5, 6], 2, SAMPLING))
+    assert engine.calls == ["POST /generate"]
+    assert [sample.tokens for sample in group] == [(0, 1, 2), (1, 2, 3)]
+    assert group[0].logprobs == (-1 / 8, -2 / 8, -3 / 8)
+    assert group[0].versions == (4, 4, 4)
+    assert group[0].finish == "length"
+    assert group[0].engine == 7
+    assert 0 <= group[0].generated_s < 1
+    assert 0 <= group[0].queued_s < 1
+
+
+def test_prefill_scores_leave_out_the_first_token(engine: EngineDouble) -> None:
+    client = client_of(engine)
+    scored = run(client, client.prompt_logprobs([[9, 1, 3], [2]]))
+    np.testing.assert_array_equal(scored[0], np.array([-2 / 8, -4 / 8], np.float32))
+    assert scored[1].shape == (0,)
+
+
+def test_a_dropped_connection_is_tried_again(engine: EngineDouble) -> None:
+    engine.generate_faults = ["drop", "drop"]
+    client = client_of(engine)
+    assert len(run(client, client.generate([5], 1, SAMPLING))) == 1
+    assert engine.calls.count("POST /generate") == 3
+
+
+@pytest.mark.parametrize(
+    ("faults", "requests", "message"),
+    [
+        (["drop"] * 9, 3, "3 attempts"),
+        (["500"] * 9, 1, "answered 500"),
+        (["garbage"] * 9, 1, "protocol"),
+        (["hang"] * 9, 1, "no answer within 0.3 s"),
+    ],
+)
+def test_failures_are_bounded_and_named(
+    engine: EngineDouble, faults: list[GenerateFault], requests: int, message: str
+) -> None:
+    engine.generate_faults = faults
+    client = client_of(engine, deadline_s=0.3 if faults[0] == "hang" else 5.0)
+    with pytest.raises(EngineUnavailableError, match=message):
+        run(client, client.generate([5], 1, SAMPLING))
+    assert engine.calls.count("POST /generate") == requests
+
+
+def test_a_refused_connection_is_unavailable(engine: EngineDouble) -> None:
+    engine.stop()
+    client = client_of(engine)
+    with pytest.raises(EngineUnavailableError, match="ConnectError"):
+        run(client, client.version())
+
+
+def test_a_wrong_key_is_fatal(engine: EngineDouble) -> None:
+    client = client_of(engine, key="other")
+    with pytest.raises(FatalError, match="another API key"):
+        run(client, client.generate([5], 1, SAMPLING))
+
+
+def test_load_pauses_feeds_proves_and_continues(engine: EngineDouble, tmp_path: Path) -> None:
+    client = client_of(engine)
+    seconds = run(client, client.load_from_disk(5, tmp_path, deadline_s=5))
+    assert engine.calls == [
+        "POST /pause_generation",
+        "POST /update_weights_from_disk",
+        "GET /model_info",
+        "POST /continue_generation",
+    ]
+    assert (engine.version, engine.model_path, engine.paused) == ("5", str(tmp_path), False)
+    assert seconds.keys() == {"pause_s", "load_s", "verify_s"}
+    assert all(value >= 0 for value in seconds.values())
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("refuse", EngineVersionError, "did not take version 5 .* Failed to get weights iterator"),
+        ("wrong_version", EngineVersionError, "serves version 4, expected 5"),
+        ("hang", EngineUnavailableError, "no answer within 0.3 s"),
+    ],
+)
+def test_a_failed_load_still_continues(
+    engine: EngineDouble, tmp_path: Path, fault: Any, error: type[Exception], message: str
+) -> None:
+    engine.load_fault = fault
+    client = client_of(engine)
+    with pytest.raises(error, match=message):
+        run(client, client.load_from_disk(5, tmp_path, deadline_s=0.3))
+    assert engine.calls[-1] == "POST /continue_generation"
+    assert not engine.paused
+
+
+def test_one_client_serves_one_event_loop_after_another(engine: EngineDouble) -> None:
+    client = client_of(engine)
+    assert [asyncio.run(client.version()) for _ in range(2)] == [4, 4]
+    asyncio.run(client.close())
+
+
+def test_tokens_carry_the_version_that_sampled_them(engine: EngineDouble, tmp_path: Path) -> None:
+    engine.token_s = 0.05
+    client = client_of(engine)
+
+    async def load_midway() -> tuple[int, ...]:
+        sampling = asyncio.create_task(client.generate([5], 1, Sampling(max_new_tokens=10)))
+        await asyncio.sleep(0.2)
+        await client.load_from_disk(5, tmp_path, deadline_s=5)
+        return (await sampling)[0].versions
+
+    versions = run(client, load_midway())
+    assert sorted(versions) == list(versions)
+    assert set(versions) == {4, 5}
+
+
+def test_versions_without_spans_fall_back_to_the_request(engine: EngineDouble) -> None:
+    engine.spans = False
+    client = client_of(engine)
+    assert run(client, client.generate([5], 1, SAMPLING))[0].versions == (4, 4, 4)
+
+
+def test_spans_that_do_not_cover_the_response_are_refused() -> None:
+    meta = MetaInfo.model_validate(
+        {
+            "finish_reason": {"type": "stop"},
+            "prompt_tokens": 1,
+            "completion_tokens": 3,
+            "weight_version": "2",
+            "weight_versions": [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}],
+            "e2e_latency": 0.5,
+        }
+    )
+    assert token_versions(meta, 3) == (1, 2, 2)
+    with pytest.raises(EngineUnavailableError, match="spans over 3 tokens for 4"):
+        token_versions(meta, 4)
+
+
+def test_a_foreign_version_is_refused() -> None:
+    with pytest.raises(EngineVersionError, match="'default'"):
+        policy_version("default")
