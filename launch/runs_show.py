@@ -48,5 +48,5 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _trouble(numbers: Mapping[str, Any]) -> str:
     kinds = {"restarts": "restarts", "dropped": "dropped groups", "verifier_failures": "failed verifiers"}
-    found = [f"{numbers[key]} {name}" for key, name in kinds.items() if numbers[key]]
+    found = [f"{name} {numbers[key]}" for key, name in kinds.items() if numbers[key]]
     return ", ".join(found) or "none"

@@ -58,6 +58,7 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
         ) from error
     model[0].module.load_state_dict(loaded["model"], strict=True)
     optimizer.load_state_dict(loaded["optimizer"])
+    _unshare_steps(optimizer)
     if same_layout:
         _restore_rng(loaded["rng"])
     return int(saved["step"])
@@ -65,6 +66,15 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
 
 def _distributed_parts(optimizer: Any) -> list[Any]:
     return [part for part in optimizer.chained_optimizers if hasattr(part, "_init_optimizer_states_with_dummy_values")]
+
+
+def _unshare_steps(optimizer: Any) -> None:
+    """Megatron-Core 0.16.1 gives all parameters one and the same `step` tensor when it loads, which torch.optim.AdamW
+    then advances once for each parameter."""
+    for part in optimizer.chained_optimizers:
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
 
 
 def _sharded_state(model: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:

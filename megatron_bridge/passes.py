@@ -166,6 +166,8 @@ def train(
 
     for chunk in model:
         chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.grad = None  # without the distributed optimizer it is last step's buffer under another name
     _run(model, plan, loss_function, device, forward_only=False)
     gathered.share()
     return gathered

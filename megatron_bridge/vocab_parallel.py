@@ -36,7 +36,7 @@ def vocab_parallel_logprobs(
     `logits` [sequence, batch, vocab/tp] is this rank's slice of the vocabulary, `tokens` int64 [sequence, batch] holds
     global ids; results are float32 (float64 for float64 logits) and the same on every rank of `group` (None: one rank).
     The entropy carries no gradient. With `overwrite_logits` the backward pass writes the gradient over the logits: only
-    for logits that nothing else reads, and only one backward pass.
+    for logits that nothing else reads. (Autograd refuses a second backward pass.)
     """
     logprobs, entropy = _LogProbs.apply(  # type: ignore[no-untyped-call]
         logits, tokens, temperature, group, overwrite_logits
@@ -79,11 +79,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, tokens, normaliser = ctx.saved_tensors
-        settings: _Saved | None = ctx.settings
-        if settings is None:
-            raise RuntimeError("the gradient was written over the logits: a second backward pass is not possible")
-        if settings.overwrite:
-            ctx.settings = None
+        settings: _Saved = ctx.settings
         vocab = logits.shape[-1]
         rows, wanted = logits.detach().reshape(-1, vocab), tokens.reshape(-1) - settings.first_token
         target = rows if settings.overwrite else torch.empty_like(rows)

@@ -77,9 +77,7 @@ def _centre(reward: NDArray[np.float32], group: NDArray[np.int64]) -> _Centred:
     rewards = reward.astype(np.float64)
     _, members, sizes = np.unique(group, return_inverse=True, return_counts=True)
     mean = np.bincount(members, rewards) / sizes if len(members) else np.empty(0)
-    low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
-    np.minimum.at(low, members, rewards)
-    np.maximum.at(high, members, rewards)
-    # A mean of equal numbers may be off by a rounding, which grpo would blow up to ±1.
-    deviation = np.where(np.zeros(len(members), bool), 0.0, rewards - mean[members])
+    # Sums of float32 rewards are exact in float64, so the deviations of a constant group are 0 and not a rounding,
+    # which grpo would blow up to ±1.
+    deviation = rewards - mean[members]
     return _Centred(deviation, members.astype(np.int64), sizes.astype(np.int64))

@@ -118,8 +118,8 @@ def curve(
             _line(axes, steps, values, label, colour)
         _steps_axis(axes)
         _mark_restarts(axes, history)
-        values = np.concatenate([values for _, values, _, _ in known])
-        if log and values.min() > 0 and values.max() > LOG_FROM_RATIO * values.min():
+        shown = np.concatenate([values for _, values, _, _ in known])
+        if log and shown.min() > 0 and shown.max() > LOG_FROM_RATIO * shown.min():
             axes.set_yscale("log")
         elif floor is not None:
             axes.set_ylim(bottom=floor)
@@ -236,7 +236,7 @@ def log_ratio_histogram(history: History) -> str | None:
             share = np.where(counts > 0, counts / counts.sum(), np.nan)
             axes.stairs(share, color=COLOURS[colour], label=label, linewidth=1.6, baseline=None)
         axes.set_yscale("log")
-        ticks = [(edge + 1, _nats(value)) for edge, value in enumerate(LOG_RATIO_EDGES) if _is_tick(value)]
+        ticks = [(edge + 1.0, _nats(value)) for edge, value in enumerate(LOG_RATIO_EDGES) if _is_tick(value)]
         ticks.append((NUM_LOG_RATIO_BINS / 2, "0"))
         axes.set_xticks([at for at, _ in ticks], [text for _, text in ticks])
         axes.set_xlim(min(used) - 0.5, max(used) + 1.5)

@@ -131,7 +131,7 @@ class Batch:
     @property
     def response_lengths(self) -> NDArray[np.int64]:
         """[n] tokens."""
-        return np.diff(self.sample_offsets) - self.prompt_lengths
+        return np.asarray(np.diff(self.sample_offsets) - self.prompt_lengths, np.int64)
 
     @property
     def response_offsets(self) -> NDArray[np.int64]:

@@ -113,7 +113,7 @@ class Fleet:
         if not seconds:
             raise EngineUnavailableError(
                 f"no engine of {len(results)} took version {version}; "
-                + "; ".join(str(result) for result in results if isinstance(result, RetryableError))
+                + "; ".join(result for result in results if isinstance(result, str))
             )
         return {name: max(times[name] for times in seconds) for name in seconds[0]} | {"lock_s": lock_s}
 
@@ -238,13 +238,14 @@ class Fleet:
         else:
             await self._quarantine(engine)
 
-    async def _feed(self, engine: EngineClient, target: _Target) -> dict[str, float] | RetryableError:
+    async def _feed(self, engine: EngineClient, target: _Target) -> dict[str, float] | str:
+        """Seconds of the phases, or why the engine is quarantined now."""
         try:
             seconds = await engine.load_from_disk(target.version, target.directory, deadline_s=self._load_deadline_s)
             await self._admit(engine)
         except RetryableError as error:
             await self._quarantine(engine)
-            return error
+            return str(error)
         return seconds
 
     async def _quarantine(self, engine: EngineClient) -> None:

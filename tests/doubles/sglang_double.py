@@ -13,7 +13,6 @@ import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import httpx
@@ -55,7 +54,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(content)
 
-    do_GET = do_POST = do_DELETE = _handle
+    do_GET = _handle  # noqa: N815
+    do_POST = _handle  # noqa: N815
+    do_DELETE = _handle  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:
         """Quiet."""
@@ -95,9 +96,7 @@ class _Double:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def answer(self, method: str, path: str, request: Any, authorization: str | None) -> tuple[int, Any] | None:
@@ -118,14 +117,12 @@ class _Double:
 class EngineDouble(_Double):
     """SGLang. `version` is what it serves; faults are used up one a request, the last `load_fault` stays."""
 
-    def __init__(
-        self, version: int = 0, *, api_key: str | None = None, token_s: float = 0.0, spans: bool = True
-    ) -> None:
+    def __init__(self, version: int = 0, *, api_key: str | None = None) -> None:
         super().__init__(api_key)
         self.version = str(version)
         self.model_path = "/initial"
-        self.token_s = token_s
-        self.spans = spans
+        self.token_s = 0.0
+        self.spans = True
         self.generate_faults: list[GenerateFault] = []
         self.load_fault: LoadFault | None = None
         self.loads = 0

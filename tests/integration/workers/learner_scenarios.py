@@ -65,7 +65,8 @@ class Worker:
             tensor_parallel=self.layout.tensor,
             pipeline_parallel=self.layout.pipeline,
             data_parallel=self.layout.data,
-            optimizer=OptimizerSection(lr=1e-3, warmup_steps=0),
+            # Adam divides by the gradient's own size: a small eps would blow rounding differences up to whole steps.
+            optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4),
             **{"micro_batch_tokens": 64, "step_deadline_s": 60, **changes},
         )
         return MegatronLearner(

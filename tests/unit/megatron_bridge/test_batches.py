@@ -93,7 +93,8 @@ def test_a_rank_without_rows_gets_a_masked_micro_batch() -> None:
 
 
 def test_a_row_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(RecipeError, match="sample of 12 tokens .* micro_batch_tokens 10"):
+    plans(rows_of([(2, 9)]), 10, 1)
+    with pytest.raises(RecipeError, match=r"sample of 12 tokens does not fit in learner\.micro_batch_tokens 10"):
         plans(rows_of([(2, 10)]), 10, 1)
 
 

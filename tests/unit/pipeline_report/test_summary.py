@@ -78,7 +78,7 @@ def test_restarts_and_drops_are_counted_and_shown(write_run: Callable[..., Path]
     journal.event("committed", batch=3, samples=248, dropped=1)
     numbers = summary(run)
     assert (numbers["restarts"], numbers["dropped"], numbers["state"]) == (1, 1, "unfinished: 3 of 24 steps")
-    assert "1 restarts, 1 dropped groups" in text_of(render(numbers))
+    assert "restarts 1, dropped groups 1" in text_of(render(numbers))
 
 
 def test_a_run_that_has_not_begun(write_run: Callable[..., Path]) -> None:

@@ -50,6 +50,12 @@ def test_by_hand() -> None:
     assert (sums["cap_hits"], float(sums["weight"]), sums["objective_ess"]) == (1, pytest.approx(0.75), 1.0)
 
 
+def test_cap_hits_are_the_ratios_above_the_ess() -> None:
+    _, _, sums = run(P3O(), [0.0, 0.1, 5.0, -3.0], [1.0] * 4, StepContext(num_tokens=4, step_ess=0.5))
+    assert sums["cap_hits"] == 3
+    assert float(sums["weight"]) == pytest.approx(1.5 + math.exp(-3), rel=1e-12)
+
+
 def test_importance_by_hand() -> None:
     # e = .5, A = 0. l = ln 1/4: K = -ln 4 / 4 - 1/4 + 1, slope .25 * -ln 4.
     # l = ln 2: K = 2 ln 2 - 1, slope .5 ln 2 (capped, 2 ln 2 without).

@@ -46,8 +46,8 @@ def test_statistics_by_hand() -> None:
 
 
 def test_k3_keeps_its_digits_when_the_sides_nearly_agree() -> None:
-    # rho - 1 - log rho = l^2 / 2 + l^3 / 6 + …; at l = 1e-7, 5e-15 is below the spacing of doubles around 1 times 50.
-    assert sums_of([1e-7]).k3_kl == pytest.approx(5e-15, rel=1e-3)
+    # rho - 1 - log rho = l^2 / 2 + …: 5e-19 at l = 1e-9, where doubles around 1 are 2e-16 apart.
+    assert sums_of([1e-9]).k3_kl == pytest.approx(5e-19, rel=1e-3, abs=0.0)
 
 
 def test_k3_estimates_kl_from_sampler_to_learner() -> None:

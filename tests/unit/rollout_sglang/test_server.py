@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.errors import EngineStartError, ModelError, PortInUseError
 from rollout_sglang.formats_check import check_block_shapes
-from rollout_sglang.process import check_port_free, free_port, launch
+from rollout_sglang.process import ServerProcess, check_port_free, free_port, launch
 from rollout_sglang.server import EngineSpec, command, router_command, server_environment
 from rollout_sglang.stock_server import arguments_with_key
 
@@ -94,7 +94,7 @@ def test_a_taken_port_is_named() -> None:
     check_port_free(free_port())
 
 
-def launch_python(code: str, tmp_path: Path, port: int, secret: str | None = None) -> object:
+def launch_python(code: str, tmp_path: Path, port: int, secret: str | None = None) -> ServerProcess:
     log = tmp_path / "server.log"
     ready_url = f"http://127.0.0.1:{port}/"
     return launch([sys.executable, "-c", code], environment=os.environ, log=log, ready_url=ready_url, secret=secret)
@@ -104,15 +104,15 @@ def test_a_server_that_dies_shows_the_end_of_its_log_without_the_key(tmp_path: P
     code = "print('loading'); print('out of memory, key=hunter2'); raise SystemExit(3)"
     server = launch_python(code, tmp_path, free_port(), secret="hunter2")
     with pytest.raises(EngineStartError, match=r"status 3 .*server.log ends: loading \| out of memory, key=\*\*\*$"):
-        server.wait_ready(20)  # type: ignore[attr-defined]
+        server.wait_ready(20)
     assert (tmp_path / "server.log").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_server_that_never_comes_up_is_stopped(tmp_path: Path) -> None:
     server = launch_python("import time; time.sleep(60)", tmp_path, free_port())
     with pytest.raises(EngineStartError, match=r"not up within 0.5 s"):
-        server.wait_ready(0.5)  # type: ignore[attr-defined]
-    assert server.poll() == -signal.SIGTERM  # type: ignore[attr-defined]
+        server.wait_ready(0.5)
+    assert server.poll() == -signal.SIGTERM
 
 
 def test_a_server_that_answers_is_ready_and_stops_even_if_it_ignores_sigterm(
@@ -125,13 +125,16 @@ def test_a_server_that_answers_is_ready_and_stops_even_if_it_ignores_sigterm(
         f"http.server.test(http.server.SimpleHTTPRequestHandler, port={port}, bind='127.0.0.1')"
     )
     server = launch_python(code, tmp_path, port)
-    assert server.wait_ready(20) < 20  # type: ignore[attr-defined]
-    server.stop()  # type: ignore[attr-defined]
-    assert server.poll() == -signal.SIGKILL  # type: ignore[attr-defined]
+    assert server.wait_ready(20) < 20
+    server.stop()
+    assert server.poll() == -signal.SIGKILL
 
 
 def test_no_server_outlives_a_killed_supervisor(tmp_path: Path) -> None:
-    child = "from rollout_sglang.stock_server import die_with_parent as d; d(); print('up', flush=True); import time; time.sleep(60)"
+    child = (
+        "import time; from rollout_sglang.stock_server import die_with_parent;"
+        "die_with_parent(); print('up', flush=True); time.sleep(60)"
+    )
     supervisor = (
         "import os, sys, time; from pathlib import Path; from rollout_sglang.process import launch;"
         f"s = launch([sys.executable, '-c', {child!r}], environment=os.environ, log=Path({str(tmp_path / 'log')!r}),"
