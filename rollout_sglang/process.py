@@ -40,15 +40,15 @@ class ServerProcess:
     def wait_ready(self, deadline_s: float) -> float:
         """Seconds until the server answered. Raises EngineStartError with the end of the log, the server stopped."""
         started = time.monotonic()
-        while not self._is_ready():
-            status = self._process.poll()
-            waited = time.monotonic() - started
-            if status is not None:
-                raise EngineStartError(f"server ended with status {status} before it was up; {self._log_end()}")
-            if waited > deadline_s:
-                self.stop()
-                raise EngineStartError(f"server was not up within {deadline_s:g} s and was stopped; {self._log_end()}")
-            time.sleep(_POLL_S)
+        with httpx.Client(timeout=2.0, trust_env=False, verify=False) as http:
+            while not self._is_ready(http):
+                status = self._process.poll()
+                if status is not None:
+                    raise EngineStartError(f"server ended with status {status} before it was up; {self._log_end()}")
+                if time.monotonic() - started > deadline_s:
+                    self.stop()
+                    raise EngineStartError(f"server was not up within {deadline_s:g} s, stopped; {self._log_end()}")
+                time.sleep(_POLL_S)
         return time.monotonic() - started
 
     def stop(self) -> None:
@@ -64,9 +64,9 @@ class ServerProcess:
         self._process.kill()
         self._process.wait()
 
-    def _is_ready(self) -> bool:
+    def _is_ready(self, http: httpx.Client) -> bool:
         try:
-            return httpx.get(self._ready_url, timeout=2.0, trust_env=False).is_success
+            return http.get(self._ready_url).is_success
         except httpx.TransportError:
             return False
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+from functools import cache
 from typing import Any
 
 import httpx
@@ -12,6 +14,12 @@ from pipeline.errors import EngineUnavailableError, FatalError
 CONNECT_ATTEMPTS = 3
 FIRST_PAUSE_S = 0.1
 """Before the second attempt; doubles with each one."""
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Reading the certificates of the machine takes longer than a call: once a process."""
+    return ssl.create_default_context()
 
 
 class Transport:
@@ -28,6 +36,7 @@ class Transport:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             timeout=None,  # `call` bounds the whole exchange
             trust_env=False,
+            verify=_tls(),
         )
 
     async def call(

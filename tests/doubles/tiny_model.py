@@ -1,0 +1,116 @@
+"""Tiny random Qwen3 checkpoints with a byte-level tokenizer, and what transformers says about them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from precision.formats import RolloutFormat, fake_quantize_tensor, quantize_block
+
+VOCABULARY = 512
+END = "<|im_end|>"
+
+
+def write_checkpoint(directory: Path, seed: int) -> Path:
+    """A float32 checkpoint of two layers, whose widths fit 128×128 blocks."""
+    tokenizer = _byte_tokenizer()
+    tokenizer.save_pretrained(directory)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.convert_tokens_to_ids(END),
+        bos_token_id=None,
+    )
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(directory)
+    return directory
+
+
+def write_block_checkpoint(source: Path, directory: Path) -> Path:
+    """`source` with the linear layers of its blocks stored as e4m3 and `weight_scale_inv`."""
+    shutil.copytree(source, directory)
+    stored: dict[str, Tensor] = {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            stored[name], stored[f"{name}_scale_inv"] = quantize_block(weight)
+        else:
+            stored[name] = weight
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def reference_model(directory: Path, rollout_format: RolloutFormat | None = None) -> nn.Module:
+    """transformers in float32; with a format, its linear layers see e4m3 weights and activations as an engine does."""
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    if rollout_format is not None:
+        for block in model.get_submodule("model.layers").children():
+            _quantize(block, rollout_format)
+    return model
+
+
+@torch.no_grad()
+def reference_logprobs(model: nn.Module, tokens: Sequence[int], temperature: float = 1.0) -> NDArray[np.float32]:
+    """[n - 1] log-probabilities of tokens 1…n-1 given those before."""
+    row = torch.tensor([list(tokens)])
+    logits: Tensor = model(row).logits[0, :-1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, row[0, 1:, None])[:, 0].numpy()
+
+
+def _quantize(block: nn.Module, rollout_format: RolloutFormat) -> None:
+    # What an engine multiplies by at once shares a scale.
+    for fused in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
+        layers = [module for name, module in block.named_modules() if name.split(".")[-1] in fused]
+        assert len(layers) == len(fused)
+        amax = torch.stack([layer.weight.detach().abs().amax() for layer in layers]).amax()
+        for layer in layers:
+            weight = layer.weight.detach()
+            if rollout_format is RolloutFormat.FP8_TENSOR:
+                layer.weight.data = fake_quantize_tensor(weight, amax)
+            else:
+                layer.weight.data = rollout_format.fake_quantize_weight(weight)
+            layer.forward = _QuantizedForward(layer, rollout_format)
+
+
+class _QuantizedForward:
+    def __init__(self, layer: Any, rollout_format: RolloutFormat) -> None:
+        self._layer, self._format = layer, rollout_format
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(self._format.fake_quantize_activation(x), self._layer.weight, self._layer.bias)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: place for place, letter in enumerate([*letters, "<|endoftext|>", END])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token="<|endoftext|>")

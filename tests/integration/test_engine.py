@@ -1,0 +1,284 @@
+"""Real SGLang servers, started once for all tests: what they answer, how they take weights, how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from numpy.typing import NDArray
+
+from pipeline.errors import EngineVersionError, FatalError
+from pipeline.ports import Sampling
+from pipeline.recipe import RolloutPrecision
+from precision.formats import RolloutFormat
+from rollout_sglang.client import EngineClient
+from rollout_sglang.fleet import Fleet
+from rollout_sglang.process import ServerProcess
+from rollout_sglang.server import EngineSpec, free_port, start, start_router
+from tests.doubles.sglang_double import EngineDouble
+from tests.doubles.tiny_model import (
+    reference_logprobs,
+    reference_model,
+    write_block_checkpoint,
+    write_checkpoint,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+T = TypeVar("T")
+KEY = "a-key-of-the-tests"
+START_DEADLINE_S = 300.0
+ROWS = [[random.Random(row).randrange(256) for _ in range(24)] for row in range(4)]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running server, and the transformers model that should agree with it at version 0 (A) and 1 (B)."""
+
+    process: ServerProcess
+    spec: EngineSpec
+    checkpoints: tuple[Path, Path]
+    full_precision: tuple[Path, Path]
+    rollout_format: RolloutFormat | None
+
+    def ask(self, call: Callable[[EngineClient], Awaitable[T]], key: str = KEY) -> T:
+        async def main() -> T:
+            client = EngineClient(self.spec.url, key, index=0, request_deadline_s=120)
+            try:
+                return await call(client)
+            finally:
+                await client.close()
+
+        return asyncio.run(main())
+
+    def load(self, version: int) -> dict[str, float]:
+        directory = self.checkpoints[version]
+        return self.ask(lambda client: client.load_from_disk(version, directory, deadline_s=60))
+
+    def expected(self, version: int) -> list[NDArray[np.float32]]:
+        model = reference_model(self.full_precision[version], self.rollout_format)
+        return [reference_logprobs(model, row) for row in ROWS]
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[RolloutPrecision, Engine]]:
+    root = tmp_path_factory.mktemp("engines")
+    plain = (write_checkpoint(root / "a", 0), write_checkpoint(root / "b", 1))
+    block = (write_block_checkpoint(plain[0], root / "a_fp8"), write_block_checkpoint(plain[1], root / "b_fp8"))
+    kinds: dict[RolloutPrecision, tuple[tuple[Path, Path], RolloutFormat | None]] = {
+        "fp32": (plain, None),
+        "fp8_tensor": (plain, RolloutFormat.FP8_TENSOR),
+        "fp8_block": (block, RolloutFormat.FP8_BLOCK),
+    }
+    with ExitStack() as stack:
+        running: dict[RolloutPrecision, Engine] = {}
+        for precision, (checkpoints, rollout_format) in kinds.items():
+            spec = EngineSpec(
+                model=checkpoints[0],
+                port=free_port(),
+                precision=precision,
+                dtype="float32",
+                log=root / f"{precision}.log",
+                version=0,
+                api_key=KEY,
+            )
+            process = start(spec)
+            stack.callback(process.kill)
+            running[precision] = Engine(process, spec, checkpoints, plain, rollout_format)
+        for engine in running.values():
+            engine.process.wait_ready(START_DEADLINE_S)
+        yield running
+
+
+@pytest.fixture
+def engine(engines: dict[RolloutPrecision, Engine]) -> Engine:
+    return engines["fp32"]
+
+
+def largest_difference(ours: list[NDArray[np.float32]], theirs: list[NDArray[np.float32]]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_logprobs_are_those_of_transformers(engine: Engine, temperature: float) -> None:
+    engine.load(0)
+    sampling = Sampling(max_new_tokens=16, temperature=temperature, top_p=0.9)
+    group = engine.ask(lambda client: client.generate(ROWS[0], 4, sampling))
+    model = reference_model(engine.full_precision[0])
+    for sample in group:
+        theirs = reference_logprobs(model, [*ROWS[0], *sample.tokens], temperature)[len(ROWS[0]) - 1 :]
+        np.testing.assert_allclose(np.array(sample.logprobs), theirs, atol=1e-4)
+        assert sample.versions == (0,) * len(sample.tokens)
+        assert sample.generated_s > 0
+    assert len({sample.tokens for sample in group}) > 1
+
+
+def test_new_weights_are_those_that_answer(engine: Engine) -> None:
+    for version in (0, 1, 0):
+        seconds = engine.load(version)
+        assert engine.ask(lambda client: client.version()) == version
+        scored = engine.ask(lambda client: client.prompt_logprobs(ROWS))
+        assert largest_difference(scored, engine.expected(version)) < 1e-4
+        assert largest_difference(scored, engine.expected(1 - version)) > 0.1
+        assert sum(seconds.values()) < 30
+
+
+@pytest.mark.parametrize("precision", ["fp8_tensor", "fp8_block"])
+def test_emulated_fp8_is_the_arithmetic_of_the_formats(
+    engines: dict[RolloutPrecision, Engine], precision: RolloutPrecision
+) -> None:
+    engine = engines[precision]
+    for version in (0, 1):
+        engine.load(version)
+        scored = engine.ask(lambda client: client.prompt_logprobs(ROWS))
+        quantized = engine.expected(version)
+        full = [reference_logprobs(reference_model(engine.full_precision[version]), row) for row in ROWS]
+        # An activation on the border between two e4m3 values may fall either way: a few tokens differ a little.
+        differences = np.concatenate([np.abs(a - b) for a, b in zip(scored, quantized, strict=True)])
+        from_full = np.concatenate([np.abs(a - b) for a, b in zip(scored, full, strict=True)])
+        assert np.median(differences) < 0.1 * np.median(from_full)
+        assert differences.max() < from_full.max()
+
+
+def test_a_request_under_way_goes_on_with_new_weights(engine: Engine) -> None:
+    engine.load(0)
+
+    async def load_midway(client: EngineClient) -> Any:
+        sampling = asyncio.create_task(client.generate(ROWS[0], 8, Sampling(max_new_tokens=400)))
+        await asyncio.sleep(0.5)
+        await client.load_from_disk(1, engine.checkpoints[1], deadline_s=60)
+        return await sampling
+
+    group = engine.ask(load_midway)
+    switched = [sample for sample in group if set(sample.versions) == {0, 1}]
+    assert switched
+    models = [reference_model(folder) for folder in engine.full_precision]
+    sample = switched[0]
+    theirs = [reference_logprobs(model, [*ROWS[0], *sample.tokens])[len(ROWS[0]) - 1 :] for model in models]
+    assert list(sample.versions) == sorted(sample.versions)
+    expected = np.where(np.array(sample.versions) == 0, theirs[0], theirs[1])
+    np.testing.assert_allclose(np.array(sample.logprobs), expected, atol=1e-4)
+
+
+def test_a_folder_that_is_not_there_changes_nothing(engine: Engine, tmp_path: Path) -> None:
+    engine.load(0)
+    with pytest.raises(EngineVersionError, match="did not take version 9"):
+        engine.ask(lambda client: client.load_from_disk(9, tmp_path / "missing", deadline_s=60))
+    assert engine.ask(lambda client: client.version()) == 0
+    assert largest_difference(engine.ask(lambda client: client.prompt_logprobs(ROWS)), engine.expected(0)) < 1e-4
+
+
+def test_nothing_is_open_without_the_key(engine: Engine) -> None:
+    for path in ("/generate", "/update_weights_from_disk", "/pause_generation", "/continue_generation"):
+        assert httpx.post(f"{engine.spec.url}{path}", json={}, trust_env=False).status_code == 401
+    with pytest.raises(FatalError, match="another API key"):
+        engine.ask(lambda client: client.version(), key="guess")
+    assert KEY not in " ".join(psutil.Process(engine.process.pid).cmdline())
+    assert KEY not in engine.spec.log.read_text()
+
+
+def test_a_prompt_that_is_too_long_is_fatal(engine: Engine) -> None:
+    with pytest.raises(FatalError, match="rollout.context_tokens"):
+        engine.ask(lambda client: client.generate([1] * 600, 1, Sampling(max_new_tokens=1)))
+
+
+def kinds_of(value: Any) -> Any:
+    """The JSON kinds of an answer; of a list, those of its first element."""
+    if isinstance(value, dict):
+        return {name: kinds_of(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [kinds_of(value[0])] if value else []
+    return "null" if value is None else type(value).__name__
+
+
+def assert_part_of(double: Any, real: Any, where: str) -> None:
+    if isinstance(double, dict):
+        assert double.keys() <= real.keys(), where
+        for name, item in double.items():
+            assert_part_of(item, real[name], f"{where}.{name}")
+    else:
+        assert double == real, where
+
+
+def test_the_double_answers_like_the_server(engine: Engine) -> None:
+    engine.load(0)
+    generate = {
+        "input_ids": [ROWS[0]],
+        "sampling_params": {"n": 2, "max_new_tokens": 3, "temperature": 1.0},
+        "return_logprob": True,
+    }
+    score = {
+        "input_ids": ROWS[:2],
+        "sampling_params": {"max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    update = {"model_path": str(engine.checkpoints[0]), "weight_version": "0", "keep_pause": True}
+    calls: list[tuple[str, str, Any]] = [
+        ("GET", "/model_info", None),
+        ("POST", "/generate", generate),
+        ("POST", "/generate", score),
+        ("POST", "/pause_generation", {"mode": "retract"}),
+        ("POST", "/update_weights_from_disk", update),
+        ("POST", "/continue_generation", {}),
+        ("GET", "/nothing", None),
+    ]
+    with EngineDouble(api_key=KEY) as double, httpx.Client(headers={"Authorization": f"Bearer {KEY}"}) as http:
+        for method, path, request in calls:
+            real = http.request(method, f"{engine.spec.url}{path}", json=request)
+            ours = http.request(method, f"{double.url}{path}", json=request)
+            assert ours.status_code == real.status_code, path
+            answers = [kinds_of(json.loads(answer.content)) for answer in (ours, real)]
+            if isinstance(answers[0], list):
+                answers = [answers[0][0], answers[1][0]]
+            assert_part_of(answers[0], answers[1], path)
+
+
+def test_a_fleet_behind_the_router_survives_the_death_of_an_engine(
+    engines: dict[RolloutPrecision, Engine], tmp_path: Path
+) -> None:
+    """Ends one of the servers: stays the last test of this module."""
+    pair = [engines["fp32"], engines["fp8_tensor"]]
+    urls = [engine.spec.url for engine in pair]
+    port = free_port()
+    router = start_router(urls, port, KEY, tmp_path / "router.log")
+    try:
+        router.wait_ready(60)
+        asyncio.run(_survive(urls, f"http://127.0.0.1:{port}", tmp_path / "feed.lock", pair))
+    finally:
+        router.stop()
+
+
+async def _survive(urls: list[str], router_url: str, lock: Path, pair: list[Engine]) -> None:
+    fleet = Fleet(urls, router_url=router_url, api_key=KEY, lock_path=lock, request_deadline_s=60, load_deadline_s=60)
+    try:
+        assert (await fleet.load(1, pair[0].checkpoints[1])).keys() >= {"pause_s", "load_s", "verify_s"}
+        assert await fleet.versions() == dict.fromkeys(urls, 1)
+        await asyncio.gather(*(fleet.generate(row, 2, Sampling(max_new_tokens=4)) for row in ROWS))
+        tree = psutil.Process(pair[1].process.pid).children(recursive=True)
+        assert len(tree) >= 2
+        pair[1].process.kill()
+        groups = await asyncio.gather(*(fleet.generate(row, 2, Sampling(max_new_tokens=4)) for row in ROWS * 2))
+        assert {version for group in groups for sample in group for version in sample.versions} == {1}
+        assert await fleet.versions() == {urls[0]: 1, urls[1]: None}
+        ends = time.monotonic() + 10
+        while any(map(_lives, tree)) and time.monotonic() < ends:
+            await asyncio.sleep(0.1)
+        assert not any(map(_lives, tree))
+    finally:
+        await fleet.close()
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
