@@ -38,6 +38,7 @@ from pipeline.tasks import Task, build_task
 from pipeline.tokenizer import Tokenizer
 
 CHECKPOINT_EVERY = 100
+WARM_UP_METRICS = ("loss", "entropy", "grad_norm", "lr", "num_tokens", "padding_share")
 
 
 def warm_up(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float, warmup_steps: int) -> dict[str, Any]:
@@ -140,9 +141,9 @@ def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
     for step in range(checkpoints.restore(learner), recipe.run.steps):
         pairs = demonstrations_of(task, step * batch_size, batch_size)
         batch = supervised_batch(step, pairs, tokenizer, contract)
-        metrics = learner.update(batch, np.ones(batch.num_samples, np.float32), None)
+        metrics = learner.update(batch, np.ones(batch.num_samples, np.float32), None).metrics
         if learner.speaks:
-            journal.metrics(step, **metrics)
+            journal.metrics(step, **{name: metrics[name] for name in WARM_UP_METRICS})
         if (step + 1) % CHECKPOINT_EVERY == 0:
             checkpoints.save(learner, step + 1)
     learner.export(out)

@@ -34,7 +34,7 @@ from megatron_bridge.optimizer import (
 from megatron_bridge.publish import export_policy
 from megatron_bridge.shape import ModelShape, read_hf_config
 from pipeline.errors import NonFiniteError
-from pipeline.ports import Scored
+from pipeline.ports import Scored, Update
 from pipeline.recipe import LearnerSection
 from pipeline.records import Batch
 from precision.objectives.base import Objective
@@ -117,13 +117,13 @@ class MegatronLearner:
         """For each row of n tokens, [n - 1] natural log-probabilities of tokens 1 … n-1 given those before."""
         whole = TokenRows.whole(rows)
         flat = self._score(whole).logprobs.cpu().numpy()
-        return np.split(flat, whole.offsets[1:-1])
+        return np.split(flat, whole.offsets[1:-1]) if rows else []
 
-    def update(self, batch: Batch, advantages: NDArray[np.float32], scored: Scored | None) -> dict[str, float]:
+    def update(self, batch: Batch, advantages: NDArray[np.float32], scored: Scored | None) -> Update:
         """One optimizer step on the whole batch; `advantages` float32 [samples] or [responses].
 
-        Returns loss, grad_norm (before clipping), lr, entropy (nats per token), padding_share, num_tokens, the mean of
-        each of the objective's sums and, when `scored` is None, the ratio statistics of the training pass.
+        The metrics hold loss, grad_norm (before clipping), lr, entropy (nats per token), padding_share, num_tokens, the
+        mean of each of the objective's sums, and the ratio statistics of the training pass.
         Raises NonFiniteError before any parameter or optimizer state is changed, and ValueError when the objective
         needs the step's ESS but `scored` is None.
         """
@@ -143,15 +143,19 @@ class MegatronLearner:
             device=self.device,
         )
         grad_norm = self._finite_gradient_norm(gathered, batch.index)
-        metrics = self._metrics(gathered, num_tokens)
-        if scored is None:
-            metrics |= _ratio_sums(gathered.logprobs.cpu(), batch).statistics()
+        logprobs = gathered.logprobs.cpu()
+        ratios = _ratio_sums(logprobs, batch)
         section = self.section.optimizer
         lr = learning_rate(self.step, section, self._total_steps)
         set_learning_rate(self.optimizer, lr, section.weight_decay)
         step_with_clipping(self.optimizer, grad_norm, section.clip_grad)
         self.step += 1
-        return metrics | {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share}
+        metrics = self._metrics(gathered, num_tokens) | ratios.statistics()
+        return Update(
+            metrics=metrics | {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share},
+            histogram=ratios.histogram.tolist(),
+            logprobs=logprobs.numpy(),
+        )
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, step and RNG state into an empty directory."""

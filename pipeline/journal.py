@@ -30,6 +30,7 @@ EventKind = Literal[
     "evaluated",
     "started",
     "restarted",
+    "finished",
 ]
 EVENT_KINDS: tuple[str, ...] = get_args(EventKind)
 

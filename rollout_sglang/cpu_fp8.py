@@ -23,15 +23,22 @@ from torch import Tensor, nn
 
 from precision.formats import dequantize_block, fake_quantize_activation, fake_quantize_tensor
 
-_METHOD = "sglang.srt.layers.quantization.fp8.Fp8LinearMethod"
+_MODULE = "sglang.srt.layers.quantization.fp8"
+_METHOD = f"{_MODULE}.Fp8LinearMethod"
 
 
 def register_hooks() -> None:
-    """Replace the three methods of SGLang's FP8 linear layer that need kernels. Once a process."""
+    """Replace the two methods of SGLang's FP8 linear layer that need kernels. Once a process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_METHOD}.process_weights_after_loading", _remember_dequantized, HookType.AROUND)
     HookRegistry.register(f"{_METHOD}.apply", _apply, HookType.AROUND)
+    HookRegistry.register(f"{_MODULE}.Fp8Config.get_supported_act_dtypes", _and_float32, HookType.AFTER)
+
+
+def _and_float32(supported: list[torch.dtype], *_: object) -> list[torch.dtype]:
+    """Kernels take 16-bit activations only; the emulation is at its most exact in 32."""
+    return [*supported, torch.float32]
 
 
 def _remember_dequantized(_: Callable[..., None], method: Any, layer: nn.Module) -> None:

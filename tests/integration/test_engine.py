@@ -189,7 +189,7 @@ def test_nothing_is_open_without_the_key(engine: Engine) -> None:
 
 
 def test_a_prompt_that_is_too_long_is_fatal(engine: Engine) -> None:
-    with pytest.raises(FatalError, match="rollout.context_tokens"):
+    with pytest.raises(FatalError, match=r"rollout\.context_tokens"):
         engine.ask(lambda client: client.generate([1] * 600, 1, Sampling(max_new_tokens=1)))
 
 

@@ -22,8 +22,6 @@ PARALLEL = [name for name in LAYOUTS if name != "one"]
 MODELS = ("untied", "tied", "qwen2", "llama")
 TEMPERATURE = 0.8
 
-Found = dict[str, list[dict[str, Any]]]
-
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -59,16 +57,39 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+class Runs(dict[str, Path]):
+    """layout → folder of what its ranks found, run when first asked for. `one` also loads the checkpoint of `dp2`, and
+    `pp2` that of `tp2`."""
+
+    def __init__(self, models: Path, root: Path) -> None:
+        super().__init__()
+        self._models, self._root = models, root
+
+    def __missing__(self, layout: str) -> Path:
+        source = {"one": "dp2", "pp2": "tp2"}.get(layout)
+        reshard = ["--reshard", str(self[source] / "checkpoint")] if source else []
+        folder = self[layout] = self._root / layout
+        folder.mkdir()
+        _torchrun(layout, [*LAYOUTS[layout], "--models", str(self._models), "--out", str(folder), *reshard])
+        return folder
+
+
+class Found(dict[str, list[dict[str, Any]]]):
+    """layout → what each rank found."""
+
+    def __init__(self, runs: Runs) -> None:
+        super().__init__()
+        self._runs = runs
+
+    def __missing__(self, layout: str) -> list[dict[str, Any]]:
+        paths = sorted(self._runs[layout].glob("found_*.json"))
+        self[layout] = [json.loads(path.read_text()) for path in paths]
+        return self[layout]
+
+
 @pytest.fixture(scope="session")
-def runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """layout → folder of what its ranks found. `pp2` also loads the checkpoint of `tp2`, and `one` that of `dp2`."""
-    root = tmp_path_factory.mktemp("runs")
-    folders = {name: root / name for name in LAYOUTS}
-    for name, sources in (("tp2", None), ("dp2", None), ("pp2", "tp2"), ("one", "dp2")):
-        folders[name].mkdir()
-        reshard = ("--reshard", str(folders[sources] / "checkpoint")) if sources else ()
-        _torchrun(name, [*LAYOUTS[name], "--models", str(models), "--out", str(folders[name]), *reshard])
-    return folders
+def runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(models, tmp_path_factory.mktemp("runs"))
 
 
 def _torchrun(layout: str, arguments: list[str]) -> None:
@@ -86,12 +107,8 @@ def _torchrun(layout: str, arguments: list[str]) -> None:
 
 
 @pytest.fixture(scope="session")
-def found(runs: dict[str, Path]) -> Found:
-    """layout → what each rank found."""
-    return {
-        name: [json.loads(path.read_text()) for path in sorted(folder.glob("found_*.json"))]
-        for name, folder in runs.items()
-    }
+def found(runs: Runs) -> Found:
+    return Found(runs)
 
 
 @pytest.mark.parametrize("layout", PARALLEL)
@@ -120,7 +137,7 @@ def test_scores_are_those_of_transformers(models: Path, found: Found, layout: st
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_export_is_what_was_loaded(models: Path, runs: dict[str, Path], layout: str, model: str) -> None:
+def test_export_is_what_was_loaded(models: Path, runs: Runs, layout: str, model: str) -> None:
     original = load_file(models / model / "model.safetensors")
     for path in runs[layout].glob(f"export_{model}_*.pt"):
         exported = torch.load(path, weights_only=True)
@@ -149,7 +166,7 @@ def test_micro_batches_and_optimizer_sharding_do_not_matter(found: Found) -> Non
 
 @pytest.mark.parametrize("model", ["untied", "tied"])
 @pytest.mark.parametrize("layout", PARALLEL)
-def test_parameters_move_as_in_one_process(models: Path, runs: dict[str, Path], layout: str, model: str) -> None:
+def test_parameters_move_as_in_one_process(models: Path, runs: Runs, layout: str, model: str) -> None:
     start = load_file(models / model / "model.safetensors")
     single = torch.load(runs["one"] / f"trained_{model}_0.pt", weights_only=True)
     for path in runs[layout].glob(f"trained_{model}_*.pt"):
@@ -196,7 +213,7 @@ def test_fp8_emulation_does_not_depend_on_the_layout(found: Found, layout: str, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_publishing(models: Path, runs: dict[str, Path], found: Found, layout: str) -> None:
+def test_publishing(models: Path, runs: Runs, found: Found, layout: str) -> None:
     policies = runs[layout] / "policies"
     assert (policies / "PUBLISHED").read_text() == "1\n"  # version 2 failed on the engines
     assert found[layout][0]["publish"]["load_s"] == 0.5

@@ -81,7 +81,7 @@ class Worker:
         for seed in seeds:
             batch = make_batch(seed)
             scored = learner.logprobs(batch) if learner._objective.needs_step_ess else None
-            metrics.append(learner.update(batch, advantages(batch), scored))
+            metrics.append(learner.update(batch, advantages(batch), scored).metrics)
         return metrics
 
     def scoring(self) -> None:
