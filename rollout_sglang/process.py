@@ -14,7 +14,8 @@ import httpx
 from pipeline.errors import EngineStartError, PortInUseError
 from rollout_sglang.stock_server import PARENT_VARIABLE
 
-STOP_GRACE_S = 5.0
+STOP_GRACE_S = 1.0
+"""SGLang looks at SIGTERM once in five seconds, and an engine has nothing to save: most are killed."""
 LOG_LINES = 12
 """Last lines of the log that an EngineStartError carries."""
 _POLL_S = 0.2

@@ -144,11 +144,11 @@ def test_emulated_fp8_is_the_arithmetic_of_the_formats(
         scored = engine.ask(lambda client: client.prompt_logprobs(ROWS))
         quantized = engine.expected(version)
         full = [reference_logprobs(reference_model(engine.full_precision[version]), row) for row in ROWS]
-        # An activation on the border between two e4m3 values may fall either way: a few tokens differ a little.
+        # An activation on the border between two e4m3 values may fall either way, which moves the tokens after it.
         differences = np.concatenate([np.abs(a - b) for a, b in zip(scored, quantized, strict=True)])
         from_full = np.concatenate([np.abs(a - b) for a, b in zip(scored, full, strict=True)])
-        assert np.median(differences) < 0.1 * np.median(from_full)
-        assert differences.max() < from_full.max()
+        assert np.quantile(differences, 0.9) < 1e-4
+        assert np.median(from_full) > 1e-3
 
 
 def test_a_request_under_way_goes_on_with_new_weights(engine: Engine) -> None:

@@ -52,6 +52,7 @@ def test_numbers_booleans_and_parts(behave: Verifiers) -> None:
     [
         ("hang", "timeout"),
         ("hang in C", "timeout"),
+        ("hang, deaf to SIGTERM", "timeout"),
         ("exit", "crashed"),
         ("exit 0", "crashed"),
         ("segfault", "crashed"),
@@ -120,7 +121,7 @@ def test_close_kills_what_hangs() -> None:
 
     async def hang() -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(verifiers.score("", "hang", ""), timeout=0.5)
+            await asyncio.wait_for(verifiers.score("", "hang, deaf to SIGTERM", ""), timeout=0.5)
 
     asyncio.run(hang())
     verifiers.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import time
 
@@ -19,6 +20,9 @@ def behave(prompt: str, response: str, answer: str) -> object:
             time.sleep(3600)
         case "hang in C":
             ctypes.CDLL(None).sleep(3600)
+        case "hang, deaf to SIGTERM":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(3600)
         case "exit":
             os._exit(3)
         case "exit 0":
