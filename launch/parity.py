@@ -2,7 +2,7 @@
 
     fp32 rollouts   engine samples ──rows──▶ learner (each layout) scores the same rows          prompt, sampled
                     learner trains one step, publishes by disk ──▶ engine scores the rows again  published
-    FP8 rollouts    engine samples ──rows──▶ learner scores them plainly and with the rollout's formats emulated
+    FP8 rollouts    the same, with the learner scoring plainly and with the rollout's formats emulated
 
 The gap is |log π_learner − log π_engine| per token, in nats. Each layout runs in its own torchrun, as in training.
 """
@@ -120,14 +120,26 @@ def compare_fp32(
 
 
 def compare_fp8(folder: Path, model: Path, precision: str) -> dict[str, float]:
-    """Mean gap on sampled tokens of the plain and of the emulating learner, and the share that emulation closes."""
+    """Mean gap of the plain and of the emulating learner on sampled tokens and, after a publish, on all tokens; and the
+    share of it that emulation closes, the worse of the two."""
     recipe = parity_recipe(folder, precision, model, precision, {})
     run = prepare(recipe)
     with Engine(run, recipe) as engine:
         rows = asyncio.run(engine.sample())
-        scores = score_in_ranks(engine, run, recipe, rows.tokens, publish=None)
-    plain, emulated = (float(rows.gaps(scores[key])[1].mean()) for key in ("before", "emulated"))
-    return dict(mean_gap=plain, mean_gap_emulated=emulated, closed_share=1 - emulated / plain)
+        scores = score_in_ranks(engine, run, recipe, rows.tokens, publish=1)
+        again = asyncio.run(engine.prefill(rows.tokens))
+    plain, emulated = (float(rows.gaps(scores[key])[1].mean()) for key in ("before", "before_emulated"))
+    after, after_emulated = (
+        float(np.mean([np.abs(o - t).mean() for o, t in zip(scores[key], again, strict=True)]))
+        for key in ("after", "after_emulated")
+    )
+    return dict(
+        mean_gap=plain,
+        mean_gap_emulated=emulated,
+        mean_gap_published=after,
+        mean_gap_published_emulated=after_emulated,
+        closed_share=min(1 - emulated / plain, 1 - after_emulated / after),
+    )
 
 
 def parity_recipe(folder: Path, name: str, model: Path, precision: str, sizes: dict[str, int]) -> Recipe:
@@ -197,14 +209,12 @@ class Engine:
 
 
 def score_in_ranks(
-    engine: Engine, run: RunDirectory, recipe: Recipe, rows: list[list[int]], publish: int | None
+    engine: Engine, run: RunDirectory, recipe: Recipe, rows: list[list[int]], publish: int
 ) -> dict[str, list[NDArray[np.float32]]]:
-    """Score rows in a learner of the recipe's layout; `before` always, then `emulated` or, after a publish, `after`."""
+    """Score rows in a learner of the recipe's layout, `before` and `after` it trained a step and published it."""
     run.write_engines([engine.url], None)
     (run.path / "rows.json").write_text(json.dumps(rows))
-    command = torchrun(
-        recipe.learner.num_processes, "launch.parity_ranks", str(run.path), "-" if publish is None else str(publish)
-    )
+    command = torchrun(recipe.learner.num_processes, "launch.parity_ranks", str(run.path), str(publish))
     env = {**child_environment(), API_KEY_VARIABLE: engine.key}
     ranks = LoggedProcess.start("parity", command, run.logs / "parity.log", env)
     try:

@@ -1,4 +1,4 @@
-"""One rank of `verify parity`: score rows; then train a step and publish it, or score again with FP8 emulated."""
+"""One rank of `verify parity`: score rows, train a step, publish it, score again; with FP8 also emulated each time."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ from pipeline.records import Batch, Completion, Group, Prompt, Sample
 from pipeline.rundir import RunDirectory
 
 
-def score(run: RunDirectory, version: int | None) -> None:
+def score(run: RunDirectory, version: int) -> None:
     """Write scores.npz: NAME.i is row i's logprobs of tokens 1 … n-1, float32."""
     recipe = run.recipe()
     rows: list[list[int]] = json.loads((run.path / "rows.json").read_text())
     learner = build_learner(recipe)
-    scores = {"before": learner.score_tokens(rows)}
-    if version is not None:
-        train_one_step(recipe, learner, rows)
-        build_channel(run, recipe, learner).publish(version)
-        scores["after"] = learner.score_tokens(rows)
-    elif (quant := build_quant_map(recipe)) is not None:
-        with emulated(learner, quant):
-            scores["emulated"] = learner.score_tokens(rows)
+    quant = build_quant_map(recipe)
+    scores: dict[str, list[NDArray[np.float32]]] = {}
+
+    def score_as(moment: str) -> None:
+        scores[moment] = learner.score_tokens(rows)
+        if quant is not None:
+            with emulated(learner, quant):
+                scores[f"{moment}_emulated"] = learner.score_tokens(rows)
+
+    score_as("before")
+    train_one_step(recipe, learner, rows)
+    build_channel(run, recipe, learner).publish(version)
+    score_as("after")
     if learner.speaks:
         arrays: dict[str, NDArray[np.float32]] = {
             f"{name}.{i}": row for name, values in scores.items() for i, row in enumerate(values)
@@ -69,5 +74,4 @@ def train_one_step(recipe: Recipe, learner: MegatronLearner, rows: list[list[int
 if __name__ == "__main__":
     die_with_parent()
     directory = RunDirectory(Path(sys.argv[1]))
-    version_to_publish = None if sys.argv[2] == "-" else int(sys.argv[2])
-    run_child(directory, "parity", lambda: score(directory, version_to_publish))
+    run_child(directory, "parity", lambda: score(directory, int(sys.argv[2])))
