@@ -1,11 +1,11 @@
 """Learner state on disk, in Megatron's distributed format: what one layout saved, any layout loads.
 
-Megatron starts a helper process that imports the program's `__main__` again while saving: a program that saves must
-guard its entry point with `if __name__ == "__main__"`. The format's index is a pickle: load only what you saved.
+The format's index is a pickle: load only what you saved.
 """
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_bridge.layout import Layout
 from pipeline.errors import CorruptCheckpointError
@@ -34,6 +35,9 @@ def save(directory: Path, model: Sequence[Any], optimizer: Any, *, step: int, la
     state = _sharded_state(model, optimizer, is_loading=False)
     state["learner"] = {"step": step, "layout": asdict(layout)}
     state["rng"] = _rng_object(_rng_state())
+    # A save that blocks hands its results over inside this process. Left alone, Megatron starts a manager process for
+    # them, which imports the whole program again (seconds) and outlives a rank that is killed.
+    filesystem_async._results_queue = queue.SimpleQueue()
     dist_checkpointing.save(state, str(directory))
 
 
