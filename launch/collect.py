@@ -55,12 +55,14 @@ async def collect(run: RunDirectory) -> None:
     recipe = run.recipe()
     tokenizer = build_tokenizer(recipe)
     prompts = build_prompts(recipe, tokenizer)
+    store = BatchStore(run.batches)
+    store.remove_partial()
     fleet = build_fleet(run, recipe)
     try:
         with Verifiers(prompts.task.reward, recipe.reward.workers, recipe.reward.deadline_s) as verifiers:
             await Collector(
                 run=run,
-                store=BatchStore(run.batches),
+                store=store,
                 schedule=recipe.build_schedule(),
                 engines=fleet,
                 prompts=prompts,

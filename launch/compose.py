@@ -10,7 +10,7 @@ from megatron_bridge.shape import read_hf_config
 from pipeline.ports import Sampling
 from pipeline.recipe import P3OSection, Recipe
 from pipeline.records import LogprobContract, Prompt
-from pipeline.tasks import Task, build_task
+from pipeline.tasks import Problem, Task, build_task
 from pipeline.tasks.order import PromptOrder
 from pipeline.tokenizer import Tokenizer
 
@@ -28,17 +28,15 @@ class TaskPrompts:
     order: PromptOrder
 
     def prompt(self, group: int) -> Prompt:
-        problem = self.task.problem(self.order.problem(group))
-        return Prompt(
-            group=group, text=problem.text, answer=problem.answer, tokens=tuple(self.tokenizer.encode(problem.text))
-        )
+        return self._tokenised(group, self.task.problem(self.order.problem(group)))
 
     def held_out(self, count: int) -> Sequence[Prompt]:
-        problems = [self.task.held_out(index) for index in range(count)]
-        return [
-            Prompt(group=-1 - i, text=p.text, answer=p.answer, tokens=tuple(self.tokenizer.encode(p.text)))
-            for i, p in enumerate(problems)
-        ]
+        """Their groups are negative: they are part of no batch."""
+        return [self._tokenised(-1 - index, self.task.held_out(index)) for index in range(count)]
+
+    def _tokenised(self, group: int, problem: Problem) -> Prompt:
+        text = self.tokenizer.user_turn(problem.text) if self.task.chat_template else problem.text
+        return Prompt(group=group, text=problem.text, answer=problem.answer, tokens=tuple(self.tokenizer.encode(text)))
 
 
 def build_tokenizer(recipe: Recipe) -> Tokenizer:

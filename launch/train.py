@@ -8,8 +8,10 @@ from launch.compose import build_prompts, build_quant_map, build_tokenizer
 from launch.local import Supervisor
 from launch.progress import LiveView
 from launch.runs_show import summary
+from megatron_bridge.hf_folder import check_weights
 from megatron_bridge.layout import check_layout
-from megatron_bridge.shape import read_hf_config
+from megatron_bridge.shape import ModelShape, read_hf_config
+from pipeline.errors import RecipeError
 from pipeline.journal import Journal, read_events
 from pipeline.recipe import Recipe
 from pipeline.report import write_report
@@ -36,9 +38,15 @@ def preflight(recipe: Recipe) -> None:
     """Everything that would otherwise fail minutes later, in a process whose log nobody reads."""
     config = read_hf_config(recipe.model.path)
     check_layout(config, recipe.learner)
+    check_weights(recipe.model.path, ModelShape.from_hf(config))
     if recipe.rollout.precision == "fp8_block":
-        check_block_shapes(config)
-    build_prompts(recipe, build_tokenizer(recipe))
+        check_block_shapes(config, recipe.rollout.tensor_parallel)
+    prompts = build_prompts(recipe, build_tokenizer(recipe))
+    if recipe.evaluation.prompts > prompts.task.num_held_out:
+        raise RecipeError(
+            f"evaluation.prompts is {recipe.evaluation.prompts}, but the task holds out only "
+            f"{prompts.task.num_held_out} prompts; lower it or give more"
+        )
 
 
 def is_finished(run: RunDirectory) -> bool:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from pipeline import errors
+import pipeline.errors as errors
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_bridge.hf_folder import weight_files
 from megatron_bridge.shape import read_hf_config
-from megatron_bridge.weights import weight_files
 from precision.quant_map import QuantMap, quantize_state
 
 SHARD_BYTES = 4 << 30

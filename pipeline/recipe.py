@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
-from pydantic import model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from pipeline.errors import RecipeError
 from pipeline.schedule import Schedule
@@ -76,7 +84,11 @@ RolloutPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block"]
 class RolloutSection(Section):
     engines: PositiveInt = Field(1, description="SGLang servers; more than one get SGLang's router in front.")
     tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine.")
-    precision: RolloutPrecision = Field("fp32", description="fp8_block is 128×128 e4m3 with dynamic 1×128 activations.")
+    precision: RolloutPrecision = Field(
+        "fp32",
+        description="fp8_block: e4m3 weights with a scale for each 128×128 block, made by the learner; activations in "
+        "1×128 groups. fp8_tensor: SGLang quantizes what it is fed; one scale a matrix on a CPU, one a row on a GPU.",
+    )
     prompts_per_batch: PositiveInt = 32
     group_size: PositiveInt = Field(8, description="Samples of a prompt.")
     max_new_tokens: PositiveInt = 22

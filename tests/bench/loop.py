@@ -3,7 +3,7 @@
 Same model (random Qwen3), prompts, reward, group, batch and optimizer steps; fp32, all cores of this machine. Two kinds
 of answers: `fixed`, always 32 tokens, and `varying`, geometric lengths of mean 64 cut at 256. Lengths come from the
 model itself: one channel of its residual stream is constant, so the LM head's weight on it sets the chance of the end
-token. The first steps of every run are left out (start-up, warm caches). Only ratios are to be compared between machines.
+token. The first steps of every run are left out (start-up, warm caches). Compare only ratios between machines.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ def ours(folder: Path, model: Path, kind: str, schedule: dict[str, Any], steps: 
         run=dict(name=name, root=str(folder / "runs"), steps=steps),
         model=dict(path=str(model)),
         task=dict(name="jsonl", path=str(folder / "prompts.jsonl"), reward="tests.support.rewards:digit_share"),
-        rollout=dict(
-            prompts_per_batch=PROMPTS, group_size=GROUP, max_new_tokens=longest, context_tokens=longest + 64
-        ),
+        rollout=dict(prompts_per_batch=PROMPTS, group_size=GROUP, max_new_tokens=longest, context_tokens=longest + 64),
         learner=dict(micro_batch_tokens=8192, optimizer=dict(lr=1e-6)),
         objective=dict(name="clipped"),
         schedule=schedule,

@@ -163,6 +163,5 @@ def test_staged_mu_8_with_two_engines_and_dp2(workshop: Path) -> None:
         advantage=dict(name="grpo_mean"),
     )
     assert policy_lags(run) == {i: {i % 8} for i in range(10)}
-    store = BatchStore(run / "batches")
-    engines = {engine for i in store.committed() for engine in store.read(i, None).engine.tolist()}
-    assert engines == {0, 1}, "the router must use both engines"
+    for index in range(2):
+        assert "Prefill batch" in (run / "logs" / f"engine-{index}.log").read_text(), "the router must use both engines"

@@ -1,4 +1,4 @@
-"""Small real runs for the integration tests: a random model, a JSONL task with a dense reward, the CLI as a user calls it."""
+"""Small real runs for the integration tests: a random model, a JSONL task with a dense reward, the real CLI."""
 
 from __future__ import annotations
 

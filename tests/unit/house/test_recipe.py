@@ -67,7 +67,7 @@ def test_bad_overrides(tmp_path: Path, override: str) -> None:
 def test_files_that_are_no_recipe(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(text)
-    with pytest.raises(RecipeError, match="r.yaml"):
+    with pytest.raises(RecipeError, match=r"r\.yaml"):
         load_recipe(path)
 
 

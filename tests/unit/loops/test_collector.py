@@ -1,4 +1,4 @@
-"""The collector against engines that misbehave: nothing is lost, nothing is trained twice, nothing stale is committed."""
+"""The collector against engines that misbehave: nothing lost, nothing trained twice, nothing stale committed."""
 
 from __future__ import annotations
 
