@@ -38,10 +38,11 @@ def preflight(recipe: Recipe) -> None:
     """Everything that would otherwise fail minutes later, in a process whose log nobody reads."""
     config = read_hf_config(recipe.model.path)
     check_layout(config, recipe.learner)
-    check_weights(recipe.model.path, ModelShape.from_hf(config))
     if recipe.rollout.precision == "fp8_block":
         check_block_shapes(config, recipe.rollout.tensor_parallel)
-    prompts = build_prompts(recipe, build_tokenizer(recipe))
+    tokenizer = build_tokenizer(recipe)
+    check_weights(recipe.model.path, ModelShape.from_hf(config))
+    prompts = build_prompts(recipe, tokenizer)
     if recipe.evaluation.prompts > prompts.task.num_held_out:
         raise RecipeError(
             f"evaluation.prompts is {recipe.evaluation.prompts}, but the task holds out only "

@@ -67,7 +67,8 @@ def test_missing_tokenizer(workshop: Path) -> None:
 
 def test_a_prompt_with_characters_that_the_tokenizer_lacks(workshop: Path) -> None:
     recipe = make_recipe(workshop, workshop / "model", "characters")
-    (workshop / "prompts.jsonl").write_text('{"prompt": "Ünïcode?", "answer": "1"}\n' * 40)
+    lines = [json.dumps(dict(prompt=f"Ünïcode {i}?", answer="1")) for i in range(64)]
+    (workshop / "prompts.jsonl").write_text("\n".join(lines))
     assert "character" in refused("train", recipe)
 
 
