@@ -37,7 +37,7 @@ from rollout_sglang.process import ServerProcess, free_port
 from rollout_sglang.server import start
 from rollout_sglang.stock_server import API_KEY_VARIABLE
 
-NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 8, 24, 24, 2
+NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 16, 24, 24, 2
 LAYOUT = re.compile(r"^(TP|PP|DP)(\d+)$")
 FP8_FORMATS = ("fp8_tensor", "fp8_block")
 
@@ -67,7 +67,7 @@ def parity(model: Path | None, layouts: Sequence[str], tolerance: float) -> dict
         folder = Path(scratch)
         if model is None:
             model = folder / "model"
-            new_model(model, layers=4)  # four layers, so that two pipeline stages hold two each
+            new_model(model)
         bar = progress.add_task("parity", total=len(parsed) + len(FP8_FORMATS))
         fp32 = compare_fp32(folder, model, parsed, lambda: progress.advance(bar))
         fp8 = {}

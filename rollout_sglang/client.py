@@ -169,6 +169,8 @@ def _parse(adapter: TypeAdapter[T], answer: httpx.Response) -> T:
 def _input_logprobs(row: Sequence[int], sample: Generated) -> NDArray[np.float32]:
     scored = sample.meta_info.input_token_logprobs or ()
     values = [value for value, _, _ in scored[1:] if value is not None]
-    if [token for _, token, _ in scored] != list(row) or len(values) != len(row) - 1:
+    # SGLang names the last id of the vocabulary 0 here (it clips the ids of image tokens), yet scores the real one.
+    foreign = [token for token, (_, named, _) in zip(row, scored, strict=False) if named not in (token, 0)]
+    if foreign or len(values) != len(row) - 1:
         raise EngineUnavailableError(f"engine scored {len(values)} of {len(row) - 1} tokens; ask again")
     return np.array(values, np.float32)
