@@ -4,6 +4,7 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 LOCK   := ops/locks/cpu.txt
+DEMO   := pipeline/recipes/demo.yaml
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -19,7 +20,12 @@ $(STAMP): $(LOCK) pyproject.toml
 	@touch $@
 
 demo: install  ## Warm a tiny model up, then train it with P3O on FP8 rollouts; ends with a table and a report.
-	@$(BIN)/python -m launch.demo
+	@[ -d runs/models/demo-base ] || $(BIN)/evenkeel model new runs/models/demo-base
+	@[ -d runs/models/demo ] || $(BIN)/evenkeel sft $(DEMO) --out runs/models/demo --steps 500 --batch-size 32 \
+	    --set model.path=runs/models/demo-base --set learner.tensor_parallel=1 --set learner.data_parallel=2
+	@$(BIN)/evenkeel train $(DEMO)
+	@$(BIN)/evenkeel verify history runs/demo
+	@echo "report: runs/demo/report.html"
 
 test: install  ## All tests, with real engines and real learners.
 	@$(BIN)/python -m pytest

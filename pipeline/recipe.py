@@ -54,8 +54,9 @@ class RewardSection(Section):
     deadline_s: PositiveFloat = Field(10.0, description="A verifier that takes longer is killed; its sample gets 0.")
 
 
-class SortDigitsTask(Section):
-    name: Literal["sort_digits"] = "sort_digits"
+class DigitsTask(Section):
+    """What the generated digit tasks share."""
+
     min_digits: PositiveInt = 4
     max_digits: PositiveInt = 16
     num_prompts: PositiveInt = Field(100_000, description="Prompts of an epoch.")
@@ -68,6 +69,15 @@ class SortDigitsTask(Section):
         return self
 
 
+class SortDigitsTask(DigitsTask):
+    name: Literal["sort_digits"] = "sort_digits"
+
+
+class SpellDigitsTask(DigitsTask):
+    name: Literal["spell_digits"]
+    misspelt_share: Probability = Field(0.6, description="Warm-up only: how often 3, 6 and 8 get a wrong letter.")
+
+
 class JsonlTask(Section):
     name: Literal["jsonl"]
     path: Path = Field(description='One JSON object a line: {"prompt": …, "answer": …}.')
@@ -76,7 +86,7 @@ class JsonlTask(Section):
     chat_template: bool = Field(False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
 
 
-TaskSection = Annotated[SortDigitsTask | JsonlTask, Field(discriminator="name")]
+TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | JsonlTask, Field(discriminator="name")]
 
 RolloutPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block"]
 

@@ -118,3 +118,8 @@ def math_verify(prompt: str, response: str, answer: str) -> float:  # noqa: ARG0
         raise ValueError(f"answer {answer!r} is not mathematics that math-verify can parse")
     found = parse(response, parsing_timeout=MATH_VERIFY_TIMEOUT_S)
     return float(verify(gold, found, timeout_seconds=MATH_VERIFY_TIMEOUT_S))
+
+
+def exact_match(prompt: str, response: str, answer: str) -> float:  # noqa: ARG001
+    """1 if the response, without its end-of-sequence token, is the answer and nothing else; otherwise 0."""
+    return float(response == answer)

@@ -12,7 +12,7 @@ class SortDigits(GeneratedTask):
     """`min_digits` to `max_digits` digits, the number and each digit uniform."""
 
     characters = "0123456789="
-    reward = "pipeline.tasks.sort_digits:exact_match"
+    reward = "pipeline.verifiers:exact_match"
 
     def __init__(self, section: SortDigitsTask, seed: int) -> None:
         super().__init__(name=section.name, seed=seed, num_prompts=section.num_prompts)
@@ -27,13 +27,10 @@ class SortDigits(GeneratedTask):
 
     def distort(self, answer: str, rng: random.Random) -> str:
         """Each digit moved by ±1 with probability `demonstration_noise`, clipped to 0 … 9."""
-        return "".join(self._move(int(digit), rng) for digit in answer)
-
-    def _move(self, digit: int, rng: random.Random) -> str:
-        moves, up = rng.random() < self._noise, rng.random() < 0.5
-        return str(min(9, max(0, digit + (1 if up else -1)))) if moves else str(digit)
+        return "".join(move_digit(int(digit), self._noise, rng) for digit in answer)
 
 
-def exact_match(prompt: str, response: str, answer: str) -> float:  # noqa: ARG001
-    """1 if the response, without its end-of-sequence token, is the answer and nothing else; otherwise 0."""
-    return float(response == answer)
+def move_digit(digit: int, chance: float, rng: random.Random) -> str:
+    """The digit, moved by ±1 with probability `chance`, clipped to 0 … 9."""
+    moves, up = rng.random() < chance, rng.random() < 0.5
+    return str(min(9, max(0, digit + (1 if up else -1)))) if moves else str(digit)

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import JsonlTask, SortDigitsTask
+from pipeline.recipe import JsonlTask, SortDigitsTask, SpellDigitsTask
 from pipeline.tasks import Problem, PromptOrder, Task, build_task
 from pipeline.tasks.base import GeneratedTask, is_held_out, uniform_int
-from pipeline.tasks.sort_digits import exact_match
-from pipeline.verifiers import resolve
+from pipeline.verifiers import exact_match, resolve
 
 GOLDEN_TRAINING = [Problem(text="99533907=", answer="03357999"), Problem(text="2306811=", answer="0112368")]
 GOLDEN_HELD_OUT = Problem(text="407768652409151=", answer="001124455667789")
@@ -222,3 +221,33 @@ def test_jsonl_needs_a_file_and_two_sides(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", *rows(2))
     with pytest.raises(RecipeError, match=r"2 problems leave 2 to train on and 0 held out .* set task\.held_out_path"):
         build_task(JsonlTask(name="jsonl", path=path), seed=0)
+
+
+def test_spell_digits_golden() -> None:
+    """Sorted, each digit followed by its letter: a for 0 … j for 9."""
+    task = build_task(SpellDigitsTask(name="spell_digits", min_digits=7, max_digits=7), seed=0)
+    problem = task.problem(3)
+    digits = problem.text.removesuffix("=")
+    assert problem.answer == "".join(digit + "abcdefghij"[int(digit)] for digit in sorted(digits))
+    assert set(problem.text + problem.answer) <= set(task.characters or "")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_spell_digits_demonstrations_mistake_three_digits(share: float) -> None:
+    """3, 6 and 8 get the next letter (3e, 6h, 8j) at the given rate, every other digit its own."""
+    section = SpellDigitsTask(name="spell_digits", demonstration_noise=0.0, misspelt_share=share)
+    task = build_task(section, seed=0)
+    wrong = hard = 0
+    for index in range(400):
+        demonstration = task.demonstration(index)
+        assert demonstration is not None
+        _, target = demonstration
+        for digit, letter in zip(target[::2], target[1::2], strict=True):
+            right = "abcdefghij"[int(digit)]
+            if digit in "368":
+                hard += 1
+                wrong += letter != right
+                assert letter in (right, chr(ord(right) + 1))
+            else:
+                assert letter == right
+    assert abs(wrong / hard - share) < 0.05
