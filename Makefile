@@ -24,8 +24,6 @@ demo: install  ## Warm a tiny model up, then train it with P3O on FP8 rollouts; 
 	@[ -d runs/models/demo ] || $(BIN)/evenkeel sft $(DEMO) --out runs/models/demo --steps 500 --batch-size 32 \
 	    --set model.path=runs/models/demo-base --set learner.tensor_parallel=1 --set learner.data_parallel=2
 	@$(BIN)/evenkeel train $(DEMO)
-	@$(BIN)/evenkeel verify history runs/demo
-	@echo "report: runs/demo/report.html"
 
 test: install  ## All tests, with real engines and real learners.
 	@$(BIN)/python -m pytest

@@ -66,7 +66,11 @@ def train(
         return
     if recipe is None:
         raise RecipeError("give a recipe, for example `evenkeel train pipeline/recipes/demo.yaml`, or --replay RUN")
-    emit_or_print(train_run(load_recipe(recipe, overrides or [])), as_json)
+    result = train_run(load_recipe(recipe, overrides or []))
+    if as_json:
+        emit(result)
+    else:
+        print_summary(result)
 
 
 @app.command()
@@ -167,15 +171,13 @@ def model_new(
 @runs_app.command("show")
 def runs_show(run: RunPath, as_json: AsJson = False) -> None:
     """What a run reached: pass@1 first and last, steps, wall time, layout, precision."""
-    from rich.console import Console
-
-    from launch.runs_show import render, summary
+    from pipeline.summary import summary
 
     result = summary(run)
     if as_json:
         emit(result)
     else:
-        Console().print(render(result))
+        print_summary(result)
 
 
 @trajectories_app.command("show")
@@ -217,6 +219,17 @@ def verify_history(run: RunPath, as_json: AsJson = False) -> None:
     result = check_history(run)
     emit_or_print(result, as_json)
     raise typer.Exit(0 if result["ok"] else 1)
+
+
+def print_summary(result: dict[str, Any]) -> None:
+    """A run's headline numbers as a table, and where its report lies."""
+    from rich.console import Console
+
+    from launch.runs_show import render
+
+    Console().print(render(result))
+    if "report" in result:
+        print(f"report: {result['report']}")
 
 
 def emit_or_print(result: dict[str, Any], as_json: bool) -> None:

@@ -1,0 +1,83 @@
+"""The command line: its golden list of commands and options, its help, and its one-line errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+
+from launch.cli import app
+
+ROOT = Path(__file__).parents[3]
+
+
+def options(command: Any, path: str = "evenkeel") -> list[str]:
+    """`command: parameter parameter …`, depth first."""
+    if hasattr(command, "commands"):
+        return [line for name, sub in sorted(command.commands.items()) for line in options(sub, f"{path} {name}")]
+    names = [max(p.opts, key=len) for p in command.params if p.name != "help"]
+    return [f"{path}: {' '.join(sorted(names))}".rstrip()]
+
+
+def test_commands_and_options_are_listed() -> None:
+    """A new option is a decision, so it must be added to the golden list too."""
+    golden = (Path(__file__).parent / "cli_options.txt").read_text().splitlines()
+    assert options(typer.main.get_command(app)) == golden
+
+
+def test_every_command_and_option_has_a_help_text() -> None:
+    def walk(command: Any) -> None:
+        assert command.help, command.name
+        for sub in getattr(command, "commands", {}).values():
+            walk(sub)
+        for parameter in command.params:
+            if not isinstance(parameter, click.Argument) and hasattr(parameter, "help"):
+                assert parameter.help, f"{command.name} {parameter.name}"
+
+    walk(typer.main.get_command(app))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch.cli", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["verify", "parity", "--help"]])
+def test_help(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "error: give a recipe"),
+        (["train", "nowhere.yaml"], "error: cannot read recipe nowhere.yaml"),
+        (["recipe"], "error: give a recipe file"),
+        (["verify", "parity", "--layouts", "XP2"], "error: --layouts: 'XP2' is not TPn"),
+        (["trajectories", "show", "nowhere", "0"], "error: nowhere"),
+    ],
+)
+def test_one_line_errors(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith(message)
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_schema_lists_every_section() -> None:
+    done = run("recipe", "--schema")
+    assert all(f'"{section}"' in done.stdout for section in ("run", "model", "task", "rollout", "learner", "schedule"))
+
+
+def test_a_recipe_prints_with_its_defaults() -> None:
+    done = run("recipe", "pipeline/recipes/demo.yaml", "--set", "run.seed=7")
+    assert "seed: 7" in done.stdout
+    assert "weight_decay: 0.01" in done.stdout
