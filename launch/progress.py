@@ -6,7 +6,6 @@ written to stderr; stdout stays free for results.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from rich.text import Text
 
 from pipeline.bottleneck import WINDOW_STEPS, bottleneck, phase_shares
 from pipeline.history import number
+from pipeline.journal import parse_line
 from pipeline.report import count, decimal, duration, percent
 
 PHASE_STYLES = {"wait": "bright_black", "logprobs": "cyan", "update": "magenta", "publish": "yellow", "save": "green"}
@@ -45,7 +45,7 @@ class Tail:
             data = file.read()
         complete = data[: data.rfind(b"\n") + 1]
         self.offset += len(complete)
-        parsed = (_parse(line) for line in complete.splitlines())
+        parsed = (parse_line(line) for line in complete.splitlines())
         return [line for line in parsed if line is not None]
 
 
@@ -229,12 +229,3 @@ def _remaining(progress: Progress) -> str:
     if progress.step_s is None:
         return ""
     return f"{duration(progress.step_s * max(0, progress.steps - progress.num_steps))} left"
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """None for what a killed process left of a line."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None

@@ -29,11 +29,11 @@ from launch.processes import (
 from megatron_bridge.layout import check_layout
 from megatron_bridge.shape import read_hf_config
 from pipeline.checkpoints import Checkpoints
-from pipeline.errors import FatalError, RecipeError
+from pipeline.errors import FatalError, RecipeError, RunConflictError
 from pipeline.journal import Journal, read_metrics
 from pipeline.recipe import LearnerSection, Recipe
 from pipeline.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
-from pipeline.rundir import RunDirectory
+from pipeline.rundir import RunDirectory, write_atomically
 from pipeline.tasks import Task, build_task
 from pipeline.tokenizer import Tokenizer
 
@@ -61,10 +61,22 @@ def warm_up(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float
     started = time.time()
     with run.claimed():
         run.freeze(recipe)
+        _freeze_batch_size(run, batch_size)
         fatal_note(run).unlink(missing_ok=True)
         _supervise(run, recipe, out, batch_size)
     last = read_metrics(run.path)[-1]
     return dict(model=str(out), steps=steps, loss=last["loss"], wall_s=round(time.time() - started, 1))
+
+
+def _freeze_batch_size(run: RunDirectory, batch_size: int) -> None:
+    """The one setting that is not in the recipe; a warm-up that was begun with another one is not resumed."""
+    path = run.path / "batch_size"
+    if not path.exists():
+        write_atomically(path, f"{batch_size}\n")
+    elif (begun := int(path.read_text())) != batch_size:
+        raise RunConflictError(
+            f"{run.path} was begun with --batch-size {begun}, got {batch_size}; repeat that number or remove the folder"
+        )
 
 
 def _supervise(run: RunDirectory, recipe: Recipe, out: Path, batch_size: int) -> None:

@@ -71,15 +71,6 @@ def hf_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file as a whole, surviving a crash at any point."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    temporary.write_text(text)
-    _sync(temporary)
-    temporary.replace(path)
-    _sync(path.parent)
-
-
 def _config(source_folder: Path, quant: QuantMap | None) -> dict[str, Any]:
     config = read_hf_config(source_folder)
     config.pop("torch_dtype", None)  # the older name of `dtype`

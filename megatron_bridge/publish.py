@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron_bridge.agree import RankZero
-from megatron_bridge.policy_files import write_atomically, write_policy
+from megatron_bridge.policy_files import write_policy
 from pipeline.ports import Engines
+from pipeline.rundir import write_atomically
 from precision.quant_map import QuantMap
 
 if TYPE_CHECKING:

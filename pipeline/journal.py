@@ -118,11 +118,11 @@ def _end_torn_line(path: Path) -> None:
 def _read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    parsed = (_parse(line) for line in path.read_bytes().split(b"\n"))
+    parsed = (parse_line(line) for line in path.read_bytes().split(b"\n"))
     return [line for line in parsed if line is not None]
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """None for what a killed process left of a line."""
     try:
         value = json.loads(line)
