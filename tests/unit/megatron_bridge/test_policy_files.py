@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_bridge.hf_folder import check_weights
 from megatron_bridge.policy_files import hf_tensors, write_policy
 from megatron_bridge.publish import PUBLISHED, prune, published_version
 from megatron_bridge.shape import ModelShape
-from megatron_bridge.weights import check_weights
 from pipeline.errors import ModelError
 from pipeline.rundir import write_atomically
 from precision.formats import dequantize_block
