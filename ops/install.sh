@@ -12,7 +12,7 @@ PY
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 echo "installing $(grep -c == "$lock") pinned packages into $venv"
 heavy='^(torch|sglang|sglang-router|triton|transformers|scipy|xgrammar|sympy)=='
-pip=("$venv/bin/python" -m pip install --quiet --no-deps --no-compile --disable-pip-version-check)
+pip=("$venv/bin/python" -m pip install --quiet --no-deps --disable-pip-version-check)
 grep -E "$heavy" "$lock" | "${pip[@]}" -r /dev/stdin &
 first=$!
 grep -Ev "$heavy" "$lock" | "${pip[@]}" -r /dev/stdin
