@@ -54,7 +54,7 @@ class Supervisor:
     recipe: Recipe
     view: LiveView
     journal: Journal
-    api_key: str = field(default_factory=lambda: os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(24))
+    api_key: str = field(default_factory=lambda: os.environ.get(API_KEY_VARIABLE) or secrets.token_hex(24))
     ports: list[int] = field(default_factory=list)
     engines: list[ServerProcess] = field(default_factory=list)
     router: ServerProcess | None = None

@@ -165,7 +165,7 @@ class Engine:
     """One engine serving version 0 of a run, with a client."""
 
     def __init__(self, run: RunDirectory, recipe: Recipe) -> None:
-        self.recipe, self.run, self.key, self.port = recipe, run, secrets.token_urlsafe(16), free_port()
+        self.recipe, self.run, self.key, self.port = recipe, run, secrets.token_hex(16), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: ServerProcess | None = None
 

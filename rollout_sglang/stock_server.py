@@ -38,7 +38,8 @@ def die_with_parent() -> None:
 def arguments_with_key(argv: Sequence[str]) -> list[str]:
     """`argv` and the key of the environment, which is removed from it."""
     key = os.environ.pop(API_KEY_VARIABLE, "")
-    return [*argv, "--api-key", key] if key else list(argv)
+    # One word: argparse would take a key that begins with a dash for another option.
+    return [*argv, f"--api-key={key}"] if key else list(argv)
 
 
 def serve(argv: Sequence[str]) -> None:

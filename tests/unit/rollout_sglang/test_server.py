@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from pipeline.errors import EngineStartError, ModelError, PortInUseError
 from rollout_sglang.formats_check import check_block_shapes
 from rollout_sglang.process import ServerProcess, check_port_free, free_port, launch
 from rollout_sglang.server import EngineSpec, command, router_command, server_environment
-from rollout_sglang.stock_server import arguments_with_key
+from rollout_sglang.stock_server import API_KEY_VARIABLE, arguments_with_key
 
 QWEN3_8B = {
     "hidden_size": 4096,
@@ -80,8 +81,15 @@ def test_the_key_is_in_the_environment_and_nowhere_else(tmp_path: Path, monkeypa
     assert environment["EVENKEEL_API_KEY"] == "secret"
     monkeypatch.setenv("EVENKEEL_API_KEY", "secret")
     assert "EVENKEEL_API_KEY" not in server_environment(None)
-    assert arguments_with_key(["--port", "1"]) == ["--port", "1", "--api-key", "secret"]
+    assert arguments_with_key(["--port", "1"]) == ["--port", "1", "--api-key=secret"]
     assert arguments_with_key([]) == []
+
+
+def test_a_key_that_begins_with_a_dash_is_still_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "-dashed")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--api-key")
+    assert parser.parse_args(arguments_with_key([])).api_key == "-dashed"
 
 
 def test_a_taken_port_is_named() -> None:
