@@ -32,7 +32,7 @@ check: install  ## Format, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 
 bench: install  ## Samples a second beside TRL on the same model and task (installs TRL into .venv-bench).
-	@./ops/install_bench.sh $(BIN) .venv-bench && $(BIN)/python tests/bench/loop.py --json
+	@./ops/install_bench.sh $(BIN) .venv-bench && $(BIN)/python -m tests.bench.loop --json
 
 clean:  ## Remove .venv and caches; runs are kept.
 	rm -rf $(VENV) .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis
