@@ -34,9 +34,10 @@ def prepare() -> None:
     install_stubs()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from rollout_sglang.cpu_fp8 import register_hooks
+    from rollout_sglang import cpu_attention, cpu_fp8
 
-    register_hooks()
+    cpu_fp8.register_hooks()
+    cpu_attention.register_hooks()
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
 
 

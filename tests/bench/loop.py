@@ -68,7 +68,7 @@ def ours(folder: Path, model: Path, kind: str, schedule: dict[str, Any], steps: 
         model=dict(path=str(model)),
         task=dict(name="jsonl", path=str(folder / "prompts.jsonl"), reward="tests.support.rewards:digit_share"),
         rollout=dict(prompts_per_batch=PROMPTS, group_size=GROUP, max_new_tokens=longest, context_tokens=longest + 64),
-        learner=dict(micro_batch_tokens=8192, optimizer=dict(lr=1e-6)),
+        learner=dict(data_parallel=os.cpu_count(), micro_batch_tokens=8192, optimizer=dict(lr=1e-6)),
         objective=dict(name="clipped"),
         schedule=schedule,
         checkpoint=dict(every=10_000),
