@@ -26,9 +26,9 @@ from rich.progress import Progress
 
 from launch.engines import engine_spec
 from launch.model_new import new_model
-from launch.processes import LoggedProcess, child_environment, log_tail, read_fatal_note, torchrun
+from launch.processes import child_environment, run_ranks, torchrun
 from launch.train import seed_policy
-from pipeline.errors import FatalError, RecipeError
+from pipeline.errors import RecipeError
 from pipeline.ports import Sampling
 from pipeline.recipe import Recipe, recipe_from
 from pipeline.rundir import RunDirectory
@@ -216,13 +216,7 @@ def score_in_ranks(
     (run.path / "rows.json").write_text(json.dumps(rows))
     command = torchrun(recipe.learner.num_processes, "launch.parity_ranks", str(run.path), str(publish))
     env = {**child_environment(), API_KEY_VARIABLE: engine.key}
-    ranks = LoggedProcess.start("parity", command, run.logs / "parity.log", env)
-    try:
-        status = ranks.popen.wait(recipe.learner.step_deadline_s)
-    finally:
-        ranks.stop()
-    if status != 0:
-        raise FatalError(read_fatal_note(run) or f"the learner died: {log_tail(ranks.log)}")
+    run_ranks(run, command, log=run.logs / "parity.log", env=env, deadline_s=recipe.learner.step_deadline_s)
     with np.load(run.path / "scores.npz", allow_pickle=False) as stored:
         names = sorted({key.rpartition(".")[0] for key in stored.files})
         return {name: [stored[f"{name}.{i}"] for i in range(len(rows))] for name in names}

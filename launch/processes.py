@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from pipeline.errors import FATAL_EXIT_CODE, EvenKeelError, FatalError
 from pipeline.rundir import RunDirectory, write_atomically
 
 _PR_SET_PDEATHSIG = 1
+_POLL_S = 0.25
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
@@ -83,6 +85,30 @@ def log_tail(log: Path, lines: int = 8) -> str:
     except OSError:
         return "(no log)"
     return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-lines:])
+
+
+def run_ranks(
+    run: RunDirectory,
+    command: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str],
+    watch: Callable[[], None] = lambda: None,
+    deadline_s: float = math.inf,
+) -> None:
+    """Run ranks to their end, calling `watch` as they go. Raises FatalError with the reason that a rank left, or with
+    the end of the log, when they fail or take longer than `deadline_s`."""
+    fatal_note(run).unlink(missing_ok=True)
+    ranks = LoggedProcess.start(log.stem, command, log, env)
+    give_up = time.monotonic() + deadline_s
+    try:
+        while ranks.popen.poll() is None and time.monotonic() < give_up:
+            watch()
+            time.sleep(_POLL_S)
+    finally:
+        ranks.stop()
+    if ranks.popen.returncode != 0:
+        raise FatalError(read_fatal_note(run) or f"the {log.stem} died: {log_tail(log)}; the same command tries again")
 
 
 def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoReturn:

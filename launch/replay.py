@@ -7,14 +7,13 @@ something that is not in the run directory.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.processes import LoggedProcess, child_environment, fatal_note, log_tail, read_fatal_note, torchrun
+from launch.processes import child_environment, run_ranks, torchrun
 from launch.progress import LiveView
-from pipeline.errors import FatalError, StoreError
+from pipeline.errors import StoreError
 from pipeline.recipe import load_recipe
 from pipeline.rundir import RunDirectory
 
@@ -27,19 +26,9 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     run = RunDirectory(source.parent / f"{source.name}-replay")
     with run.claimed():
         run.freeze(recipe)
-        fatal_note(run).unlink(missing_ok=True)
         command = torchrun(recipe.learner.num_processes, "launch.learn", str(run.path), "--replay", str(source))
-        log = run.logs / "learner.log"
-        learner = LoggedProcess.start("learner", command, log, child_environment())
-        try:
-            with LiveView(run.path, recipe.run.steps) as view:
-                while learner.popen.poll() is None:
-                    view.refresh()
-                    time.sleep(0.25)
-        finally:
-            learner.stop()
-        if learner.popen.returncode != 0:
-            raise FatalError(read_fatal_note(run) or f"the replay's learner died: {log_tail(log)}")
+        with LiveView(run.path, recipe.run.steps) as view:
+            run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)
     found = manifest(run)
     differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     return dict(replay=str(run.path), steps=recipe.run.steps, bit_identical=not differing, differing_tensors=differing)

@@ -16,20 +16,11 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from launch.compose import build_contract, build_tokenizer
-from launch.processes import (
-    LoggedProcess,
-    child_environment,
-    die_with_parent,
-    fatal_note,
-    log_tail,
-    read_fatal_note,
-    run_child,
-    torchrun,
-)
+from launch.processes import child_environment, die_with_parent, run_child, run_ranks, torchrun
 from megatron_bridge.layout import check_layout
 from megatron_bridge.shape import read_hf_config
 from pipeline.checkpoints import Checkpoints
-from pipeline.errors import FatalError, RecipeError, RunConflictError
+from pipeline.errors import RecipeError, RunConflictError
 from pipeline.journal import Journal, read_metrics
 from pipeline.recipe import LearnerSection, Recipe
 from pipeline.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
@@ -62,7 +53,6 @@ def warm_up(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float
     with run.claimed():
         run.freeze(recipe)
         _freeze_batch_size(run, batch_size)
-        fatal_note(run).unlink(missing_ok=True)
         _supervise(run, recipe, out, batch_size)
     last = read_metrics(run.path)[-1]
     return dict(model=str(out), steps=steps, loss=last["loss"], wall_s=round(time.time() - started, 1))
@@ -81,20 +71,16 @@ def _freeze_batch_size(run: RunDirectory, batch_size: int) -> None:
 
 def _supervise(run: RunDirectory, recipe: Recipe, out: Path, batch_size: int) -> None:
     command = torchrun(recipe.learner.num_processes, "launch.sft", str(run.path), str(out), str(batch_size))
-    ranks = LoggedProcess.start("learner", command, run.logs / "learner.log", child_environment())
     columns = TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
-    try:
-        with Progress(*columns, TimeRemainingColumn()) as progress:
-            bar = progress.add_task("starting", total=recipe.run.steps)
-            while ranks.popen.poll() is None:
-                metrics = read_metrics(run.path)
-                if metrics:
-                    progress.update(bar, completed=len(metrics), description=f"loss {metrics[-1]['loss']:.3f}")
-                time.sleep(0.5)
-    finally:
-        ranks.stop()
-    if ranks.popen.returncode != 0:
-        raise FatalError(read_fatal_note(run) or f"warm-up died: {log_tail(ranks.log)}; the same command resumes it")
+    with Progress(*columns, TimeRemainingColumn()) as progress:
+        bar = progress.add_task("starting", total=recipe.run.steps)
+
+        def watch() -> None:
+            metrics = read_metrics(run.path)
+            if metrics:
+                progress.update(bar, completed=len(metrics), description=f"loss {metrics[-1]['loss']:.3f}")
+
+        run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=watch)
 
 
 def demonstrations_of(task: Task, first: int, count: int) -> list[tuple[str, str]]:

@@ -7,7 +7,6 @@ from typing import Any
 from launch.compose import build_prompts, build_quant_map, build_tokenizer
 from launch.local import Supervisor
 from launch.progress import LiveView
-from launch.runs_show import summary
 from megatron_bridge.hf_folder import check_weights
 from megatron_bridge.layout import check_layout
 from megatron_bridge.shape import ModelShape, read_hf_config
@@ -16,6 +15,7 @@ from pipeline.journal import Journal, read_events
 from pipeline.recipe import Recipe
 from pipeline.report import write_report
 from pipeline.rundir import RunDirectory
+from pipeline.summary import summary
 from rollout_sglang.formats_check import check_block_shapes
 
 

@@ -20,7 +20,6 @@ from pipeline.errors import NonFiniteError, StoreError
 
 EventKind = Literal[
     "issued",
-    "accepted",
     "dropped",
     "committed",
     "retried",
