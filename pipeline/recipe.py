@@ -46,7 +46,10 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    path: Path = Field(description="HF folder: config.json, safetensors, tokenizer. Qwen3, Qwen2 or Llama.")
+    path: Path = Field(description="HF folder: config.json, safetensors, tokenizer. Qwen3, Qwen3-MoE, Qwen2 or Llama.")
+    fp32_lm_head: bool = Field(
+        False, description="Learner and engines multiply by the LM head in float32 (ScaleRL), whatever their precision."
+    )
 
 
 class RewardSection(Section):
@@ -136,10 +139,23 @@ class OptimizerSection(Section):
 
 
 class LearnerSection(Section):
+    """Parallel sizes multiply: processes = tensor × context × pipeline × data. Experts are spread over the same ranks."""
+
     tensor_parallel: PositiveInt = 1
+    sequence_parallel: bool = Field(
+        False, description="Split norms and residual stream over tensor parallel ranks; needed by MoE with tensor > 1."
+    )
     pipeline_parallel: PositiveInt = 1
-    data_parallel: PositiveInt = 1
+    virtual_pipeline: PositiveInt = Field(1, description="Model chunks of each pipeline rank (interleaved schedule).")
+    context_parallel: PositiveInt = Field(1, description="Ranks that share each sequence.")
+    data_parallel: PositiveInt = Field(1, description="Ranks that share the batch.")
+    expert_parallel: PositiveInt = Field(1, description="MoE: ranks that share the experts of a layer.")
+    expert_tensor_parallel: PositiveInt = Field(1, description="MoE: ranks that share each expert.")
     distributed_optimizer: bool = Field(True, description="Shard optimizer state over data parallel ranks.")
+    overlap_grad_reduce: bool = Field(True, description="Reduce gradients while the backward pass goes on.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="Activations computed again in the backward pass: none, core attention, or whole layers."
+    )
     precision: Literal["fp32", "bf16"] = "fp32"
     micro_batch_tokens: PositiveInt = Field(8192, description="Padded tokens of a micro-batch, at most.")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
@@ -147,7 +163,7 @@ class LearnerSection(Section):
 
     @property
     def num_processes(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.data_parallel
 
 
 class P3OSection(Section):
@@ -189,9 +205,19 @@ ScheduleSection = Annotated[SyncSchedule | AsyncSchedule | StagedSchedule, Field
 
 
 class WeightsSection(Section):
-    channel: Literal["disk"] = "disk"
+    channel: Literal["disk", "broadcast"] = Field(
+        "disk",
+        description="disk: engines load a folder. broadcast: learner ranks send to the engines through process groups "
+        "(gloo on a CPU, NCCL on GPUs); the folder is then written behind the engines' back, for those that restart.",
+    )
+    bucket_mib: PositiveInt = Field(256, description="broadcast: tensors sent together, at most.")
     keep: PositiveInt = Field(2, description="Published policies kept on disk, beside the one that is served.")
     publish_deadline_s: PositiveFloat = Field(600.0, description="Longest wait for one engine to serve new weights.")
+    probe_max_gap_nats: PositiveFloat | None = Field(
+        None,
+        description="An engine whose prefill log-probabilities of the probe differ from the learner's by more than "
+        "this, in the mean, gets no requests. Default: by rollout.precision.",
+    )
 
 
 class CheckpointSection(Section):
