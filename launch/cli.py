@@ -211,6 +211,36 @@ def verify_parity(
     raise typer.Exit(0 if result["ok"] else 1)
 
 
+@verify_app.command("layouts")
+def verify_layouts(
+    models: Annotated[str, typer.Option(help="dense, experts, or both by comma.")] = "dense,experts",
+    layouts: Annotated[
+        str | None,
+        typer.Option(
+            help="By comma, for example TP2,TP2×SP×CP2,PP2×VPP2. Sizes: TPn PPn VPPn CPn DPn EPn ETPn; words: SP, "
+            "RECOMPUTE (full), SELECTIVE, PLAIN (no distributed optimizer); MBn: n rows a micro-batch. Default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="Largest relative difference allowed.")] = 1e-5,
+    as_json: AsJson = False,
+) -> None:
+    """Train three float32 steps in every parallel layout and compare loss, gradient norm, ESS and weight changes with
+    those of one process.
+
+    Makes its own tiny models; needs no engine. Exits 1 when a difference exceeds the tolerance.
+    """
+    from launch.layouts import render
+    from launch.layouts import verify_layouts as compare
+
+    result = compare(models.split(","), layouts.split(",") if layouts else None, tolerance)
+    if as_json:
+        emit(result)
+    else:
+        render(result)
+    raise typer.Exit(0 if result["ok"] else 1)
+
+
 @verify_app.command("history")
 def verify_history(run: RunPath, as_json: AsJson = False) -> None:
     """Read every batch: no group lost or duplicated, every token of a version that the schedule allows."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import secrets
 import tempfile
 from collections.abc import Sequence
@@ -25,10 +24,10 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from launch.engines import engine_spec
+from launch.layout_names import parse_layout
 from launch.model_new import new_model
 from launch.processes import child_environment, run_ranks, torchrun
 from launch.train import seed_policy
-from pipeline.errors import RecipeError
 from pipeline.ports import Sampling
 from pipeline.recipe import Recipe, recipe_from
 from pipeline.rundir import RunDirectory
@@ -38,7 +37,6 @@ from rollout_sglang.server import start
 from rollout_sglang.stock_server import API_KEY_VARIABLE
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 16, 24, 24, 2
-LAYOUT = re.compile(r"^(TP|PP|DP)(\d+)$")
 FP8_FORMATS = ("fp8_tensor", "fp8_block")
 
 
@@ -83,18 +81,6 @@ def parity(model: Path | None, layouts: Sequence[str], tolerance: float) -> dict
         fp8=fp8,
         ok=bool(worst <= tolerance and closed >= 0.9),
     )
-
-
-def parse_layout(name: str) -> dict[str, int]:
-    """ "TP2×PP2" → learner sizes."""
-    sizes = {}
-    for part in re.split(r"[×x]", name):
-        match = LAYOUT.match(part)
-        if match is None:
-            raise RecipeError(f"--layouts: {part!r} is not TPn, PPn or DPn; for example TP1,TP2,TP2xPP2")
-        field = dict(TP="tensor_parallel", PP="pipeline_parallel", DP="data_parallel")[match[1]]
-        sizes[field] = int(match[2])
-    return sizes
 
 
 def compare_fp32(

@@ -6,6 +6,7 @@ import ctypes
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from pipeline.rundir import RunDirectory, write_atomically
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
+_RAISED = re.compile(r"^(\[rank\d+\]: ?)?(error: |[\w.]*(Error|Exception|Interrupt)\b: )")
+"""A line on which Python, or this program, says what went wrong."""
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
@@ -79,12 +82,15 @@ def torchrun(num_processes: int, module: str, *arguments: str) -> list[str]:
 
 
 def log_tail(log: Path, lines: int = 8) -> str:
-    """The last non-empty lines of a log, joined for a one-line message."""
+    """Why a process ended, for a one-line message: its last exception, or else the last non-empty lines of its log."""
     try:
         text = log.read_text(errors="replace")
     except OSError:
         return "(no log)"
-    return " | ".join([line.strip() for line in text.splitlines() if line.strip()][-lines:])
+    said = [line.strip() for line in text.splitlines() if line.strip()]
+    # torchrun ends a log with a long account of its own, in which its exception comes last and says nothing.
+    raised = [line for line in said if _RAISED.match(line) and "ChildFailedError" not in line]
+    return raised[-1] if raised else " | ".join(said[-lines:])
 
 
 def run_ranks(

@@ -1,10 +1,11 @@
 """Flat, ragged batch → this data parallel rank's padded micro-batches, and back.
 
     samples ──longest first, to the least loaded rank──▶ shares ──longest first, until full──▶ micro-batches [b, s]
+                                                                  ──columns──▶ context parallel ranks [b, s / ranks]
 
 The partition depends on lengths only, so every rank works out the whole plan by itself and all agree. A position of a
 micro-batch predicts the next token: `labels[i, t]` follows `tokens[i, t]`. Every rank gets the same number of
-micro-batches; a rank that runs out gets one that is masked out entirely.
+micro-batches; a rank that runs out gets ones that are masked out entirely.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -83,6 +85,10 @@ class MicroBatch:
         """Write values [batch, sequence] to their places in `flat` [predicted]."""
         flat[self.index[self.mask]] = values[self.mask].to(flat.dtype)
 
+    def columns(self, positions: Tensor) -> MicroBatch:
+        """The same rows at some positions only."""
+        return MicroBatch(**{name: getattr(self, name)[:, positions] for name in self.__dataclass_fields__})
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on another device."""
         return MicroBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
@@ -97,27 +103,55 @@ class Plan:
     """Padded positions ÷ all positions, over all ranks."""
 
 
-def plan_micro_batches(rows: TokenRows, *, micro_batch_tokens: int, num_ranks: int, rank: int) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How a batch is divided over ranks, and what Megatron asks of the pieces."""
+
+    data_ranks: int = 1
+    data_rank: int = 0
+    context_ranks: int = 1
+    context_rank: int = 0
+    width_multiple: int = 1
+    """Of a micro-batch's padded width, over all context parallel ranks."""
+    count_multiple: int = 1
+    """Of the number of micro-batches."""
+
+
+def plan_micro_batches(rows: TokenRows, *, micro_batch_tokens: int, split: Split) -> Plan:
     """Partition `rows` over data parallel ranks and micro-batches of at most `micro_batch_tokens` padded tokens.
 
     Raises RecipeError when a single row does not fit.
     """
-    widths = np.maximum(rows.lengths - 1, 1)  # the last token predicts nothing
+    # The last token predicts nothing.
+    widths = _rounded_up(np.maximum(rows.lengths - 1, 1), split.width_multiple)
     if len(widths) and widths.max() > micro_batch_tokens:
         raise RecipeError(
-            f"a sample of {widths.max() + 1} tokens does not fit in learner.micro_batch_tokens {micro_batch_tokens}; "
-            "raise it"
+            f"a sample of {rows.lengths.max()} tokens, padded to {widths.max()}, does not fit in "
+            f"learner.micro_batch_tokens {micro_batch_tokens}; raise it"
         )
-    shares = [_fill(share, widths, micro_batch_tokens) for share in _share(widths, num_ranks)]
-    steps = max(1, max(len(share) for share in shares))
+    shares = [_fill(share, widths, micro_batch_tokens) for share in _share(widths, split.data_ranks)]
+    steps = _rounded_up(max(1, max(len(share) for share in shares)), split.count_multiple)
     real = int(np.maximum(rows.lengths - 1, 0).sum())
     padded = sum(int(widths[group[0]]) * len(group) for share in shares for group in share)
-    padded += sum(steps - len(share) for share in shares)  # a dummy is one position
-    mine = [*shares[rank], *([[]] * (steps - len(shares[rank])))]
+    padded += sum(steps - len(share) for share in shares) * split.width_multiple  # a dummy is as narrow as may be
+    mine = [*shares[split.data_rank], *([[]] * (steps - len(shares[split.data_rank])))]
     return Plan(
-        micro_batches=tuple(_micro_batch(rows, group) for group in mine),
+        micro_batches=tuple(_on_context_rank(_micro_batch(rows, group, split), split) for group in mine),
         padding_share=1.0 - real / padded if padded else 0.0,
     )
+
+
+Count = TypeVar("Count", int, NDArray[np.int64])
+
+
+def _rounded_up(count: Count, multiple: int) -> Count:
+    return -(-count // multiple) * multiple
+
+
+def _on_context_rank(whole: MicroBatch, split: Split) -> MicroBatch:
+    if split.context_ranks == 1:
+        return whole
+    return whole.columns(zigzag_positions(whole.tokens.shape[1], split.context_ranks, split.context_rank))
 
 
 def _share(widths: NDArray[np.int64], num_ranks: int) -> list[list[int]]:
@@ -142,9 +176,9 @@ def _fill(share: list[int], widths: NDArray[np.int64], budget: int) -> list[list
     return groups
 
 
-def _micro_batch(rows: TokenRows, group: Sequence[int]) -> MicroBatch:
+def _micro_batch(rows: TokenRows, group: Sequence[int], split: Split) -> MicroBatch:
     lengths, offsets = rows.lengths, rows.offsets
-    width = max([1, *(int(lengths[row]) - 1 for row in group)])
+    width = _rounded_up(max([1, *(int(lengths[row]) - 1 for row in group)]), split.width_multiple)
     size = (max(1, len(group)), width)
     tokens, labels, index = (np.zeros(size, np.int64) for _ in range(3))
     mask = np.zeros(size, np.bool_)
@@ -164,3 +198,9 @@ def _micro_batch(rows: TokenRows, group: Sequence[int]) -> MicroBatch:
         mask=torch.from_numpy(mask),
         index=torch.from_numpy(index),
     )
+
+
+def zigzag_positions(length: int, num_ranks: int, rank: int) -> Tensor:
+    """int64 [length / num_ranks]: the positions that `rank` holds. `length` must be a multiple of 2 × num_ranks."""
+    pieces = torch.arange(length).chunk(2 * num_ranks)
+    return torch.cat([pieces[rank], pieces[2 * num_ranks - 1 - rank]]) if num_ranks > 1 else torch.arange(length)

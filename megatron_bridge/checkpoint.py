@@ -60,7 +60,8 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
         raise CorruptCheckpointError(
             f"{directory} is not a complete checkpoint ({' '.join(str(error).split())[:300]}); use an older one"
         ) from error
-    model[0].module.load_state_dict(loaded["model"], strict=True)
+    for name, chunk in _named_chunks(model):
+        chunk.load_state_dict(loaded[name], strict=True)
     optimizer.load_state_dict(loaded["optimizer"])
     _unshare_steps(optimizer)
     if same_layout:
@@ -82,10 +83,19 @@ def _unshare_steps(optimizer: Any) -> None:
 
 
 def _sharded_state(model: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {"model": model[0].module.sharded_state_dict()}
+    state: dict[str, Any] = {name: chunk.sharded_state_dict() for name, chunk in _named_chunks(model)}
     metadata = {"metadata": _RESHARDABLE} if _distributed_parts(optimizer) else {}
-    state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=is_loading, **metadata)
+    weights = dict(state) if len(model) > 1 else state["model"]
+    state["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=is_loading, **metadata)
     return state
+
+
+def _named_chunks(model: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The names are Megatron's. They are local: on disk a tensor is named by its layer in the whole model, so that
+    virtual stages reshard like any others."""
+    if len(model) == 1:
+        return [("model", model[0].module)]
+    return [(f"model{index}", chunk.module) for index, chunk in enumerate(model)]
 
 
 def _rng_object(data: dict[str, Any] | None) -> ShardedObject:

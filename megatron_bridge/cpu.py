@@ -72,6 +72,7 @@ def _on_cpu(allocate: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)  # memory from which a GPU could copy by itself
         return allocate(*args, **kwargs)
 
     return allocate_on_cpu

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_bridge import checkpoint, passes, weights
 from megatron_bridge.agree import RankZero
-from megatron_bridge.batches import Plan, TokenRows, plan_micro_batches
+from megatron_bridge.batches import Plan, Split, TokenRows, plan_micro_batches
 from megatron_bridge.layout import Layout, check_layout, initialise
 from megatron_bridge.model import build_chunks
 from megatron_bridge.optimizer import (
@@ -54,6 +54,7 @@ class MegatronLearner:
         *,
         temperature: float,
         total_steps: int,
+        fp32_lm_head: bool = False,
     ) -> None:
         """Build model and optimizer in the parallel state as it is: use `create`, which makes that state too."""
         self.model_folder = model_folder
@@ -62,7 +63,16 @@ class MegatronLearner:
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
-        chunks = build_chunks(self.shape, _DTYPES[learner.precision], temperature)
+        self.layout = Layout.of(learner)
+        """The parallel sizes in use."""
+        chunks = build_chunks(
+            self.shape,
+            self.layout,
+            _DTYPES[learner.precision],
+            temperature,
+            recompute=learner.recompute,
+            fp32_lm_head=fp32_lm_head,
+        )
         weights.load_hf(chunks, self.shape, model_folder)
         self.model, self.optimizer = wrap_and_optimise(chunks, learner)
         self.step = 0
@@ -81,6 +91,7 @@ class MegatronLearner:
         temperature: float,
         seed: int,
         total_steps: int,
+        fp32_lm_head: bool = False,
     ) -> MegatronLearner:
         """Join the process group, load the HF folder, build the optimizer.
 
@@ -89,17 +100,19 @@ class MegatronLearner:
         """
         check_layout(read_hf_config(model_folder), learner)
         initialise(Layout.of(learner), seed, learner.step_deadline_s)
-        return MegatronLearner(model_folder, learner, objective, temperature=temperature, total_steps=total_steps)
+        return MegatronLearner(
+            model_folder,
+            learner,
+            objective,
+            temperature=temperature,
+            total_steps=total_steps,
+            fp32_lm_head=fp32_lm_head,
+        )
 
     @property
     def speaks(self) -> bool:
         """True on global rank 0."""
         return dist.get_rank() == 0
-
-    @property
-    def layout(self) -> Layout:
-        """The parallel sizes in use."""
-        return Layout.of(self.section)
 
     def logprobs(self, batch: Batch) -> Scored:
         """Score the batch at the present weights; `local` holds the log-probabilities, float32 [responses]."""
@@ -181,8 +194,14 @@ class MegatronLearner:
         return plan_micro_batches(
             rows,
             micro_batch_tokens=self.section.micro_batch_tokens,
-            num_ranks=parallel_state.get_data_parallel_world_size(),
-            rank=parallel_state.get_data_parallel_rank(),
+            split=Split(
+                data_ranks=parallel_state.get_data_parallel_world_size(),
+                data_rank=parallel_state.get_data_parallel_rank(),
+                context_ranks=parallel_state.get_context_parallel_world_size(),
+                context_rank=parallel_state.get_context_parallel_rank(),
+                width_multiple=self.layout.sequence_multiple,
+                count_multiple=self.layout.micro_batch_multiple,
+            ),
         )
 
     def _score(self, rows: TokenRows) -> passes.Gathered:

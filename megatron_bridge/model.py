@@ -7,7 +7,7 @@ runs the TE path.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -16,11 +16,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_bridge.context_attention import GatheredAttention
+from megatron_bridge.layout import Layout
 from megatron_bridge.shape import ModelShape
 from megatron_bridge.vocab_parallel import vocab_parallel_logprobs
 
@@ -31,6 +34,15 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class FP32OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
+    """The LM head, multiplied in float32 whatever its storage (ScaleRL). The parameter stays as it is."""
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
+        """`input_` [sequence, batch, hidden] → (logits float32 [sequence, batch, vocab/tp], None)."""
+        head = self.weight if weight is None else weight
+        return super().forward(input_.float(), head.float(), **kwargs)
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -58,68 +70,70 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def build_chunks(shape: ModelShape, dtype: torch.dtype, temperature: float) -> list[PolicyModel]:
-    """The model chunks of this rank (one: virtual pipelining is not used), randomly initialised.
+def build_chunks(
+    shape: ModelShape,
+    layout: Layout,
+    dtype: torch.dtype,
+    temperature: float,
+    *,
+    recompute: Literal["none", "selective", "full"] = "none",
+    fp32_lm_head: bool = False,
+) -> list[PolicyModel]:
+    """The model chunks of this rank, one for each virtual pipeline stage, randomly initialised.
 
-    Megatron's parallel state must exist. `temperature` divides the logits before log-probabilities are taken.
+    Megatron's parallel state must be that of `layout`. `temperature` divides the logits before log-probabilities are
+    taken.
     """
-    config = transformer_config(shape, dtype)
+    config = transformer_config(shape, layout, dtype, recompute)
+    chunks = [_chunk(shape, config, stage if layout.virtual > 1 else None) for stage in range(layout.virtual)]
+    for chunk in chunks:
+        chunk.temperature = temperature
+        if fp32_lm_head and chunk.post_process:
+            chunk.output_layer.__class__ = FP32OutputLayer
+        if torch.cuda.is_available():
+            chunk.cuda(torch.cuda.current_device())
+    return chunks
+
+
+def _chunk(shape: ModelShape, config: TransformerConfig, virtual_stage: int | None) -> PolicyModel:
     rope = (
         {} if shape.rope_scaling is None else {"rope_scaling": True, "rope_scaling_factor": shape.rope_scaling.factor}
     )
-    model = PolicyModel(
+    return PolicyModel(
         config=config,
-        transformer_layer_spec=_block_spec(config, shape),
+        transformer_layer_spec=_block_spec(config, shape, virtual_stage),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
+        vp_stage=virtual_stage,
         **rope,
     )
-    model.temperature = temperature
-    if torch.cuda.is_available():
-        model.cuda(torch.cuda.current_device())
-    return [model]
 
 
-def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's configuration of this architecture, for the parallel state as it is."""
+def transformer_config(
+    shape: ModelShape, layout: Layout, dtype: torch.dtype, recompute: Literal["none", "selective", "full"] = "none"
+) -> TransformerConfig:
+    """Megatron's configuration of this architecture in this layout."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=shape.qk_norm,
-        add_qkv_bias=shape.qkv_bias,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attention_softmax_in_fp32=True,
+        **_architecture(shape),
+        **_parallel(layout, on_gpu),
+        **_recompute(recompute),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        attention_softmax_in_fp32=True,
         # The objective divides by the tokens of the whole step, so gradients are summed, never averaged.
         calculate_per_token_loss=True,
-        # Micro-batches differ in length; Megatron allows that with this dispatcher only, dense models included.
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
         # False would leave parameters without their tensor parallel attributes.
         perform_initialization=True,
         use_cpu_initialization=not on_gpu,
-        bias_activation_fusion=on_gpu,
+        bias_activation_fusion=on_gpu and shape.experts is None,
         bias_dropout_fusion=on_gpu,
         apply_rope_fusion=on_gpu and uses_transformer_engine(),
         masked_softmax_fusion=False,
@@ -127,20 +141,89 @@ def transformer_config(shape: ModelShape, dtype: torch.dtype) -> TransformerConf
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
         barrier_with_L1_time=False,
-        # gloo sends asynchronously from memory that deallocation would free under it.
-        deallocate_pipeline_outputs=on_gpu,
-        batch_p2p_comm=True,
-        batch_p2p_sync=on_gpu,
     )
 
 
-def _block_spec(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:
+def _architecture(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "qk_layernorm": shape.qk_norm,
+        "add_qkv_bias": shape.qkv_bias,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        **_experts(shape),
+    }
+
+
+def _experts(shape: ModelShape) -> dict[str, Any]:
+    # Micro-batches differ in length; Megatron allows that with this dispatcher only, dense models included.
+    dispatcher = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}
+    if shape.experts is None:
+        return dispatcher
+    return dispatcher | {
+        "num_moe_experts": shape.experts.count,
+        "moe_router_topk": shape.experts.per_token,
+        "moe_ffn_hidden_size": shape.experts.ffn_size,
+        # The softmax over all experts, then the best; dividing their weights by the sum is the softmax over the best.
+        "moe_router_pre_softmax": not shape.experts.normalised,
+        "moe_router_dtype": "fp32",
+        # A policy must stay where its reward puts it: no pull towards even loads.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": uses_transformer_engine(),
+    }
+
+
+def _parallel(layout: Layout, on_gpu: bool) -> dict[str, Any]:
+    interleaved = layout.virtual > 1
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "sequence_parallel": layout.sequence,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual if interleaved else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        # gloo sends asynchronously from memory that deallocation would free under it. With virtual stages that is
+        # silent: the loss comes out wrong. There gloo also mixes up batched sends of different chunks.
+        "deallocate_pipeline_outputs": on_gpu,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "batch_p2p_sync": on_gpu,
+    }
+
+
+def _recompute(recompute: Literal["none", "selective", "full"]) -> dict[str, Any]:
+    if recompute == "none":
+        return {}
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _block_spec(config: TransformerConfig, shape: ModelShape, virtual_stage: int | None) -> ModuleSpec:
+    experts = None if shape.experts is None else shape.experts.count
     if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
-    layer = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=shape.qk_norm
+        )
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
     modules = layer.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+    attention = modules.self_attention.submodules
     if shape.qk_norm:
-        modules.self_attention.submodules.q_layernorm = RMSNorm
-        modules.self_attention.submodules.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.context_parallel_size > 1:
+        attention.core_attention = GatheredAttention
+    num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -21,9 +21,16 @@ def wrap_and_optimise(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
     """
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=learner.distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=learner.distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=learner.overlap_grad_reduce,
     )
-    model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+    model = [
+        # Buckets let the reduction begin before the backward pass of a chunk ends. Later virtual chunks need none:
+        # their reduction runs beside the backward passes of the chunks before them.
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
     section = learner.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -42,6 +49,12 @@ def wrap_and_optimise(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
         model,
     )
     config.finalize_model_grads_func = finalize_model_grads
+    if learner.overlap_grad_reduce:
+        # Only the last micro-batch's backward pass may send gradients.
+        config.no_sync_func = [chunk.no_sync for chunk in model]
+        config.grad_sync_func = [chunk.start_grad_sync for chunk in model]
+        if len(model) == 1:
+            config.no_sync_func, config.grad_sync_func = config.no_sync_func[0], config.grad_sync_func[0]
     return model, optimizer
 
 

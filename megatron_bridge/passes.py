@@ -182,12 +182,14 @@ def _run(
         return output, partial(on_output, micro_batch)
 
     first = plan.micro_batches[0]
+    context_ranks = parallel_state.get_context_parallel_world_size()
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(plan.micro_batches),
+        # Every virtual stage reads the same micro-batches; a list is how the interleaved schedule takes them.
+        data_iterator=[iter(plan.micro_batches) for _ in model],
         model=list(model),
         num_microbatches=len(plan.micro_batches),
-        seq_length=first.tokens.shape[1],
+        seq_length=first.tokens.shape[1] * context_ranks,
         micro_batch_size=first.tokens.shape[0],
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
