@@ -27,31 +27,41 @@ CONTRACT = LogprobContract(temperature=TEMPERATURE, top_p=1.0, top_k=-1, scaled=
 
 
 def measure(folder: Path) -> None:
-    """Write NAME.npz for each case of cases.json: loss, grad_norm, ess [steps]; weight_change [parameters]."""
+    """Write NAME.npz for each case of cases.json: loss, grad_norm, ess [steps taken]; weight_change [parameters]."""
     for case in json.loads((folder / "cases.json").read_text()):
         section = LearnerSection(**case["learner"])
         check_layout(read_hf_config(folder / case["model"]), section)
         initialise(Layout.of(section), seed=0, deadline_s=section.step_deadline_s)
         learner = MegatronLearner(folder / case["model"], section, P3O(), temperature=TEMPERATURE, total_steps=STEPS)
-        found = three_steps(learner)
+        found = three_steps(learner, folder / f"{case['model']}.checkpoint", case["checkpoint"])
         if learner.speaks:
             with (folder / f"{case['name']}.npz.tmp").open("wb") as file:
-                np.savez(file, **found)
+                np.savez(file, **found)  # type: ignore[arg-type]
             (folder / f"{case['name']}.npz.tmp").rename(folder / f"{case['name']}.npz")
         leave_layout()
 
 
-def three_steps(learner: MegatronLearner) -> dict[str, NDArray[np.float64]]:
-    """Train on three batches of uneven rows."""
+def three_steps(learner: MegatronLearner, checkpoint: Path, use: str) -> dict[str, NDArray[np.float64]]:
+    """Train on three batches of uneven rows; with `use` the checkpoint is saved, or loaded, after two."""
     before = weights(learner)
     rows: list[dict[str, Any]] = []
     for step in range(STEPS):
-        batch = make_batch(step, vocabulary=learner.shape.vocab_size)
-        scored = learner.logprobs(batch)
-        metrics = learner.update(batch, advantages(batch), scored).metrics
-        rows.append({**metrics, "ess": scored.statistics["ess"]})
+        if step == STEPS - 1 and use == "saved":
+            learner.save(checkpoint)
+        if step == STEPS - 1 and use == "loaded":
+            learner.load(checkpoint)
+        if use != "loaded" or step == STEPS - 1:
+            rows.append(train(learner, step))
     curves = {name: np.array([row[name] for row in rows], np.float64) for name in ("loss", "grad_norm", "ess")}
     return curves | {"weight_change": weights(learner) - before}
+
+
+def train(learner: MegatronLearner, step: int) -> dict[str, float]:
+    """One optimizer step."""
+    batch = make_batch(step, vocabulary=learner.shape.vocab_size)
+    scored = learner.logprobs(batch)
+    metrics = learner.update(batch, (batch.reward - batch.reward.mean()).astype(np.float32), scored).metrics
+    return {**metrics, "ess": scored.statistics["ess"]}
 
 
 def weights(learner: MegatronLearner) -> NDArray[np.float64]:
@@ -59,11 +69,6 @@ def weights(learner: MegatronLearner) -> NDArray[np.float64]:
     named = {name: tensor.to("cpu", torch.float64, copy=True).flatten() for name, tensor in learner.named_weights()}
     vector: NDArray[np.float64] = torch.cat([named[name] for name in sorted(named)]).numpy()
     return vector
-
-
-def advantages(batch: Batch) -> NDArray[np.float32]:
-    """float32 [samples]"""
-    return (batch.reward - batch.reward.mean()).astype(np.float32)
 
 
 def make_batch(seed: int, vocabulary: int) -> Batch:

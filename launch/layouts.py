@@ -2,6 +2,7 @@
 
     one process, one micro-batch ──three steps──▶ loss, gradient norm, ESS, change of every weight      the reference
     each layout ─────────────────three steps──▶ the same ──▶ largest relative difference
+    four processes ──two steps──▶ checkpoint ──loaded by other layouts──▶ the third step ──▶ the same
 
 Everything is float32 and real: Megatron-Core over gloo (NCCL on GPUs), the product's own learner, batches of uneven
 length. Layouts of equal size run one after another in the same processes.
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from rich.table import Table
 from launch.layout_names import parse_layout
 from launch.model_new import new_model
 from launch.processes import child_environment, run_ranks, torchrun
+from pipeline.errors import RecipeError
 from pipeline.recipe import LearnerSection, OptimizerSection
 from pipeline.rundir import RunDirectory, write_atomically
 
@@ -56,17 +58,22 @@ EXPERTS = ("one×MB2", "EP2", "PP2×VPP2", "TP2×SP", "TP2×SP×ETP2", "CP2×EP2
 """EPn spreads experts over n data parallel ranks when no other ranks are named."""
 
 
+SAVERS = {"dense": "TP2×PP2", "experts": "PP2×EP2"}
+LOADERS = {"dense": ("one", "TP2", "PP2", "PP2×VPP2", "DP2"), "experts": ("one", "EP2", "TP2×SP")}
+
+
 @dataclass(frozen=True)
 class Case:
     """A model in a layout."""
 
     model: str
     layout: str
-    learner: LearnerSection
+    checkpoint: Literal["", "saved", "loaded"] = ""
+    """What is done with the model's checkpoint before the third step."""
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.layout}"
+        return " ".join([self.model, self.layout, self.checkpoint]).strip()
 
 
 QUANTITIES = ("loss", "grad_norm", "ess", "weight_change")
@@ -81,18 +88,24 @@ def verify_layouts(models: Sequence[str], layouts: Sequence[str] | None, toleran
             write_model(folder / model, experts=model == "experts")
         run_cases(folder, cases)
         differences = {
-            case.name: compare(read(folder, f"{case.model} one"), read(folder, case.name))
+            case.name: compare(read(folder, Case(case.model, "one").name), read(folder, case.name))
             for case in cases
-            if case.layout != "one"
+            if case != Case(case.model, "one")
         }
     worst = max(value for row in differences.values() for value in row.values())
     return dict(worst_relative_difference=worst, tolerance=tolerance, layouts=differences, ok=bool(worst <= tolerance))
 
 
 def build_cases(model: str, layouts: Sequence[str] | None) -> list[Case]:
-    """The reference and the layouts to compare with it."""
+    """The reference and what to compare with it; the checkpoint is tried when all layouts are."""
+    if model not in SAVERS:
+        raise RecipeError(f"--models: {model!r} is not one of {', '.join(SAVERS)}")
     names = layouts or (EXPERTS if model == "experts" else DENSE)
-    return [Case(model, name, section(name)) for name in ("one", *(name for name in names if name != "one"))]
+    cases = [Case(model, name) for name in ("one", *(name for name in names if name != "one"))]
+    if layouts is None:
+        cases.append(Case(model, SAVERS[model], "saved"))
+        cases += [Case(model, name, "loaded") for name in LOADERS[model]]
+    return cases
 
 
 def section(name: str) -> LearnerSection:
@@ -118,16 +131,18 @@ def write_model(folder: Path, *, experts: bool) -> None:
 
 
 def run_cases(folder: Path, cases: Iterable[Case]) -> None:
-    """One torchrun for each number of processes."""
+    """One torchrun for each number of processes; the largest first, for it saves what the others load."""
     by_size: dict[int, list[Case]] = defaultdict(list)
     for case in cases:
-        by_size[case.learner.num_processes].append(case)
+        by_size[section(case.layout).num_processes].append(case)
     run = RunDirectory(folder)
     run.logs.mkdir()
     with Progress(transient=True) as progress:
         bar = progress.add_task("layouts", total=sum(len(same) for same in by_size.values()))
-        for size, same in sorted(by_size.items()):
-            orders = [dict(name=c.name, model=c.model, learner=c.learner.model_dump(mode="json")) for c in same]
+        for size, same in sorted(by_size.items(), reverse=True):
+            orders = [
+                dict(vars(case), name=case.name, learner=section(case.layout).model_dump(mode="json")) for case in same
+            ]
             write_atomically(folder / "cases.json", json.dumps(orders))
             run_ranks(
                 run,
@@ -146,17 +161,17 @@ def read(folder: Path, name: str) -> dict[str, NDArray[np.float64]]:
 
 
 def compare(reference: dict[str, NDArray[np.float64]], found: dict[str, NDArray[np.float64]]) -> dict[str, float]:
-    """Quantity → largest |found − reference| / |reference| over the steps; for the change of the weights, the L2 norm
-    of the difference over that of the change."""
-    scalars = {
-        name: float(np.max(np.abs(found[name] - reference[name]) / np.abs(reference[name])))
-        for name in QUANTITIES
-        if name != "weight_change"
-    }
-    moved = np.linalg.norm(reference["weight_change"])
-    return scalars | {
-        "weight_change": float(np.linalg.norm(found["weight_change"] - reference["weight_change"]) / moved)
-    }
+    """Quantity → largest |found − reference| / |reference| over the steps that were taken; for the change of the
+    weights, the L2 norm of the difference over that of the change."""
+    differences = {}
+    for name in QUANTITIES:
+        theirs, ours = reference[name], found[name]
+        if name == "weight_change":
+            differences[name] = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+        else:
+            last = theirs[-len(ours) :]
+            differences[name] = float(np.max(np.abs(ours - last) / np.abs(last)))
+    return differences
 
 
 def render(result: dict[str, Any]) -> None:

@@ -8,10 +8,11 @@ from launch.compose import build_prompts, build_quant_map, build_tokenizer
 from launch.local import Supervisor
 from launch.progress import LiveView
 from megatron_bridge.hf_folder import check_weights
-from megatron_bridge.layout import check_layout
+from megatron_bridge.layout import check_layout, check_longest_sample
 from megatron_bridge.shape import ModelShape, read_hf_config
 from pipeline.errors import RecipeError
 from pipeline.journal import Journal, read_events
+from pipeline.proof import Proof
 from pipeline.recipe import Recipe
 from pipeline.report import write_report
 from pipeline.rundir import RunDirectory
@@ -38,6 +39,7 @@ def preflight(recipe: Recipe) -> None:
     """Everything that would otherwise fail minutes later, in a process whose log nobody reads."""
     config = read_hf_config(recipe.model.path)
     check_layout(config, recipe.learner)
+    check_longest_sample(recipe.learner, recipe.rollout.context_tokens)
     if recipe.rollout.precision == "fp8_block":
         check_block_shapes(config, recipe.rollout.tensor_parallel)
     tokenizer = build_tokenizer(recipe)
@@ -56,11 +58,16 @@ def is_finished(run: RunDirectory) -> bool:
 
 
 def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
-    """Version 0 straight from the model folder, so that engines and learner can start side by side."""
-    if (run.policies / "PUBLISHED").exists():
+    """Version 0 straight from the model folder, so that engines and learner can start side by side.
+
+    No learner has scored a probe of it: engines prove it by their checksums alone.
+    """
+    if run.is_published():
         return
+    from launch.proofs import digests_of
     from megatron_bridge.policy_files import hf_tensors, write_policy
 
-    source = recipe.model.path
-    write_policy(hf_tensors(source), source, run.policy_directory(0), build_quant_map(recipe))
+    source, folder, digests = recipe.model.path, run.policy_directory(0), digests_of(recipe)
+    write_policy(hf_tensors(source), source, folder, build_quant_map(recipe), digests=digests)
+    Proof(version=0, digests=() if digests is None else digests.digests()).save(folder)
     run.set_published(0)

@@ -1,11 +1,12 @@
-"""Flat, ragged batch → this data parallel rank's padded micro-batches, and back.
+"""Flat, ragged batch → this rank's packed micro-batches, and back.
 
-    samples ──longest first, to the least loaded rank──▶ shares ──longest first, until full──▶ micro-batches [b, s]
-                                                                  ──columns──▶ context parallel ranks [b, s / ranks]
+    samples ──longest first, to the least loaded──▶ data parallel ranks ──likewise──▶ micro-batches of packed rows
+                                                                ──two pieces of every row──▶ context parallel ranks
 
-The partition depends on lengths only, so every rank works out the whole plan by itself and all agree. A position of a
-micro-batch predicts the next token: `labels[i, t]` follows `tokens[i, t]`. Every rank gets the same number of
-micro-batches; a rank that runs out gets ones that are masked out entirely.
+The partition depends on lengths only, so every rank works out the whole plan by itself and all agree. Rows follow one
+another without padding between them, but for what context and sequence parallelism need to divide them evenly. A
+position predicts the next token: `labels[0, t]` follows `tokens[0, t]`. Every rank gets the same number of
+micro-batches; a rank with too few rows gets some that are masked out entirely.
 """
 
 from __future__ import annotations
@@ -62,35 +63,38 @@ class TokenRows:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Padded rows; all fields [batch, sequence]."""
+    """Packed rows. Tensors are [1, tokens] (of this context parallel rank) but for `row_ends`."""
 
     tokens: Tensor
     """int64; 0 where padded."""
     labels: Tensor
     """int64, the token that follows; 0 where padded."""
     positions: Tensor
-    """int64"""
+    """int64, within the row."""
     mask: Tensor
     """bool, True where the label is a predicted (response) token."""
     index: Tensor
     """int64, place of the label in the flat order; 0 where `mask` is False."""
+    row_ends: Tensor
+    """int32 [rows + 1], where the rows begin and end over all context parallel ranks together, from 0."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, padding included."""
+        return int(self.row_ends.diff().max())
 
     def scatter(self, flat: Tensor) -> Tensor:
-        """Flat values [predicted] laid out as [batch, sequence]; 0 where masked out."""
+        """Flat values [predicted] laid out as [1, tokens]; 0 where masked out."""
         if flat.numel() == 0:
             return torch.zeros(self.mask.shape, dtype=flat.dtype, device=flat.device)
         return torch.where(self.mask, flat[self.index], 0)
 
     def gather_into(self, flat: Tensor, values: Tensor) -> None:
-        """Write values [batch, sequence] to their places in `flat` [predicted]."""
+        """Write values [1, tokens] to their places in `flat` [predicted]."""
         flat[self.index[self.mask]] = values[self.mask].to(flat.dtype)
 
-    def columns(self, positions: Tensor) -> MicroBatch:
-        """The same rows at some positions only."""
-        return MicroBatch(**{name: getattr(self, name)[:, positions] for name in self.__dataclass_fields__})
-
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same micro-batch on another device."""
+        """The same micro-batch on another device; `row_ends` too, for that is where the kernels read it."""
         return MicroBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
 
 
@@ -111,34 +115,58 @@ class Split:
     data_rank: int = 0
     context_ranks: int = 1
     context_rank: int = 0
-    width_multiple: int = 1
-    """Of a micro-batch's padded width, over all context parallel ranks."""
+    sequence_ranks: int = 1
+    """Tensor parallel ranks over which the tokens of a context parallel rank are split."""
     count_multiple: int = 1
     """Of the number of micro-batches."""
 
+    @property
+    def row_multiple(self) -> int:
+        """Of a padded row: each context parallel rank holds two pieces of it."""
+        return 2 * self.context_ranks if self.context_ranks > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """Of all rows of a micro-batch together."""
+        return self.row_multiple * self.sequence_ranks
+
 
 def plan_micro_batches(rows: TokenRows, *, micro_batch_tokens: int, split: Split) -> Plan:
-    """Partition `rows` over data parallel ranks and micro-batches of at most `micro_batch_tokens` padded tokens.
+    """Partition `rows` over data parallel ranks and micro-batches of at most `micro_batch_tokens` tokens.
 
     Raises RecipeError when a single row does not fit.
     """
     # The last token predicts nothing.
-    widths = _rounded_up(np.maximum(rows.lengths - 1, 1), split.width_multiple)
-    if len(widths) and widths.max() > micro_batch_tokens:
+    widths = _rounded_up(np.maximum(rows.lengths - 1, 1), split.row_multiple)
+    budget = micro_batch_tokens // split.total_multiple * split.total_multiple
+    if len(widths) and widths.max() > budget:
         raise RecipeError(
             f"a sample of {rows.lengths.max()} tokens, padded to {widths.max()}, does not fit in "
             f"learner.micro_batch_tokens {micro_batch_tokens}; raise it"
         )
-    shares = [_fill(share, widths, micro_batch_tokens) for share in _share(widths, split.data_ranks)]
-    steps = _rounded_up(max(1, max(len(share) for share in shares)), split.count_multiple)
+    shares = _balance(range(len(widths)), widths, split.data_ranks)
+    groups = _micro_batches(shares, widths, budget, split.count_multiple)
+    padded = [_padded_widths(group, widths, split) for share in groups for group in share]
     real = int(np.maximum(rows.lengths - 1, 0).sum())
-    padded = sum(int(widths[group[0]]) * len(group) for share in shares for group in share)
-    padded += sum(steps - len(share) for share in shares) * split.width_multiple  # a dummy is as narrow as may be
-    mine = [*shares[split.data_rank], *([[]] * (steps - len(shares[split.data_rank])))]
     return Plan(
-        micro_batches=tuple(_on_context_rank(_micro_batch(rows, group, split), split) for group in mine),
-        padding_share=1.0 - real / padded if padded else 0.0,
+        micro_batches=tuple(_micro_batch(rows, group, widths, split) for group in groups[split.data_rank]),
+        padding_share=1.0 - real / sum(map(sum, padded)),
     )
+
+
+def zigzag_columns(lengths: Sequence[int], num_ranks: int, rank: int) -> Tensor:
+    """int64: the places that context parallel `rank` holds of rows of these lengths, packed one after another.
+
+    Of 2 × num_ranks pieces of every row it holds number `rank` and number 2 × num_ranks − 1 − `rank`.
+    """
+    if num_ranks == 1:
+        return torch.arange(sum(lengths))
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    held = []
+    for start, length in zip(starts, lengths, strict=False):
+        pieces = (torch.arange(length) + int(start)).chunk(2 * num_ranks)
+        held += [pieces[rank], pieces[2 * num_ranks - 1 - rank]]
+    return torch.cat(held)
 
 
 Count = TypeVar("Count", int, NDArray[np.int64])
@@ -148,59 +176,55 @@ def _rounded_up(count: Count, multiple: int) -> Count:
     return -(-count // multiple) * multiple
 
 
-def _on_context_rank(whole: MicroBatch, split: Split) -> MicroBatch:
-    if split.context_ranks == 1:
-        return whole
-    return whole.columns(zigzag_positions(whole.tokens.shape[1], split.context_ranks, split.context_rank))
-
-
-def _share(widths: NDArray[np.int64], num_ranks: int) -> list[list[int]]:
-    """Longest row first, each to the rank with the fewest tokens so far; ties go to the lower index."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]
-    for row in np.argsort(-widths, kind="stable"):
-        load, rank = heapq.heappop(loads)
-        shares[rank].append(int(row))
-        heapq.heappush(loads, (load + int(widths[row]), rank))
+def _balance(rows: Sequence[int], widths: NDArray[np.int64], parts: int) -> list[list[int]]:
+    """Longest row first, each to the part with the fewest tokens so far; ties go to the lower index."""
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    loads = [(0, part) for part in range(parts)]
+    for row in sorted(rows, key=lambda row: (-widths[row], row)):
+        load, part = heapq.heappop(loads)
+        shares[part].append(row)
+        heapq.heappush(loads, (load + int(widths[row]), part))
     return shares
 
 
-def _fill(share: list[int], widths: NDArray[np.int64], budget: int) -> list[list[int]]:
-    """Rows of falling width into groups whose padded size stays within the budget."""
-    groups: list[list[int]] = []
-    for row in share:
-        if groups and widths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups
+def _micro_batches(
+    shares: list[list[int]], widths: NDArray[np.int64], budget: int, multiple: int
+) -> list[list[list[int]]]:
+    """Rank → micro-batch → rows: the smallest number of micro-batches, the same on all ranks, that keeps the budget."""
+    fullest = max(sum(int(widths[row]) for row in share) for share in shares)
+    count = _rounded_up(max(1, -(-fullest // budget)), multiple)
+    while True:
+        groups = [_balance(share, widths, count) for share in shares]
+        if all(sum(int(widths[row]) for row in group) <= budget for share in groups for group in share):
+            return groups
+        count += multiple
 
 
-def _micro_batch(rows: TokenRows, group: Sequence[int], split: Split) -> MicroBatch:
-    lengths, offsets = rows.lengths, rows.offsets
-    width = _rounded_up(max([1, *(int(lengths[row]) - 1 for row in group)]), split.width_multiple)
-    size = (max(1, len(group)), width)
-    tokens, labels, index = (np.zeros(size, np.int64) for _ in range(3))
-    mask = np.zeros(size, np.bool_)
-    for line, row in enumerate(group):
-        ids, start, end = rows.tokens[row], int(rows.starts[row]), int(lengths[row])
+def _padded_widths(group: Sequence[int], widths: NDArray[np.int64], split: Split) -> list[int]:
+    """Tokens of each row; the last one takes up what the whole lacks to its multiple. No rows: one that is padding."""
+    lengths = [int(widths[row]) for row in group] or [split.row_multiple]
+    lengths[-1] += -sum(lengths) % split.total_multiple
+    return lengths
+
+
+def _micro_batch(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64], split: Split) -> MicroBatch:
+    padded = _padded_widths(group, widths, split)
+    ends = np.concatenate([[0], np.cumsum(padded)])
+    tokens, labels, index = (np.zeros(ends[-1], np.int64) for _ in range(3))
+    mask = np.zeros(ends[-1], np.bool_)
+    for row, first in zip(group, ends, strict=False):
+        ids, start, end = rows.tokens[row], int(rows.starts[row]), int(rows.lengths[row])
         if start < 1:
             raise ValueError(f"row {row} predicts from token {start}; the first token has nothing before it")
-        tokens[line, : end - 1] = ids[:-1]
-        labels[line, : end - 1] = ids[1:]
+        tokens[first : first + end - 1] = ids[:-1]
+        labels[first : first + end - 1] = ids[1:]
         if end > start:
-            mask[line, start - 1 : end - 1] = True
-            index[line, start - 1 : end - 1] = np.arange(offsets[row], offsets[row + 1])
+            mask[first + start - 1 : first + end - 1] = True
+            index[first + start - 1 : first + end - 1] = np.arange(rows.offsets[row], rows.offsets[row + 1])
+    positions = np.concatenate([np.arange(width) for width in padded])
+    columns = zigzag_columns(padded, split.context_ranks, split.context_rank)
+    mine = [torch.from_numpy(values)[columns][None] for values in (tokens, labels, positions, mask, index)]
     return MicroBatch(
-        tokens=torch.from_numpy(tokens),
-        labels=torch.from_numpy(labels),
-        positions=torch.arange(width).expand(size).contiguous(),
-        mask=torch.from_numpy(mask),
-        index=torch.from_numpy(index),
+        **dict(zip(("tokens", "labels", "positions", "mask", "index"), mine, strict=True)),
+        row_ends=torch.from_numpy(ends.astype(np.int32)),
     )
-
-
-def zigzag_positions(length: int, num_ranks: int, rank: int) -> Tensor:
-    """int64 [length / num_ranks]: the positions that `rank` holds. `length` must be a multiple of 2 × num_ranks."""
-    pieces = torch.arange(length).chunk(2 * num_ranks)
-    return torch.cat([pieces[rank], pieces[2 * num_ranks - 1 - rank]]) if num_ranks > 1 else torch.arange(length)

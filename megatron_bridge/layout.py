@@ -53,10 +53,9 @@ class Layout:
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
-    def sequence_multiple(self) -> int:
-        """Every micro-batch's width must be a multiple of this, in tokens."""
-        halves = 2 * self.context if self.context > 1 else 1  # each context rank holds two pieces of a sequence
-        return halves * (self.tensor if self.sequence else 1)
+    def sequence_ranks(self) -> int:
+        """Tensor parallel ranks over which the tokens of a micro-batch are split."""
+        return self.tensor if self.sequence else 1
 
     @property
     def micro_batch_multiple(self) -> int:
@@ -73,6 +72,19 @@ def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
     _check_tensor(shape, layout)
     _check_pipeline(shape, layout)
     _check_experts(shape, layout)
+
+
+def check_longest_sample(learner: LearnerSection, context_tokens: int) -> None:
+    """Raise LayoutError when a sample of `context_tokens`, padded as the layout needs, exceeds a micro-batch."""
+    layout = Layout.of(learner)
+    multiple = (2 * layout.context if layout.context > 1 else 1) * layout.sequence_ranks
+    padded = -(-(context_tokens - 1) // multiple) * multiple
+    if padded > learner.micro_batch_tokens:
+        raise LayoutError(
+            f"learner.micro_batch_tokens is {learner.micro_batch_tokens}, but the longest sample "
+            f"(rollout.context_tokens {context_tokens}) takes {padded} when it is padded to a multiple of {multiple} "
+            "for context and sequence parallelism; raise micro_batch_tokens"
+        )
 
 
 def _check_tensor(shape: ModelShape, layout: Layout) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -126,10 +127,14 @@ class MegatronLearner:
         logprobs: NDArray[np.float32] = gathered.logprobs.cpu().numpy()
         return logprobs
 
-    def score_tokens(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """For each row of n tokens, [n - 1] natural log-probabilities of tokens 1 … n-1 given those before."""
+    def score_tokens(
+        self, rows: Sequence[Sequence[int]], *, temperature: float | None = None
+    ) -> list[NDArray[np.float32]]:
+        """For each row of n tokens, [n - 1] natural log-probabilities of tokens 1 … n-1 given those before; at
+        `temperature`, or at that of the sampling."""
         whole = TokenRows.whole(rows)
-        flat = self._score(whole).logprobs.cpu().numpy()
+        with self._tempered(temperature):
+            flat = self._score(whole).logprobs.cpu().numpy()
         return np.split(flat, whole.offsets[1:-1]) if rows else []
 
     def update(self, batch: Batch, advantages: NDArray[np.float32], scored: Scored | None) -> Update:
@@ -190,6 +195,19 @@ class MegatronLearner:
         """Wait for every rank, no longer than learner.step_deadline_s."""
         dist.barrier()
 
+    @contextmanager
+    def _tempered(self, temperature: float | None) -> Iterator[None]:
+        """Divide logits by another temperature for a while."""
+        policies = [chunk.module for chunk in self.model]
+        usual = policies[0].temperature
+        for policy in policies:
+            policy.temperature = usual if temperature is None else temperature
+        try:
+            yield
+        finally:
+            for policy in policies:
+                policy.temperature = usual
+
     def _plan(self, rows: TokenRows) -> Plan:
         return plan_micro_batches(
             rows,
@@ -199,7 +217,7 @@ class MegatronLearner:
                 data_rank=parallel_state.get_data_parallel_rank(),
                 context_ranks=parallel_state.get_context_parallel_world_size(),
                 context_rank=parallel_state.get_context_parallel_rank(),
-                width_multiple=self.layout.sequence_multiple,
+                sequence_ranks=self.layout.sequence_ranks,
                 count_multiple=self.layout.micro_batch_multiple,
             ),
         )

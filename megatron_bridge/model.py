@@ -7,7 +7,7 @@ runs the TE path.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -22,8 +22,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_bridge.context_attention import GatheredAttention
 from megatron_bridge.layout import Layout
+from megatron_bridge.packed_attention import PackedAttention
 from megatron_bridge.shape import ModelShape
 from megatron_bridge.vocab_parallel import vocab_parallel_logprobs
 
@@ -45,15 +45,27 @@ class FP32OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
         return super().forward(input_.float(), head.float(), **kwargs)
 
 
+class TokenScores(NamedTuple):
+    """What the last stage says about each label, float32 [batch, sequence]."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Megatron's schedules ask the output of a mixture for it."""
+        return self.logprobs.device
+
+
 class PolicyModel(GPTModel):  # type: ignore[misc]
-    """A GPTModel whose last stage answers `labels` with (log-probabilities, entropies), each float32 [batch, sequence].
+    """A GPTModel whose last stage answers `labels` with their TokenScores.
 
     Computed from the vocabulary-parallel logits where they are, so that no full-precision copy of them ever exists.
     """
 
     temperature: float = 1.0
 
-    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> TokenScores:
         """`labels` int64 [batch, sequence]; `logits` [sequence, batch, vocab/tp], overwritten by the backward pass."""
         logprobs, entropy = vocab_parallel_logprobs(
             logits,
@@ -62,7 +74,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             group=parallel_state.get_tensor_model_parallel_group(),
             overwrite_logits=True,
         )
-        return logprobs.transpose(0, 1).contiguous(), entropy.transpose(0, 1).contiguous()
+        return TokenScores(logprobs.transpose(0, 1).contiguous(), entropy.transpose(0, 1).contiguous())
 
 
 def uses_transformer_engine() -> bool:
@@ -123,7 +135,7 @@ def transformer_config(
     return TransformerConfig(
         **_architecture(shape),
         **_parallel(layout, on_gpu),
-        **_recompute(recompute),
+        **_recompute(recompute, shape),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -141,6 +153,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=False,
         barrier_with_L1_time=False,
+        cuda_graph_scope=[],  # the default warns that it is deprecated
     )
 
 
@@ -203,11 +216,12 @@ def _parallel(layout: Layout, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _recompute(recompute: Literal["none", "selective", "full"]) -> dict[str, Any]:
+def _recompute(recompute: Literal["none", "selective", "full"], shape: ModelShape) -> dict[str, Any]:
     if recompute == "none":
         return {}
     if recompute == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        # Attention that never stores its scores leaves nothing to gain there: the MLP holds most of a layer.
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp" if shape.experts is None else "moe"]}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -223,7 +237,6 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, virtual_stage: int
     attention = modules.self_attention.submodules
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.context_parallel_size > 1:
-        attention.core_attention = GatheredAttention
+    attention.core_attention = PackedAttention
     num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -177,20 +178,29 @@ def _run(
     model: Sequence[Any], plan: Plan, on_output: Callable[..., Any], device: torch.device | str, *, forward_only: bool
 ) -> None:
     def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-        micro_batch = next(batches).to(device)
-        output = chunk(micro_batch.tokens, micro_batch.positions, None, labels=micro_batch.labels)
+        micro_batch = next(batches)
+        longest = micro_batch.longest  # while it can be read without waiting for a device
+        micro_batch = micro_batch.to(device)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=micro_batch.row_ends,
+            cu_seqlens_kv=micro_batch.row_ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        output = chunk(
+            micro_batch.tokens, micro_batch.positions, None, labels=micro_batch.labels, packed_seq_params=packed
+        )
         return output, partial(on_output, micro_batch)
 
-    first = plan.micro_batches[0]
-    context_ranks = parallel_state.get_context_parallel_world_size()
     get_forward_backward_func()(
         forward_step_func=forward_step,
         # Every virtual stage reads the same micro-batches; a list is how the interleaved schedule takes them.
         data_iterator=[iter(plan.micro_batches) for _ in model],
         model=list(model),
         num_microbatches=len(plan.micro_batches),
-        seq_length=first.tokens.shape[1] * context_ranks,
-        micro_batch_size=first.tokens.shape[0],
+        seq_length=int(plan.micro_batches[0].row_ends[-1]),
+        micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
     )

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_bridge.batches import Plan, Split, TokenRows, plan_micro_batches
+from megatron_bridge.batches import Plan, Split, TokenRows, plan_micro_batches, zigzag_columns
 from pipeline.errors import RecipeError
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=40)
@@ -36,24 +36,47 @@ def test_by_hand() -> None:
     rows = rows_of([(2, 2), (1, 1)])  # 1 2 | 3 4   and   5 | 6
     (plan,) = plans(rows, 64, 1)
     (micro,) = plan.micro_batches
-    assert micro.tokens.tolist() == [[1, 2, 3], [5, 0, 0]]
-    assert micro.labels.tolist() == [[2, 3, 4], [6, 0, 0]]
-    assert micro.positions.tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert micro.mask.tolist() == [[False, True, True], [True, False, False]]
+    assert micro.row_ends.tolist() == [0, 3, 4]
+    assert micro.longest == 3
+    assert micro.tokens.tolist() == [[1, 2, 3, 5]]
+    assert micro.labels.tolist() == [[2, 3, 4, 6]]
+    assert micro.positions.tolist() == [[0, 1, 2, 0]]
+    assert micro.mask.tolist() == [[False, True, True, True]]
     assert micro.index[micro.mask].tolist() == [0, 1, 2]
-    assert micro.scatter(torch.tensor([7.0, 8.0, 9.0])).tolist() == [[0, 7, 8], [9, 0, 0]]
-    assert plan.padding_share == pytest.approx(1 - 4 / 6)
+    assert micro.scatter(torch.tensor([7.0, 8.0, 9.0])).tolist() == [[0, 7, 8, 9]]
+    assert plan.padding_share == 0.0
 
 
-@given(lengths=LENGTHS, ranks=st.integers(1, 4), budget=st.integers(42, 200), context=st.sampled_from([1, 2, 3]))
+def test_context_and_sequence_parallelism_pad_what_they_must() -> None:
+    rows = rows_of([(1, 5), (1, 2)])  # predict from 5 and 2 tokens: 8 and 4 with pieces of 2 and 1, then 16 for the sum
+    first, second = plans(rows, 64, 1, context_ranks=2, sequence_ranks=4)
+    assert first.micro_batches[0].row_ends.tolist() == [0, 8, 16]
+    assert first.micro_batches[0].tokens.tolist() == [[1, 2, 0, 0, 7, 8, 0, 0]]
+    assert second.micro_batches[0].tokens.tolist() == [[3, 4, 5, 0, 0, 0, 0, 0]]
+    assert first.micro_batches[0].positions.tolist() == [[0, 1, 6, 7, 0, 1, 6, 7]]
+    assert first.padding_share == second.padding_share == pytest.approx(1 - 7 / 16)
+
+
+def test_context_ranks_hold_pieces_from_both_ends() -> None:
+    assert [zigzag_columns([8, 4], 2, rank).tolist() for rank in (0, 1)] == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    assert zigzag_columns([3, 2], 1, 0).tolist() == [0, 1, 2, 3, 4]
+
+
+@given(
+    lengths=LENGTHS,
+    ranks=st.integers(1, 4),
+    budget=st.integers(48, 200),
+    context=st.sampled_from([1, 2, 3]),
+    sequence=st.sampled_from([1, 2]),
+)
 def test_every_predicted_token_appears_exactly_once(
-    lengths: list[tuple[int, int]], ranks: int, budget: int, context: int
+    lengths: list[tuple[int, int]], ranks: int, budget: int, context: int, sequence: int
 ) -> None:
     rows = rows_of(lengths)
     wanted = [token for row, (prompt, _) in zip(rows.tokens, lengths, strict=True) for token in row[prompt:]]
     found = np.zeros(len(wanted), np.int64)
     times = np.zeros(len(wanted), np.int64)
-    for plan in plans(rows, budget, ranks, context_ranks=context, width_multiple=2 * context):
+    for plan in plans(rows, budget, ranks, context_ranks=context, sequence_ranks=sequence):
         for micro in plan.micro_batches:
             places = micro.index[micro.mask].numpy()
             found[places] = micro.labels[micro.mask].numpy()
@@ -64,15 +87,30 @@ def test_every_predicted_token_appears_exactly_once(
     assert (times == 1).all()
 
 
-@given(lengths=LENGTHS, ranks=st.integers(1, 4), budget=st.integers(38, 200))
-def test_ranks_keep_step_within_the_budget(lengths: list[tuple[int, int]], ranks: int, budget: int) -> None:
-    parts = plans(rows_of(lengths), budget, ranks)
+@given(
+    lengths=LENGTHS,
+    ranks=st.integers(1, 4),
+    budget=st.integers(48, 200),
+    sequence=st.sampled_from([1, 4]),
+    count=st.sampled_from([1, 2, 3]),
+)
+def test_ranks_keep_step_within_the_budget(
+    lengths: list[tuple[int, int]], ranks: int, budget: int, sequence: int, count: int
+) -> None:
+    parts = plans(rows_of(lengths), budget, ranks, sequence_ranks=sequence, count_multiple=count)
     assert len({len(plan.micro_batches) for plan in parts}) == 1
+    assert len(parts[0].micro_batches) % count == 0
     assert len({plan.padding_share for plan in parts}) == 1
-    assert all(micro.tokens.numel() <= budget for plan in parts for micro in plan.micro_batches)
-    positions = sum(micro.tokens.numel() for plan in parts for micro in plan.micro_batches)
+    micros = [micro for plan in parts for micro in plan.micro_batches]
+    assert all(micro.tokens.numel() <= budget and micro.tokens.numel() % sequence == 0 for micro in micros)
+    assert all(micro.row_ends[-1] == micro.tokens.numel() for micro in micros)
     real = sum(prompt + response - 1 for prompt, response in lengths)
-    assert parts[0].padding_share == pytest.approx(1 - real / positions)
+    assert parts[0].padding_share == pytest.approx(1 - real / sum(micro.tokens.numel() for micro in micros))
+
+
+def test_no_more_micro_batches_than_the_budget_asks() -> None:
+    (plan,) = plans(rows_of([(1, 10)] * 6), 30, 1)
+    assert [micro.tokens.numel() for micro in plan.micro_batches] == [30, 30]
 
 
 @given(lengths=LENGTHS, ranks=st.integers(1, 4))
@@ -103,33 +141,12 @@ def test_a_rank_without_rows_gets_a_masked_micro_batch() -> None:
     assert idle.micro_batches[0].scatter(torch.tensor([float("nan")] * 3)).tolist() == [[0.0]]
 
 
-def test_context_ranks_hold_the_first_and_the_last_piece_and_so_on_inwards() -> None:
-    rows = rows_of([(1, 8)])  # predicts from tokens 1 … 8
-    pieces = [plan.micro_batches[0] for plan in plans(rows, 64, 1, context_ranks=2, width_multiple=4)]
-    assert [piece.tokens.tolist() for piece in pieces] == [[[1, 2, 7, 8]], [[3, 4, 5, 6]]]
-    assert [piece.positions.tolist() for piece in pieces] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
-
-
-@given(lengths=LENGTHS, width=st.sampled_from([1, 2, 8]), count=st.sampled_from([1, 2, 3]))
-def test_widths_and_counts_are_what_megatron_asks(lengths: list[tuple[int, int]], width: int, count: int) -> None:
-    for plan in plans(rows_of(lengths), 64, 2, width_multiple=width, count_multiple=count):
-        assert len(plan.micro_batches) % count == 0
-        assert all(micro.tokens.shape[1] % width == 0 for micro in plan.micro_batches)
-        positions = sum(
-            micro.tokens.numel()
-            for p in plans(rows_of(lengths), 64, 2, width_multiple=width, count_multiple=count)
-            for micro in p.micro_batches
-        )
-        real = sum(prompt + response - 1 for prompt, response in lengths)
-        assert plan.padding_share == pytest.approx(1 - real / positions)
-
-
 def test_a_row_that_does_not_fit_is_refused() -> None:
     plans(rows_of([(2, 9)]), 10, 1)
-    with pytest.raises(
-        RecipeError, match=r"sample of 12 tokens, padded to 11, does not fit in learner\.micro_batch_tokens 10"
-    ):
+    with pytest.raises(RecipeError, match=r"12 tokens, padded to 11, does not fit in learner\.micro_batch_tokens 10"):
         plans(rows_of([(2, 10)]), 10, 1)
+    with pytest.raises(RecipeError, match=r"11 tokens, padded to 12, does not fit in learner\.micro_batch_tokens 11"):
+        plans(rows_of([(2, 9)]), 11, 1, context_ranks=2)
 
 
 def test_the_first_token_cannot_be_predicted() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_bridge.layout import Layout, check_layout
+from megatron_bridge.layout import Layout, check_layout, check_longest_sample
 from megatron_bridge.shape import ModelShape, read_hf_config
 from pipeline.errors import LayoutError, ModelError
 from pipeline.recipe import LearnerSection
@@ -28,9 +28,38 @@ QWEN3: dict[str, Any] = {
     "rope_theta": 1e6,
 }
 
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "intermediate_size": 97,  # unused, so that it may be anything
+}
+
 
 def test_sizes_that_divide_are_accepted() -> None:
     check_layout(QWEN3, LearnerSection(tensor_parallel=4, pipeline_parallel=3, data_parallel=5))
+    check_layout(QWEN3, LearnerSection(pipeline_parallel=3, virtual_pipeline=2, context_parallel=7))
+    spread = LearnerSection(tensor_parallel=2, sequence_parallel=True, data_parallel=3, expert_parallel=6)
+    check_layout(QWEN3 | EXPERTS, spread)
+
+
+def test_processes_are_the_product_of_the_parallel_sizes() -> None:
+    learner = LearnerSection(tensor_parallel=2, context_parallel=3, pipeline_parallel=5, data_parallel=7)
+    assert Layout.of(learner).num_processes == learner.num_processes == 210
+
+
+def test_sequence_parallelism_of_one_rank_is_without_effect() -> None:
+    assert not Layout.of(LearnerSection(sequence_parallel=True)).sequence
+    assert Layout.of(LearnerSection(sequence_parallel=True, tensor_parallel=2)).sequence_ranks == 2
+
+
+def test_the_longest_sample_must_fit_with_its_padding() -> None:
+    learner = LearnerSection(context_parallel=2, tensor_parallel=2, sequence_parallel=True, micro_batch_tokens=101)
+    check_longest_sample(learner, 97)  # 96 tokens predict
+    with pytest.raises(LayoutError, match=r"micro_batch_tokens is 101, .* takes 104 .* multiple of 8"):
+        check_longest_sample(learner, 98)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +70,17 @@ def test_sizes_that_divide_are_accepted() -> None:
         ({"intermediate_size": 98}, {"tensor_parallel": 4}, "intermediate_size 98; use one of 1, 2"),
         ({"vocab_size": 201}, {"tensor_parallel": 2}, "vocab_size 201; use one of 1"),
         ({}, {"pipeline_parallel": 4}, "pipeline_parallel is 4, .* num_hidden_layers 6; use one of 1, 2, 3, 6"),
+        (
+            {},
+            {"pipeline_parallel": 2, "virtual_pipeline": 2},
+            "pipeline_parallel × learner.virtual_pipeline is 4, .* num_hidden_layers 6",
+        ),
+        ({}, {"virtual_pipeline": 2}, "virtual_pipeline is 2, but learner.pipeline_parallel is 1"),
+        ({}, {"expert_parallel": 2}, "is 2, but Qwen3ForCausalLM has no experts"),
+        (EXPERTS, {"expert_parallel": 4, "data_parallel": 4}, "expert_parallel is 4, .* num_experts 6"),
+        (EXPERTS, {"expert_tensor_parallel": 7, "data_parallel": 7}, "is 7, .* moe_intermediate_size 24"),
+        (EXPERTS, {"expert_parallel": 3, "data_parallel": 2}, "is 3, which does not divide the 2 ranks of a pipeline"),
+        (EXPERTS, {"tensor_parallel": 2}, "tensor_parallel is 2 with experts, which needs learner.sequence_parallel"),
     ],
 )
 def test_sizes_that_do_not_divide(changes: dict[str, Any], learner: dict[str, int], message: str) -> None:
