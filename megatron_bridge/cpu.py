@@ -37,6 +37,8 @@ _LATE_IMPORTS = (
     "megatron.core.pipeline_parallel.p2p_communication",
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.tensor_parallel",
+    "megatron.core.transformer.moe.moe_utils",
+    "megatron.core.transformer.moe.token_dispatcher",
     "megatron.core.transformer.utils",
     "mbridge.core.llm_bridge",
     "mbridge.core.util",
@@ -58,6 +60,7 @@ def install() -> bool:
     _patch_tensor()
     _patch_rng()
     _patch_resharding_load()
+    _patch_experts()
     return True
 
 
@@ -156,6 +159,19 @@ def _patch_rng() -> None:
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _patch_experts() -> None:
+    """Megatron-Core turns the sizes of its all-to-all into numpy arrays only where they come from a GPU; torch's
+    all-to-all takes no tensors. It also names TE's matrix product in the router without having it."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _patch_resharding_load() -> None:

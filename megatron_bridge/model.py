@@ -100,6 +100,7 @@ def build_chunks(
     chunks = [_chunk(shape, config, stage if layout.virtual > 1 else None) for stage in range(layout.virtual)]
     for chunk in chunks:
         chunk.temperature = temperature
+        _mark_experts(chunk)
         if fp32_lm_head and chunk.post_process:
             chunk.output_layer.__class__ = FP32OutputLayer
         if torch.cuda.is_available():
@@ -125,6 +126,15 @@ def _chunk(shape: ModelShape, config: TransformerConfig, virtual_stage: int | No
         vp_stage=virtual_stage,
         **rope,
     )
+
+
+def _mark_experts(chunk: PolicyModel) -> None:
+    """Megatron-Core 0.16.1 reduces gradients of experts over *their* replicas only when they are spread over expert
+    parallel ranks. With one such rank and whole experts (expert tensor parallel 1) under tensor parallelism it would
+    leave out the tensor parallel ranks, each of which has seen other tokens, without a word."""
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # not over the ranks that reduce everything else
 
 
 def transformer_config(
