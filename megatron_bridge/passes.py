@@ -174,22 +174,30 @@ def train(
     return gathered
 
 
+def packed_rows(micro_batch: MicroBatch, device: torch.device | str = "cpu") -> PackedSeqParams:
+    """Where the rows of a micro-batch on the host begin and end, as Megatron-Core takes it."""
+    ends = micro_batch.row_ends.to(device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=micro_batch.longest,
+        max_seqlen_kv=micro_batch.longest,
+    )
+
+
 def _run(
     model: Sequence[Any], plan: Plan, on_output: Callable[..., Any], device: torch.device | str, *, forward_only: bool
 ) -> None:
     def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
-        micro_batch = next(batches)
-        longest = micro_batch.longest  # while it can be read without waiting for a device
-        micro_batch = micro_batch.to(device)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=micro_batch.row_ends,
-            cu_seqlens_kv=micro_batch.row_ends,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        on_host = next(batches)
+        micro_batch = on_host.to(device)
         output = chunk(
-            micro_batch.tokens, micro_batch.positions, None, labels=micro_batch.labels, packed_seq_params=packed
+            micro_batch.tokens,
+            micro_batch.positions,
+            None,
+            labels=micro_batch.labels,
+            packed_seq_params=packed_rows(on_host, device),
         )
         return output, partial(on_output, micro_batch)
 

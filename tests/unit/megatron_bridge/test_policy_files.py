@@ -12,10 +12,9 @@ from torch import Tensor
 
 from megatron_bridge.hf_folder import check_weights
 from megatron_bridge.policy_files import hf_tensors, write_policy
-from megatron_bridge.publish import PUBLISHED, prune, published_version
+from megatron_bridge.publish import prune
 from megatron_bridge.shape import ModelShape
 from pipeline.errors import ModelError
-from pipeline.rundir import write_atomically
 from precision.formats import dequantize_block
 from precision.quant_map import QuantMap
 
@@ -135,11 +134,5 @@ def test_pruning_keeps_the_published_the_newest_and_the_future(tmp_path: Path) -
         (tmp_path / f"{version:06}").mkdir()
     for leftover in ("000004.tmp-77", "000003.old-1"):
         (tmp_path / leftover).mkdir()
-    write_atomically(tmp_path / PUBLISHED, "6\n")
-    assert published_version(tmp_path) == 6
     assert prune(tmp_path, 6, keep=1) == [1, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000004", "000006", "000009", PUBLISHED]
-
-
-def test_nothing_published_yet(tmp_path: Path) -> None:
-    assert published_version(tmp_path) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000004", "000006", "000009"]

@@ -1,0 +1,157 @@
+"""What the learner adds to Megatron-Core, and what a scoring pass holds beside the logits. Prints ratios.
+
+    step      MegatronLearner.update  ÷  Megatron's own forward-backward and optimizer step on the same packed rows
+    memory    largest growth of resident memory during token_logprobs  ÷  bytes of one micro-batch's logits
+
+The bare side gets its micro-batches ready-made and computes Megatron's own cross-entropy; the learner plans them, runs
+P3O, gathers log-probabilities and entropies, measures ratios and guards the step against numbers that are not finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from launch.model_new import new_model
+from megatron_bridge.batches import MicroBatch, Split, TokenRows, plan_micro_batches
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.passes import packed_rows
+from pipeline.recipe import LearnerSection
+from pipeline.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from precision.objectives.p3o import P3O
+
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+ROUNDS = 9
+
+
+def make_batch(vocabulary: int, prompts: int, lengths: tuple[int, int]) -> Batch:
+    """Eight samples a prompt, response lengths drawn evenly from a range."""
+    random = np.random.default_rng(0)
+    groups = []
+    for number in range(prompts):
+        prompt = tuple(int(token) for token in random.integers(0, vocabulary, 16))
+        samples = []
+        for _ in range(8):
+            length = int(random.integers(*lengths))
+            completion = Completion(
+                tokens=tuple(int(token) for token in random.integers(0, vocabulary, length)),
+                logprobs=tuple(float(x) for x in random.normal(-np.log(vocabulary), 0.1, length)),
+                versions=(0,) * length,
+                finish="stop",
+                engine=0,
+                queued_s=0.0,
+                generated_s=0.0,
+            )
+            samples.append(Sample(completion=completion, reward=float(random.normal())))
+        groups.append(Group(prompt=Prompt(group=number, text="", answer="", tokens=prompt), samples=tuple(samples)))
+    return Batch.from_groups(0, groups, contract=CONTRACT, dropped=(), next_group=prompts, recipe_sha256="")
+
+
+def build(folder: Path, characters: int, **sizes: int) -> MegatronLearner:
+    """One process, float32; `characters` sets the vocabulary."""
+    new_model(folder, characters="".join(chr(0x4E00 + i) for i in range(characters)), **sizes)
+    section = LearnerSection(micro_batch_tokens=4096)
+    return MegatronLearner.create(folder, section, P3O(), temperature=1.0, seed=0, total_steps=100)
+
+
+def step_overhead(learner: MegatronLearner) -> dict[str, float]:
+    """Median over rounds in which both sides run one after the other."""
+    batch = make_batch(learner.shape.vocab_size, prompts=16, lengths=(32, 160))
+    advantages = (batch.reward - batch.reward.mean()).astype(np.float32)
+    scored = learner.logprobs(batch)
+    plan = plan_micro_batches(TokenRows.of_batch(batch), micro_batch_tokens=4096, split=Split())
+    bare = partial(bare_step, learner, plan.micro_batches)
+    ours: Callable[[], Any] = partial(learner.update, batch, advantages, scored)
+    for warm_up in (bare, ours):
+        warm_up()
+    pairs = [(seconds(ours), seconds(bare)) for _ in range(ROUNDS)]
+    return dict(
+        ratio=statistics.median(left / right for left, right in pairs),
+        learner_s=statistics.median(left for left, _ in pairs),
+        bare_s=statistics.median(right for _, right in pairs),
+        tokens=float(batch.num_response_tokens),
+    )
+
+
+def bare_step(learner: MegatronLearner, micro_batches: tuple[MicroBatch, ...]) -> None:
+    """Megatron-Core alone: cross-entropy of the response tokens, gradients, AdamW."""
+
+    def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
+        rows = next(batches)
+        policy = chunk.module
+        logits = GPTModel.forward(policy, rows.tokens, rows.positions, None, packed_seq_params=packed_rows(rows))
+        losses = GPTModel.compute_language_model_loss(policy, rows.labels, logits.transpose(0, 1).contiguous())
+        return losses, lambda output: (
+            (output * rows.mask).sum() / 1000,
+            torch.zeros((), dtype=torch.int),
+            {},
+        )
+
+    for chunk in learner.model:
+        chunk.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(micro_batches),
+        model=learner.model,
+        num_microbatches=len(micro_batches),
+        seq_length=4096,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    learner.optimizer.step()
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def logprob_memory(learner: MegatronLearner) -> dict[str, float]:
+    """One micro-batch of which the logits are by far the largest tensor."""
+    batch = make_batch(learner.shape.vocab_size, prompts=2, lengths=(200, 240))
+    rows = int((TokenRows.of_batch(batch).lengths - 1).sum())
+    assert rows <= 4096
+    learner.token_logprobs(batch)  # buffers that stay
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    learner.token_logprobs(batch)
+    logits = rows * learner.shape.vocab_size * 4
+    return dict(ratio=(resident("VmHWM") - before) / logits, logits_mib=logits / 2**20, micro_batch_tokens=float(rows))
+
+
+def resident(field: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}; this needs Linux")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("step", "memory"))
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
+        folder = Path(scratch) / "model"
+        if parser.parse_args().what == "step":
+            found = step_overhead(build(folder, 2000, hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=768))
+        else:
+            found = logprob_memory(build(folder, 20000, hidden=64, layers=1, heads=2, kv_heads=2, head_dim=32, ffn=96))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Every layout does the arithmetic of one process: `evenkeel verify layouts`, on the combinations that say most.
+
+Each is a trap that was met: interleaved stages (silently wrong when gloo's sends are batched or outputs deallocated),
+context parallelism (Megatron's own layers have none), whole experts under tensor parallelism (gradients reduced over
+too few ranks), checkpoints read by other layouts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.layout_names import parse_layout
+from launch.layouts import QUANTITIES, Case, compare, read, run_cases, write_model
+from pipeline.errors import RecipeError
+
+TOLERANCE = 1e-5
+CASES = [
+    Case("dense", "one"),
+    Case("dense", "one×MB1"),
+    Case("dense", "CP2"),
+    Case("dense", "DP2×PLAIN"),
+    Case("dense", "TP2×SP×CP2"),
+    Case("dense", "TP2×SP×PP2×VPP2×RECOMPUTE"),
+    Case("dense", "TP2×PP2", "saved"),
+    Case("dense", "one", "loaded"),
+    Case("dense", "TP2", "loaded"),
+    Case("dense", "PP2", "loaded"),
+    Case("dense", "DP2", "loaded"),
+    Case("experts", "one"),
+    Case("experts", "TP2×SP"),
+    Case("experts", "EP2"),
+    Case("experts", "PP2×EP2", "saved"),
+    Case("experts", "one", "loaded"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("layouts")
+    write_model(root / "dense", experts=False)
+    write_model(root / "experts", experts=True)
+    run_cases(root, CASES)
+    return root
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name.count(" ") > 1 or case.layout != "one"], ids=str)
+def test_a_layout_trains_like_one_process(folder: Path, case: Case) -> None:
+    found = compare(read(folder, f"{case.model} one"), read(folder, case.name))
+    assert set(found) == set(QUANTITIES)
+    assert max(found.values()) <= TOLERANCE
+
+
+def test_the_comparison_sees_what_differs(folder: Path) -> None:
+    reference = read(folder, "dense one")
+    other = {name: values.copy() for name, values in reference.items()}
+    other["weight_change"][7] += 1e-4
+    other["loss"][1] *= 1 + 1e-4
+    found = compare(reference, other)
+    assert found["weight_change"] > TOLERANCE
+    assert found["loss"] == pytest.approx(1e-4, rel=1e-3)
+    assert found["grad_norm"] == found["ess"] == 0.0
+    assert (
+        compare(reference, read(folder, "experts one") | {"weight_change": reference["weight_change"]})["loss"] > 0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("TP2xPP2", dict(tensor_parallel=2, pipeline_parallel=2)),
+        ("TP2×SP", dict(tensor_parallel=2, sequence_parallel=True)),
+        ("EP4", dict(expert_parallel=4, data_parallel=4)),
+        ("EP4×CP2", dict(expert_parallel=4, context_parallel=2, data_parallel=2)),
+        ("one×MB3", dict(micro_batch_rows=3)),
+    ],
+)
+def test_names_of_layouts(name: str, fields: dict[str, Any]) -> None:
+    assert parse_layout(name) == fields
+
+
+@pytest.mark.parametrize("name", ["TP", "TP0", "XP2", "tp2", ""])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(RecipeError, match="is not one of TPn"):
+        parse_layout(name)

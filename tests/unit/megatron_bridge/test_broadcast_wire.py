@@ -1,0 +1,126 @@
+"""Buckets over real gloo groups into doubles of engines that die, hang and refuse."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_bridge.background import Background
+from megatron_bridge.buckets import pack
+from megatron_bridge.wire import Wire
+from rollout_sglang.feed import FedFleet
+from tests.doubles.receiving_double import BucketFault, ReceivingDouble
+
+BUCKET_BYTES = 1 << 12
+DEADLINE_S = 2.0
+
+
+@pytest.fixture
+def engines() -> Iterator[list[ReceivingDouble]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(ReceivingDouble()) for _ in range(2)]
+
+
+Publish = Callable[[dict[str, Tensor]], Wire]
+
+
+@pytest.fixture
+def publish(engines: list[ReceivingDouble], tmp_path: Path) -> Publish:
+    """Send tensors to both engines, whatever fleet and lock are about; the same wire each time."""
+    background = Background("test")
+    fleet = FedFleet(
+        [engine.url for engine in engines],
+        router_url=None,
+        api_key=None,
+        lock_path=tmp_path / "lock",
+        request_deadline_s=5,
+        load_deadline_s=5,
+        ranks_per_engine=1,
+    )
+    wire = Wire(fleet, background, [0, 1], torch.device("cpu"), DEADLINE_S)
+
+    def send(tensors: dict[str, Tensor]) -> Wire:
+        report = background.run(fleet.open_feed())
+        wire.open(report.failures)
+        for bucket in pack(tensors.items(), BUCKET_BYTES):
+            wire.send(bucket)
+        background.run(fleet.close_feed(1, tmp_path, None, {**report.failures, **wire.failures}))
+        return wire
+
+    return send
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}.weight": torch.randn(20 + i, 30, generator=generator) for i in range(8)}
+
+
+def same(received: dict[str, Tensor], sent: dict[str, Tensor]) -> bool:
+    return received.keys() == sent.keys() and all(torch.equal(received[name], sent[name]) for name in sent)
+
+
+def test_every_engine_gets_every_bit(engines: list[ReceivingDouble], publish: Publish) -> None:
+    for seed in (0, 1):
+        sent = weights(seed)
+        wire = publish(sent)
+        assert wire.failures == {}
+        assert all(same(engine.received, sent) for engine in engines)
+        assert wire.sent_bytes == 2 * sum(tensor.nbytes for tensor in sent.values())
+    assert [len(engine.joined) for engine in engines] == [1, 1], "groups are kept between publishes"
+
+
+@pytest.mark.parametrize("fault", ["refuse", "die", "hang"])
+def test_an_engine_that_breaks_costs_at_most_its_deadline(
+    engines: list[ReceivingDouble], publish: Publish, fault: BucketFault
+) -> None:
+    engines[1].healthy_buckets, engines[1].bucket_fault = 2, fault
+    sent, began = weights(0), time.monotonic()
+    wire = publish(sent)
+    assert time.monotonic() - began < DEADLINE_S + 7
+    assert wire.failures.keys() == {1}
+    assert wire.engines == (0,)
+    assert same(engines[0].received, sent)
+    assert 0 < len(engines[1].received) < len(sent)
+    if fault != "hang":
+        engines[1].bucket_fault = None
+        assert publish(weights(1)).failures == {}
+        assert same(engines[1].received, weights(1))
+        assert len(set(engines[1].joined)) == 2, "fresh name"
+        assert len(engines[0].joined) == 1
+
+
+def test_a_restarted_engine_gets_a_fresh_group(engines: list[ReceivingDouble], publish: Publish) -> None:
+    publish(weights(0))
+    engines[0].restart()
+    assert publish(weights(1)).failures == {}
+    assert same(engines[0].received, weights(1))
+    assert [len(engine.joined) for engine in engines] == [2, 1]
+
+
+def test_an_engine_that_refuses_the_group_is_not_waited_for(engines: list[ReceivingDouble], publish: Publish) -> None:
+    engines[0].refuses_groups = True
+    began = time.monotonic()
+    wire = publish(weights(0))
+    assert time.monotonic() - began < DEADLINE_S
+    assert "Failed to initialize" in wire.failures[0]
+    assert same(engines[1].received, weights(0))
+
+
+def test_an_unreachable_engine_is_left_out(engines: list[ReceivingDouble], publish: Publish) -> None:
+    publish(weights(0))
+    engines[0].stop()
+    wire = publish(weights(1))
+    assert wire.failures == {}
+    assert wire.engines == (1,)
+    assert same(engines[1].received, weights(1))
+
+
+def test_torch_knows_none_of_the_groups(publish: Publish) -> None:
+    publish(weights(0))
+    assert torch.distributed.distributed_c10d._world.pg_map == {}
