@@ -1,4 +1,4 @@
-"""A random Qwen3-architecture HF checkpoint, written tensor by tensor: no transformers, no download.
+"""A random Qwen3 or Qwen3-MoE HF checkpoint, written tensor by tensor: no transformers, no download.
 
 Made for models that learn a toy task in minutes, so weights start larger than the usual 0.02 of large models: each
 matrix keeps unit variance (std fan_in^-0.5), and the two that write into the residual stream are divided by
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_bridge.shape import Experts
 from pipeline.character_tokenizer import write_character_tokenizer
 from pipeline.errors import ModelError
 from pipeline.tokenizer import Tokenizer
@@ -40,10 +41,11 @@ class Shape:
     head_dim: int
     ffn: int
     max_position: int
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
-            if size < 1:
+            if isinstance(size, int) and size < 1:
                 raise ModelError(f"{name} is {size}, expected a positive number; raise it")
         if self.heads % self.kv_heads:
             raise ModelError(
@@ -63,6 +65,9 @@ def new_model(
     kv_heads: int = 2,
     head_dim: int = 64,
     ffn: int = 384,
+    experts: int | None = None,
+    experts_per_token: int | None = None,
+    expert_ffn: int | None = None,
     characters: str = DEFAULT_CHARACTERS,
     tie: bool = False,
     seed: int = 0,
@@ -71,7 +76,9 @@ def new_model(
 ) -> None:
     """Write config, weights, generation config and character tokenizer into `directory`, which must be new or empty.
 
-    Raises ModelError when the folder is taken, the sizes do not fit together, or the alphabet is empty or repeats.
+    With `experts`, every layer is a mixture of so many, `experts_per_token` (default 2) of width `expert_ffn` (default
+    `ffn`) at a time. Raises ModelError when the folder is taken, the sizes do not fit together, or the alphabet is
+    empty or repeats.
     """
     shape = Shape(
         hidden=hidden,
@@ -81,6 +88,7 @@ def new_model(
         head_dim=head_dim,
         ffn=ffn,
         max_position=max_position,
+        experts=_experts(experts, experts_per_token, expert_ffn, ffn),
     )
     if dtype not in ("float32", "bfloat16"):
         raise ModelError(f"dtype is {dtype!r}, expected float32 or bfloat16")
@@ -98,11 +106,29 @@ def new_model(
     _write_json(directory / "config.json", _config(shape, rows, tie=tie, dtype=dtype) | special)
 
 
+def _experts(count: int | None, per_token: int | None, expert_ffn: int | None, ffn: int) -> Experts | None:
+    if count is None:
+        if per_token is not None or expert_ffn is not None:
+            raise ModelError("experts_per_token and expert_ffn describe experts, but there are none; give experts too")
+        return None
+    experts = Experts(
+        count=count,
+        per_token=min(2, count) if per_token is None else per_token,
+        ffn_size=ffn if expert_ffn is None else expert_ffn,
+        normalised=True,
+    )
+    for name, size in (("experts", count), ("experts_per_token", experts.per_token), ("expert_ffn", experts.ffn_size)):
+        if size < 1:
+            raise ModelError(f"{name} is {size}, expected a positive number; raise it")
+    if experts.per_token > count:
+        raise ModelError(f"experts_per_token is {experts.per_token}, expected at most experts {count}; lower it")
+    return experts
+
+
 def _config(shape: Shape, rows: int, *, tie: bool, dtype: str) -> dict[str, Any]:
-    """config.json of a Qwen3ForCausalLM; RoPE is named twice, for readers before and after transformers 5."""
+    """config.json; RoPE is named twice, for readers before and after transformers 5."""
     return dict(
-        architectures=["Qwen3ForCausalLM"],
-        model_type="qwen3",
+        **_family(shape.experts),
         vocab_size=rows,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
@@ -121,6 +147,23 @@ def _config(shape: Shape, rows: int, *, tie: bool, dtype: str) -> dict[str, Any]
         initializer_range=HEAD_STD,
         tie_word_embeddings=tie,
         torch_dtype=dtype,
+    )
+
+
+def _family(experts: Experts | None) -> dict[str, Any]:
+    if experts is None:
+        return dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    return dict(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        num_experts=experts.count,
+        num_experts_per_tok=experts.per_token,
+        moe_intermediate_size=experts.ffn_size,
+        norm_topk_prob=experts.normalised,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        output_router_logits=False,
+        router_aux_loss_coef=0.0,
     )
 
 
@@ -155,12 +198,28 @@ def _layer(generator: Generator, shape: Shape) -> dict[str, Tensor]:
         "self_attn.o_proj.weight": _normal(generator, hidden, attention, residual / math.sqrt(attention)),
         "self_attn.q_norm.weight": torch.ones(shape.head_dim),
         "self_attn.k_norm.weight": torch.ones(shape.head_dim),
-        "mlp.gate_proj.weight": _normal(generator, shape.ffn, hidden, inward),
-        "mlp.up_proj.weight": _normal(generator, shape.ffn, hidden, inward),
-        "mlp.down_proj.weight": _normal(generator, hidden, shape.ffn, residual / math.sqrt(shape.ffn)),
+        **_mlp(generator, shape),
         "input_layernorm.weight": torch.ones(hidden),
         "post_attention_layernorm.weight": torch.ones(hidden),
     }
+
+
+def _mlp(generator: Generator, shape: Shape) -> dict[str, Tensor]:
+    inward, residual = shape.hidden**-0.5, (2 * shape.layers) ** -0.5
+
+    def swiglu(prefix: str, width: int) -> dict[str, Tensor]:
+        return {
+            f"{prefix}gate_proj.weight": _normal(generator, width, shape.hidden, inward),
+            f"{prefix}up_proj.weight": _normal(generator, width, shape.hidden, inward),
+            f"{prefix}down_proj.weight": _normal(generator, shape.hidden, width, residual / math.sqrt(width)),
+        }
+
+    if shape.experts is None:
+        return swiglu("mlp.", shape.ffn)
+    tensors = {"mlp.gate.weight": _normal(generator, shape.experts.count, shape.hidden, inward)}
+    for expert in range(shape.experts.count):
+        tensors |= swiglu(f"mlp.experts.{expert}.", shape.experts.ffn_size)
+    return tensors
 
 
 def _normal(generator: Generator, rows: int, columns: int, std: float) -> Tensor:

@@ -4,6 +4,9 @@ Weights are replaced by the values that e4m3 and its scales can hold, inputs of 
 scale a token (fp8_tensor) or a token and 128 channels (fp8_block), over the whole input dimension, whatever the tensor
 parallel size. Products stay in the learner's precision. Only for Megatron's own layers: Transformer Engine fuses the
 norm into the linear, so that its input is not what is quantized.
+
+Megatron multiplies an expert's activation by its router weight before the last linear, engines after it: with one scale
+a token (or a token and 128 channels) that is the same up to rounding, as the weight passes into the scale.
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megatron_bridge.model import uses_transformer_engine
+from megatron_bridge.name_map import NameMap, Place, layers_of
 from megatron_bridge.weights import load_named
 from pipeline.errors import ModelError
 from precision.formats import RolloutFormat
@@ -26,14 +29,6 @@ from precision.quant_map import QuantMap, fake_quantize_state
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
-
-_LINEARS = {
-    "self_attention.linear_qkv": "self_attn.q_proj",
-    "self_attention.linear_proj": "self_attn.o_proj",
-    "mlp.linear_fc1": "mlp.gate_proj",
-    "mlp.linear_fc2": "mlp.down_proj",
-}
-"""Megatron's linear → an HF module that goes into it; the others in it share its format (QuantMap's fused groups)."""
 
 
 @contextmanager
@@ -54,7 +49,7 @@ def emulated(learner: MegatronLearner, quant_map: QuantMap) -> Iterator[None]:
         hooks += [
             linear.register_forward_pre_hook(_quantize_input(rollout_format))
             for chunk in chunks
-            for linear, rollout_format in _quantized_linears(chunk, quant_map)
+            for linear, rollout_format in _quantized_linears(chunk, NameMap(learner.shape), quant_map)
         ]
         yield
     finally:
@@ -65,23 +60,29 @@ def emulated(learner: MegatronLearner, quant_map: QuantMap) -> Iterator[None]:
                 parameter.copy_(value)
 
 
-def _quantized_linears(chunk: Any, quant_map: QuantMap) -> Iterator[tuple[Any, RolloutFormat]]:
-    for layer in chunk.decoder.layers:
-        for ours, theirs in _LINEARS.items():
-            rollout_format = quant_map.formats.get(f"model.layers.{layer.layer_number - 1}.{theirs}")
+def _quantized_linears(chunk: Any, names: NameMap, quant_map: QuantMap) -> Iterator[tuple[Any, RolloutFormat]]:
+    place, layers = Place.here(), layers_of(chunk)
+    for path, module in chunk.named_modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.weight is not None:
+            # The first of the HF modules in it speaks for all: the engine stacks them too, in one format.
+            first = names.pieces(names.stage_name(f"{path}.weight", layers), place)[0].name
+            rollout_format = quant_map.formats.get(first.removesuffix(".weight"))
             if rollout_format is not None:
-                yield layer.get_submodule(ours), rollout_format
+                yield module, rollout_format
 
 
 def _quantize_input(rollout_format: RolloutFormat) -> Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]:
     def quantize(linear: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        hidden: Tensor = inputs[0]  # [sequence, batch, channels]
-        split = isinstance(linear, RowParallelLinear)  # channels are divided over the tensor parallel ranks
-        whole = gather_from_tensor_model_parallel_region(hidden) if split else hidden
+        hidden: Tensor = inputs[0]  # [sequence, batch, channels], or [tokens, channels] of an expert
+        if hidden.numel() == 0:  # an expert that no token chose; its tensor parallel ranks agree on that
+            return inputs
+        # Channels are divided over the (expert) tensor parallel ranks.
+        split = isinstance(linear, RowParallelLinear) and linear.tp_group.size() > 1
+        whole = gather_from_tensor_model_parallel_region(hidden, group=linear.tp_group) if split else hidden
         quantized = rollout_format.fake_quantize_activation(whole)
         if split:
-            rank = parallel_state.get_tensor_model_parallel_rank()
-            quantized = quantized.narrow(-1, rank * hidden.shape[-1], hidden.shape[-1]).contiguous()
+            start = linear.tp_group.rank() * hidden.shape[-1]
+            quantized = quantized.narrow(-1, start, hidden.shape[-1]).contiguous()
         return (quantized, *inputs[1:])
 
     return quantize

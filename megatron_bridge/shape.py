@@ -1,8 +1,9 @@
-"""What an HF config.json says about a dense decoder: sizes, biases, rotary embedding. Plain data, no torch."""
+"""What an HF config.json says about a decoder: sizes, biases, experts, rotary embedding. Plain data, no torch."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from pipeline.errors import ModelError
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +22,20 @@ class RotaryScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of SwiGLU experts in every layer: softmax over all, then the best are taken, without a shared one."""
+
+    count: int
+    per_token: int
+    ffn_size: int
+    """Inner width of one expert (`moe_intermediate_size`)."""
+    normalised: bool
+    """Whether the weights of the experts that are taken are divided by their sum (`norm_topk_prob`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A dense pre-norm decoder with RMSNorm, SwiGLU, grouped-query attention and rotary positions."""
+    """A pre-norm decoder with RMSNorm, SwiGLU (dense or experts), grouped-query attention and rotary positions."""
 
     architecture: str
     num_layers: int
@@ -31,6 +44,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
+    """Inner width of the dense MLP; unused when there are experts."""
     vocab_size: int
     max_positions: int
     norm_eps: float
@@ -39,6 +53,7 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    experts: Experts | None = None
 
     @staticmethod
     def from_hf(config: Mapping[str, Any]) -> ModelShape:
@@ -62,8 +77,14 @@ class ModelShape:
             rope_scaling=scaling,
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=architecture == "Qwen2ForCausalLM",
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+            experts=_experts(config) if architecture == "Qwen3MoeForCausalLM" else None,
         )
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all weights; a tied embedding counts once."""
+        return sum(math.prod(size) for size in self.tensors().values())
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """HF name → shape of every weight of such a model, in layer order."""
@@ -75,9 +96,7 @@ class ModelShape:
             "self_attn.v_proj.weight": (kv, h),
             "self_attn.o_proj.weight": (h, q),
             "post_attention_layernorm.weight": (h,),
-            "mlp.gate_proj.weight": (self.ffn_size, h),
-            "mlp.up_proj.weight": (self.ffn_size, h),
-            "mlp.down_proj.weight": (h, self.ffn_size),
+            **self._mlp_tensors(),
         }
         if self.qkv_bias:
             layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
@@ -90,6 +109,22 @@ class ModelShape:
         if not self.tied_embeddings:
             tensors["lm_head.weight"] = (self.vocab_size, h)
         return tensors
+
+    def _mlp_tensors(self) -> dict[str, tuple[int, ...]]:
+        if self.experts is None:
+            return _swiglu("mlp.", self.hidden_size, self.ffn_size)
+        tensors: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.experts.count, self.hidden_size)}
+        for expert in range(self.experts.count):
+            tensors |= _swiglu(f"mlp.experts.{expert}.", self.hidden_size, self.experts.ffn_size)
+        return tensors
+
+
+def _swiglu(prefix: str, hidden_size: int, ffn_size: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}gate_proj.weight": (ffn_size, hidden_size),
+        f"{prefix}up_proj.weight": (ffn_size, hidden_size),
+        f"{prefix}down_proj.weight": (hidden_size, ffn_size),
+    }
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -129,13 +164,39 @@ def _size(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def _experts(config: Mapping[str, Any]) -> Experts:
+    """The mixture of a Qwen3-MoE config, in which every layer has the same experts."""
+    # Newer transformers releases write the number of experts under the second name.
+    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    experts = Experts(
+        count=_size(config, key),
+        per_token=_size(config, "num_experts_per_tok"),
+        ffn_size=_size(config, "moe_intermediate_size"),
+        normalised=bool(config.get("norm_topk_prob", False)),
+    )
+    if experts.per_token > experts.count:
+        raise ModelError(
+            f"config.json: num_experts_per_tok is {experts.per_token}, expected at most {key} {experts.count}; "
+            "check the model folder"
+        )
+    return experts
+
+
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise ModelError(
+            f"config.json: quantization_config says {method!r}: the weights are quantized, and a learner trains "
+            "unquantized ones; give the bf16 folder of this model, and quantize the rollouts (rollout.precision)"
+        )
     wanted: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", None),
         "attention_bias": (False, None),
         "mlp_bias": (False, None),
         "use_sliding_window": (False, None),
-        "quantization_config": (None,),
+        "decoder_sparse_step": (1, None),
+        "mlp_only_layers": ([], None),
     }
     for key, allowed in wanted.items():
         if config.get(key) not in allowed:

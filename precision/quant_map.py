@@ -7,7 +7,7 @@ of the map that never came is an error, because it would be served in another fo
 Engines stack q, k and v, and gate and up, into one matrix each. A block scale does not notice (if the rows of each part
 are a multiple of 128, as SGLang requires of stacked parts); with fp8_tensor the stacked matrix has ONE scale, so the
 members of a fused group share their largest magnitude. That is the engine with tensor parallel size 1; a sharded engine
-has a scale for each shard.
+has a scale for each shard. Of a mixture, every expert is stacked for itself.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ from torch import Tensor
 
 from precision.formats import BLOCK, RolloutFormat, fake_quantize_block, fake_quantize_tensor, quantize_block, scale_of
 
-FUSED_PROJECTIONS = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
-"""The linear layers of a dense Qwen3, Qwen2 or Llama decoder layer, grouped as engines stack them."""
+FUSED_ATTENTION = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
+FUSED_MLP = (("gate_proj", "up_proj"), ("down_proj",))
+"""The linear layers of a Qwen3, Qwen2 or Llama decoder layer, grouped as engines stack them; `FUSED_MLP` is below `mlp`
+in dense layers, below `mlp.experts.N` in a mixture."""
 
 _WEIGHT = ".weight"
 
@@ -51,20 +48,44 @@ class QuantMap:
                 raise ValueError(f"{', '.join(group)} are stacked by the engine but differ in format; give them one")
 
     @classmethod
-    def for_decoder(cls, num_layers: int, rollout_format: RolloutFormat | str) -> QuantMap:
-        """All attention and MLP projections of a dense decoder; embeddings, norms and lm_head stay as they are.
+    def for_decoder(
+        cls, num_layers: int, rollout_format: RolloutFormat | str, num_experts: int | None = None
+    ) -> QuantMap:
+        """All attention and MLP projections of a decoder; embeddings, norms, routers and lm_head stay as they are.
 
-        Raises ValueError for an unknown format or no layers.
+        With `num_experts`, the MLP of every layer is a mixture of so many. Raises ValueError for an unknown format, no
+        layers or no experts.
         """
         if num_layers < 1:
             raise ValueError(f"num_layers is {num_layers}, expected at least 1; read it from the model's config.json")
+        if num_experts is not None and num_experts < 1:
+            raise ValueError(f"num_experts is {num_experts}, expected at least 1, or None for a dense model")
+        parts = ["mlp"] if num_experts is None else [f"mlp.experts.{expert}" for expert in range(num_experts)]
+        layer_groups = list(FUSED_ATTENTION)
+        layer_groups += [tuple(f"{part}.{projection}" for projection in group) for part in parts for group in FUSED_MLP]
         groups = tuple(
             tuple(f"model.layers.{layer}.{projection}" for projection in group)
             for layer in range(num_layers)
-            for group in FUSED_PROJECTIONS
+            for group in layer_groups
         )
         chosen = _format(rollout_format)
         return cls(formats={module: chosen for group in groups for module in group}, fused_groups=groups)
+
+    def restricted(self, modules: Iterable[str]) -> QuantMap:
+        """The map of a share of the model, such as one pipeline stage; unquantized modules may be named as well.
+
+        The audit of `quantize_state` and `fake_quantize_state` then demands this share, all of it and no more. Raises
+        ValueError when the share cuts through a group that the engine stacks.
+        """
+        share = self.formats.keys() & set(modules)
+        groups = tuple(group for group in self.fused_groups if not share.isdisjoint(group))
+        for group in groups:
+            if not share.issuperset(group):
+                raise ValueError(
+                    f"{', '.join(group)} are stacked by the engine, but the share has only "
+                    f"{', '.join(sorted(share & set(group)))}; keep them together"
+                )
+        return QuantMap({module: self.formats[module] for group in groups for module in group}, groups)
 
     def format_of(self, module_name: str) -> str | None:
         """Name of the module's format, None when it is not quantized."""

@@ -13,14 +13,17 @@ import torch
 
 warnings.filterwarnings("ignore")
 
+from megatron_bridge.engine_digests import EngineDigests  # noqa: E402
 from megatron_bridge.fp8 import emulated  # noqa: E402
 from megatron_bridge.layout import Layout, initialise, shut_down  # noqa: E402
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from megatron_bridge.publish import DiskChannel  # noqa: E402
+from megatron_bridge.publish import DiskChannel, ProofPlan  # noqa: E402
 from megatron_bridge.vocab_parallel import vocab_parallel_logprobs  # noqa: E402
 from pipeline.errors import EngineUnavailableError, NonFiniteError  # noqa: E402
+from pipeline.proof import Proof  # noqa: E402
 from pipeline.recipe import LearnerSection, OptimizerSection  # noqa: E402
 from pipeline.records import Batch, Completion, Group, LogprobContract, Prompt, Sample  # noqa: E402
+from pipeline.rundir import RunDirectory  # noqa: E402
 from precision.objectives import P3O, Supervised  # noqa: E402
 from precision.quant_map import QuantMap  # noqa: E402
 
@@ -159,17 +162,23 @@ class Worker:
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert (learner.token_logprobs(batch) == plain).all()
 
+    def digests(self) -> EngineDigests:
+        return EngineDigests(dtype=torch.float32, num_kv_heads=2, tied_embeddings=True)
+
     def publishing(self) -> None:
         learner = self.learner("tied")
 
         class Engines:
-            async def load(self, version: int, directory: Path) -> dict[str, float]:
+            async def load(self, version: int, directory: Path, proof: Proof) -> dict[str, float]:
                 assert (directory / "manifest.json").exists()
+                assert Proof.load(directory) == proof
                 if version == 2:
                     raise EngineUnavailableError("no engine is left")
                 return {"load_s": 0.5}
 
-        channel = DiskChannel(learner, Engines(), self.out / "policies", None, keep=1, deadline_s=60)  # type: ignore[arg-type]
+        run = RunDirectory(self.out)
+        plan = ProofPlan(rows=((3, 1, 4, 1, 5), (9, 2, 6)), max_mean_gap_nats=0.1, new_digests=self.digests)
+        channel = DiskChannel(learner, Engines(), run, None, plan, keep=1, deadline_s=60)  # type: ignore[arg-type]
         self.found["publish"] = channel.publish(1)
         try:
             channel.publish(2)

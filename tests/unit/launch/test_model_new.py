@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from launch.model_new import DEFAULT_CHARACTERS, new_model
+from megatron_bridge.hf_folder import check_weights
+from megatron_bridge.shape import Experts, ModelShape, read_hf_config
 from pipeline.errors import ModelError
 from pipeline.tokenizer import Tokenizer
 
@@ -67,6 +69,21 @@ def test_shapes_and_vocabulary_padding(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "m" / "config.json").read_text())["vocab_size"] == 32
 
 
+def test_experts_load_in_transformers_and_are_what_the_learner_expects(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    new_model(tmp_path / "m", **SMALL, experts=4, experts_per_token=2, expert_ffn=24)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    with torch.no_grad():
+        assert float(model(torch.tensor([[2, 3, 4]])).logits.softmax(-1).max()) < 0.15
+    shape = ModelShape.from_hf(read_hf_config(tmp_path / "m"))
+    assert shape.experts == Experts(count=4, per_token=2, ffn_size=24, normalised=True)
+    check_weights(tmp_path / "m", shape)
+
+
 def test_initial_scales(tmp_path: Path) -> None:
     new_model(tmp_path / "m")
     weights = load_file(tmp_path / "m" / "model.safetensors")
@@ -107,6 +124,10 @@ def test_default_alphabet_round_trips(tmp_path: Path) -> None:
         (dict(hidden=-1), r"hidden is -1"),
         (dict(characters=""), r"characters are ''"),
         (dict(characters="aba"), r"characters are 'aba'"),
+        (dict(experts=0), r"experts is 0, expected a positive"),
+        (dict(experts=2, expert_ffn=0), r"expert_ffn is 0"),
+        (dict(experts=2, experts_per_token=3), r"experts_per_token is 3, expected at most experts 2"),
+        (dict(expert_ffn=8), r"there are none; give experts too"),
         (dict(dtype="int8"), r"dtype is 'int8', expected float32 or bfloat16"),
     ],
 )

@@ -29,6 +29,8 @@ SHAPES = {
 }
 UNTOUCHED = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
+Stream = Callable[[Iterable[tuple[str, Tensor]], QuantMap], Iterator[tuple[str, Tensor]]]
+
 
 def state(num_layers: int = 2) -> dict[str, Tensor]:
     """An HF state in its usual order, every projection of another magnitude, with biases and norms."""
@@ -55,6 +57,51 @@ def test_map_names_every_projection_and_nothing_else(rollout_format: str) -> Non
     assert quant_map.format_of("model.layers.1.mlp.up_proj") == rollout_format
     for other in ("lm_head", "model.layers.2.mlp.up_proj", "layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj.weight"):
         assert quant_map.format_of(other) is None
+
+
+def test_every_expert_is_quantized_for_itself_and_the_router_is_not() -> None:
+    quant_map = QuantMap.for_decoder(2, "fp8_tensor", num_experts=3)
+    assert len(quant_map.formats) == 2 * (4 + 3 * 3)
+    expert = "model.layers.1.mlp.experts.2."
+    assert quant_map.fused_group(expert + "up_proj") == (expert + "gate_proj", expert + "up_proj")
+    assert quant_map.fused_group(expert + "down_proj") == (expert + "down_proj",)
+    assert quant_map.format_of("model.layers.1.self_attn.o_proj") == "fp8_tensor"
+    for other in ("model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.experts.3.up_proj"):
+        assert quant_map.format_of(other) is None
+    with pytest.raises(ValueError, match="num_experts is 0"):
+        QuantMap.for_decoder(1, "fp8_block", num_experts=0)
+
+
+def test_tensor_scales_are_shared_within_an_expert_and_not_between_experts() -> None:
+    names = [f"model.layers.0.mlp.experts.{e}.{part}_proj.weight" for e in range(2) for part in ("gate", "up", "down")]
+    tensors = {name: 10.0**power * torch.eye(2) for power, name in enumerate(names)}
+    quant_map = QuantMap.for_decoder(1, "fp8_tensor", num_experts=2)
+    share = quant_map.restricted(name.removesuffix(".weight") for name in names)
+    emulated = dict(fake_quantize_state(tensors.items(), share))
+    for expert in range(2):
+        gate, up, down = names[3 * expert : 3 * expert + 3]
+        # Largest value of gate and up is up's: 448 e4m3 units. gate is a tenth: 44.8 units, rounded to 44.
+        assert emulated[up][0, 0] == tensors[up][0, 0]
+        assert emulated[gate][0, 0] == pytest.approx(tensors[up][0, 0] * 44 / 448)
+        assert emulated[down][0, 0] == tensors[down][0, 0]
+
+
+@pytest.mark.parametrize("stream", [quantize_state, fake_quantize_state])
+def test_a_share_is_audited_as_a_whole_model_is(stream: Stream) -> None:
+    whole = QuantMap.for_decoder(2, "fp8_block")
+    second = {name: tensor for name, tensor in state().items() if ".1." in name or "norm" in name}
+    share = whole.restricted(name.removesuffix(".weight") for name in second)
+    assert set(share.formats) == {module for module in whole.formats if ".1." in module}
+    assert len(share.fused_groups) == 4
+    list(stream(second.items(), share))
+    del second["model.layers.1.mlp.down_proj.weight"]
+    with pytest.raises(ValueError, match=r"1 modules of the quant map had no weight, the first .*1\.mlp\.down_proj"):
+        list(stream(second.items(), share))
+
+
+def test_a_share_must_not_cut_a_stack() -> None:
+    with pytest.raises(ValueError, match=r"k_proj, .*v_proj are stacked .* only model\.layers\.0\.self_attn\.q_proj"):
+        QuantMap.for_decoder(1, "fp8_block").restricted(["model.layers.0.self_attn.q_proj"])
 
 
 def test_fused_groups() -> None:
@@ -163,9 +210,6 @@ def test_dtype_is_kept() -> None:
     for rollout_format in RolloutFormat:
         emulated = dict(fake_quantize_state(halves.items(), QuantMap.for_decoder(1, rollout_format)))
         assert {tensor.dtype for tensor in emulated.values()} == {torch.bfloat16}
-
-
-Stream = Callable[[Iterable[tuple[str, Tensor]], QuantMap], Iterator[tuple[str, Tensor]]]
 
 
 @pytest.mark.parametrize("stream", [quantize_state, fake_quantize_state])

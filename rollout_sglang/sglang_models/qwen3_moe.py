@@ -1,0 +1,5 @@
+"""Qwen3MoeForCausalLM, as SGLang implements it."""
+
+from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
+
+EntryClass = Qwen3MoeForCausalLM

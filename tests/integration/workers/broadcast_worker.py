@@ -1,0 +1,225 @@
+"""Four learner ranks (TP2×PP2) that broadcast to running engines, while rank 0 breaks an engine between two buckets.
+
+Started once: the ranks are forked after the imports. What test_broadcast.py asserts goes into found.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+warnings.filterwarnings("ignore")
+
+from megatron_bridge.broadcast import BroadcastChannel  # noqa: E402
+from megatron_bridge.buckets import pack  # noqa: E402
+from megatron_bridge.engine_digests import EngineDigests  # noqa: E402
+from megatron_bridge.layout import Layout, initialise  # noqa: E402
+from megatron_bridge.learner import MegatronLearner  # noqa: E402
+from megatron_bridge.publish import ProofPlan  # noqa: E402
+from pipeline.errors import EngineUnavailableError  # noqa: E402
+from pipeline.ports import TensorSpec  # noqa: E402
+from pipeline.recipe import LearnerSection  # noqa: E402
+from pipeline.rundir import RunDirectory  # noqa: E402
+from precision.objectives import P3O  # noqa: E402
+from rollout_sglang.feed import FedFleet  # noqa: E402
+
+ROWS = tuple(tuple((7 * row + 3 * place) % 40 for place in range(24)) for row in range(3))
+BUCKET_BYTES = 1 << 18
+BREAK_AT = 4
+"""Buckets that an engine loads before it is broken."""
+
+
+class BreakableFleet(FedFleet):
+    """Calls `break_engine` once, when one of its engines is asked for its fifth bucket."""
+
+    break_engine: Callable[[], None] | None = None
+    victim = -1
+    buckets = 0
+
+    async def receive(self, engine: int, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        if self.break_engine is not None and engine == self.victim:
+            self.buckets += 1
+            if self.buckets > BREAK_AT:
+                self.break_engine()
+                self.break_engine, self.buckets = None, 0
+        await super().receive(engine, group, tensors, deadline_s)
+
+
+class Rank:
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.task = task
+        self.here = dist.get_rank() == 0
+        section = LearnerSection(
+            tensor_parallel=2, pipeline_parallel=2, micro_batch_tokens=256, step_deadline_s=60, data_parallel=1
+        )
+        initialise(Layout.of(section), seed=0, deadline_s=60)
+        self.learner = MegatronLearner(Path(task["model"]), section, P3O(), temperature=1.0, total_steps=10)
+        nbytes = sum(tensor.nbytes for _, tensor in self.learner.named_weights())
+        self.found: dict[str, Any] = {"publishes": {}, "nbytes": nbytes}
+
+    def channel(self) -> BroadcastChannel:
+        shape = self.learner.shape
+
+        def new_digests() -> EngineDigests:
+            return EngineDigests(
+                dtype=torch.float32, num_kv_heads=shape.num_kv_heads, tied_embeddings=shape.tied_embeddings
+            )
+
+        self.run = RunDirectory(Path(self.task["out"]) / "run")
+        self.fleet = BreakableFleet(
+            self.task["urls"],
+            router_url=None,
+            api_key=self.task["key"],
+            lock_path=self.run.feeding_lock,
+            request_deadline_s=60,
+            load_deadline_s=60,
+            ranks_per_engine=1,
+        )
+        return BroadcastChannel(
+            self.learner,
+            self.fleet,
+            self.run,
+            None,
+            ProofPlan(rows=ROWS, max_mean_gap_nats=1e-3, new_digests=new_digests),
+            keep=2,
+            bucket_bytes=BUCKET_BYTES,
+            deadline_s=self.task["deadline_s"],
+        )
+
+    def move(self) -> None:
+        """Other weights: each rank's part of the same function."""
+        with torch.no_grad():
+            for chunk in self.learner.model:
+                for parameter in chunk.parameters():
+                    parameter.mul_(1.1)
+
+    def publish(self, channel: BroadcastChannel, version: int, *, publishing: bool = True) -> None:
+        """Publish, then compare what each admitted engine says with the learner."""
+        measured = channel.publish(version) if publishing else {}
+        ours = self.learner.score_tokens(ROWS)
+        if not self.here:
+            return
+        theirs = channel._background.run(self.fleet.prompt_logprobs(ROWS))
+        gaps = {
+            url: float(max(np.abs(a - b).max() for a, b in zip(ours, rows, strict=True)))
+            for url, rows in theirs.items()
+        }
+        self.found["publishes"][version if publishing else f"{version} healed"] = {
+            "measured": measured,
+            "gaps": gaps,
+            "versions": channel._background.run(self.fleet.versions()),
+            "published": self.run.published_version(),
+        }
+
+    def publishes(self) -> None:
+        channel = self.channel()
+        self.found["registry"] = len(dist.distributed_c10d._world.pg_group_ranks)
+        for version in (1, 2):
+            self.move()
+            self.publish(channel, version)
+        # Both senders of engine 1 lose it (rank 1 of stage 0, rank 3 of stage 1); rank 1 pulls the trigger.
+        for version, action in ((3, self.kill), (5, self.stop)):
+            self.move()
+            if dist.get_rank() == 1:
+                self.fleet.victim, self.fleet.break_engine = 1, action
+            self.publish(channel, version)
+            self.mend(version)
+            self.move()
+            self.publish(channel, version + 1)
+        channel.settle()
+        self.found["registry_after"] = len(dist.distributed_c10d._world.pg_group_ranks)
+        self.crash(channel)
+        self.refuse(channel)
+
+    def crash(self, channel: BroadcastChannel) -> None:
+        """A sender that dies half-way, after it spoilt engine 0: the collector heals, the next publish works."""
+        if self.here:
+            background = channel._background
+            background.run(self.fleet.open_feed())
+            for bucket in pack([("model.norm.weight", torch.zeros(self.learner.shape.hidden_size))], BUCKET_BYTES):
+                channel._wire.send(bucket)
+            assert self.fleet._lock is not None
+            background.run(self.fleet._lock.aclose())
+            self.fleet._lock = None
+            self.found["after_crash"] = list(background.run(self.fleet.versions()).values())
+            background.run(self.fleet.heal(6, self.run.policy_directory(6)))
+        self.publish(channel, 6, publishing=False)
+        self.publish(channel, 7)
+
+    def refuse(self, channel: BroadcastChannel) -> None:
+        """No engine comes as near as is asked here: all ranks raise, and the version before stays published."""
+        channel._plan = ProofPlan(rows=ROWS, max_mean_gap_nats=1e-12, new_digests=None)
+        try:
+            channel.publish(9)
+        except EngineUnavailableError as error:
+            self.found["refused"] = str(error)
+        channel.settle()
+        self.found["published_after_refusal"] = self.run.published_version()
+        self.found["folders"] = sorted(path.name for path in self.run.policies.iterdir())
+
+    def kill(self) -> None:
+        psutil.Process(self.task["pids"][1]).kill()
+
+    def stop(self) -> None:
+        process = psutil.Process(self.task["pids"][1])
+        for one in [process, *process.children(recursive=True)]:
+            one.send_signal(signal.SIGSTOP)
+
+    def mend(self, version: int) -> None:
+        """The test starts the engine again, or wakes it."""
+        out = Path(self.task["out"])
+        if self.here:
+            (out / f"broken-{version}").touch()
+        mended = out / f"mended-{version}"
+        ends = time.monotonic() + 150
+        while not mended.exists():
+            assert time.monotonic() < ends, f"{mended} never came"
+            time.sleep(0.1)
+        pid = int(mended.read_text())
+        self.task["pids"][1] = pid
+        dist.barrier()
+
+
+def run_rank(rank: int, store: str, task: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=60)
+    )
+    here = Rank(task)
+    here.publishes()
+    (Path(task["out"]) / f"found-{rank}.json").write_text(json.dumps(here.found))
+    dist.barrier()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("task", help="JSON: model, urls, pids, key, out")
+    task = json.loads(parser.parse_args().task)
+    context = multiprocessing.get_context("fork")
+    store = str(Path(task["out"]) / "store")
+    ranks = [context.Process(target=run_rank, args=(rank, store, task)) for rank in range(4)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in ranks))
+
+
+if __name__ == "__main__":
+    main()

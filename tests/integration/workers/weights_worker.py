@@ -1,0 +1,145 @@
+"""HF → Megatron → HF at every layout of four ranks. Started once: the ranks are forked after the imports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+import warnings
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+warnings.filterwarnings("ignore")
+
+from megatron_bridge.fp8 import _quantize_input, emulated  # noqa: E402
+from megatron_bridge.layout import Layout, initialise, leave_layout  # noqa: E402
+from megatron_bridge.learner import MegatronLearner  # noqa: E402
+from megatron_bridge.model import build_chunks  # noqa: E402
+from megatron_bridge.name_map import NameMap, Place, parameter_names  # noqa: E402
+from megatron_bridge.name_proof import RankParameters  # noqa: E402
+from megatron_bridge.shape import ModelShape, read_hf_config  # noqa: E402
+from megatron_bridge.weights import export_hf, export_stage, load_hf, load_named, stage_tensors  # noqa: E402
+from pipeline.recipe import LearnerSection  # noqa: E402
+from precision.formats import RolloutFormat  # noqa: E402
+from precision.objectives import Supervised  # noqa: E402
+from precision.quant_map import QuantMap  # noqa: E402
+
+SCORED = (
+    Layout(data=4),
+    Layout(data=2, pipeline=2, expert=2),
+    Layout(tensor=2, data=2, expert=2, sequence=True),
+)
+ROWS = [[1, 5, 9, 2, 40, 33, 8, 60], [3, 3, 7, 21], [50, 2, 2, 14, 9, 11], [6, 17, 30, 44, 12]]
+
+
+def scores(layout: Layout, folder: Path) -> dict[str, list[float]]:
+    """Log-probabilities of ROWS without and with the rollout's formats, row after row."""
+    section = LearnerSection(
+        tensor_parallel=layout.tensor,
+        sequence_parallel=layout.sequence,
+        pipeline_parallel=layout.pipeline,
+        data_parallel=layout.data,
+        expert_parallel=layout.expert,
+        expert_tensor_parallel=layout.expert_tensor,
+    )
+    learner = MegatronLearner(folder, section, Supervised(), temperature=1.0, total_steps=1)
+    assert learner.shape.experts is not None
+
+    def score() -> list[float]:
+        return [float(x) for row in learner.score_tokens(ROWS) for x in row]
+
+    found = {"plain": score()}
+    for name in ("fp8_tensor", "fp8_block"):
+        with emulated(learner, QuantMap.for_decoder(learner.shape.num_layers, name, learner.shape.experts.count)):
+            found[name] = score()
+    assert score() == found["plain"]
+    return found
+
+
+def expert_inputs_are_quantized_whole(chunk: torch.nn.Module) -> bool:
+    """The input of an expert's last linear is divided over expert tensor ranks, its scales are of whole tokens."""
+    linear = chunk.get_submodule("decoder.layers.0.mlp.experts.local_experts.0.linear_fc2")
+    whole = torch.randn(6, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 24)
+    group = linear.tp_group
+    mine = whole.chunk(group.size(), -1)[group.rank()]
+    for name in RolloutFormat:
+        quantized = _quantize_input(name)(linear, (mine,))[0]
+        if not torch.equal(quantized, name.fake_quantize_activation(whole).chunk(group.size(), -1)[group.rank()]):
+            return False
+    return True
+
+
+def run_layout(layout: Layout, folder: Path, out: Path) -> None:
+    rank = dist.get_rank()
+    initialise(layout, seed=0, deadline_s=60)
+    shape = ModelShape.from_hf(read_hf_config(folder))
+    original = load_file(folder / "model.safetensors")
+    dtype = original["model.norm.weight"].dtype
+    chunks = build_chunks(shape, layout, dtype, 1.0)
+    load_hf(chunks, shape, folder)
+    stage_order = []
+    stage_wrong = []
+    for name, tensor in export_stage(chunks, shape):
+        stage_order.append(name)
+        if tensor.dtype != dtype or not torch.equal(tensor, original[name]):
+            stage_wrong.append(name)
+    assert stage_order == stage_tensors(chunks, shape)
+    whole = {name: tensor.clone() for name, tensor in export_hf(chunks, shape)}
+    again = build_chunks(shape, layout, dtype, 1.0)
+    load_named(again, shape, original)
+    pairs = zip(*(list(parameter_names(model, NameMap(shape))) for model in (chunks, again)), strict=True)
+    found = {
+        "stage_order": stage_order,
+        "stage_wrong": stage_wrong,
+        "whole": list(whole),
+        "wrong": [name for name, t in whole.items() if t.dtype != dtype or not torch.equal(t, original[name])],
+        "named_wrong": [name for (name, a), (_, b) in pairs if not torch.equal(a, b)],
+        "chunks": len(chunks),
+        "stage": (stage := RankParameters.here(chunks, shape)).stage,
+        "place": asdict(stage.place),
+        "sizes": {name: list(size) for name, size in stage.sizes.items()},
+    }
+    assert stage.place == Place.here()
+    if shape.experts is not None:
+        found["expert_inputs"] = expert_inputs_are_quantized_whole(chunks[0])
+    if shape.experts is not None and layout in SCORED:
+        found["scores"] = scores(layout, folder)
+    (out / f"{rank}.json").write_text(json.dumps(found))
+    leave_layout()
+
+
+def run_rank(rank: int, store: str, cases: list[tuple[Layout, Path, Path]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=60)
+    )
+    for layout, folder, out in cases:
+        run_layout(layout, folder, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", help="JSON: [[layout, model folder, out folder], …]")
+    cases = [(Layout(**sizes), Path(model), Path(out)) for sizes, model, out in json.loads(parser.parse_args().cases)]
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = (str(Path(scratch) / "store"), cases)
+        ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(4)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in ranks))
+
+
+if __name__ == "__main__":
+    main()
