@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from launch.convert_cli import convert_app
 from pipeline.errors import EvenKeelError, RecipeError
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ model_app = typer.Typer(help="Make models.", no_args_is_help=True)
 runs_app = typer.Typer(help="Look at runs.", no_args_is_help=True)
 trajectories_app = typer.Typer(help="Read what was sampled.", no_args_is_help=True)
 verify_app = typer.Typer(help="Prove that engine, learner and ledger hold what they promise.", no_args_is_help=True)
+app.add_typer(convert_app, name="convert")
 app.add_typer(model_app, name="model")
 app.add_typer(runs_app, name="runs")
 app.add_typer(trajectories_app, name="trajectories")
@@ -120,6 +122,59 @@ def show_recipe(
 
 
 @app.command()
+def plan(
+    recipe: RecipePath,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs there are, learner and engines together.", show_default=False)],
+    gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB (an H100 has 79.6).", show_default=False)],
+    mean_response_tokens: Annotated[
+        float | None, typer.Option(help="Mean length of a response. Default: half of rollout.max_new_tokens.")
+    ] = None,
+    rollout_tokens_per_gpu_s: Annotated[
+        float | None,
+        typer.Option(help="Response tokens a second of one engine GPU, over a whole batch. Default: by roofline."),
+    ] = None,
+    mfu: Annotated[
+        float | None, typer.Option(help="Share of peak FLOPS in the learner's matrix work. Default: 0.4.")
+    ] = None,
+    peak_tflops: Annotated[float | None, typer.Option(help="bfloat16 TFLOPS of a GPU. Default: 989, an H100.")] = None,
+    disk_gb_s: Annotated[float | None, typer.Option(help="GB/s of the shared file system. Default: 2.")] = None,
+    broadcast_gb_s: Annotated[float | None, typer.Option(help="GB/s of a broadcast publish. Default: 3.6.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Will a recipe fit these GPUs, which learner layouts would, and how long will a step take?
+
+    Needs neither a GPU nor weights: the model's config.json is enough (a relative model.path is looked for here, then
+    beside the recipe). Learner and engines have GPUs of their own.
+
+    **Memory**: parameters are counted exactly; activations tensor by tensor for full micro-batches; CUDA context and
+    fragmentation are allowances. **Layouts**: all that use the learner's GPUs, with the least recomputation that fits,
+    ranked by seconds a step; the others with what they lack. **Seconds**: a roofline over assumed speeds, put through a
+    simulation of the recipe's schedule; replace the assumptions by what you measured. Static memory and counts are
+    facts; seconds are guesses until then.
+
+    Exits 0 whether the recipe fits or not: read `fits` and `reasons` of --json, or the first lines.
+
+    For example:  evenkeel plan pipeline/recipes/qwen3_32b.yaml --gpus 64 --gpu-gib 80 --mean-response-tokens 3206
+    """
+    from launch.plan import Machine, make_plan
+
+    chosen = dict(
+        mean_response_tokens=mean_response_tokens,
+        rollout_tokens_per_gpu_s=rollout_tokens_per_gpu_s,
+        mfu=mfu,
+        peak_tflops=peak_tflops,
+        disk_gb_s=disk_gb_s,
+        broadcast_gb_s=broadcast_gb_s,
+    )
+    result = make_plan(recipe, overrides or [], Machine(gpus=gpus, gpu_gib=gpu_gib), chosen)
+    if as_json:
+        emit(result)
+    else:
+        print_plan(result)
+
+
+@app.command()
 def report(run: RunPath) -> None:
     """Write RUN/report.html: one self-contained page with curves, histograms and a timeline."""
     from pipeline.report import write_report
@@ -144,13 +199,16 @@ def model_new(
     kv_heads: Annotated[int, typer.Option(help="Key/value heads.")] = 2,
     head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
     ffn: Annotated[int, typer.Option(help="Feed-forward size.")] = 384,
+    experts: Annotated[int | None, typer.Option(help="Experts of each layer: a Qwen3-MoE model.")] = None,
+    experts_per_token: Annotated[int | None, typer.Option(help="Experts that each token visits; default 2.")] = None,
+    expert_ffn: Annotated[int | None, typer.Option(help="Feed-forward size of an expert; default: --ffn.")] = None,
     characters: Annotated[
         str, typer.Option(help="The tokenizer's alphabet.")
     ] = "0123456789+-*=,;:abcdefghijklmnopqrstuvwxyz ",
     tie: Annotated[bool, typer.Option(help="Tie embeddings and LM head.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
-    """Write a random Qwen3-architecture HF checkpoint with a character-level tokenizer. Downloads nothing."""
+    """Write a random Qwen3 or Qwen3-MoE HF checkpoint with a character-level tokenizer. Downloads nothing."""
     from launch.model_new import new_model
 
     new_model(
@@ -161,6 +219,9 @@ def model_new(
         kv_heads=kv_heads,
         head_dim=head_dim,
         ffn=ffn,
+        experts=experts,
+        experts_per_token=experts_per_token,
+        expert_ffn=expert_ffn,
         characters=characters,
         tie=tie,
         seed=seed,
@@ -260,6 +321,15 @@ def print_summary(result: dict[str, Any]) -> None:
     Console().print(render(result))
     if "report" in result:
         print(f"report: {result['report']}")
+
+
+def print_plan(result: dict[str, Any]) -> None:
+    """A plan as tables."""
+    from rich.console import Console
+
+    from launch.plan_view import render
+
+    Console().print(render(result))
 
 
 def emit_or_print(result: dict[str, Any], as_json: bool) -> None:

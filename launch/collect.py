@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from launch.compose import build_contract, build_prompts, build_sampling, build_tokenizer
 from launch.processes import die_with_parent, run_child
@@ -21,9 +22,14 @@ from rollout_sglang.stock_server import API_KEY_VARIABLE
 
 def build_fleet(run: RunDirectory, recipe: Recipe) -> Fleet:
     """The run's engines, as they are announced in engines.json."""
+    return Fleet(**fleet_settings(run, recipe))
+
+
+def fleet_settings(run: RunDirectory, recipe: Recipe) -> dict[str, Any]:
+    """The arguments of a Fleet."""
     urls, router = run.engines()
-    return Fleet(
-        urls,
+    return dict(
+        urls=urls,
         router_url=router,
         api_key=os.environ.get(API_KEY_VARIABLE),
         lock_path=run.feeding_lock,

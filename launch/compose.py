@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_bridge.shape import read_hf_config
+from megatron_bridge.shape import ModelShape, read_hf_config
 from pipeline.ports import Sampling
 from pipeline.recipe import P3OSection, Recipe
 from pipeline.records import LogprobContract, Prompt
@@ -96,4 +96,7 @@ def build_quant_map(recipe: Recipe) -> QuantMap | None:
 
     if recipe.rollout.precision not in ("fp8_tensor", "fp8_block"):
         return None
-    return QuantMap.for_decoder(read_hf_config(recipe.model.path)["num_hidden_layers"], recipe.rollout.precision)
+    shape = ModelShape.from_hf(read_hf_config(recipe.model.path))
+    return QuantMap.for_decoder(
+        shape.num_layers, recipe.rollout.precision, None if shape.experts is None else shape.experts.count
+    )

@@ -77,7 +77,7 @@ def make_batch(seed: int, vocabulary: int) -> Batch:
     groups = []
     for number in range(NUM_PROMPTS):
         prompt = tuple(int(token) for token in random.integers(0, vocabulary, random.integers(3, 12)))
-        lengths = [int(random.integers(0.7 * MAX_ROW, MAX_ROW)) + 1 - len(prompt) for _ in range(SAMPLES)]
+        lengths = [int(random.integers(7 * MAX_ROW // 10, MAX_ROW)) + 1 - len(prompt) for _ in range(SAMPLES)]
         lengths[0] = MAX_ROW + 1 - len(prompt)
         samples = tuple(_sample(random, vocabulary, length) for length in lengths)
         groups.append(Group(prompt=Prompt(group=number, text="", answer="", tokens=prompt), samples=samples))

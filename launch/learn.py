@@ -8,18 +8,22 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from launch.collect import build_fleet
+from launch.collect import build_fleet, fleet_settings
 from launch.compose import build_contract, build_objective, build_quant_map, build_tokenizer
 from launch.processes import die_with_parent, run_child
+from launch.proofs import build_proof_plan
+from megatron_bridge.broadcast import BroadcastChannel
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.publish import DiskChannel
 from pipeline.advantages import estimator
 from pipeline.checkpoints import Checkpoints
 from pipeline.journal import Journal
+from pipeline.ports import WeightChannel
 from pipeline.recipe import Recipe
 from pipeline.rundir import RunDirectory
 from pipeline.store import BatchStore
 from pipeline.training import Trainer
+from rollout_sglang.feed import FedFleet
 
 
 def build_learner(recipe: Recipe) -> MegatronLearner:
@@ -31,18 +35,25 @@ def build_learner(recipe: Recipe) -> MegatronLearner:
         temperature=recipe.rollout.temperature,
         seed=recipe.run.seed,
         total_steps=recipe.run.steps,
+        fp32_lm_head=recipe.model.fp32_lm_head,
     )
 
 
-def build_channel(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> DiskChannel:
+def build_channel(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> WeightChannel:
     """Collective: how this learner's weights reach the run's engines."""
-    return DiskChannel(
+    quant, plan, section = build_quant_map(recipe), build_proof_plan(recipe), recipe.weights
+    if section.channel == "disk":
+        fleet = build_fleet(run, recipe)
+        return DiskChannel(learner, fleet, run, quant, plan, keep=section.keep, deadline_s=section.publish_deadline_s)
+    return BroadcastChannel(
         learner,
-        build_fleet(run, recipe),
-        run.policies,
-        build_quant_map(recipe),
-        keep=recipe.weights.keep,
-        deadline_s=recipe.weights.publish_deadline_s,
+        FedFleet(**fleet_settings(run, recipe), ranks_per_engine=recipe.rollout.tensor_parallel),
+        run,
+        quant,
+        plan,
+        keep=section.keep,
+        bucket_bytes=section.bucket_mib << 20,
+        deadline_s=section.publish_deadline_s,
     )
 
 

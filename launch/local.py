@@ -82,11 +82,12 @@ class Supervisor:
     def supervise(self) -> None:
         """Run to the end. Raises FatalError when it cannot be reached."""
         self._start_engines()
-        for name in ("collector", "learner"):
-            self._start_program(name)
-        while any(program.popen.poll() != 0 for program in self.programs.values()):
+        self._start_program("learner")
+        while len(self.programs) < 2 or any(program.popen.poll() != 0 for program in self.programs.values()):
             self._mend_engines()
             self._mend_router()
+            if "collector" not in self.programs and not self.starting:
+                self._start_program("collector")  # before, it could only die of waiting, again and again
             for name, program in list(self.programs.items()):
                 if program.popen.poll() not in (None, 0):
                     self._mend_program(name, program)

@@ -29,10 +29,12 @@ from launch.model_new import new_model
 from launch.processes import child_environment, run_ranks, torchrun
 from launch.train import seed_policy
 from pipeline.ports import Sampling
+from pipeline.proof import Proof
 from pipeline.recipe import Recipe, recipe_from
 from pipeline.rundir import RunDirectory
 from rollout_sglang.client import EngineClient
 from rollout_sglang.process import ServerProcess, free_port
+from rollout_sglang.proving import Prover
 from rollout_sglang.server import start
 from rollout_sglang.stock_server import API_KEY_VARIABLE
 
@@ -158,6 +160,7 @@ class Engine:
     def __enter__(self) -> Engine:
         self.process = start(engine_spec(self.run, self.recipe, 0, self.port, self.key))
         self.process.wait_ready(self.recipe.rollout.start_deadline_s)
+        asyncio.run(self.prove())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,6 +169,15 @@ class Engine:
 
     def client(self) -> EngineClient:
         return EngineClient(self.url, self.key, index=0, request_deadline_s=self.recipe.rollout.request_deadline_s)
+
+    async def prove(self) -> None:
+        """The engine holds version 0; it names no version before."""
+        client = self.client()
+        try:
+            prover = Prover(self.recipe.weights.publish_deadline_s)
+            await prover.prove(client, 0, Proof.load(self.run.policy_directory(0)))
+        finally:
+            await client.close()
 
     async def prefill(self, rows: list[list[int]]) -> list[NDArray[np.float64]]:
         """Logprobs of tokens 1 … n-1 of each row."""

@@ -1,11 +1,11 @@
-"""Work that only rank 0 does, with an outcome that all ranks share: a failure there is raised on every rank."""
+"""What ranks tell one another beside tensors: small JSON over gloo, under a deadline."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,8 +50,47 @@ class RankZero:
         dist.broadcast(payload, src=0, group=self._group)
         if failure is not None:
             raise failure
-        name, message = json.loads(bytes(payload.tolist()))
-        kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, errors.EvenKeelError):
-            raise kind(message)
-        raise RuntimeError(f"rank 0 failed with {name}: {message}; its log has the traceback")
+        raise _rebuilt(0, *json.loads(bytes(payload.tolist())))
+
+
+class Council:
+    """Every rank says something and hears all the others. Construction and every method are collective."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """`deadline_s` bounds the wait for the slowest rank, each time."""
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+        self.rank = dist.get_rank()
+
+    def hear(self, word: Any) -> list[Any]:
+        """The JSON value of every rank, in rank order, the same everywhere."""
+        mine = torch.frombuffer(bytearray(json.dumps(word).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
+        longest = int(max(size.item() for size in sizes))
+        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group=self._group)
+        return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+    def attempt(self, action: Callable[[], T]) -> list[T]:
+        """Every rank's result (JSON values) of its own action. When one fails, all raise the first failure: an error of
+        the same class of pipeline.errors, or RuntimeError for a class that is not ours."""
+        result: T | None = None
+        failure: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:  # noqa: BLE001 (raised below, after the other ranks know)
+            failure = error
+        heard = self.hear({"failure": [type(failure).__name__, str(failure)] if failure else None, "result": result})
+        if failure is not None:
+            raise failure
+        for rank, word in enumerate(heard):
+            if word["failure"]:
+                raise _rebuilt(rank, *word["failure"])
+        return [word["result"] for word in heard]
+
+
+def _rebuilt(rank: int, name: str, message: str) -> Exception:
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.EvenKeelError):
+        return kind(message)
+    return RuntimeError(f"rank {rank} failed with {name}: {message}; its log has the traceback")

@@ -1,6 +1,7 @@
 """Learner state on disk, in Megatron's distributed format: what one layout saved, any layout loads.
 
-The format's index is a pickle: load only what you saved.
+The format's index is a pickle, which is searched for foreign classes before Megatron loads it; so is `common.pt`, which
+is not: load only what you saved.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from megatron_bridge.checkpoint_index import CheckpointIndex
 from megatron_bridge.layout import Layout
+from megatron_bridge.weight_checkpoint import chunk_keys
 from pipeline.errors import CorruptCheckpointError
 
 _RESHARDABLE = {
@@ -46,6 +49,7 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
 
     Raises CorruptCheckpointError when the directory does not hold such a checkpoint.
     """
+    CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
     for part in _distributed_parts(optimizer):
         # Loading fills tensors in place, and Adam makes its own only in the first step.
         part._init_optimizer_states_with_dummy_values()
@@ -91,11 +95,7 @@ def _sharded_state(model: Sequence[Any], optimizer: Any, *, is_loading: bool) ->
 
 
 def _named_chunks(model: Sequence[Any]) -> list[tuple[str, Any]]:
-    """The names are Megatron's. They are local: on disk a tensor is named by its layer in the whole model, so that
-    virtual stages reshard like any others."""
-    if len(model) == 1:
-        return [("model", model[0].module)]
-    return [(f"model{index}", chunk.module) for index, chunk in enumerate(model)]
+    return [(key, chunk.module) for key, chunk in zip(chunk_keys(model), model, strict=True)]
 
 
 def _rng_object(data: dict[str, Any] | None) -> ShardedObject:

@@ -95,7 +95,7 @@ class _Grid:
     def spread(self, packed: Tensor) -> Tensor:
         """[tokens, …] → [rows, longest, …]"""
         grid = packed.new_zeros(self.height * self.width, *packed.shape[1:])
-        return grid.index_copy(0, self._places, packed).unflatten(0, (self.height, self.width))
+        return grid.index_copy(0, self._places, packed).view(self.height, self.width, *packed.shape[1:])
 
     def pack(self, grid: Tensor) -> Tensor:
         """[rows, longest, …] → [tokens, …]"""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_bridge.engine_digests import EngineDigests
 from megatron_bridge.hf_folder import weight_files
 from megatron_bridge.shape import read_hf_config
 from precision.quant_map import QuantMap, quantize_state
@@ -27,7 +28,7 @@ from precision.quant_map import QuantMap, quantize_state
 SHARD_BYTES = 4 << 30
 """Bytes of tensors in one safetensors file, at most (one tensor may be larger)."""
 
-_COPIED = (
+COMPANION_FILES = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     "generation_config.json",
 )
@@ -39,23 +40,43 @@ def write_policy(
     target: Path,
     quant: QuantMap | None,
     *,
+    digests: EngineDigests | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write `named_tensors` (HF names, the whole model) as the policy folder `target`, replacing one that is there.
 
-    config.json and the tokenizer come from `source_folder`; `quant` converts weights to the rollout's formats.
+    config.json and the tokenizer come from `source_folder`; `quant` converts weights to the rollout's formats, and
+    `digests` observes what is written.
     manifest.json holds `{"tensors": {name: {"file", "shape", "dtype", "sha256"}}}`, the digest being that of the
     tensor's bytes. Needs no Megatron and no process group.
     """
-    config = _config(source_folder, quant)
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     stream = named_tensors if quant is None else quantize_state(named_tensors, quant)
-    manifest = _write_shards(stream, temporary, shard_bytes)
+    if digests is not None:
+        stream = digests.watch(stream)
+    manifest = write_shards(stream, temporary, shard_bytes=shard_bytes)
+    complete_policy(temporary, target, manifest, source_folder, quant)
+
+
+def complete_policy(
+    temporary: Path,
+    target: Path,
+    manifest: Mapping[str, Mapping[str, Any]],
+    source_folder: Path,
+    quant: QuantMap | None,
+) -> None:
+    """Add everything but the weights to a folder that holds the shards of `manifest`, sync it, give it its name."""
+    config = _config(source_folder, quant)
+    index = {
+        "metadata": {"total_size": sum(entry["bytes"] for entry in manifest.values())},
+        "weight_map": {name: entry["file"] for name, entry in manifest.items()},
+    }
+    _write_json(temporary / "model.safetensors.index.json", index)
     _write_json(temporary / "manifest.json", {"tensors": manifest})
     _write_json(temporary / "config.json", config | {"dtype": manifest["model.norm.weight"]["dtype"]})
-    for path in sorted({path for pattern in _COPIED for path in source_folder.glob(pattern)}):
+    for path in sorted({path for pattern in COMPANION_FILES for path in source_folder.glob(pattern)}):
         shutil.copyfile(path, temporary / path.name)
     for path in temporary.iterdir():
         _sync(path)
@@ -78,15 +99,18 @@ def _config(source_folder: Path, quant: QuantMap | None) -> dict[str, Any]:
     return config if quantization is None else config | {"quantization_config": quantization}
 
 
-def _write_shards(stream: Iterable[tuple[str, Tensor]], folder: Path, shard_bytes: int) -> dict[str, dict[str, Any]]:
+def write_shards(
+    stream: Iterable[tuple[str, Tensor]], folder: Path, *, shard_bytes: int = SHARD_BYTES, prefix: str = "model"
+) -> dict[str, dict[str, Any]]:
+    """Write the tensors as `<prefix>-00001.safetensors` …; returns the manifest of what was written, by name."""
     manifest: dict[str, dict[str, Any]] = {}
     shard: dict[str, Tensor] = {}
-    size = count = total = 0
+    size = count = 0
 
     def close() -> None:
         nonlocal size, count
         count += 1
-        name = f"model-{count:05}.safetensors"
+        name = f"{prefix}-{count:05}.safetensors"
         save_file(shard, folder / name, metadata={"format": "pt"})
         for tensor in shard:
             manifest[tensor]["file"] = name
@@ -100,13 +124,12 @@ def _write_shards(stream: Iterable[tuple[str, Tensor]], folder: Path, shard_byte
         manifest[name] = {
             "shape": list(kept.shape),
             "dtype": str(kept.dtype).removeprefix("torch."),
+            "bytes": kept.nbytes,
             "sha256": tensor_digest(kept),
         }
         shard[name] = kept
-        size, total = size + kept.nbytes, total + kept.nbytes
+        size += kept.nbytes
     close()
-    index = {"metadata": {"total_size": total}, "weight_map": {name: entry["file"] for name, entry in manifest.items()}}
-    _write_json(folder / "model.safetensors.index.json", index)
     return manifest
 
 

@@ -1,9 +1,9 @@
 """The disk weight channel: every rank exports, rank 0 writes a policy folder, the engines load it.
 
-    export (all ranks) ─▶ policies/000013 (rank 0) ─▶ Engines.load ─▶ policies/PUBLISHED ─▶ prune
+    probe (all ranks) ─▶ export (all ranks) ─▶ policy/000013 + proof.json (rank 0) ─▶ Engines.load ─▶ PUBLISHED ─▶ prune
 
-A version is named in PUBLISHED only after the engines serve it, so a crash at any point leaves the older version
-published and complete.
+A version is named in PUBLISHED only after the engines have proved that they hold it, so a crash at any point leaves the
+older version published and complete.
 """
 
 from __future__ import annotations
@@ -12,22 +12,43 @@ import asyncio
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from megatron_bridge.agree import RankZero
+from megatron_bridge.engine_digests import EngineDigests
 from megatron_bridge.policy_files import write_policy
 from pipeline.ports import Engines
-from pipeline.rundir import write_atomically
+from pipeline.proof import Probe, Proof
+from pipeline.rundir import RunDirectory
 from precision.quant_map import QuantMap
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
 
-PUBLISHED = "PUBLISHED"
+
+@dataclass(frozen=True, kw_only=True)
+class ProofPlan:
+    """What every version of a run is proved by (pipeline.proof)."""
+
+    rows: tuple[tuple[int, ...], ...]
+    """Token ids of the probe."""
+    max_mean_gap_nats: float
+    new_digests: Callable[[], EngineDigests] | None
+    """Where the engines' checksums can be computed; None where they cannot."""
+
+    def probe(self, learner: MegatronLearner) -> Probe:
+        """What the learner says at its present weights. Collective."""
+        scored = learner.score_tokens(self.rows, temperature=1.0)
+        return Probe(
+            rows=self.rows,
+            logprobs=tuple(tuple(row.tolist()) for row in scored),
+            max_mean_gap_nats=self.max_mean_gap_nats,
+        )
 
 
 class DiskChannel:
@@ -37,8 +58,9 @@ class DiskChannel:
         self,
         learner: MegatronLearner,
         engines: Engines,
-        policies: Path,
+        run: RunDirectory,
         quant: QuantMap | None,
+        plan: ProofPlan,
         *,
         keep: int,
         deadline_s: float,
@@ -47,43 +69,53 @@ class DiskChannel:
         wait for rank 0 to write and for the engines to load."""
         self._learner = learner
         self._engines = engines
-        self._policies = policies
+        self._run = run
         self._quant = quant
+        self._plan = plan
         self._keep = keep
         self._rank_zero = RankZero(deadline_s)
 
     def publish(self, version: int) -> dict[str, float]:
         """Give the engines the learner's present weights under the name `version`. Collective.
 
-        Returns export_s, prune_s, publish_s (total) and what Engines.load reports, in seconds; {} but on rank 0.
-        What fails on rank 0 is raised on every rank, an EvenKeelError as what it is.
+        Returns score_s, export_s, prune_s, publish_s (total) in seconds and what Engines.load reports; {} but on rank
+        0. What fails on rank 0 is raised on every rank, an EvenKeelError as what it is.
         """
         begin = time.monotonic()
-        folder = self._policies / f"{version:06}"
-        export_policy(self._learner, folder, self._quant, self._rank_zero)
+        probe = self._plan.probe(self._learner)
+        scored = time.monotonic()
+        digests = self._plan.new_digests() if self._plan.new_digests is not None and self._rank_zero.here else None
+        folder = self._run.policy_directory(version)
+        export_policy(self._learner, folder, self._quant, self._rank_zero, digests)
         exported = time.monotonic()
-        seconds = self._rank_zero.run(lambda: self._load_and_name(version, folder))
+        seconds = self._rank_zero.run(lambda: self._load_and_name(version, folder, probe, digests))
         if seconds is None:
             return {}
-        return {"export_s": exported - begin, **seconds, "publish_s": time.monotonic() - begin}
+        phases = {"score_s": scored - begin, "export_s": exported - scored}
+        return {**phases, **seconds, "publish_s": time.monotonic() - begin}
 
-    def _load_and_name(self, version: int, folder: Path) -> dict[str, float]:
-        seconds = asyncio.run(self._engines.load(version, folder))
-        write_atomically(self._policies / PUBLISHED, f"{version}\n")
+    def settle(self) -> None:
+        """Nothing is left to wait for: `publish` returns with the folder complete."""
+
+    def _load_and_name(
+        self, version: int, folder: Path, probe: Probe, digests: EngineDigests | None
+    ) -> dict[str, float]:
+        proof = Proof(version=version, probe=probe, digests=() if digests is None else digests.digests())
+        proof.save(folder)
+        seconds = asyncio.run(self._engines.load(version, folder, proof))
+        self._run.set_published(version)
         loaded = time.monotonic()
-        prune(self._policies, version, self._keep)
+        prune(self._run.policies, version, self._keep)
         return {**seconds, "prune_s": time.monotonic() - loaded}
 
 
-def published_version(policies: Path) -> int | None:
-    """The version that the engines serve; None before the first publish."""
-    try:
-        return int((policies / PUBLISHED).read_text())
-    except FileNotFoundError:
-        return None
-
-
-def export_policy(learner: MegatronLearner, folder: Path, quant: QuantMap | None, rank_zero: RankZero) -> None:
+def export_policy(
+    learner: MegatronLearner,
+    folder: Path,
+    quant: QuantMap | None,
+    rank_zero: RankZero,
+    digests: EngineDigests | None = None,
+) -> None:
     """Write the learner's weights as a policy folder. Collective: every rank takes part in gathering each tensor.
 
     What fails on rank 0 is raised on every rank, after all ranks have finished gathering.
@@ -92,7 +124,7 @@ def export_policy(learner: MegatronLearner, folder: Path, quant: QuantMap | None
 
     def write() -> None:
         try:
-            write_policy(tensors, learner.model_folder, folder, quant)
+            write_policy(tensors, learner.model_folder, folder, quant, digests=digests)
         finally:
             _exhaust(tensors)  # the other ranks are in the same gathers, whatever happened here
 

@@ -3,20 +3,22 @@
     collector ── Engines ──▶ rollout_sglang.fleet
     learner   ── Learner ──▶ megatron_bridge.learner
     learner   ── WeightChannel ──▶ megatron_bridge.publish (which moves weights through Engines.load)
+                                   megatron_bridge.broadcast (through EngineFeed and process groups)
 
 The tensors inside `Scored` stay with the adapter that made them: the loops only pass it on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.proof import Proof
 from pipeline.records import Batch, Completion
 
 
@@ -96,7 +98,93 @@ class WeightChannel(Protocol):
     """Moves the learner's weights to every engine. Collective."""
 
     def publish(self, version: int) -> dict[str, float]:
-        """Returns once the engines serve `version`; seconds of each phase (export_s, pause_s, load_s, verify_s)."""
+        """Returns once the engines serve `version`; measurements by name, on the speaking rank only: names in `_s` are
+        seconds of a phase (publish_s: all of it), names in `_bytes` are bytes."""
+        ...
+
+    def settle(self) -> None:
+        """Returns once the policy folder of the last published version is complete. A checkpoint must not overtake it:
+        from there the folder could not be made again."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """A tensor on its way to an engine: HF name, torch's name of the dtype (`bfloat16`), shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """A process group that a sender (rank 0) opens for one engine, whose ranks join it as 1, 2, …"""
+
+    group: str
+    address: str
+    port: int
+    backend: Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedReport:
+    """Which engines fell out of a publish so far, and what was measured."""
+
+    failures: Mapping[int, str]
+    """Engine → why."""
+    measured: Mapping[str, float]
+    """Named as WeightChannel.publish names them."""
+
+
+class EngineFeed(Protocol):
+    """The engines as receivers of tensors. One process opens and closes a publish; in between, every sender asks its
+    own engines to receive. Not collective; every method is awaited on one event loop of its process."""
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Engine i listens at urls[i]."""
+        ...
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """How many ranks of an engine join a process group."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has opened a publish and not closed it."""
+        ...
+
+    async def open_feed(self) -> FeedReport:
+        """Keep other feeders out, pause every engine and make it ready for new weights. From now on, and until it
+        proves what it was sent, no engine claims to serve any version."""
+        ...
+
+    async def join(self, engine: int, meeting: Meeting, deadline_s: float) -> None:
+        """The engine's ranks join the process group. Raises RetryableError."""
+        ...
+
+    async def is_member(self, engine: int, group: str) -> bool:
+        """Whether the engine still has the group: one that was restarted has not. Raises RetryableError."""
+        ...
+
+    async def leave(self, engine: int, group: str) -> None:
+        """The engine forgets a group that its sender gave up, if it still answers."""
+        ...
+
+    async def receive(self, engine: int, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        """The engine takes part in one broadcast of these tensors, flattened to bytes one after the other, and loads
+        them. Raises RetryableError."""
+        ...
+
+    async def close_feed(
+        self, version: int, directory: Path, proof: Proof | None, failures: Mapping[int, str]
+    ) -> FeedReport:
+        """Have the engines that took everything prove that they hold `version`, and admit them; quarantine those named
+        in `failures` and those that fail now; let other feeders in. The report names all that failed.
+
+        `directory` is where the weights lie, now or soon, for engines that come back later."""
         ...
 
 
@@ -107,9 +195,10 @@ class Engines(Protocol):
         """Sample `num_samples` completions of one prompt. Raises RetryableError when no engine could answer."""
         ...
 
-    async def load(self, version: int, directory: Path) -> dict[str, float]:
-        """Give every reachable engine the weights of `directory` under the name `version` and verify that it serves
-        them; quarantine those that fail. Raises EngineUnavailableError when no engine is left. Returns seconds."""
+    async def load(self, version: int, directory: Path, proof: Proof | None = None) -> dict[str, float]:
+        """Give every reachable engine the weights of `directory` under the name `version` and have it prove that it
+        holds them (`proof`, or the one in the folder); quarantine those that fail twice. Raises EngineUnavailableError
+        when no engine is left. Returns seconds (`…_s`) and, with a probe, probe_gap_nats."""
         ...
 
     async def heal(self, version: int, directory: Path) -> None:

@@ -139,7 +139,7 @@ class OptimizerSection(Section):
 
 
 class LearnerSection(Section):
-    """Parallel sizes multiply: processes = tensor × context × pipeline × data. Experts are spread over the same ranks."""
+    """Parallel sizes multiply: processes = tensor × context × pipeline × data. Experts share these ranks."""
 
     tensor_parallel: PositiveInt = 1
     sequence_parallel: bool = Field(
@@ -154,7 +154,8 @@ class LearnerSection(Section):
     distributed_optimizer: bool = Field(True, description="Shard optimizer state over data parallel ranks.")
     overlap_grad_reduce: bool = Field(True, description="Reduce gradients while the backward pass goes on.")
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="Activations computed again in the backward pass: none, those of the MLP, or of whole layers."
+        "none",
+        description="Activations computed again in the backward pass: none, those of the MLP, or of whole layers.",
     )
     precision: Literal["fp32", "bf16"] = "fp32"
     micro_batch_tokens: PositiveInt = Field(8192, description="Padded tokens of a micro-batch, at most.")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,13 +92,25 @@ class RunDirectory:
         """HF folder of one published version, in the rollout's format."""
         return self.policies / f"{version:06d}"
 
+    def newest_policy(self, at_most: int) -> int:
+        """The newest version, `at_most` or older, whose folder is complete. Raises StoreError when there is none."""
+        versions = [int(path.name) for path in self.policies.iterdir() if re.fullmatch(r"\d{6,}", path.name)]
+        allowed = [version for version in versions if version <= at_most]
+        if not allowed:
+            raise StoreError(f"{self.policies} holds no policy up to version {at_most}; start the run anew")
+        return max(allowed)
+
     def checkpoint_directory(self, step: int) -> Path:
         """The checkpoint from which training goes on at `step`."""
         return self.checkpoints / f"{step:06d}"
 
+    def is_published(self) -> bool:
+        """Whether the run has any policy yet."""
+        return self._pointer.exists()
+
     def published_version(self) -> int:
         """The version that every admitted engine serves. Raises StoreError when the run was never initialised."""
-        pointer = self.policies / "PUBLISHED"
+        pointer = self._pointer
         try:
             return int(pointer.read_text())
         except (OSError, ValueError) as error:
@@ -105,7 +118,11 @@ class RunDirectory:
 
     def set_published(self, version: int) -> None:
         """Announce that every admitted engine serves `version`."""
-        write_atomically(self.policies / "PUBLISHED", f"{version}\n")
+        write_atomically(self._pointer, f"{version}\n")
+
+    @property
+    def _pointer(self) -> Path:
+        return self.policies / "PUBLISHED"
 
     def write_learner_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep what the learner thought of batch `step` before it trained on it."""

@@ -72,7 +72,7 @@ class Trainer:
             with watch.phase("update"):
                 update = self.learner.update(batch, self.advantages(batch.reward, batch.group), scored)
             with watch.phase("publish"):
-                publish_seconds = self._publish(step)
+                published = self._publish(step)
             with watch.phase("save"):
                 self._save(step)
             if self.learner.speaks:
@@ -84,26 +84,31 @@ class Trainer:
                     **describe(batch, step),
                     log_ratio_histogram=update.histogram,
                     seconds=watch.seconds,
-                    publish_seconds=publish_seconds,
+                    publish_seconds={name: value for name, value in published.items() if name.endswith("_s")},
+                    **{name: value for name, value in published.items() if not name.endswith("_s")},
                 )
         self.learner.export(self.run.model)
 
     def _publish(self, step: int) -> dict[str, float]:
-        """Give version `step + 1` to the engines when the schedule says so and they do not serve it already."""
+        """Give version `step + 1` to the engines when the schedule says so and it is not published already."""
         version = step + 1
-        due = self.schedule.publishes_after(step) and version > self._published()
-        if self.channel is None or not due:
+        if self.channel is None or not self.schedule.publishes_after(step) or self._is_published(version):
             return {}
-        seconds = self.channel.publish(version)
+        measured = self.channel.publish(version)
         if self.learner.speaks:
-            self.journal.event("published", version=version, seconds=sum(seconds.values()))
-        return seconds
+            self.journal.event("published", version=version, seconds=measured["publish_s"])
+        return measured
 
-    def _published(self) -> int:
-        return self.run.published_version() if self.channel is not None else 0
+    def _is_published(self, version: int) -> bool:
+        """Served, and kept for engines that restart: a channel may have died between the two, then the version that the
+        engines serve is published again."""
+        published = self.run.published_version()
+        return version < published or (version == published and self.run.policy_directory(version).is_dir())
 
     def _save(self, step: int) -> None:
         if (step + 1) % self.checkpoint_every == 0 or step + 1 == self.schedule.steps:
+            if self.channel is not None:
+                self.channel.settle()
             started = time.perf_counter()
             self.checkpoints.save(self.learner, step + 1)
             if self.learner.speaks:

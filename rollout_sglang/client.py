@@ -15,7 +15,18 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports import Sampling
 from pipeline.records import Completion
-from rollout_sglang.protocol import GENERATED_LIST, Generated, ModelInfo, Updated, completion_of, policy_version
+from rollout_sglang.protocol import (
+    DISOWNED,
+    GENERATED_LIST,
+    UNPROVED,
+    Checksums,
+    Generated,
+    ModelInfo,
+    Updated,
+    claimed_version,
+    completion_of,
+    policy_version,
+)
 from rollout_sglang.transport import Transport
 
 CONTROL_DEADLINE_S = 30.0
@@ -81,7 +92,7 @@ class EngineClient:
         return _parse(TypeAdapter(ModelInfo), answer)
 
     async def version(self) -> int:
-        """The policy version served. Raises EngineVersionError when it is not a policy version at all."""
+        """The policy version served. Raises EngineVersionError when it was not proved, or is not one of ours."""
         return policy_version((await self.model_info()).weight_version)
 
     async def health(self) -> bool:
@@ -92,42 +103,25 @@ class EngineClient:
             return False
         return True
 
-    async def load_from_disk(self, version: int, directory: Path, *, deadline_s: float) -> dict[str, float]:
-        """Serve the weights of `directory`, a folder that the engine can read, under the name `version`.
+    async def pause(self) -> None:
+        """Stop sampling. Requests under way are retracted, wait, and go on with whatever weights there are then.
 
-        Requests under way are retracted, wait, and go on with the new weights. The engine is told to go on whatever
-        happens here. Returns pause_s, load_s, verify_s. Raises EngineVersionError when the engine keeps other weights.
+        A paused engine answers control calls and checksums, but scores no prompts either.
         """
-        marks = [time.monotonic()]
-        try:
-            await self._control("/pause_generation", {"mode": "retract"})
-            marks.append(time.monotonic())
-            await self._update(version, directory, deadline_s)
-            marks.append(time.monotonic())
-            await self.verify(version)
-            marks.append(time.monotonic())
-        finally:
-            await self._control("/continue_generation", {"torch_empty_cache": False})
-        names = ("pause_s", "load_s", "verify_s")
-        return {name: after - before for name, before, after in zip(names, marks[:-1], marks[1:], strict=True)}
+        await self._control("/pause_generation", {"mode": "retract"})
 
-    async def verify(self, version: int) -> None:
-        """Raises EngineVersionError unless the engine serves `version`."""
-        served = await self.version()
-        if served != version:
-            raise EngineVersionError(
-                f"engine {self.index} at {self.url} serves version {served}, expected {version}; it gets no requests "
-                "until it is fed again"
-            )
+    async def resume(self) -> None:
+        """Sample again; changes nothing on an engine that is not paused."""
+        await self._control("/continue_generation", {"torch_empty_cache": False})
 
-    async def close(self) -> None:
-        """Release the connections."""
-        await self._transport.close()
+    async def update_from_disk(self, version: int, directory: Path, *, deadline_s: float) -> None:
+        """Take the weights of `directory`, a folder that the engine can read, as `version`, not proved yet.
 
-    async def _update(self, version: int, directory: Path, deadline_s: float) -> None:
+        Call it between `pause` and `resume`. Raises EngineVersionError when the engine does not take them.
+        """
         request = {
             "model_path": str(directory.absolute()),
-            "weight_version": str(version),
+            "weight_version": f"{UNPROVED}{version}",
             # Cached prefixes belong to the old weights.
             "flush_cache": True,
             "keep_pause": True,
@@ -140,6 +134,40 @@ class EngineClient:
                 f"engine {self.index} at {self.url} did not take version {version} from {directory}: "
                 f"{' '.join(updated.message.split())}; check that the folder is complete and readable there"
             )
+
+    async def verify(self, version: int) -> None:
+        """Raises EngineVersionError unless the engine claims `version`, proved or not."""
+        served = (await self.model_info()).weight_version
+        if claimed_version(served) != version:
+            raise EngineVersionError(
+                f"engine {self.index} at {self.url} serves version {served}, expected {version}; it gets no requests "
+                "until it is fed again"
+            )
+
+    async def checksums(self, *, deadline_s: float) -> list[dict[str, str]] | None:
+        """For each tensor parallel rank, parameter → digest of what the engine holds; None if the server cannot tell:
+        an older one has no such route, and newer ones refuse some quantizations."""
+        path = "/weights_checker"
+        request = {"action": "checksum"}
+        answer = await self._transport.call("POST", path, deadline_s=deadline_s, json=request, accept=(400, 404))
+        if answer.status_code == 404:
+            return None
+        found = _parse(TypeAdapter(Checksums), answer)
+        if not found.success:
+            return None
+        return [dict(rank.checksums) for rank in sorted(found.ranks, key=lambda rank: rank.parallelism_info[0].tp_rank)]
+
+    async def name(self, version: int) -> None:
+        """Call the weights that the engine holds `version`, proved; requests under way are not disturbed."""
+        await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def disown(self) -> None:
+        """Take the engine's version away and abort its requests: their tokens may come from wrong weights."""
+        await self._control("/update_weight_version", {"new_version": DISOWNED, "abort_all_requests": True})
+
+    async def close(self) -> None:
+        """Release the connections."""
+        await self._transport.close()
 
     async def _control(self, path: str, request: dict[str, Any]) -> None:
         await self._transport.call("POST", path, deadline_s=self._control_deadline_s, json=request)

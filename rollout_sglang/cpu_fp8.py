@@ -7,6 +7,8 @@ activations, accumulated in the activation's dtype. It is exact in the formats a
                 (q, k and v are one matrix, as are gate and up), one activation scale a token.
     fp8_block   a checkpoint stored as e4m3 with `weight_scale_inv` for each 128×128 block, one activation scale a
                 token and 128 channels.
+    stored      a checkpoint stored as e4m3 with one `weight_scale` for each matrix of the checkpoint; a stack of
+                them keeps a scale for each part, as SGLang's CUTLASS path does. One activation scale a token.
 
 SGLang calls `process_weights_after_loading` after the first load and again after every update of the weights; that is
 where the dequantized weight is made, once. The parameters that SGLang's weight loaders fill are left as they are.
@@ -50,7 +52,7 @@ def _remember_dequantized(_: Callable[..., None], method: Any, layer: nn.Module)
 def dequantized(method: Any, layer: Any) -> Tensor:
     """The weight of an FP8 layer after rounding to e4m3, [out, in], in the model's dtype.
 
-    Raises NotImplementedError for per-tensor checkpoints that are stored as e4m3.
+    Raises NotImplementedError for checkpoints with scales for activations.
     """
     weight: Tensor = layer.weight.data
     if method.block_quant:
@@ -58,10 +60,14 @@ def dequantized(method: Any, layer: Any) -> Tensor:
         values = dequantize_block(weight, layer.weight_scale_inv.data, (rows, columns))
         return values.to(layer.orig_dtype)
     if method.is_checkpoint_fp8_serialized:
-        raise NotImplementedError(
-            "the CPU engine reads FP8 checkpoints with weight_block_size [128, 128] only, this one has a scale per "
-            "tensor; serve the full-precision checkpoint with rollout.precision fp8_tensor"
-        )
+        if method.quant_config.activation_scheme != "dynamic":
+            raise NotImplementedError(
+                "the CPU engine quantizes activations as they come (activation_scheme dynamic), this checkpoint stores "
+                "a scale for them; serve one made by `evenkeel convert hf-to-fp8`, or use a GPU"
+            )
+        rows = torch.tensor(layer.logical_widths)
+        scale: Tensor = layer.weight_scale.data.repeat_interleave(rows)
+        return (weight.float() * scale[:, None]).to(layer.orig_dtype)
     return fake_quantize_tensor(weight)
 
 

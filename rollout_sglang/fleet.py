@@ -5,8 +5,9 @@ to serve. Anything else quarantines it, until it proves the version again. Sever
 learner publishes, the collector heals); a lock file orders them and records the last version that was fed.
 
     generate   waits for an admitted engine; a failure quarantines and asks the next one
-    load       lock → feed all engines at once → verify each → quarantine failures
-    heal       lock → feed those that serve something else, unless another process has loaded a later version
+    load       lock → feed all engines at once → each proves what it holds → those that fail twice are quarantined
+    heal       lock → those that claim the version prove it, the others are fed, unless another process has loaded a
+               later version
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from numpy.typing import NDArray
 
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
 from pipeline.ports import Sampling
+from pipeline.proof import Proof
 from pipeline.records import Completion
 from rollout_sglang.client import EngineClient
 from rollout_sglang.locks import exclusive_lock
-from rollout_sglang.protocol import UNKNOWN_ENGINE
+from rollout_sglang.protocol import UNKNOWN_ENGINE, UNPROVED, claimed_version
+from rollout_sglang.proving import Prover, Stopwatch, disown
 from rollout_sglang.router import RouterClient
 
 ATTEMPTS = 4
 """Failed answers that one `generate` takes before it gives up. Waiting for an engine to come back is not counted."""
+FEEDINGS = 2
+"""How often an engine is fed one version before it is quarantined."""
 _PROBE_PAUSE_S = 0.5
 _FIRST_RETRY_PAUSE_S = 0.05
 T = TypeVar("T")
@@ -40,10 +45,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Target:
-    """The version that every engine should serve, and where its weights lie."""
+    """The version that every engine should serve, where its weights lie, and what proves that an engine holds them."""
 
     version: int
     directory: Path
+    proof: Proof | None
 
 
 class Fleet:
@@ -77,6 +83,9 @@ class Fleet:
         self._load_deadline_s = load_deadline_s
         self._target: _Target | None = None
         self._quarantined: set[int] = set()
+        self._proved: dict[int, _Target] = {}
+        """By engine, what it proved to this process; forgotten when it is quarantined."""
+        self._prover = Prover(load_deadline_s)
         self._in_flight = [0] * len(self._engines)
         self._router_is_suspect = False
         self._probe: asyncio.Task[None] | None = None
@@ -98,36 +107,35 @@ class Fleet:
             await asyncio.sleep(_FIRST_RETRY_PAUSE_S * 2 ** len(failures))
         raise EngineUnavailableError(f"{ATTEMPTS} engines in a row failed one request; the last: {failures[-1]}")
 
-    async def load(self, version: int, directory: Path) -> dict[str, float]:
-        """Feed every engine. Returns the slowest engine's pause_s, load_s, verify_s, and lock_s.
+    async def load(self, version: int, directory: Path, proof: Proof | None = None) -> dict[str, float]:
+        """Feed every engine and have it prove the version, by `proof` or the one in `directory`.
 
-        Engines that fail are quarantined. Raises EngineUnavailableError when none serves `version`.
+        Returns the slowest engine's pause_s, load_s, digest_s, probe_s, and lock_s; with a probe, the largest
+        probe_gap_nats; and engines_checked, how many engines could show checksums. Engines that fail twice are
+        quarantined. Raises EngineUnavailableError when none serves `version`.
         """
         started = time.monotonic()
+        target = _Target(version, directory, proof or Proof.load(directory))
         async with exclusive_lock(self._lock_path, self._load_deadline_s) as record:
             lock_s = time.monotonic() - started
-            self._target = _Target(version, directory)
+            self._target = target
             _write_record(record, version)
-            results = await _all(self._feed(engine, self._target) for engine in self._engines)
-        seconds = [result for result in results if isinstance(result, dict)]
-        if not seconds:
-            raise EngineUnavailableError(
-                f"no engine of {len(results)} took version {version}; "
-                + "; ".join(result for result in results if isinstance(result, str))
-            )
-        return {name: max(times[name] for times in seconds) for name in seconds[0]} | {"lock_s": lock_s}
+            results = await _all(self._feed(engine, target) for engine in self._engines)
+        return summarise(version, results) | {"lock_s": lock_s}
 
     async def heal(self, version: int, directory: Path) -> None:
-        """Feed and admit the engines that answer but do not serve `version`; quarantine those that do not answer.
+        """Admit the engines that prove `version`, feed those that claim another one, quarantine those that do not
+        answer or prove nothing.
 
         When another process has meanwhile loaded another version, nothing is fed: the caller is behind.
         """
-        self._target = _Target(version, directory)
-        if not self._quarantined and await self._all_serve(version):
+        target = self._target = _Target(version, directory, Proof.load(directory))
+        proved = all(self._proved.get(engine.index) == target for engine in self._engines)
+        if proved and not self._quarantined and await self._all_serve(version):
             return
         async with exclusive_lock(self._lock_path, self._load_deadline_s) as record:
             superseded = _read_record(record) not in (None, version)
-            await _all(self._heal_one(engine, self._target, superseded) for engine in self._engines)
+            await _all(self._heal_one(engine, target, superseded) for engine in self._engines)
 
     async def versions(self) -> dict[str, int | None]:
         """URL → policy version that the engine serves; None where it does not answer or serves none of ours."""
@@ -226,30 +234,67 @@ class Fleet:
                 await self._admit(engine)
 
     async def _heal_one(self, engine: EngineClient, target: _Target, superseded: bool) -> None:
-        served = await _version_of(engine)
-        if served == target.version:
+        served, claimed = await _versions_of(engine)
+        if claimed == target.version and await self._holds(engine, target, named=served is not None):
             await self._admit(engine)
         elif not await engine.health():
             await self._quarantine(engine)
         elif not superseded:
-            await self._feed(engine, target)
+            await self._feed(engine, target, FEEDINGS - (claimed == target.version))
         elif served is not None and served > target.version:
             await self._admit(engine)
         else:
             await self._quarantine(engine)
 
-    async def _feed(self, engine: EngineClient, target: _Target) -> dict[str, float] | str:
-        """Seconds of the phases, or why the engine is quarantined now."""
+    async def _holds(self, engine: EngineClient, target: _Target, *, named: bool) -> bool:
+        """Whether an engine that claims the version holds it; asked again only after it was quarantined or restarted,
+        when it has lost the version's name."""
+        if named and self._proved.get(engine.index) == target:
+            return True
         try:
-            seconds = await engine.load_from_disk(target.version, target.directory, deadline_s=self._load_deadline_s)
+            await self._prove(engine, target.version, target.proof)
+        except RetryableError:
+            return False
+        self._proved[engine.index] = target
+        return True
+
+    async def _feed(self, engine: EngineClient, target: _Target, feedings: int = FEEDINGS) -> dict[str, float] | str:
+        """Feed and prove; again when the proof fails. What it took, or why the engine is quarantined now."""
+        try:
+            while True:
+                try:
+                    seconds = await self._feed_once(engine, target)
+                    break
+                except EngineVersionError:
+                    feedings -= 1
+                    if feedings == 0:
+                        raise
+            self._proved[engine.index] = target
             await self._admit(engine)
         except RetryableError as error:
             await self._quarantine(engine)
             return str(error)
         return seconds
 
+    async def _feed_once(self, engine: EngineClient, target: _Target) -> dict[str, float]:
+        watch = Stopwatch()
+        try:
+            await engine.pause()
+            watch.lap("pause_s")
+            await engine.update_from_disk(target.version, target.directory, deadline_s=self._load_deadline_s)
+            watch.lap("load_s")
+        except RetryableError:
+            await disown(engine)  # a load that failed may have changed part of the weights
+            raise
+        return watch.seconds | await self._prove(engine, target.version, target.proof)
+
+    async def _prove(self, engine: EngineClient, version: int, proof: Proof | None) -> dict[str, float]:
+        """See proving.Prover.prove; does not admit the engine."""
+        return await self._prover.prove(engine, version, proof)
+
     async def _quarantine(self, engine: EngineClient) -> None:
         self._quarantined.add(engine.index)
+        self._proved.pop(engine.index, None)
         if self._router is not None:
             await self._router.remove(engine.url)
 
@@ -269,10 +314,31 @@ async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _version_of(engine: EngineClient) -> int | None:
+    return (await _versions_of(engine))[0]
+
+
+async def _versions_of(engine: EngineClient) -> tuple[int | None, int | None]:
+    """The version that an engine has proved, and the one that it claims; None where there is none or no answer."""
     try:
-        return await engine.version()
+        name = (await engine.model_info()).weight_version
     except RetryableError:
-        return None
+        return None, None
+    claimed = claimed_version(name)
+    return (None if name.startswith(UNPROVED) else claimed), claimed
+
+
+def summarise(version: int, results: Sequence[dict[str, float] | str]) -> dict[str, float]:
+    """What feeding took, over all engines: the largest of each number, but engines_checked is a count.
+
+    A result is an engine's numbers or why it failed. Raises EngineUnavailableError when all failed.
+    """
+    taken = [result for result in results if isinstance(result, dict)]
+    if not taken:
+        raise EngineUnavailableError(
+            f"no engine of {len(results)} took version {version}; {'; '.join(map(str, results))}"
+        )
+    total = {name: max(one[name] for one in taken) for name in taken[0]}
+    return total | {"engines_checked": sum(one["engines_checked"] for one in taken)}
 
 
 def _write_record(descriptor: int, version: int) -> None:

@@ -12,6 +12,11 @@ from pipeline.records import Completion, FinishReason
 UNKNOWN_ENGINE = 2**16 - 1
 """Index of the engine of a completion that came through a router, which does not say who answered."""
 
+UNPROVED = "unproved-"
+"""Begins the weight version of an engine that has not yet proved what it holds; the policy version follows."""
+DISOWNED = "unproved"
+"""Weight version of an engine that failed to prove what it holds: it must be fed anew."""
+
 
 class Answer(BaseModel):
     """Base of all answers."""
@@ -38,11 +43,9 @@ TokenLogprob = Annotated[tuple[float | None, int, str | None], "log-probability 
 
 
 class MetaInfo(Answer):
-    """What SGLang reports about one sample."""
+    """What SGLang reports about one sample. Only these fields are there for one that was aborted while it waited."""
 
     finish_reason: Finish
-    prompt_tokens: int
-    completion_tokens: int
     weight_version: str
     weight_versions: tuple[VersionSpan, ...] | None = None
     """Absent in older servers (0.5.17)."""
@@ -75,6 +78,29 @@ class Updated(Answer):
     message: str
 
 
+class Placement(Answer):
+    """Which part of a model a process of an engine holds."""
+
+    tp_rank: int
+    tp_size: int
+
+
+class RankChecksums(Answer):
+    """The checksums of one process of an engine, by name of parameter."""
+
+    checksums: dict[str, str]
+    parallelism_info: tuple[Placement, ...]
+    """One entry for each model of the process (the policy and, with speculative decoding, its drafts)."""
+
+
+class Checksums(Answer):
+    """POST /weights_checker, with status 200 as with 400."""
+
+    success: bool
+    message: str
+    ranks: tuple[RankChecksums, ...] = ()
+
+
 class Worker(Answer):
     """An engine as the router knows it."""
 
@@ -93,14 +119,25 @@ GENERATED_LIST = TypeAdapter(list[Generated])
 
 
 def policy_version(weight_version: str) -> int:
-    """The number that a weight version on the wire stands for. Raises EngineVersionError when it is not one of ours."""
+    """The number that a weight version on the wire stands for: of weights that were proved.
+
+    Raises EngineVersionError when it is not one of ours, or not proved.
+    """
     try:
         return int(weight_version)
     except ValueError:
         raise EngineVersionError(
-            f"engine serves weight_version {weight_version!r}, expected a policy version such as '12'; "
-            "start it with --weight-version, or load the published policy"
+            f"engine serves weight_version {weight_version!r}, expected a proved policy version such as '12'; "
+            "it gets no requests until it proves the published policy"
         ) from None
+
+
+def claimed_version(weight_version: str) -> int | None:
+    """The policy version that an engine claims to hold, proved or not; None when it is none of ours."""
+    try:
+        return int(weight_version.removeprefix(UNPROVED))
+    except ValueError:
+        return None
 
 
 def token_versions(meta: MetaInfo, num_tokens: int) -> tuple[int, ...]:

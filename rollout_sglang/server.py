@@ -11,6 +11,7 @@ from pathlib import Path
 import rollout_sglang
 from pipeline.recipe import RolloutPrecision
 from rollout_sglang.process import ServerProcess, check_port_free, free_port, launch
+from rollout_sglang.protocol import UNPROVED
 from rollout_sglang.stock_server import API_KEY_VARIABLE
 
 __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", "router_command", "start"]
@@ -35,6 +36,7 @@ class EngineSpec:
     """float32 or bfloat16."""
     log: Path
     version: int
+    """Of the weights in `model`; the server claims it and has to prove it (rollout_sglang.proving)."""
     api_key: str | None = None
     tensor_parallel: int = 1
     context_tokens: int = 512
@@ -61,7 +63,7 @@ def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
     module = "rollout_sglang.stock_server" if cuda else "rollout_sglang.cpu_server"
     argv = [sys.executable, "-m", module, "--model-path", str(spec.model), "--host", HOST, "--port", str(spec.port)]
     argv += ["--dtype", spec.dtype, "--tp-size", str(spec.tensor_parallel)]
-    argv += ["--context-length", str(spec.context_tokens), "--weight-version", str(spec.version)]
+    argv += ["--context-length", str(spec.context_tokens), "--weight-version", f"{UNPROVED}{spec.version}"]
     argv += ["--random-seed", str(spec.seed), "--sleep-on-idle", "--log-level-http", "warning"]
     if spec.precision == "fp8_tensor":
         argv += ["--quantization", "fp8"]

@@ -40,17 +40,24 @@ class Transport:
         )
 
     async def call(
-        self, method: str, path: str, *, deadline_s: float, json: Any = None, accept: tuple[int, ...] = ()
+        self,
+        method: str,
+        path: str,
+        *,
+        deadline_s: float,
+        json: Any = None,
+        accept: tuple[int, ...] = (),
+        repeatable: bool = True,
     ) -> httpx.Response:
         """Answer with a status of 200…299 or one in `accept`.
 
-        Connections that break are tried again, which is safe because every call made here may be repeated.
+        Connections that break are tried again, unless the call is not `repeatable`.
         Raises EngineUnavailableError when no usable answer arrives within `deadline_s`, FatalError when the server
         refuses the request itself (4xx).
         """
         try:
             async with asyncio.timeout(deadline_s):
-                response = await self._send(method, path, json)
+                response = await self._send(method, path, json, CONNECT_ATTEMPTS if repeatable else 1)
         except TimeoutError:
             raise EngineUnavailableError(
                 f"{method} {self.url}{path} got no answer within {deadline_s:g} s; the server hangs or is overloaded"
@@ -59,12 +66,12 @@ class Transport:
             return response
         raise _refusal(response)
 
-    async def _send(self, method: str, path: str, json: Any) -> httpx.Response:
-        for attempt in range(1, CONNECT_ATTEMPTS + 1):
+    async def _send(self, method: str, path: str, json: Any, attempts: int) -> httpx.Response:
+        for attempt in range(1, attempts + 1):
             try:
                 return await self._http.request(method, path, json=json)
             except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
-                if attempt == CONNECT_ATTEMPTS:
+                if attempt == attempts:
                     raise EngineUnavailableError(
                         f"{method} {self.url}{path}: {type(error).__name__} {error} ({attempt} attempts); "
                         "see the log of the server"

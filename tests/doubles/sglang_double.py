@@ -1,8 +1,8 @@
 """Doubles of SGLang and its router over real HTTP, that can be told to fail.
 
 `EngineDouble` samples token t with version v and log-probability -(t + 1) / 8, one token each `token_s`, and holds
-while it is paused, as SGLang does in `retract`. tests/integration/test_engine.py compares its answers, field by field,
-with those of the real server.
+while it is paused, as SGLang does in `retract`. The checksum of its one parameter is its version's number.
+tests/integration/test_engine.py compares its answers, field by field, with those of the real server.
 """
 
 from __future__ import annotations
@@ -19,6 +19,16 @@ import httpx
 
 GenerateFault = Literal["drop", "500", "hang", "garbage"]
 LoadFault = Literal["refuse", "die", "wrong_version", "hang"]
+Damage = Literal["weights", "answers"]
+"""A load that ends well but leaves another checksum than it should, or other log-probabilities."""
+
+
+PARAMETER = "model.layers.0.self_attn.qkv_proj.weight"
+
+
+def checksum_of(version: str | int) -> str:
+    """Of the double's one parameter, at a version."""
+    return f"{int(str(version).rpartition('-')[2]):016x}"
 
 
 class _Server(ThreadingHTTPServer):
@@ -126,6 +136,11 @@ class EngineDouble(_Double):
         self.generate_faults: list[GenerateFault] = []
         self.load_fault: LoadFault | None = None
         self.loads = 0
+        self.shows_checksums = False
+        self.damages: list[Damage | None] = []
+        """What goes wrong unnoticed in the next loads, one after the other."""
+        self.damage: Damage | None = None
+        self.aborts = 0
         self._running = threading.Event()
         self._running.set()
 
@@ -148,7 +163,17 @@ class EngineDouble(_Double):
             return 200, {"message": "Generation continued successfully.", "status": "ok"}
         if path == "/update_weights_from_disk":
             return self._load(request)
+        if path == "/update_weight_version":
+            self.version = request["new_version"]
+            self.aborts += request["abort_all_requests"]
+            return 200, {"success": True, "message": "Weight version updated", "new_version": self.version}
+        if path == "/weights_checker" and self.shows_checksums:
+            return 200, {"success": True, "message": "Success.", "ranks": [self._checksums()]}
         return 404, {"detail": "Not Found"}
+
+    def _checksums(self) -> dict[str, Any]:
+        digest = "f" * 16 if self.damage == "weights" else checksum_of(self.version)
+        return {"checksums": {PARAMETER: digest}, "parallelism_info": [{"tp_rank": 0, "tp_size": 1}]}
 
     def _load(self, request: Any) -> tuple[int, Any] | None:
         self.loads += 1
@@ -163,6 +188,7 @@ class EngineDouble(_Double):
             return None
         if self.load_fault != "wrong_version":
             self.version, self.model_path = request["weight_version"], request["model_path"]
+            self.damage = self.damages.pop(0) if self.damages else None
         return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     def _generate(self, request: Any) -> tuple[int, Any] | None:
@@ -181,10 +207,12 @@ class EngineDouble(_Double):
         return 200, self._sample(rows, sampling["max_new_tokens"], request)
 
     def _sample(self, rows: list[list[int]], num_tokens: int, request: Any) -> list[dict[str, Any]]:
-        started, versions = time.monotonic(), []
+        started, versions, aborts = time.monotonic(), [], self.aborts
         for _ in range(num_tokens):
             self._running.wait(30)
             time.sleep(self.token_s)
+            if self.aborts > aborts:
+                break
             versions.append(self.version)
         seconds = time.monotonic() - started
         return [self._answer_of(row, index, versions, seconds, request) for index, row in enumerate(rows)]
@@ -195,10 +223,12 @@ class EngineDouble(_Double):
         tokens = [(index + place) % 512 for place in range(len(versions))]
         scored: list[list[Any]] = []
         if request.get("logprob_start_len") == 0:
-            scored = [[-(token + 1) / 8 if place else None, token, None] for place, token in enumerate(row)]
+            wrong = 0.5 if self.damage == "answers" else 0.0
+            scored = [[wrong - (token + 1) / 8 if place else None, token, None] for place, token in enumerate(row)]
+        wanted = request["sampling_params"]["max_new_tokens"]
         meta = {
             "id": f"{index}",
-            "finish_reason": {"type": "length", "length": len(tokens)},
+            "finish_reason": {"type": "abort" if len(tokens) < wanted else "length", "length": len(tokens)},
             "prompt_tokens": len(row),
             "completion_tokens": len(tokens),
             "weight_version": versions[-1] if versions else self.version,

@@ -15,6 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_bridge.engine_digests import EngineDigests
+from pipeline.proof import Proof
+from tests.doubles.tiny_model import reference_logprobs, reference_model
+
 WORKER = Path(__file__).parent / "workers" / "learner_worker.py"
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {"one": (), "tp2": ("--tensor", "2"), "pp2": ("--pipeline", "2"), "dp2": ("--data", "2")}
@@ -214,7 +218,7 @@ def test_fp8_emulation_does_not_depend_on_the_layout(found: Found, layout: str, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_publishing(models: Path, runs: Runs, found: Found, layout: str) -> None:
-    policies = runs[layout] / "policies"
+    policies = runs[layout] / "policy"
     assert (policies / "PUBLISHED").read_text() == "1\n"  # version 2 failed on the engines
     assert found[layout][0]["publish"]["load_s"] == 0.5
     assert all(rank["publish_failure"] == "no engine is left" for rank in found[layout])
@@ -224,3 +228,20 @@ def test_publishing(models: Path, runs: Runs, found: Found, layout: str) -> None
         assert written.keys() == original.keys()
         assert all(torch.equal(written[name], original[name]) for name in original)
         assert (folder / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_published_comes_with_its_proof(models: Path, runs: Runs, layout: str) -> None:
+    """The probe is scored at temperature 1, as engines prefill, whatever the temperature of the sampling."""
+    proof = Proof.load(runs[layout] / "policy" / "000001")
+    assert proof is not None
+    assert proof.probe is not None
+    assert TEMPERATURE != 1
+    tied = reference_model(models / "tied")
+    for row, logprobs in zip(proof.probe.rows, proof.probe.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs, reference_logprobs(tied, row), atol=1e-4)
+    written = load_file(runs[layout] / "policy" / "000001" / "model-00001.safetensors")
+    digests = EngineDigests(dtype=torch.float32, num_kv_heads=2, tied_embeddings=True)
+    for name, tensor in written.items():
+        digests.observe(name, tensor)
+    assert proof.digests == digests.digests()

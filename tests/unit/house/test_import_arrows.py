@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 ROOMS = {"precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch"}
-ADAPTERS_MAY_USE = {"pipeline.ports", "pipeline.records", "pipeline.errors", "pipeline.recipe", "pipeline.rundir"}
+ADAPTERS_MAY_USE = {
+    *("pipeline.ports", "pipeline.records", "pipeline.errors", "pipeline.recipe", "pipeline.rundir", "pipeline.proof"),
+}
 HEAVY = {"torch", "megatron", "sglang", "transformers"}
 
 

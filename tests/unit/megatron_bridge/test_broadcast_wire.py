@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor
 
 from megatron_bridge.background import Background
 from megatron_bridge.buckets import pack
-from megatron_bridge.wire import Wire
+from megatron_bridge.process_groups import EngineGroup
+from megatron_bridge.wire import Transfer, Wire
+from pipeline.errors import DeadlineExceededError
 from rollout_sglang.feed import FedFleet
 from tests.doubles.receiving_double import BucketFault, ReceivingDouble
 
@@ -93,6 +97,29 @@ def test_an_engine_that_breaks_costs_at_most_its_deadline(
         assert same(engines[1].received, weights(1))
         assert len(set(engines[1].joined)) == 2, "fresh name"
         assert len(engines[0].joined) == 1
+
+
+def test_a_broadcast_that_the_engine_refused_is_not_waited_for(
+    engines: list[ReceivingDouble], publish: Publish
+) -> None:
+    """More bytes than the sockets hold stay on the way until the broadcast's own deadline."""
+    engines[1].bucket_fault = "refuse"
+    began = time.monotonic()
+    wire = publish({"large": torch.zeros(1 << 23)})
+    assert time.monotonic() - began < DEADLINE_S
+    assert wire.failures.keys() == {1}
+    assert engines[0].received.keys() == {"large"}
+
+
+def test_a_broadcast_that_never_ends_is_given_up() -> None:
+    """What a backend without deadlines of its own does."""
+    group = EngineGroup("group", SimpleNamespace(broadcast=lambda *_: SimpleNamespace(is_completed=lambda: False)))
+    group.broadcast(torch.zeros(1, dtype=torch.uint8), 1.0)
+    call: Future[None] = Future()
+    call.set_result(None)
+    assert not Transfer(group, call, time.monotonic() + 60).done()
+    with pytest.raises(DeadlineExceededError, match="did not load a bucket in time"):
+        Transfer(group, call, time.monotonic() - 1).done()
 
 
 def test_a_restarted_engine_gets_a_fresh_group(engines: list[ReceivingDouble], publish: Publish) -> None:

@@ -122,7 +122,14 @@ class _Shell:
         return os.system, ("touch pwned",)
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(_Shell()), b"", b"\x80\x04.", pickle.dumps({"a": 1})])
+class _Save:
+    def __reduce__(self) -> Any:
+        return torch.save, ({}, "pwned")
+
+
+@pytest.mark.parametrize(
+    "content", [pickle.dumps(_Shell()), pickle.dumps(_Save()), b"", b"\x80\x04.", pickle.dumps({"a": 1})]
+)
 def test_an_index_that_is_something_else_is_refused(
     checkpoint: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,11 +147,32 @@ def test_ranks_hold_their_shards(ranks: int, kv_heads: int) -> None:
         assert found[rank]["model.norm.weight"] == digest(policy["model.norm.weight"])
 
 
-def test_a_tied_head_is_no_parameter_and_experts_are_left_to_the_probe() -> None:
-    policy = random_policy() | {f"{LAYER}.mlp.experts.0.gate_proj.weight": torch.zeros(2, 2)}
-    (found,) = digests_of(policy, tied=True)
+def test_a_tied_head_is_no_parameter() -> None:
+    (found,) = digests_of(random_policy(), tied=True)
     assert "lm_head.weight" not in found
-    assert not [name for name in found if "experts" in name]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_lie_one_after_the_other(ranks: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = f"{LAYER}.mlp.experts"
+    shapes = {"gate": (32, 16), "up": (32, 16), "down": (16, 32)}
+    policy = {
+        f"{experts}.{number}.{name}_proj.weight": torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+        for number in (11, *range(11))
+    }
+    digests = EngineDigests(dtype=torch.float32, num_kv_heads=2, num_experts=12, tensor_parallel=ranks)
+    for name, tensor in policy.items():
+        digests.observe(name, tensor)
+    for rank, found in enumerate(digests.digests()):
+        own = slice(rank * 32 // ranks, (rank + 1) * 32 // ranks)
+        gate_up = [policy[f"{experts}.{n}.{name}_proj.weight"][own] for n in range(12) for name in ("gate", "up")]
+        down = [policy[f"{experts}.{n}.down_proj.weight"][:, own] for n in range(12)]
+        assert found == {
+            f"{experts}.w13_weight": digest(torch.cat(gate_up)),
+            f"{experts}.w2_weight": digest(torch.cat(down)),
+        }
 
 
 def test_a_part_that_never_came_is_named() -> None:

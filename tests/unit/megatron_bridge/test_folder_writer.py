@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_bridge import folder_writer
 from megatron_bridge.folder_writer import FolderWriter, gather_manifests, stage_file
+from megatron_bridge.policy_files import write_shards
 from pipeline.errors import DeadlineExceededError
 
 
@@ -30,12 +33,20 @@ def test_the_last_stage_completes_the_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in temporary.iterdir()) == sorted(files.values()), "stage files are gone"
 
 
-def test_tensors_are_copied_when_they_are_added(tmp_path: Path) -> None:
+def test_tensors_are_copied_when_they_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def write_late(*arguments: Any, **options: Any) -> Any:
+        go_on.wait(10)
+        return write_shards(*arguments, **options)
+
+    monkeypatch.setattr(folder_writer, "write_shards", write_late)
     writer = FolderWriter(tmp_path / "t", 0)
     buffer = torch.ones(2)
     writer.add("a", buffer)
     buffer.zero_()
     writer.commit()
+    go_on.set()
     writer.wait(10)
     assert load_file(tmp_path / "t" / "model-stage00-00001.safetensors")["a"].tolist() == [1, 1]
 

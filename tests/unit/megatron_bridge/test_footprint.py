@@ -67,7 +67,7 @@ def work(tokens: int = 4096, count: int = 64, **others: Any) -> Workload:
 
 def learner(tensor: int = 1, pipeline: int = 1, data: int = 1, **others: Any) -> LearnerSection:
     fields = dict(tensor_parallel=tensor, pipeline_parallel=pipeline, data_parallel=data, precision="bf16")
-    return LearnerSection(**(fields | dict(sequence_parallel=tensor > 1, recompute="selective") | others))
+    return LearnerSection(**(fields | dict(sequence_parallel=tensor > 1) | others))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,13 @@ def test_the_last_stage_holds_the_head() -> None:
 def test_total_is_the_sum_of_its_items() -> None:
     for found in footprints(QWEN3_32B, learner(4, 4, 2), work(bucket_bytes=1 << 29)):
         assert sum(found.items().values()) == found.total
-        assert found.publishing == 2 * 2 * 151_936 * 5120 + (1 << 29)
+
+
+def test_publishing_holds_the_largest_tensor_in_pieces_and_whole() -> None:
+    embedding = 2 * 151_936 * 5120
+    for bucket, expected in ((0, 2 * embedding), (1 << 29, 4 * embedding), (1 << 31, 2 * embedding + (2 << 31))):
+        found = worst_footprint(QWEN3_32B, learner(4, 4, 2), work(bucket_bytes=bucket))
+        assert found.publishing == expected
 
 
 layouts = st.builds(

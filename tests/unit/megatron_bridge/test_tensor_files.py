@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -74,6 +75,20 @@ def test_a_file_that_is_not_complete_cannot_be_closed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too many"):
         writer.write("a", torch.zeros(2, 2))
     writer.abandon()
+
+
+def test_every_tensor_starts_at_a_multiple_of_its_width(tmp_path: Path) -> None:
+    specs = [
+        TensorSpec("a", (3,), torch.uint8),
+        TensorSpec("b", (1,), torch.bfloat16),
+        TensorSpec("c", (1,), torch.int64),
+    ]
+    ShardWriter(tmp_path / "a.safetensors", specs).abandon()
+    data = (tmp_path / "a.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(data[8 : 8 + length])
+    assert [header[name]["data_offsets"] for name in "cba"] == [[0, 8], [8, 10], [10, 13]]
 
 
 def test_groups_stay_together() -> None:

@@ -14,7 +14,7 @@ from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalErr
 from pipeline.ports import Sampling
 from rollout_sglang.client import EngineClient
 from rollout_sglang.protocol import MetaInfo, policy_version, token_versions
-from tests.doubles.sglang_double import EngineDouble, GenerateFault
+from tests.doubles.sglang_double import PARAMETER, EngineDouble, GenerateFault, checksum_of
 
 T = TypeVar("T")
 SAMPLING = Sampling(max_new_tokens=3)
@@ -99,37 +99,71 @@ def test_a_wrong_key_is_fatal(engine: EngineDouble) -> None:
         run(client, client.generate([5], 1, SAMPLING))
 
 
-def test_load_pauses_feeds_proves_and_continues(engine: EngineDouble, tmp_path: Path) -> None:
+async def load(client: EngineClient, version: int, directory: Path, deadline_s: float = 5.0) -> None:
+    await client.pause()
+    try:
+        await client.update_from_disk(version, directory, deadline_s=deadline_s)
+        await client.name(version)
+    finally:
+        await client.resume()
+
+
+def test_fed_weights_are_not_proved_until_they_are_named(engine: EngineDouble, tmp_path: Path) -> None:
     client = client_of(engine)
-    seconds = run(client, client.load_from_disk(5, tmp_path, deadline_s=5))
-    assert engine.calls == [
-        "POST /pause_generation",
-        "POST /update_weights_from_disk",
-        "GET /model_info",
-        "POST /continue_generation",
-    ]
+
+    async def act() -> None:
+        await client.pause()
+        await client.update_from_disk(5, tmp_path, deadline_s=5)
+        await client.verify(5)
+        with pytest.raises(EngineVersionError, match="'unproved-5', expected a proved policy version"):
+            await client.version()
+        await client.resume()
+        with pytest.raises(EngineVersionError, match="unproved-5"):
+            await client.generate([5], 1, SAMPLING)
+        await client.name(5)
+        assert (await client.generate([5], 1, SAMPLING))[0].versions == (5, 5, 5)
+
+    run(client, act())
     assert (engine.version, engine.model_path, engine.paused) == ("5", str(tmp_path), False)
-    assert seconds.keys() == {"pause_s", "load_s", "verify_s"}
-    assert all(value >= 0 for value in seconds.values())
 
 
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
         ("refuse", EngineVersionError, "did not take version 5 .* Failed to get weights iterator"),
-        ("wrong_version", EngineVersionError, "serves version 4, expected 5"),
         ("hang", EngineUnavailableError, "no answer within 0.3 s"),
     ],
 )
-def test_a_failed_load_still_continues(
+def test_a_failed_load_is_named(
     engine: EngineDouble, tmp_path: Path, fault: Any, error: type[Exception], message: str
 ) -> None:
     engine.load_fault = fault
     client = client_of(engine)
     with pytest.raises(error, match=message):
-        run(client, client.load_from_disk(5, tmp_path, deadline_s=0.3))
-    assert engine.calls[-1] == "POST /continue_generation"
-    assert not engine.paused
+        run(client, load(client, 5, tmp_path, 0.3))
+
+
+def test_a_disowned_engine_has_no_version_and_no_requests(engine: EngineDouble) -> None:
+    engine.token_s = 0.05
+    client = client_of(engine)
+
+    async def act() -> str:
+        sampling = asyncio.create_task(client.generate([5], 1, Sampling(max_new_tokens=40)))
+        await asyncio.sleep(0.2)
+        await client.disown()
+        with pytest.raises(EngineVersionError, match="serves version unproved, expected 4"):
+            await client.verify(4)
+        return (await sampling)[0].finish
+
+    assert run(client, act()) == "abort"
+
+
+def test_checksums_are_those_of_the_server_or_none(engine: EngineDouble) -> None:
+    client = client_of(engine)
+    assert run(client, client.checksums(deadline_s=5)) is None
+    engine.shows_checksums = True
+    client = client_of(engine)
+    assert run(client, client.checksums(deadline_s=5)) == [{PARAMETER: checksum_of(4)}]
 
 
 def test_one_client_serves_one_event_loop_after_another(engine: EngineDouble) -> None:
@@ -145,7 +179,7 @@ def test_tokens_carry_the_version_that_sampled_them(engine: EngineDouble, tmp_pa
     async def load_midway() -> tuple[int, ...]:
         sampling = asyncio.create_task(client.generate([5], 1, Sampling(max_new_tokens=10)))
         await asyncio.sleep(0.2)
-        await client.load_from_disk(5, tmp_path, deadline_s=5)
+        await load(client, 5, tmp_path)
         return (await sampling)[0].versions
 
     versions = run(client, load_midway())

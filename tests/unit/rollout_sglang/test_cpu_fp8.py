@@ -70,6 +70,19 @@ def test_block_activations_have_a_scale_for_each_group() -> None:
     assert whole[0, 128].item() == 0.6875
 
 
-def test_a_checkpoint_with_a_scale_per_tensor_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="fp8_tensor"):
-        dequantized(method(block=None, serialized=True), layer_of(torch.zeros(1, 1)))
+def stored(activation_scheme: str) -> SimpleNamespace:
+    how = method(block=None, serialized=True)
+    how.quant_config = SimpleNamespace(activation_scheme=activation_scheme)
+    return how
+
+
+def test_a_stored_stack_is_dequantized_part_by_part() -> None:
+    quantized = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).to(torch.float8_e4m3fn)
+    layer = layer_of(quantized, weight_scale=torch.tensor([0.5, 10.0]), logical_widths=[2, 1], orig_dtype=torch.float32)
+    expected = torch.tensor([[0.5, 1.0], [1.5, 2.0], [50.0, 60.0]])
+    torch.testing.assert_close(dequantized(stored("dynamic"), layer), expected, rtol=0, atol=0)
+
+
+def test_a_stored_scale_of_activations_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="activation_scheme dynamic"):
+        dequantized(stored("static"), layer_of(torch.zeros(1, 1)))

@@ -1,0 +1,268 @@
+"""The broadcast channel: real Megatron ranks send to real SGLang servers, of which one is killed and one is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from launch.model_new import new_model
+from pipeline.journal import read_events, read_metrics
+from rollout_sglang.process import ServerProcess
+from rollout_sglang.server import EngineSpec, free_port, start
+from tests.doubles.receiving_double import ReceivingDouble
+from tests.support.runs import environment, evenkeel_json, make_model, make_recipe
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).parent / "workers" / "broadcast_worker.py"
+KEY = "a-key-of-the-tests"
+DEADLINE_S = 4.0
+STEPS = 6
+START_DEADLINE_S = 200.0
+
+
+def refusals(url: str) -> list[tuple[str, int, bool]]:
+    """What a server answers to weight update calls out of order."""
+    update = dict(names=[], dtypes=[], shapes=[], group_name="unknown", flush_cache=False)
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("/update_weights_from_distributed", update),
+        ("/begin_weight_update", {}),
+        ("/begin_weight_update", {}),
+        ("/update_weights_from_distributed", update),
+        ("/destroy_weights_update_group", dict(group_name="unknown")),
+        ("/end_weight_update", {}),
+        ("/end_weight_update", {}),
+    ]
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=30, trust_env=False) as http:
+        answers = [(path, http.post(path, json=request)) for path, request in calls]
+    return [(path, answer.status_code, answer.json()["success"]) for path, answer in answers]
+
+
+class Servers:
+    """Two engines."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.model = root / "model"
+        new_model(self.model, hidden=256, layers=4)
+        self.specs = [self.spec(index, self.model) for index in range(2)]
+        self.processes: list[ServerProcess] = [start(spec) for spec in self.specs]
+
+    def spec(self, index: int, model: Path, port: int | None = None) -> EngineSpec:
+        return EngineSpec(
+            model=model,
+            port=port or free_port(),
+            precision="fp32",
+            dtype="float32",
+            log=self.root / f"engine-{index}.log",
+            version=0,
+            api_key=KEY,
+            context_tokens=128,
+        )
+
+    def restart(self, index: int, model: Path) -> int:
+        """As the supervisor does: on the same port, from a policy folder."""
+        self.processes[index].kill()
+        self.processes[index] = start(self.spec(index, model, self.specs[index].port))
+        self.processes[index].wait_ready(START_DEADLINE_S)
+        return self.processes[index].pid
+
+    def wake(self, index: int) -> int:
+        process = psutil.Process(self.processes[index].pid)
+        for one in [process, *process.children(recursive=True)]:
+            one.send_signal(signal.SIGCONT)
+        return process.pid
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    root = tmp_path_factory.mktemp("broadcast")
+    servers = Servers(root)
+    with ExitStack() as stack:
+        stack.callback(lambda: [process.kill() for process in servers.processes])
+        for process in servers.processes:
+            process.wait_ready(START_DEADLINE_S)
+        with ReceivingDouble() as double:
+            assert refusals(servers.specs[0].url) == refusals(double.url), "the double answers like the server"
+        log = stack.enter_context((root / "ranks.log").open("w"))
+        task = dict(
+            model=str(servers.model),
+            urls=[spec.url for spec in servers.specs],
+            pids=[process.pid for process in servers.processes],
+            key=KEY,
+            out=str(root),
+            deadline_s=DEADLINE_S,
+        )
+        ranks = subprocess.Popen(
+            [sys.executable, str(WORKER), json.dumps(task)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        stack.callback(ranks.kill)
+        mend(ranks, root, servers)
+        assert ranks.wait(120) == 0, (root / "ranks.log").read_text()[-6000:]
+        results = [json.loads((root / f"found-{rank}.json").read_text()) for rank in range(4)]
+        results[0]["groups_of_engine_0"] = (root / "engine-0.log").read_text().count("init custom process group")
+        yield results
+
+
+def mend(ranks: subprocess.Popen[bytes], root: Path, servers: Servers) -> None:
+    """Start the killed engine again and wake the stopped one, when the ranks say that they noticed."""
+    for version in (3, 5):
+        while not (root / f"broken-{version}").exists():
+            assert ranks.poll() is None, (root / "ranks.log").read_text()[-6000:]
+            time.sleep(0.1)
+        newest = root / "run" / "policy" / f"{version - 1:06}"
+        pid = servers.restart(1, newest) if version == 3 else servers.wake(1)
+        temporary = root / "mended"
+        temporary.write_text(str(pid))
+        temporary.rename(root / f"mended-{version}")
+
+
+def publish(found: list[dict[str, Any]], version: int) -> dict[str, Any]:
+    assert [one["publishes"] for one in found[1:]] == [{}] * 3, "only rank 0 speaks"
+    result: dict[str, Any] = found[0]["publishes"][str(version)]
+    assert result["published"] == version
+    return result
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_engines_hold_what_the_learner_sent(found: list[dict[str, Any]], version: int) -> None:
+    result = publish(found, version)
+    assert set(result["versions"].values()) == {version}
+    assert len(result["gaps"]) == 2
+    assert max(result["gaps"].values()) < 1e-4
+    measured = result["measured"]
+    assert measured["wire_bytes"] == 2 * found[0]["nbytes"], "each engine gets each tensor once"
+    assert measured["engines_failed"] == 0
+    assert {"lock_s", "pause_s", "gather_s", "quantize_s", "wire_s", "load_s", "publish_s"} <= measured.keys()
+
+
+@pytest.mark.parametrize(("version", "how"), [(3, "killed"), (5, "stopped")])
+def test_an_engine_that_breaks_between_buckets_breaks_nothing_else(
+    found: list[dict[str, Any]], version: int, how: str
+) -> None:
+    result = publish(found, version)
+    assert sorted(result["versions"].values(), key=str) == [version, None], how
+    assert len(result["gaps"]) == 1, "the other engine got the broken one's requests"
+    assert max(result["gaps"].values()) < 1e-4
+    measured = result["measured"]
+    assert measured["engines_failed"] == 1
+    assert found[0]["nbytes"] < measured["wire_bytes"] < 2 * found[0]["nbytes"], "it broke half-way"
+    if how == "stopped":
+        assert DEADLINE_S < measured["wire_s"] < DEADLINE_S + 4
+        assert measured["publish_s"] < DEADLINE_S + 15
+
+
+@pytest.mark.parametrize(("version", "how"), [(4, "started again"), (6, "woken")])
+def test_an_engine_that_came_back_is_fed_again(found: list[dict[str, Any]], version: int, how: str) -> None:
+    result = publish(found, version)
+    assert set(result["versions"].values()) == {version}, how
+    assert max(result["gaps"].values()) < 1e-4
+    assert result["measured"]["engines_failed"] == 0
+
+
+def test_a_dead_sender_leaves_engines_that_are_healed_and_fed_again(found: list[dict[str, Any]]) -> None:
+    assert found[0]["after_crash"] == [None, None], "half-fed engines claim no version"
+    healed = found[0]["publishes"]["6 healed"]
+    assert set(healed["versions"].values()) == {6}
+    assert len(healed["gaps"]) == 2
+    assert max(healed["gaps"].values()) < 1e-4
+    assert set(publish(found, 7)["versions"].values()) == {7}
+    assert max(publish(found, 7)["gaps"].values()) < 1e-4
+
+
+def test_the_folder_is_written_behind(found: list[dict[str, Any]]) -> None:
+    """Version 2 (from which an engine was started above) and others were pruned; 9 was never published."""
+    assert [name for name in found[0]["folders"] if name[0].isdigit()] == ["000005", "000006", "000007"]
+
+
+def test_all_engines_failing_is_an_error_on_every_rank(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["refused"].startswith("no engine of 2 took version 9")
+        assert rank["published_after_refusal"] == 7
+
+
+def test_groups_of_a_healthy_engine_are_kept(found: list[dict[str, Any]]) -> None:
+    assert found[0]["groups_of_engine_0"] == 2, "one for each pipeline stage, through all publishes"
+
+
+def test_torch_does_not_hear_of_the_groups(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["registry_after"] == rank["registry"]
+
+
+def test_a_run_with_a_dying_engine(tmp_path: Path) -> None:
+    """The command line from start to end, with 128×128-block FP8 on the wire."""
+    make_model(tmp_path / "model")
+    recipe = make_recipe(
+        tmp_path,
+        tmp_path / "model",
+        "run",
+        run=dict(name="run", steps=STEPS),
+        rollout=dict(
+            prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64, engines=2, precision="fp8_block"
+        ),
+        learner=dict(tensor_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
+        weights=dict(channel="broadcast", bucket_mib=1, publish_deadline_s=60),
+    )
+    run = tmp_path / "runs" / "run"
+    command = [sys.executable, "-m", "launch.cli", "train", str(recipe), "--json"]
+    supervisor = psutil.Popen(
+        command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        while len(read_metrics(run)) < 2:
+            assert supervisor.poll() is None, supervisor.communicate()
+            time.sleep(0.1)
+        victims = [child for child in supervisor.children() if listens(child, engine_port(run, 1))]
+        assert len(victims) == 1
+        victims[0].kill()
+        output, errors = supervisor.communicate(timeout=250)
+    finally:
+        if supervisor.is_running():
+            supervisor.kill()
+    assert supervisor.returncode == 0, errors.decode()[-3000:]
+    assert json.loads(output.splitlines()[-1])["steps"] == STEPS
+    audit = evenkeel_json("verify", "history", run)
+    assert (audit["lost"], audit["duplicated"], audit["version_violations"]) == (0, 0, 0)
+    metrics = read_metrics(run)
+    assert [line["step"] for line in metrics] == list(range(STEPS))
+    for line in metrics:
+        fed = 2 - line["engines_failed"]
+        assert 0 < line["wire_bytes"] <= 0.55 * fed * bf16_bytes(tmp_path / "model")
+        assert line["engines_checked"] == fed, "their checksums are those of what was sent"
+        assert line["probe_gap_nats"] < 0.2
+        assert line["ess"] > 0.5
+    assert [event["version"] for event in read_events(run, "published")] == list(range(1, STEPS + 1))
+    assert [event["process"] for event in read_events(run, "restarted")] == ["engine-1"]
+    assert (run / "policy" / f"{STEPS:06}" / "proof.json").exists()
+
+
+def bf16_bytes(model: Path) -> int:
+    """What the model's weights would take on the wire without FP8."""
+    return sum(2 * tensor.numel() for tensor in load_file(model / "model.safetensors").values())
+
+
+def engine_port(run: Path, index: int) -> int:
+    return int(json.loads((run / "engines.json").read_text())["engines"][index].rpartition(":")[2])
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    return f"--port {port} " in " ".join(process.cmdline())
