@@ -50,6 +50,6 @@ def _sharded_state(chunks: Sequence[Any]) -> dict[str, Any]:
 
 
 def chunk_keys(chunks: Sequence[Any]) -> list[str]:
-    """Megatron's names of a rank's chunks, for this process only: the tensors inside are named by their layer in the whole
-    model, so that virtual stages reshard like any others."""
+    """Megatron's names of a rank's chunks, for this process only: the tensors inside are named by their layer in the
+    whole model, so that virtual stages reshard like any others."""
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
