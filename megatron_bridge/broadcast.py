@@ -96,6 +96,8 @@ class BroadcastChannel:
         self._feed = feed
         self._run = run
         self._quant = quant
+        self._share = None if quant is None else quant.restricted(_modules(learner))
+        """What of it this stage holds: a module that never comes is an error."""
         self._plan = plan
         self._keep = keep
         self._bucket_bytes = bucket_bytes
@@ -178,7 +180,9 @@ class BroadcastChannel:
             self._wire.open(unreachable)
             clock.seconds["connect_s"] = time.monotonic() - began
             if self._wire.engines or self._writer:
-                stream = tensors if self._quant is None else clock.timed("quantize_s", _share(tensors, self._quant))
+                stream = tensors
+                if self._share is not None:
+                    stream = clock.timed("quantize_s", quantize_state(tensors, self._share))
                 stream = clock.timed("keep_s", self._kept(stream, digests))
                 for bucket in pack(stream, self._bucket_bytes):
                     sent = time.monotonic()
@@ -234,15 +238,9 @@ class BroadcastChannel:
             self._background.run(self._feed.close_feed(version, folder, None, everyone))
 
 
-def _share(tensors: Stream, quant: QuantMap) -> Stream:
-    """What quantize_state makes of a stage's tensors, which are only some of the map's."""
-    for name, tensor in tensors:
-        module = name.removesuffix(".weight")
-        chosen = quant.formats.get(module) if name.endswith(".weight") else None
-        if chosen is None:
-            yield name, tensor
-        else:
-            yield from quantize_state([(name, tensor)], QuantMap({module: chosen}, ((module,),)))
+def _modules(learner: MegatronLearner) -> Iterator[str]:
+    """Of this rank's pipeline stage."""
+    return (name.removesuffix(".weight") for name in weights.stage_tensors(learner.model, learner.shape))
 
 
 def _joined(shares: Iterable[Sequence[Mapping[str, str]]]) -> tuple[Mapping[str, str], ...]:

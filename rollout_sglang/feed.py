@@ -20,7 +20,7 @@ from pipeline.errors import RetryableError
 from pipeline.ports import FeedReport, Meeting, TensorSpec
 from pipeline.proof import Proof
 from rollout_sglang.client import CONTROL_DEADLINE_S, EngineClient
-from rollout_sglang.fleet import Fleet, _all, _Target, _write_record, summarise
+from rollout_sglang.fleet import Fleet, Target, all_of, summarise, write_record
 from rollout_sglang.locks import exclusive_lock
 from rollout_sglang.proving import Stopwatch
 from rollout_sglang.receiver import Receiver
@@ -70,7 +70,7 @@ class FedFleet(Fleet):
         async with AsyncExitStack() as stack:
             self._record = await stack.enter_async_context(exclusive_lock(self._lock_path, self._load_deadline_s))
             watch.lap("lock_s")
-            results = await _all(_outcome(engine, self._ready) for engine in self._engines)
+            results = await all_of(_outcome(engine, self._ready) for engine in self._engines)
             watch.lap("pause_s")
             self._lock = stack.pop_all()
         return FeedReport(failures=_failures(results), measured=watch.seconds)
@@ -98,7 +98,7 @@ class FedFleet(Fleet):
     ) -> FeedReport:
         """See EngineFeed. Measured: load_s, and what Fleet.load reports of proving."""
         assert self._lock is not None, "open_feed comes first"
-        target = _Target(version, directory, proof)
+        target = Target(version, directory, proof)
         async with self._lock:
             self._lock = None
             measured: dict[int, dict[str, float]] = {}
@@ -109,13 +109,13 @@ class FedFleet(Fleet):
                 else:
                     measured[engine.index] = await self._admit_fed(engine, target)
 
-            results = await _all(_outcome(engine, settle) for engine in self._engines)
+            results = await all_of(_outcome(engine, settle) for engine in self._engines)
             fell = {index: reason for index, reason in _failures(results).items() if index not in failures}
             for index in fell:
                 await self._give_up(self._engines[index])
             if measured:
                 self._target = target
-                _write_record(self._record, version)
+                write_record(self._record, version)
         numbers = summarise(version, list(measured.values())) if measured else {}
         return FeedReport(failures={**failures, **fell}, measured=numbers)
 
@@ -128,7 +128,7 @@ class FedFleet(Fleet):
         await engine.pause()
         await self._receivers[engine.index].begin()
 
-    async def _admit_fed(self, engine: EngineClient, target: _Target) -> dict[str, float]:
+    async def _admit_fed(self, engine: EngineClient, target: Target) -> dict[str, float]:
         began = time.monotonic()
         await self._receivers[engine.index].end(target.version, self._load_deadline_s)
         seconds = {"load_s": time.monotonic() - began}

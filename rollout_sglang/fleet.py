@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Target:
+class Target:
     """The version that every engine should serve, where its weights lie, and what proves that an engine holds them."""
 
     version: int
@@ -81,9 +81,9 @@ class Fleet:
         self._lock_path = lock_path
         self._request_deadline_s = request_deadline_s
         self._load_deadline_s = load_deadline_s
-        self._target: _Target | None = None
+        self._target: Target | None = None
         self._quarantined: set[int] = set()
-        self._proved: dict[int, _Target] = {}
+        self._proved: dict[int, Target] = {}
         """By engine, what it proved to this process; forgotten when it is quarantined."""
         self._prover = Prover(load_deadline_s)
         self._in_flight = [0] * len(self._engines)
@@ -115,12 +115,12 @@ class Fleet:
         quarantined. Raises EngineUnavailableError when none serves `version`.
         """
         started = time.monotonic()
-        target = _Target(version, directory, proof or Proof.load(directory))
+        target = Target(version, directory, proof or Proof.load(directory))
         async with exclusive_lock(self._lock_path, self._load_deadline_s) as record:
             lock_s = time.monotonic() - started
             self._target = target
-            _write_record(record, version)
-            results = await _all(self._feed(engine, target) for engine in self._engines)
+            write_record(record, version)
+            results = await all_of(self._feed(engine, target) for engine in self._engines)
         return summarise(version, results) | {"lock_s": lock_s}
 
     async def heal(self, version: int, directory: Path) -> None:
@@ -129,23 +129,23 @@ class Fleet:
 
         When another process has meanwhile loaded another version, nothing is fed: the caller is behind.
         """
-        target = self._target = _Target(version, directory, Proof.load(directory))
+        target = self._target = Target(version, directory, Proof.load(directory))
         proved = all(self._proved.get(engine.index) == target for engine in self._engines)
         if proved and not self._quarantined and await self._all_serve(version):
             return
         async with exclusive_lock(self._lock_path, self._load_deadline_s) as record:
             superseded = _read_record(record) not in (None, version)
-            await _all(self._heal_one(engine, target, superseded) for engine in self._engines)
+            await all_of(self._heal_one(engine, target, superseded) for engine in self._engines)
 
     async def versions(self) -> dict[str, int | None]:
         """URL → policy version that the engine serves; None where it does not answer or serves none of ours."""
-        found = await _all(_version_of(engine) for engine in self._engines)
+        found = await all_of(_version_of(engine) for engine in self._engines)
         return {engine.url: version for engine, version in zip(self._engines, found, strict=True)}
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> dict[str, list[NDArray[np.float32]]]:
         """URL → prefill log-probabilities of `rows` (see EngineClient.prompt_logprobs), for every admitted engine."""
         engines = [engine for engine in self._engines if engine.index not in self._quarantined]
-        scored = await _all(engine.prompt_logprobs(rows) for engine in engines)
+        scored = await all_of(engine.prompt_logprobs(rows) for engine in engines)
         return {engine.url: arrays for engine, arrays in zip(engines, scored, strict=True)}
 
     async def close(self) -> None:
@@ -213,7 +213,7 @@ class Fleet:
             await self._quarantine(engine)
             return
         self._router_is_suspect = True
-        found = await _all(_version_of(candidate) for candidate in self._engines)
+        found = await all_of(_version_of(candidate) for candidate in self._engines)
         oldest_allowed = self._target.version if self._target else None
         for candidate, version in zip(self._engines, found, strict=True):
             if version is None or (oldest_allowed is not None and version < oldest_allowed):
@@ -233,7 +233,7 @@ class Fleet:
             if await _version_of(engine) is not None:
                 await self._admit(engine)
 
-    async def _heal_one(self, engine: EngineClient, target: _Target, superseded: bool) -> None:
+    async def _heal_one(self, engine: EngineClient, target: Target, superseded: bool) -> None:
         served, claimed = await _versions_of(engine)
         if claimed == target.version and await self._holds(engine, target, named=served is not None):
             await self._admit(engine)
@@ -246,7 +246,7 @@ class Fleet:
         else:
             await self._quarantine(engine)
 
-    async def _holds(self, engine: EngineClient, target: _Target, *, named: bool) -> bool:
+    async def _holds(self, engine: EngineClient, target: Target, *, named: bool) -> bool:
         """Whether an engine that claims the version holds it; asked again only after it was quarantined or restarted,
         when it has lost the version's name."""
         if named and self._proved.get(engine.index) == target:
@@ -258,7 +258,7 @@ class Fleet:
         self._proved[engine.index] = target
         return True
 
-    async def _feed(self, engine: EngineClient, target: _Target, feedings: int = FEEDINGS) -> dict[str, float] | str:
+    async def _feed(self, engine: EngineClient, target: Target, feedings: int = FEEDINGS) -> dict[str, float] | str:
         """Feed and prove; again when the proof fails. What it took, or why the engine is quarantined now."""
         try:
             while True:
@@ -276,7 +276,7 @@ class Fleet:
             return str(error)
         return seconds
 
-    async def _feed_once(self, engine: EngineClient, target: _Target) -> dict[str, float]:
+    async def _feed_once(self, engine: EngineClient, target: Target) -> dict[str, float]:
         watch = Stopwatch()
         try:
             await engine.pause()
@@ -304,7 +304,7 @@ class Fleet:
         self._quarantined.discard(engine.index)
 
 
-async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of all calls, once every one has ended; raises the first error."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
@@ -341,7 +341,7 @@ def summarise(version: int, results: Sequence[dict[str, float] | str]) -> dict[s
     return total | {"engines_checked": sum(one["engines_checked"] for one in taken)}
 
 
-def _write_record(descriptor: int, version: int) -> None:
+def write_record(descriptor: int, version: int) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps({"version": version}).encode(), 0)
 

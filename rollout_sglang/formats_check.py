@@ -22,12 +22,13 @@ def check_block_shapes(hf_config: Mapping[str, Any], tensor_parallel: int = 1) -
     heads = int(hf_config["num_attention_heads"])
     kv_heads = int(hf_config.get("num_key_value_heads") or heads)
     head_dim = int(hf_config.get("head_dim") or hidden // heads)
+    inner = "moe_intermediate_size" if hf_config.get("num_experts") else "intermediate_size"
     widths = {
         "hidden_size": hidden,
         "num_attention_heads × head_dim / tensor_parallel": heads * head_dim // tensor_parallel,
         # With more ranks than key-value heads, SGLang gives each rank a copy of one head.
         "num_key_value_heads × head_dim / tensor_parallel": max(1, kv_heads // tensor_parallel) * head_dim,
-        "intermediate_size / tensor_parallel": int(hf_config["intermediate_size"]) // tensor_parallel,
+        f"{inner} / tensor_parallel": int(hf_config[inner]) // tensor_parallel,
     }
     wrong = [f"{name} = {width}" for name, width in widths.items() if width % BLOCK_CHANNELS]
     if wrong:

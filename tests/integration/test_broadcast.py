@@ -188,15 +188,23 @@ def test_a_dead_sender_leaves_engines_that_are_healed_and_fed_again(found: list[
     assert max(publish(found, 7)["gaps"].values()) < 1e-4
 
 
+def test_a_bit_that_flips_on_the_wire_is_never_served(found: list[dict[str, Any]]) -> None:
+    result = publish(found, 8)
+    assert sorted(result["versions"].values(), key=str) == [8, None], "the spoilt engine claims no version"
+    assert len(result["gaps"]) == 1, "and is asked nothing"
+    assert result["measured"]["engines_failed"] == 1
+    assert result["measured"]["wire_bytes"] == 2 * found[0]["nbytes"], "nobody noticed while it was sent"
+
+
 def test_the_folder_is_written_behind(found: list[dict[str, Any]]) -> None:
     """Version 2 (from which an engine was started above) and others were pruned; 9 was never published."""
-    assert [name for name in found[0]["folders"] if name[0].isdigit()] == ["000005", "000006", "000007"]
+    assert [name for name in found[0]["folders"] if name[0].isdigit()] == ["000006", "000007", "000008"]
 
 
 def test_all_engines_failing_is_an_error_on_every_rank(found: list[dict[str, Any]]) -> None:
     for rank in found:
         assert rank["refused"].startswith("no engine of 2 took version 9")
-        assert rank["published_after_refusal"] == 7
+        assert rank["published_after_refusal"] == 8
 
 
 def test_groups_of_a_healthy_engine_are_kept(found: list[dict[str, Any]]) -> None:

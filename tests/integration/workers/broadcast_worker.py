@@ -26,7 +26,7 @@ import torch.distributed as dist
 warnings.filterwarnings("ignore")
 
 from megatron_bridge.broadcast import BroadcastChannel  # noqa: E402
-from megatron_bridge.buckets import pack  # noqa: E402
+from megatron_bridge.buckets import Bucket, pack  # noqa: E402
 from megatron_bridge.engine_digests import EngineDigests  # noqa: E402
 from megatron_bridge.layout import Layout, initialise  # noqa: E402
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
@@ -144,6 +144,7 @@ class Rank:
         channel.settle()
         self.found["registry_after"] = len(dist.distributed_c10d._world.pg_group_ranks)
         self.crash(channel)
+        self.flip(channel)
         self.refuse(channel)
 
     def crash(self, channel: BroadcastChannel) -> None:
@@ -160,6 +161,22 @@ class Rank:
             background.run(self.fleet.heal(6, self.run.policy_directory(6)))
         self.publish(channel, 6, publishing=False)
         self.publish(channel, 7)
+
+    def flip(self, channel: BroadcastChannel) -> None:
+        """One bit of one bucket changes on its way to engine 1, the last one of a mantissa."""
+        send, buckets = channel._wire.send, 0
+
+        def send_flipped(bucket: Bucket) -> None:
+            nonlocal buckets
+            buckets += 1
+            if buckets == BREAK_AT:
+                bucket.row[8] ^= 1  # the lowest byte of a float32, after everything was hashed and kept
+            send(bucket)
+
+        if dist.get_rank() == 1:  # of stage 0, whose engine is engine 1
+            channel._wire.send = send_flipped  # type: ignore[method-assign]
+        self.publish(channel, 8)
+        channel._wire.send = send  # type: ignore[method-assign]
 
     def refuse(self, channel: BroadcastChannel) -> None:
         """No engine comes as near as is asked here: all ranks raise, and the version before stays published."""

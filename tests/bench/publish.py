@@ -1,0 +1,137 @@
+"""Seconds of a publish by either weight channel, beside a plain copy of as many bytes over loopback in the same run.
+
+A random Qwen3 of 50 million parameters; learner (one process) and engine in bf16, once with bf16 and once with
+128×128-block FP8 rollouts. Disk, broadcast and copy take turns; every version has other weights and is proved by the
+engine's checksums and the probe. The first round is left out. Numbers are medians of the other rounds.
+
+    publish_s      the whole publish: probe scored, weights out, loaded by the engine, proved, published
+    wire_s         broadcast: in which the engine receives and loads
+    settle_s       broadcast: after publish_s, until the policy folder behind it is complete
+    bytes          of the weights in the policy folder, as they travel
+
+On a CPU an engine emulates FP8: after each load it makes bf16 weights from the e4m3 ones (load_s), and proving and
+digests work on those. Learner, engine and writer share the cores. Compare ratios within one run only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from launch.model_new import new_model
+from launch.parity import Engine, prepare
+from launch.processes import run_ranks, torchrun
+from pipeline.recipe import Recipe, recipe_from
+from rollout_sglang.stock_server import API_KEY_VARIABLE
+from tests.bench.publish_ranks import CHANNELS
+from tests.support.runs import environment
+
+PRECISIONS = ("bf16", "fp8_block")
+ROUNDS = 6
+DEADLINE_S = 110.0
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN = 1024, 4, 8, 4, 128, 3072
+
+
+def publish_recipe(folder: Path, model: Path, precision: str) -> Recipe:
+    """A run that only publishes."""
+    data = dict(
+        run=dict(name=precision, root=str(folder), steps=1),
+        model=dict(path=str(model)),
+        task=dict(name="sort_digits"),
+        rollout=dict(precision=precision, context_tokens=128, max_new_tokens=24),
+        learner=dict(precision="bf16", step_deadline_s=DEADLINE_S),
+        weights=dict(publish_deadline_s=DEADLINE_S),
+    )
+    return recipe_from(data, source="the publish benchmark")
+
+
+def measure(folder: Path, model: Path, precision: str) -> dict[str, dict[str, Any]]:
+    """Channel → its numbers, with one engine and one learner for both."""
+    recipe = publish_recipe(folder, model, precision)
+    run = prepare(recipe)
+    with Engine(run, recipe) as engine:
+        run.write_engines([engine.url], None)
+        command = torchrun(recipe.learner.num_processes, "tests.bench.publish_ranks", str(run.path), str(ROUNDS))
+        env = {**environment(), API_KEY_VARIABLE: engine.key}
+        run_ranks(run, command, log=run.logs / "bench.log", env=env, deadline_s=DEADLINE_S)
+    found = json.loads((run.path / "bench.json").read_text())
+    copy_s = medians(found["loopback"])["copy_s"]
+    return {channel: case(medians(found[channel]), copy_s) for channel in CHANNELS}
+
+
+def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of all rounds but the first."""
+    return {name: statistics.median(one[name] for one in rounds[1:]) for name in rounds[0]}
+
+
+def case(measured: dict[str, float], copy_s: float) -> dict[str, Any]:
+    """One channel at one precision."""
+    size, publish_s = measured["bytes"], measured["publish_s"]
+    timers = {name: seconds for name, seconds in measured.items() if name.endswith("_s") and name != "publish_s"}
+    result: dict[str, Any] = dict(
+        bytes=size,
+        publish_s=publish_s,
+        gb_per_s=size / publish_s / 1e9,
+        loopback_s=copy_s,
+        loopback_gb_per_s=size / copy_s / 1e9,
+        publish_over_loopback=publish_s / copy_s,
+        timers=timers,
+    )
+    if "wire_s" in timers:
+        result["wire_over_loopback"] = timers["wire_s"] / copy_s
+    return result
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """One column a case; the channels' own timers below."""
+    columns = [results[precision][channel] for precision in PRECISIONS for channel in CHANNELS]
+    table = Table("", *(f"{precision} {channel}" for precision in PRECISIONS for channel in CHANNELS))
+    for name in [name for name in results[PRECISIONS[0]]["broadcast"] if name not in ("bytes", "timers")]:
+        table.add_row(name, *(f"{column[name]:.3g}" if name in column else "" for column in columns))
+    table.add_row("MB", *(f"{column['bytes'] / 1e6:.1f}" for column in columns))
+    table.add_section()
+    for name in dict.fromkeys(name for column in columns for name in column["timers"]):
+        table.add_row(name, *(f"{column['timers'][name]:.3f}" if name in column["timers"] else "" for column in columns))
+    console = Console()
+    console.print(table)
+    console.print(f"bytes of FP8 ÷ bytes of bf16: {results['fp8_bytes_over_bf16']:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one line instead of the table")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = dict(load_before=os.getloadavg()[0], cores=os.cpu_count())
+    with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
+        folder = Path(scratch)
+        new_model(
+            folder / "model",
+            hidden=HIDDEN,
+            layers=LAYERS,
+            heads=HEADS,
+            kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            ffn=FFN,
+            dtype="bfloat16",
+        )
+        for precision in PRECISIONS:
+            results[precision] = measure(folder, folder / "model", precision)
+    disk = {precision: results[precision]["disk"]["bytes"] for precision in PRECISIONS}
+    results["fp8_bytes_over_bf16"] = disk["fp8_block"] / disk["bf16"]
+    if arguments.json:
+        print(json.dumps(results))
+    else:
+        print_table(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The learner of tests.bench.publish: publishes by both channels in turn, copies as many bytes, writes bench.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from launch.learn import build_channel, build_learner
+from launch.processes import die_with_parent, run_child
+from megatron_bridge.learner import MegatronLearner
+from pipeline.ports import WeightChannel
+from pipeline.rundir import RunDirectory
+from tests.bench.loopback import Loopback
+
+CHANNELS = ("disk", "broadcast")
+
+
+def measure(run: RunDirectory, rounds: int) -> None:
+    """bench.json: for each channel, and for `loopback`, one object of numbers a round."""
+    recipe = run.recipe()
+    learner = build_learner(recipe)
+    channels: dict[str, WeightChannel] = {}
+    for name in CHANNELS:
+        weights = recipe.weights.model_copy(update=dict(channel=name))
+        channels[name] = build_channel(run, recipe.model_copy(update=dict(weights=weights)), learner)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in (*CHANNELS, "loopback")}
+    version = 0
+    with Loopback() as loopback:
+        for _ in range(rounds):
+            for name, channel in channels.items():
+                version += 1
+                found[name].append(publish(run, learner, channel, version))
+            payload = bytearray(int(found["broadcast"][-1]["bytes"]))
+            found["loopback"].append(dict(bytes=float(len(payload)), copy_s=loopback.copy(payload)))
+    (run.path / "bench.json").write_text(json.dumps(found))
+
+
+def publish(run: RunDirectory, learner: MegatronLearner, channel: WeightChannel, version: int) -> dict[str, float]:
+    """What the channel says; bytes, of the weights in the policy folder; settle_s, until that folder is complete."""
+    with torch.no_grad():  # other weights each time: a publish that changes nothing would be proved by the last one
+        for chunk in learner.model:
+            for parameter in chunk.parameters():
+                parameter.mul_(1 + 2**-6)
+    measured = channel.publish(version)
+    settled = timed(channel.settle)
+    index = json.loads((run.policy_directory(version) / "model.safetensors.index.json").read_text())
+    if measured["engines_checked"] != 1 or measured.get("engines_failed", 0):
+        raise SystemExit(f"error: the engine did not prove version {version}: {measured}")
+    return {**measured, "settle_s": settled, "bytes": float(index["metadata"]["total_size"])}
+
+
+def timed(action: Callable[[], None]) -> float:
+    began = time.monotonic()
+    action()
+    return time.monotonic() - began
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    run_child(directory, "bench", lambda: measure(directory, int(sys.argv[2])))
