@@ -31,8 +31,11 @@ test: install  ## All tests, with real engines and real learners.
 check: install  ## Format, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 
-bench: install  ## Samples a second beside TRL on the same model and task (installs TRL into .venv-bench).
-	@./ops/install_bench.sh $(BIN) .venv-bench && $(BIN)/python -m tests.bench.loop --json
+bench: install  ## The loop beside TRL, the learner beside Megatron-Core, publishes beside a copy (TRL: .venv-bench).
+	@./ops/install_bench.sh $(BIN) .venv-bench
+	@for what in "loop --json" "learner step" "learner memory" "publish --json"; do \
+	    echo "tests.bench.$$what"; PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.$$what || exit 1; \
+	done
 
 clean:  ## Remove .venv and caches; runs are kept.
 	rm -rf $(VENV) .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -23,23 +23,22 @@ class Bucket:
 def pack(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
     """Buckets of at most `bucket_bytes`, in the order of the stream; a larger tensor travels alone.
 
-    A tensor's bytes are copied before the next one is asked for: an exporter may reuse its memory.
+    A tensor's bytes are copied, once, before the next one is asked for: an exporter may reuse its memory.
     """
-    waiting: list[tuple[TensorSpec, Tensor]] = []
-    size = 0
+    specs: list[TensorSpec] = []
+    row, size = torch.empty(0, dtype=torch.uint8), 0
     for name, tensor in named_tensors:
         spec = TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-        row = tensor.detach().contiguous().flatten().view(torch.uint8)
-        if waiting and size + len(row) > bucket_bytes:
-            yield _bucket(waiting)
-            waiting, size = [], 0
-        waiting.append((spec, row.clone()))
-        size += len(row)
-    if waiting:
-        yield _bucket(waiting)
-
-
-def _bucket(tensors: list[tuple[TensorSpec, Tensor]]) -> Bucket:
-    # The receiver views its bytes as tensors, so each must start at a multiple of its element's size: wide ones first.
-    ordered = sorted(tensors, key=lambda pair: -getattr(torch, pair[0].dtype).itemsize)
-    return Bucket(tuple(spec for spec, _ in ordered), torch.cat([row for _, row in ordered]))
+        source = tensor.detach().contiguous().flatten().view(torch.uint8)
+        # The receiver views its bytes as tensors, so each must start at a multiple of its element's size.
+        if specs and (size + len(source) > bucket_bytes or size % tensor.itemsize):
+            yield Bucket(tuple(specs), row[:size])
+            specs, size = [], 0
+        if not specs:
+            # A new one each time: a broadcast that was given up may still read the last one.
+            row = torch.empty(max(bucket_bytes, len(source)), dtype=torch.uint8, device=source.device)
+        row[size : size + len(source)].copy_(source)
+        specs.append(spec)
+        size += len(source)
+    if specs:
+        yield Bucket(tuple(specs), row[:size])
