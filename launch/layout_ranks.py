@@ -85,15 +85,8 @@ def make_batch(seed: int, vocabulary: int) -> Batch:
 
 
 def _sample(random: np.random.Generator, vocabulary: int, length: int) -> Sample:
-    completion = Completion(
-        tokens=tuple(int(token) for token in random.integers(0, vocabulary, length)),
-        logprobs=tuple(float(x) for x in random.normal(-np.log(vocabulary), 0.3, length)),
-        versions=(0,) * length,
-        finish="stop",
-        engine=0,
-        queued_s=0.0,
-        generated_s=0.0,
-    )
+    tokens = random.integers(0, vocabulary, length).tolist()
+    completion = Completion.given(tokens, random.normal(-np.log(vocabulary), 0.3, length).tolist())
     return Sample(completion=completion, reward=float(random.normal()))
 
 

@@ -52,15 +52,7 @@ def train_one_step(recipe: Recipe, learner: MegatronLearner, rows: list[list[int
     groups = []
     for index, row in enumerate(rows):
         half = len(row) // 2
-        completion = Completion(
-            tokens=tuple(row[half:]),
-            logprobs=(-1.0,) * (len(row) - half),
-            versions=(0,) * (len(row) - half),
-            finish="stop",
-            engine=0,
-            queued_s=0.0,
-            generated_s=0.0,
-        )
+        completion = Completion.given(row[half:], (-1.0,) * (len(row) - half))
         prompt = Prompt(group=index, text="", answer="", tokens=tuple(row[:half]))
         groups.append(Group(prompt=prompt, samples=(Sample(completion=completion, reward=float(index % 2)),)))
     batch = Batch.from_groups(

@@ -99,15 +99,7 @@ def supervised_batch(
     groups = []
     for index, (prompt, target) in enumerate(pairs):
         response = (*tokenizer.encode(target), tokenizer.eos_token_id)
-        completion = Completion(
-            tokens=response,
-            logprobs=(0.0,) * len(response),
-            versions=(step,) * len(response),
-            finish="stop",
-            engine=0,
-            queued_s=0.0,
-            generated_s=0.0,
-        )
+        completion = Completion.given(response, (0.0,) * len(response), step)
         tokens = tuple(tokenizer.encode(prompt))
         groups.append(
             Group(

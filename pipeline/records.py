@@ -57,6 +57,19 @@ class Completion:
     queued_s: float
     generated_s: float
 
+    @staticmethod
+    def given(tokens: Sequence[int], logprobs: Sequence[float], version: int = 0) -> Completion:
+        """Tokens that no engine sampled: a demonstration, or a batch that is made up to compare learners."""
+        return Completion(
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            versions=(version,) * len(tokens),
+            finish="stop",
+            engine=0,
+            queued_s=0.0,
+            generated_s=0.0,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:

@@ -45,15 +45,8 @@ def make_batch(vocabulary: int, prompts: int, lengths: tuple[int, int]) -> Batch
         samples = []
         for _ in range(8):
             length = int(random.integers(*lengths))
-            completion = Completion(
-                tokens=tuple(int(token) for token in random.integers(0, vocabulary, length)),
-                logprobs=tuple(float(x) for x in random.normal(-np.log(vocabulary), 0.1, length)),
-                versions=(0,) * length,
-                finish="stop",
-                engine=0,
-                queued_s=0.0,
-                generated_s=0.0,
-            )
+            tokens = random.integers(0, vocabulary, length).tolist()
+            completion = Completion.given(tokens, random.normal(-np.log(vocabulary), 0.1, length).tolist())
             samples.append(Sample(completion=completion, reward=float(random.normal())))
         groups.append(Group(prompt=Prompt(group=number, text="", answer="", tokens=prompt), samples=tuple(samples)))
     return Batch.from_groups(0, groups, contract=CONTRACT, dropped=(), next_group=prompts, recipe_sha256="")

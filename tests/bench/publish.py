@@ -99,8 +99,9 @@ def print_table(results: dict[str, Any]) -> None:
         table.add_row(name, *(f"{column[name]:.3g}" if name in column else "" for column in columns))
     table.add_row("MB", *(f"{column['bytes'] / 1e6:.1f}" for column in columns))
     table.add_section()
-    for name in dict.fromkeys(name for column in columns for name in column["timers"]):
-        table.add_row(name, *(f"{column['timers'][name]:.3f}" if name in column["timers"] else "" for column in columns))
+    timers = [column["timers"] for column in columns]
+    for name in dict.fromkeys(name for one in timers for name in one):
+        table.add_row(name, *(f"{one[name]:.3f}" if name in one else "" for one in timers))
     console = Console()
     console.print(table)
     console.print(f"bytes of FP8 ÷ bytes of bf16: {results['fp8_bytes_over_bf16']:.3f}")
