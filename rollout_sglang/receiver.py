@@ -54,14 +54,15 @@ class Receiver:
         await self._do("/destroy_weights_update_group", {"group_name": group})
 
     async def receive(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
-        """Take part in one broadcast of the flattened tensors and load them."""
-        request = _update(group, tensors) | {"load_format": "flattened_bucket"}
+        """Take part in one broadcast of the flattened tensors, load them, and drop what was cached with others."""
+        # With every bucket, though the last would do: no sender knows which that is for the engine, and it costs less
+        # than one call of /flush_cache, which gives memory back to the system besides.
+        request = _update(group, tensors) | {"load_format": "flattened_bucket", "flush_cache": True}
         await self._do("/update_weights_from_distributed", request, deadline_s)
 
     async def end(self, version: int, deadline_s: float) -> None:
-        """All tensors came: finish the weights (quantize, repack), drop what was cached, claim `version` unproved."""
+        """All tensors came: finish the weights (quantize, repack), claim `version` unproved."""
         await self._do("/end_weight_update", {}, deadline_s)
-        await self._transport.call("POST", "/flush_cache", deadline_s=self._deadline_s, repeatable=False)
         await self._name(f"{UNPROVED}{version}")
 
     async def give_up(self) -> None:
@@ -99,6 +100,5 @@ def _update(group: str, tensors: Sequence[TensorSpec]) -> dict[str, Any]:
         "dtypes": [tensor.dtype for tensor in tensors],
         "shapes": [list(tensor.shape) for tensor in tensors],
         "group_name": group,
-        # Once, at the end.
         "flush_cache": False,
     }

@@ -50,8 +50,6 @@ class ReceivingDouble(EngineDouble):
             return _answer(self.groups.pop(request["group_name"], None) is not None, "The group")
         if path == "/update_weights_from_distributed":
             return self._receive(request)
-        if path == "/flush_cache":
-            return 200, {}
         return super().route(method, path, request)
 
     def _join(self, request: Any) -> tuple[int, Any]:
@@ -71,6 +69,7 @@ class ReceivingDouble(EngineDouble):
             return _answer(False, f"Failed to receive weights: Group {request['group_name']} not in")
         if not request["names"]:
             return _answer(True, "Succeeded to update parameter online.")
+        assert request["flush_cache"], "cached prefixes would be those of other weights"
         if self.bucket_fault is not None and self.healthy_buckets == 0:
             return self._fail(self.bucket_fault)
         self.healthy_buckets -= 1
