@@ -25,8 +25,8 @@ demo: install  ## Warm a tiny model up, then train it with P3O on FP8 rollouts; 
 	    --set model.path=runs/models/demo-base --set learner.tensor_parallel=1 --set learner.data_parallel=2
 	@$(BIN)/evenkeel train $(DEMO)
 
-test: install  ## All tests, with real engines and real learners.
-	@$(BIN)/python -m pytest
+test: install  ## All tests, with real engines and real learners, two files at a time (about 15 minutes).
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: install  ## Format, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
