@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from launch.compose import build_contract, build_prompts, build_sampling, build_tokenizer
 from launch.processes import die_with_parent, run_child
@@ -16,20 +15,20 @@ from pipeline.recipe import Recipe
 from pipeline.rewards import Verifiers
 from pipeline.rundir import RunDirectory
 from pipeline.store import BatchStore
-from rollout_sglang.fleet import Fleet
+from rollout_sglang.fleet import Fleet, FleetSettings
 from rollout_sglang.stock_server import API_KEY_VARIABLE
 
 
 def build_fleet(run: RunDirectory, recipe: Recipe) -> Fleet:
     """The run's engines, as they are announced in engines.json."""
-    return Fleet(**fleet_settings(run, recipe))
+    urls, _ = run.engines()
+    return Fleet(urls, **fleet_settings(run, recipe))
 
 
-def fleet_settings(run: RunDirectory, recipe: Recipe) -> dict[str, Any]:
-    """The arguments of a Fleet."""
-    urls, router = run.engines()
-    return dict(
-        urls=urls,
+def fleet_settings(run: RunDirectory, recipe: Recipe) -> FleetSettings:
+    """What a Fleet needs to know beside its engines."""
+    _, router = run.engines()
+    return FleetSettings(
         router_url=router,
         api_key=os.environ.get(API_KEY_VARIABLE),
         lock_path=run.feeding_lock,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from launch.layout_names import layout_name
 from launch.processes import child_environment, run_ranks, torchrun
 from megatron_bridge.hf_folder import check_weights, tensor_headers
 from megatron_bridge.layout import Layout, check_layout
@@ -66,7 +67,7 @@ def hf_to_megatron(
     result = dict(
         out=str(out),
         format="megatron",
-        written_by=f"TP{tensor}×PP{pipeline}×EP{expert}",
+        written_by=layout_name(section),
         dtype=kind,
         **_counts(shape, total, ignored, started),
     )

@@ -6,15 +6,16 @@ import re
 from typing import Any
 
 from pipeline.errors import RecipeError
+from pipeline.recipe import LearnerSection
 
 _SIZES = {
     "TP": "tensor_parallel",
     "PP": "pipeline_parallel",
     "VPP": "virtual_pipeline",
     "CP": "context_parallel",
-    "DP": "data_parallel",
     "EP": "expert_parallel",
     "ETP": "expert_tensor_parallel",
+    "DP": "data_parallel",
     "MB": "micro_batch_rows",
 }
 _WORDS: dict[str, dict[str, Any]] = {
@@ -48,3 +49,13 @@ def parse_layout(name: str) -> dict[str, Any]:
     if "data_parallel" not in fields and spread > named:
         fields["data_parallel"] = spread // named
     return fields
+
+
+def layout_name(learner: LearnerSection) -> str:
+    """The name of a learner's layout, such as `TP4×PP4×DP2×SP` or `one`; `parse_layout` reads it."""
+    sizes = ((name, getattr(learner, field, 1)) for name, field in _SIZES.items())
+    parts = [f"{name}{size}" for name, size in sizes if size > 1]
+    if learner.sequence_parallel and learner.tensor_parallel > 1:
+        parts.append("SP")
+    parts += [word for word, fields in _WORDS.items() if fields.get("recompute") == learner.recompute]
+    return "×".join(parts) or "one"

@@ -45,9 +45,10 @@ def build_channel(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -
     if section.channel == "disk":
         fleet = build_fleet(run, recipe)
         return DiskChannel(learner, fleet, run, quant, plan, keep=section.keep, deadline_s=section.publish_deadline_s)
+    urls, _ = run.engines()
     return BroadcastChannel(
         learner,
-        FedFleet(**fleet_settings(run, recipe), ranks_per_engine=recipe.rollout.tensor_parallel),
+        FedFleet(urls, **fleet_settings(run, recipe), ranks_per_engine=recipe.rollout.tensor_parallel),
         run,
         quant,
         plan,

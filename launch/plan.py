@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from launch.layout_names import layout_name
 from launch.plan_costs import (
     DECODE_EFFICIENCY,
     GPUS_PER_NODE,
@@ -24,7 +25,7 @@ from launch.plan_costs import (
     durations,
     rollout_tokens_per_gpu_s,
 )
-from launch.plan_layouts import Search, Verdict, layout_name, shortage
+from launch.plan_layouts import Search, Verdict, shortage
 from megatron_bridge.footprint import GIB, Allowance, Footprint, MicroBatches, Workload, footprints, layer_sizes
 from megatron_bridge.layout import check_layout
 from megatron_bridge.shape import ModelShape

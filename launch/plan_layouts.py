@@ -139,24 +139,6 @@ def shortage(footprint: Footprint, gpu_bytes: float) -> str:
     )
 
 
-def layout_name(learner: LearnerSection) -> str:
-    """`TP4×PP4×DP2×SP`, with `+full` or `+selective` for what is computed again."""
-    sizes = dict(
-        TP=learner.tensor_parallel,
-        PP=learner.pipeline_parallel,
-        VPP=learner.virtual_pipeline,
-        CP=learner.context_parallel,
-        EP=learner.expert_parallel,
-        ETP=learner.expert_tensor_parallel,
-        DP=learner.data_parallel,
-    )
-    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    if learner.sequence_parallel and learner.tensor_parallel > 1:
-        parts.append("SP")
-    recompute = "" if learner.recompute == "none" else f"+{learner.recompute}"
-    return ("×".join(parts) or "one") + recompute
-
-
 def _powers(most: int) -> list[int]:
     return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
 

@@ -15,12 +15,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Unpack
 
 from pipeline.errors import RetryableError
 from pipeline.ports import FeedReport, Meeting, TensorSpec
 from pipeline.proof import Proof
 from rollout_sglang.client import CONTROL_DEADLINE_S, EngineClient
-from rollout_sglang.fleet import Fleet, Target, all_of, summarise, write_record
+from rollout_sglang.fleet import Fleet, FleetSettings, Target, all_of, summarise, write_record
 from rollout_sglang.locks import exclusive_lock
 from rollout_sglang.proving import Stopwatch
 from rollout_sglang.receiver import Receiver
@@ -32,29 +33,13 @@ FAREWELL_S = 5.0
 class FedFleet(Fleet):
     """A Fleet whose engines can be sent tensors. One publish at a time."""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        router_url: str | None,
-        api_key: str | None,
-        lock_path: Path,
-        request_deadline_s: float,
-        load_deadline_s: float,
-        ranks_per_engine: int,
-    ) -> None:
-        super().__init__(
-            urls,
-            router_url=router_url,
-            api_key=api_key,
-            lock_path=lock_path,
-            request_deadline_s=request_deadline_s,
-            load_deadline_s=load_deadline_s,
-        )
+    def __init__(self, urls: Sequence[str], *, ranks_per_engine: int, **settings: Unpack[FleetSettings]) -> None:
+        super().__init__(urls, **settings)
         self.urls = tuple(urls)
         self.ranks_per_engine = ranks_per_engine
-        control_deadline_s = min(CONTROL_DEADLINE_S, request_deadline_s)
-        self._receivers = [Receiver(url, api_key, control_deadline_s=control_deadline_s) for url in urls]
+        control_deadline_s = min(CONTROL_DEADLINE_S, settings["request_deadline_s"])
+        key = settings["api_key"]
+        self._receivers = [Receiver(url, key, control_deadline_s=control_deadline_s) for url in urls]
         self._lock: AsyncExitStack | None = None
         self._record = -1
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,22 +52,27 @@ class Target:
     proof: Proof | None
 
 
+class FleetSettings(TypedDict):
+    """What a Fleet takes beside the engines' URLs."""
+
+    router_url: str | None
+    api_key: str | None
+    lock_path: Path
+    request_deadline_s: float
+    """Longest wait for an answer, and for an engine to come back."""
+    load_deadline_s: float
+    """Longest wait for an engine to serve new weights."""
+
+
 class Fleet:
     """Implements pipeline.ports.Engines over servers at `urls`; with `router_url`, requests go through SGLang's router.
 
     One process may use it from one event loop after another, but not from two at once.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        router_url: str | None,
-        api_key: str | None,
-        lock_path: Path,
-        request_deadline_s: float,
-        load_deadline_s: float,
-    ) -> None:
+    def __init__(self, urls: Sequence[str], **settings: Unpack[FleetSettings]) -> None:
+        router_url, api_key = settings["router_url"], settings["api_key"]
+        request_deadline_s = settings["request_deadline_s"]
         self._engines = [
             EngineClient(url, api_key, index=index, request_deadline_s=request_deadline_s)
             for index, url in enumerate(urls)
@@ -78,14 +83,14 @@ class Fleet:
             if router_url
             else None
         )
-        self._lock_path = lock_path
+        self._lock_path = settings["lock_path"]
         self._request_deadline_s = request_deadline_s
-        self._load_deadline_s = load_deadline_s
+        self._load_deadline_s = settings["load_deadline_s"]
         self._target: Target | None = None
         self._quarantined: set[int] = set()
         self._proved: dict[int, Target] = {}
         """By engine, what it proved to this process; forgotten when it is quarantined."""
-        self._prover = Prover(load_deadline_s)
+        self._prover = Prover(self._load_deadline_s)
         self._in_flight = [0] * len(self._engines)
         self._router_is_suspect = False
         self._probe: asyncio.Task[None] | None = None

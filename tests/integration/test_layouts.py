@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from launch.layout_names import parse_layout
+from launch.layout_names import layout_name, parse_layout
 from launch.layouts import QUANTITIES, Case, compare, read, run_cases, write_model
 from pipeline.errors import RecipeError
+from pipeline.recipe import LearnerSection
 
 TOLERANCE = 1e-5
 CASES = [
@@ -79,6 +80,11 @@ def test_the_comparison_sees_what_differs(folder: Path) -> None:
 )
 def test_names_of_layouts(name: str, fields: dict[str, Any]) -> None:
     assert parse_layout(name) == fields
+
+
+@pytest.mark.parametrize("name", ["one", "TP2×PP4×VPP2×CP2×DP3×SP×RECOMPUTE", "EP2×DP2×SELECTIVE"])
+def test_a_name_is_read_as_it_was_written(name: str) -> None:
+    assert layout_name(LearnerSection(**parse_layout(name))) == name
 
 
 @pytest.mark.parametrize("name", ["TP", "TP0", "XP2", "tp2", ""])

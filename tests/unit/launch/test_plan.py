@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from launch.layout_names import layout_name
 from launch.plan import Machine, Planner, engine_model, make_plan, read_config
 from launch.plan_costs import Assumptions, active_parameters, bubble_share, forward_flops, learner_time
-from launch.plan_layouts import layout_name
 from launch.plan_view import render
 from megatron_bridge.layout import Layout
 from megatron_bridge.shape import ModelShape
@@ -88,14 +88,14 @@ def test_layouts_are_ranked_and_misfits_explained(dense: dict[str, Any]) -> None
     assert all(row["total_gib"] <= 80.0 for row in rows)
     assert sum(row["recipe"] for row in rows) == 1
     misfits = {row["layout"]: row["reason"] for row in dense["misfits"]}
-    assert "the most of it gradients (122.0)" in misfits["DP32+full"]
+    assert "the most of it gradients (122.0)" in misfits["DP32×RECOMPUTE"]
     assert {row["layout"].partition("+")[0] for row in rows}.isdisjoint(name.partition("+")[0] for name in misfits)
 
 
 def test_layouts_that_do_not_divide_are_named() -> None:
     found = plan(EXPERTS, 64, "rollout.engines=16")
     reasons = {row["layout"]: row["reason"] for row in found["misfits"]}
-    assert "does not divide the model's num_key_value_heads 4" in reasons["TP8×DP4×SP+full"]
+    assert "does not divide the model's num_key_value_heads 4" in reasons["TP8×DP4×SP×RECOMPUTE"]
 
 
 def test_experts() -> None:

@@ -28,32 +28,12 @@ from pipeline.recipe import LearnerSection
 
 ROOT = Path(__file__).parents[3]
 
-QWEN3_32B: dict[str, Any] = dict(
-    architectures=["Qwen3ForCausalLM"],
-    hidden_size=5120,
-    intermediate_size=25600,
-    num_hidden_layers=64,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    max_position_embeddings=40960,
-    tie_word_embeddings=False,
-)
+MODELS = ROOT / "pipeline" / "recipes" / "models"
+QWEN3_32B: dict[str, Any] = json.loads((MODELS / "qwen3-32b" / "config.json").read_text())
 QWEN25_32B = QWEN3_32B | dict(
     architectures=["Qwen2ForCausalLM"], intermediate_size=27648, num_attention_heads=40, vocab_size=152064
 )
-QWEN3_30B_A3B = QWEN3_32B | dict(
-    architectures=["Qwen3MoeForCausalLM"],
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-)
+QWEN3_30B_A3B: dict[str, Any] = json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text())
 TINY = dict(
     hidden_size=6,
     intermediate_size=8,
