@@ -179,7 +179,12 @@ class ClippedSection(Section):
     clip_high: float = Field(0.2, ge=0.0, description="Ratio ceiling is 1 + clip_high.")
 
 
-ObjectiveSection = Annotated[P3OSection | ClippedSection, Field(discriminator="name")]
+class CISPOSection(Section):
+    name: Literal["cispo"]
+    cap: float = Field(5.0, ge=1.0, description="Largest importance weight of a token; 4 to 8 in ScaleRL.")
+
+
+ObjectiveSection = Annotated[P3OSection | ClippedSection | CISPOSection, Field(discriminator="name")]
 
 
 class AdvantageSection(Section):

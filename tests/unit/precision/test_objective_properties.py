@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.objectives import P3O, Clipped, Objective, StepContext, Supervised, TokenBatch
+from precision.objectives import CISPO, P3O, Clipped, Objective, StepContext, Supervised, TokenBatch
 
 STEP_SCOPED: list[Objective] = [
     P3O(kl_estimator="official"),
     P3O(kl_estimator="importance"),
     Clipped(clip_low=0.2, clip_high=0.28),
+    CISPO(cap=2.0),
     Supervised(),
 ]
 OBJECTIVES = [*STEP_SCOPED, P3O(ess_scope="micro_batch")]
