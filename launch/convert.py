@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from launch.layout_names import layout_name
 from launch.processes import child_environment, run_ranks, torchrun
 from megatron_bridge.hf_folder import check_weights, tensor_headers
 from megatron_bridge.layout import Layout, check_layout
 from megatron_bridge.shape import ModelShape, read_hf_config
 from pipeline.checkpoints import COMMIT, commit, verify
 from pipeline.errors import CorruptCheckpointError, LayoutError, ModelError, NonFiniteError
+from pipeline.layout_names import layout_name
 from pipeline.recipe import LearnerSection
 from pipeline.rundir import RunDirectory
 

@@ -24,10 +24,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from launch.layout_names import parse_layout
 from launch.model_new import new_model
 from launch.processes import child_environment, run_ranks, torchrun
 from pipeline.errors import RecipeError
+from pipeline.layout_names import parse_layout
 from pipeline.recipe import LearnerSection, OptimizerSection
 from pipeline.rundir import RunDirectory, write_atomically
 

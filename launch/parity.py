@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from launch.engines import engine_spec
-from launch.layout_names import parse_layout
 from launch.model_new import new_model
 from launch.processes import child_environment, run_ranks, torchrun
 from launch.train import seed_policy
+from pipeline.layout_names import parse_layout
 from pipeline.ports import Sampling
 from pipeline.proof import Proof
 from pipeline.recipe import Recipe, recipe_from

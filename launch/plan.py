@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from launch.layout_names import layout_name
 from launch.plan_costs import (
     DECODE_EFFICIENCY,
     GPUS_PER_NODE,
@@ -30,6 +29,7 @@ from megatron_bridge.footprint import GIB, Allowance, Footprint, MicroBatches, W
 from megatron_bridge.layout import check_layout
 from megatron_bridge.shape import ModelShape
 from pipeline.errors import ModelError, RecipeError
+from pipeline.layout_names import layout_name
 from pipeline.recipe import LearnerSection, Recipe, load_recipe
 from pipeline.schedule import Schedule
 from pipeline.simulation import Durations, Simulated, simulate, steady_seconds_per_step

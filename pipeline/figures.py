@@ -7,6 +7,7 @@ Text stays text (searchable, in the page's font). A figure without data is None.
 from __future__ import annotations
 
 import io
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,9 @@ from pipeline.bottleneck import LEARNER_PHASES
 from pipeline.history import History, number
 from pipeline.intervals import Interval, collector_intervals, learner_intervals
 from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
+
+# A machine without TeX-like fonts is told so for each of them, though nothing here is set in one.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
 COLOURS = {
     name: f"#fe00{index:02x}"

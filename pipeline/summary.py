@@ -7,7 +7,8 @@ from typing import Any
 
 from pipeline.bottleneck import bottleneck
 from pipeline.history import History, number
-from pipeline.recipe import AsyncSchedule, LearnerSection, Recipe, StagedSchedule
+from pipeline.layout_names import layout_name
+from pipeline.recipe import AsyncSchedule, Recipe, StagedSchedule
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def summarise(history: History) -> dict[str, Any]:
         samples=sum(int(event["samples"]) for event in committed),
         tokens=int(tokens),
         tokens_per_s=tokens / history.wall_s if history.wall_s > 0 else None,
-        learner_layout=learner_layout(recipe.learner),
+        learner_layout=layout_name(recipe.learner).replace("one", "one process"),
         learner_precision=recipe.learner.precision,
         engines=f"{recipe.rollout.engines} × TP{recipe.rollout.tensor_parallel}",
         rollout_precision=recipe.rollout.precision,
@@ -51,11 +52,6 @@ def summarise(history: History) -> dict[str, Any]:
         verifier_failures=int(sum(history.series("verifier_failures")[1])),
         bottleneck=bottleneck(history.metrics),
     )
-
-
-def learner_layout(learner: LearnerSection) -> str:
-    """For example TP2×PP1×DP1."""
-    return f"TP{learner.tensor_parallel}×PP{learner.pipeline_parallel}×DP{learner.data_parallel}"
 
 
 def describe_schedule(recipe: Recipe) -> str:

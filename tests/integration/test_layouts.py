@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from launch.layout_names import layout_name, parse_layout
 from launch.layouts import QUANTITIES, Case, compare, read, run_cases, write_model
 from pipeline.errors import RecipeError
+from pipeline.layout_names import layout_name, parse_layout
 from pipeline.recipe import LearnerSection
 
 TOLERANCE = 1e-5

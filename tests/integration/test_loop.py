@@ -34,7 +34,7 @@ def tp2(workshop: Path) -> Path:
         learner=dict(tensor_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
     )
     result = evenkeel_json("train", recipe)
-    assert result["learner_layout"] == "TP2×PP1×DP1"
+    assert result["learner_layout"] == "TP2"
     return workshop / "runs" / "tp2"
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launch.layout_names import layout_name
 from launch.plan import Machine, Planner, engine_model, make_plan, read_config
 from launch.plan_costs import Assumptions, active_parameters, bubble_share, forward_flops, learner_time
 from launch.plan_view import render
 from megatron_bridge.layout import Layout
 from megatron_bridge.shape import ModelShape
 from pipeline.errors import LayoutError, ModelError, RecipeError
+from pipeline.layout_names import layout_name
 from pipeline.recipe import LearnerSection, RolloutSection, load_recipe
 from rollout_sglang.capacity import engine_capacity, option, weight_bytes
 

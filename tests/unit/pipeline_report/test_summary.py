@@ -59,7 +59,7 @@ def test_layout_precision_objective_and_schedule(
         schedule=schedule,
     )
     numbers = summary(write_run(2, overrides=overrides))
-    assert numbers["learner_layout"] == "TP2×PP3×DP1"
+    assert numbers["learner_layout"] == "TP2×PP3"
     assert numbers["rollout_precision"] == "fp8_block"
     assert (numbers["engines"], numbers["objective"], numbers["schedule"]) == ("2 × TP1", "clipped", text)
 
@@ -91,7 +91,13 @@ def test_a_run_that_has_not_begun(write_run: Callable[..., Path]) -> None:
 
 def test_table_shows_the_numbers(write_run: Callable[..., Path]) -> None:
     text = text_of(render(summary(write_run(24))))
-    for expected in ("12.5 % → 50.0 % (95 %: 43.8 % to 56.2 %)", "37.5 % → 75.0 %", "24 of 24", "58 s", "TP1×PP1×DP1"):
+    for expected in (
+        "12.5 % → 50.0 % (95 %: 43.8 % to 56.2 %)",
+        "37.5 % → 75.0 %",
+        "24 of 24",
+        "58 s",
+        "one process, fp32",
+    ):
         assert expected in text
 
 
