@@ -46,7 +46,8 @@ def hf_to_megatron(
 ) -> dict[str, Any]:
     """HF folder → weights-only distributed checkpoint. Raises ModelError, LayoutError, CorruptCheckpointError."""
     from megatron_bridge.checkpoint_index import CheckpointIndex
-    from megatron_bridge.folder_output import check_free, copy_companions, new_folder, write_json
+    from megatron_bridge.folder_output import check_free, new_folder
+    from megatron_bridge.model_folder import copy_companions, write_json
 
     started = time.monotonic()
     check_free(out)
@@ -149,7 +150,7 @@ def fp8_map(config: dict[str, Any], shape: ModelShape, layout: Fp8Layout) -> Qua
 
     experts = shape.experts
     if layout == "block128":
-        check_block_shapes(config if experts is None else config | {"intermediate_size": experts.ffn_size})
+        check_block_shapes(config)
     rollout_format = "fp8_block" if layout == "block128" else "fp8_tensor"
     return QuantMap.for_decoder(shape.num_layers, rollout_format, None if experts is None else experts.count)
 

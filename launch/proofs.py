@@ -15,10 +15,10 @@ from rollout_sglang.server import has_cuda
 
 MAX_GAP_NATS: dict[RolloutPrecision, float] = {"fp32": 0.01, "bf16": 0.15, "fp8_tensor": 0.4, "fp8_block": 0.4}
 """Default of weights.probe_max_gap_nats, for random tokens, at least 2.5 times the largest mean gap of right weights
-among six models (random and trained, 0.4 to 2 million parameters): fp32 2e-6, bf16 0.023, FP8 0.14. For comparison, in
-FP8: all scales 1.25 times too large 0.47 to 0.65 in trained models (right: 0.06 to 0.14) and 0.08 to 0.19 in random
-ones (0.01 to 0.08); one scale, 0.2 to 0.33 and 0.02 to 0.12 in the median. Smaller faults are for the digests to find;
-where those are not known, lower the bound to 1.5 times the probe_gap_nats that the run's metrics show."""
+among six tiny models, random and trained, with the formats emulated: bf16 0.023, FP8 0.14. For comparison, in FP8: all
+scales 1.25 times too large 0.47 to 0.65 in trained models (right: 0.06 to 0.14) and 0.08 to 0.19 in random ones (0.01
+to 0.08); one scale, 0.2 to 0.33 and 0.02 to 0.12 in the median. Smaller faults are for the digests to find; where those
+are not known, lower the bound to 1.5 times the probe_gap_nats that the run's metrics show."""
 
 
 def build_proof_plan(recipe: Recipe) -> ProofPlan:

@@ -15,49 +15,12 @@ import pipeline.errors as errors
 T = TypeVar("T")
 
 
-class RankZero:
-    """Runs actions on rank 0 while the others wait, at most `deadline_s` for each. Construction is collective."""
-
-    def __init__(self, deadline_s: float) -> None:
-        # gloo even beside NCCL: waiting ranks sleep instead of spinning on the GPU, under a deadline of their own.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
-        self.here = dist.get_rank() == 0
-
-    def run(self, action: Callable[[], T]) -> T | None:
-        """The action's result on rank 0, None elsewhere. Raises what it raised there: on other ranks an error of the
-        same class of pipeline.errors, or RuntimeError for a class that is not ours."""
-        failure: BaseException | None = None
-        result: T | None = None
-        if self.here:
-            try:
-                result = action()
-            except Exception as error:  # noqa: BLE001 (raised below, after the other ranks know)
-                failure = error
-        self._share(failure)
-        return result
-
-    def _share(self, failure: BaseException | None) -> None:
-        report = json.dumps([type(failure).__name__, str(failure)]).encode() if failure else b""
-        size = torch.tensor([len(report)])
-        dist.broadcast(size, src=0, group=self._group)
-        if not size.item():
-            return
-        payload = (
-            torch.frombuffer(bytearray(report), dtype=torch.uint8)
-            if self.here
-            else torch.empty(int(size), dtype=torch.uint8)
-        )
-        dist.broadcast(payload, src=0, group=self._group)
-        if failure is not None:
-            raise failure
-        raise _rebuilt(0, *json.loads(bytes(payload.tolist())))
-
-
 class Council:
     """Every rank says something and hears all the others. Construction and every method are collective."""
 
     def __init__(self, deadline_s: float) -> None:
         """`deadline_s` bounds the wait for the slowest rank, each time."""
+        # gloo even beside NCCL: waiting ranks sleep instead of spinning on the GPU, under a deadline of their own.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
         self.rank = dist.get_rank()
 
@@ -87,6 +50,26 @@ class Council:
             if word["failure"]:
                 raise _rebuilt(rank, *word["failure"])
         return [word["result"] for word in heard]
+
+
+class RankZero:
+    """Runs actions on rank 0 while the others wait, at most `deadline_s` for each. Construction is collective."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._council = Council(deadline_s)
+        self.here = self._council.rank == 0
+
+    def run(self, action: Callable[[], T]) -> T | None:
+        """The action's result on rank 0, None elsewhere. Raises what it raised there; see Council.attempt."""
+        result: T | None = None
+
+        def act() -> None:
+            nonlocal result
+            if self.here:
+                result = action()
+
+        self._council.attempt(act)
+        return result
 
 
 def _rebuilt(rank: int, name: str, message: str) -> Exception:

@@ -5,7 +5,6 @@ Weights are written piece by piece into files that were planned beforehand, so t
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_bridge.policy_files import COMPANION_FILES, SHARD_BYTES
+from megatron_bridge.model_folder import copy_companions, sync_tree, write_index, write_json
+from megatron_bridge.policy_files import SHARD_BYTES
 from megatron_bridge.tensor_files import ShardWriter, TensorFolder, TensorSpec, digest, plan_shards
 from pipeline.errors import ModelError
 from pipeline.rundir import fsync_directory
@@ -88,11 +88,7 @@ def write_weights(
     finally:
         if writer is not None:
             writer.abandon()
-    index = {
-        "metadata": {"total_size": sum(entry["bytes"] for entry in manifest.values())},
-        "weight_map": {name: entry["file"] for name, entry in manifest.items()},
-    }
-    write_json(folder / "model.safetensors.index.json", index)
+    write_index(folder, manifest)
     return manifest
 
 
@@ -116,30 +112,6 @@ def check_written(folder: Path, manifest: Manifest, advance: Callable[[int], Non
         advance(spec.nbytes)
     if problems:
         raise ModelError(f"{folder} is not what was written: {'; '.join(problems[:5])}; look at the disk, try again")
-
-
-def copy_companions(source: Path, folder: Path) -> None:
-    """Copy tokenizer and generation files."""
-    for path in sorted({path for pattern in COMPANION_FILES for path in source.glob(pattern)}):
-        shutil.copyfile(path, folder / path.name)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
-
-
-def sync_tree(folder: Path) -> None:
-    """Make every file of a folder durable."""
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            fsync_directory(path)
-            continue
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    fsync_directory(folder)
 
 
 def _entry(spec: TensorSpec, file: str, digests: Mapping[str, str]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_bridge.folder_output import Manifest, copy_companions, write_json, write_weights
+from megatron_bridge.folder_output import Manifest, write_weights
+from megatron_bridge.model_folder import copy_companions, write_json
 from megatron_bridge.tensor_files import TensorFolder, TensorSpec
 from pipeline.errors import ModelError
 from precision.formats import BLOCK, E4M3

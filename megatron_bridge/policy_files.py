@@ -8,7 +8,6 @@ Written under a temporary name, synced, then renamed: a policy folder is complet
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,16 +21,13 @@ from torch import Tensor
 
 from megatron_bridge.engine_digests import EngineDigests
 from megatron_bridge.hf_folder import weight_files
+from megatron_bridge.model_folder import copy_companions, sync_tree, write_index, write_json
 from megatron_bridge.shape import read_hf_config
+from pipeline.rundir import fsync_directory
 from precision.quant_map import QuantMap, quantize_state
 
 SHARD_BYTES = 4 << 30
 """Bytes of tensors in one safetensors file, at most (one tensor may be larger)."""
-
-COMPANION_FILES = (
-    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-    "generation_config.json",
-)
 
 
 def write_policy(
@@ -69,18 +65,11 @@ def complete_policy(
 ) -> None:
     """Add everything but the weights to a folder that holds the shards of `manifest`, sync it, give it its name."""
     config = _config(source_folder, quant)
-    index = {
-        "metadata": {"total_size": sum(entry["bytes"] for entry in manifest.values())},
-        "weight_map": {name: entry["file"] for name, entry in manifest.items()},
-    }
-    _write_json(temporary / "model.safetensors.index.json", index)
-    _write_json(temporary / "manifest.json", {"tensors": manifest})
-    _write_json(temporary / "config.json", config | {"dtype": manifest["model.norm.weight"]["dtype"]})
-    for path in sorted({path for pattern in COMPANION_FILES for path in source_folder.glob(pattern)}):
-        shutil.copyfile(path, temporary / path.name)
-    for path in temporary.iterdir():
-        _sync(path)
-    _sync(temporary)
+    write_index(temporary, manifest)
+    write_json(temporary / "manifest.json", {"tensors": manifest})
+    write_json(temporary / "config.json", config | {"dtype": manifest["model.norm.weight"]["dtype"]})
+    copy_companions(source_folder, temporary)
+    sync_tree(temporary)
     _replace(temporary, target)
 
 
@@ -138,23 +127,11 @@ def tensor_digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _replace(folder: Path, target: Path) -> None:
     """Directories cannot be replaced in one step: the old one steps aside first."""
     aside = target.with_name(f"{target.name}.old-{os.getpid()}")
     if target.exists():
         target.rename(aside)
     folder.rename(target)
-    _sync(target.parent)
+    fsync_directory(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
