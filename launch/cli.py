@@ -61,7 +61,7 @@ def train(
     """
     from launch.replay import replay_run
     from launch.train import train_run
-    from pipeline.recipe import load_recipe
+    from pipeline.recipe_file import load_recipe
 
     if replay is not None:
         emit_or_print(replay_run(replay, overrides or []), as_json)
@@ -91,7 +91,7 @@ def sft(
     Reads model, task and learner of the recipe; the learning rate falls linearly to zero after its warm-up.
     """
     from launch.sft import warm_up
-    from pipeline.recipe import load_recipe
+    from pipeline.recipe_file import load_recipe
 
     result = warm_up(
         load_recipe(recipe, overrides or []),
@@ -111,7 +111,8 @@ def show_recipe(
     schema: Annotated[bool, typer.Option("--schema", help="List every key, its type, default and meaning.")] = False,
 ) -> None:
     """Print a recipe with every default spelled out, or the list of known keys."""
-    from pipeline.recipe import Recipe, load_recipe
+    from pipeline.recipe import Recipe
+    from pipeline.recipe_file import load_recipe
 
     if schema:
         print(json.dumps(Recipe.model_json_schema(), indent=1))

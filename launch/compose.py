@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from megatron_bridge.shape import ModelShape, read_hf_config
 from pipeline.ports import Sampling
-from pipeline.recipe import CISPOSection, P3OSection, Recipe
+from pipeline.recipe import Recipe
 from pipeline.records import LogprobContract, Prompt
 from pipeline.tasks import Problem, Task, build_task
 from pipeline.tasks.order import PromptOrder
 from pipeline.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from precision.objectives.base import Objective
     from precision.quant_map import QuantMap
 
 
@@ -77,20 +76,6 @@ def build_sampling(recipe: Recipe, temperature: float | None = None) -> Sampling
         top_p=rollout.top_p,
         top_k=rollout.top_k,
     )
-
-
-def build_objective(recipe: Recipe) -> Objective:
-    """The recipe's objective."""
-    from precision.objectives.cispo import CISPO
-    from precision.objectives.clipped import Clipped
-    from precision.objectives.p3o import P3O
-
-    section = recipe.objective
-    if isinstance(section, P3OSection):
-        return P3O(ess_scope=section.ess_scope, kl_estimator=section.kl_estimator)
-    if isinstance(section, CISPOSection):
-        return CISPO(cap=section.cap)
-    return Clipped(clip_low=section.clip_low, clip_high=section.clip_high)
 
 
 def build_quant_map(recipe: Recipe) -> QuantMap | None:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from launch.collect import build_fleet, fleet_settings
-from launch.compose import build_contract, build_objective, build_quant_map, build_tokenizer
+from launch.compose import build_contract, build_quant_map, build_tokenizer
+from launch.objectives import build_credit, build_objective
 from launch.processes import die_with_parent, run_child
 from launch.proofs import build_proof_plan
 from megatron_bridge.broadcast import BroadcastChannel
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.publish import DiskChannel
-from pipeline.advantages import estimator
 from pipeline.checkpoints import Checkpoints
 from pipeline.journal import Journal
 from pipeline.ports import WeightChannel
+from pipeline.proximal import ProximalLogprobs
 from pipeline.recipe import Recipe
+from pipeline.recipe_objectives import scores_step, uses_proximal
 from pipeline.rundir import RunDirectory
 from pipeline.store import BatchStore
 from pipeline.training import Trainer
@@ -32,7 +35,7 @@ def build_learner(recipe: Recipe) -> MegatronLearner:
         recipe.model.path,
         recipe.learner,
         objective=build_objective(recipe),
-        temperature=recipe.rollout.temperature,
+        temperature=recipe.learner.temperature or recipe.rollout.temperature,
         seed=recipe.run.seed,
         total_steps=recipe.run.steps,
         fp32_lm_head=recipe.model.fp32_lm_head,
@@ -65,19 +68,23 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
     channel = None
     if publishing:
         channel = build_channel(run, recipe, learner)
-    Trainer(
+    shared: dict[str, Any] = dict(
         run=run,
         store=BatchStore(batches),
         learner=learner,
         schedule=recipe.build_schedule(),
-        advantages=estimator(recipe.advantage.name),
-        needs_step_ess=build_objective(recipe).needs_step_ess,
+        contract=build_contract(recipe, build_tokenizer(recipe)),
+        wait_deadline_s=recipe.run.wait_deadline_s,
+    )
+    Trainer(
+        **shared,
+        proximal=ProximalLogprobs(**shared) if uses_proximal(recipe.objective, recipe.correction) else None,
+        credit=build_credit(recipe),
+        scores_step=scores_step(recipe.objective, recipe.correction),
         channel=channel,
         checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep),
         checkpoint_every=recipe.checkpoint.every,
-        contract=build_contract(recipe, build_tokenizer(recipe)),
         journal=Journal(run.path),
-        wait_deadline_s=recipe.run.wait_deadline_s,
     ).train()
 
 

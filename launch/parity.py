@@ -30,7 +30,8 @@ from launch.train import seed_policy
 from pipeline.layout_names import parse_layout
 from pipeline.ports import Sampling
 from pipeline.proof import Proof
-from pipeline.recipe import Recipe, recipe_from
+from pipeline.recipe import Recipe
+from pipeline.recipe_file import recipe_from
 from pipeline.rundir import RunDirectory
 from rollout_sglang.client import EngineClient
 from rollout_sglang.process import ServerProcess, free_port

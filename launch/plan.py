@@ -30,7 +30,8 @@ from megatron_bridge.layout import check_layout
 from megatron_bridge.shape import ModelShape
 from pipeline.errors import ModelError, RecipeError
 from pipeline.layout_names import layout_name
-from pipeline.recipe import LearnerSection, Recipe, load_recipe
+from pipeline.recipe import LearnerSection, Recipe
+from pipeline.recipe_file import load_recipe
 from pipeline.schedule import Schedule
 from pipeline.simulation import Durations, Simulated, simulate, steady_seconds_per_step
 from rollout_sglang.capacity import Capacity, EngineModel, engine_capacity, weight_bytes

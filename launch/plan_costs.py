@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from megatron_bridge.footprint import HeldParameters, held_parameters, layer_sizes
 from megatron_bridge.layout import Layout
 from megatron_bridge.shape import ModelShape
-from pipeline.recipe import LearnerSection, P3OSection, Recipe
+from pipeline.recipe import LearnerSection, Recipe
+from pipeline.recipe_objectives import scores_step
 from pipeline.simulation import Durations
 from rollout_sglang.capacity import Capacity, EngineModel, weight_bytes
 
@@ -232,10 +233,9 @@ def durations(
     time = learner_time(shape, learner or recipe.learner, traffic, assumed)
     rate = rollout_tokens_per_gpu_s(shape, capacity, recipe, assumed)
     gpus = recipe.rollout.engines * recipe.rollout.tensor_parallel
-    scores = isinstance(recipe.objective, P3OSection) and recipe.objective.ess_scope == "step"
     return Durations(
         rollout_s=traffic.samples * traffic.response_tokens / (rate * gpus),
-        score_s=time.score_s if scores else 0.0,
+        score_s=time.score_s if scores_step(recipe.objective, recipe.correction) else 0.0,
         update_s=time.update_s,
         publish_s=publish_seconds(recipe, weight_bytes(model, recipe.rollout), assumed),
     )

@@ -123,7 +123,8 @@ def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoRetur
         body()
     except FatalError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        write_atomically(fatal_note(run), json.dumps(dict(process=name, message=str(error), time=time.time())))
+        note = dict(process=name, error=type(error).__name__, message=str(error), time=time.time())
+        write_atomically(fatal_note(run), json.dumps(note))
         os._exit(FATAL_EXIT_CODE)  # other ranks may wait in a collective: no orderly goodbye
     except EvenKeelError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

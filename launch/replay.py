@@ -14,7 +14,7 @@ from typing import Any
 from launch.processes import child_environment, run_ranks, torchrun
 from launch.progress import LiveView
 from pipeline.errors import StoreError
-from pipeline.recipe import load_recipe
+from pipeline.recipe_file import load_recipe
 from pipeline.rundir import RunDirectory
 
 

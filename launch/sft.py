@@ -128,14 +128,15 @@ def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
         total_steps=recipe.run.steps,
     )
     journal, checkpoints = Journal(run.path), Checkpoints(run.checkpoints, keep=1)
-    for step in range(checkpoints.restore(learner), recipe.run.steps):
+    first, _ = checkpoints.restore(learner)
+    for step in range(first, recipe.run.steps):
         pairs = demonstrations_of(task, step * batch_size, batch_size)
         batch = supervised_batch(step, pairs, tokenizer, contract)
         metrics = learner.update(batch, np.ones(batch.num_samples, np.float32), None).metrics
         if learner.speaks:
             journal.metrics(step, **{name: metrics[name] for name in WARM_UP_METRICS})
         if (step + 1) % CHECKPOINT_EVERY == 0:
-            checkpoints.save(learner, step + 1)
+            checkpoints.save(learner, step + 1, {})
     learner.export(out)
 
 

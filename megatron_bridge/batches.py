@@ -131,11 +131,15 @@ class Split:
         return self.row_multiple * self.sequence_ranks
 
 
-def plan_micro_batches(rows: TokenRows, *, micro_batch_tokens: int, split: Split) -> Plan:
+def plan_micro_batches(
+    rows: TokenRows, *, micro_batch_tokens: int, split: Split, chosen: NDArray[np.bool_] | None = None
+) -> Plan:
     """Partition `rows` over data parallel ranks and micro-batches of at most `micro_batch_tokens` tokens.
 
-    Raises RecipeError when a single row does not fit.
+    `chosen` [rows] leaves rows out; the places of the others in the flat order stay. Raises RecipeError when a single
+    row does not fit.
     """
+    included = np.arange(len(rows.tokens)) if chosen is None else np.flatnonzero(chosen)
     # The last token predicts nothing.
     widths = _rounded_up(np.maximum(rows.lengths - 1, 1), split.row_multiple)
     budget = micro_batch_tokens // split.total_multiple * split.total_multiple
@@ -144,10 +148,10 @@ def plan_micro_batches(rows: TokenRows, *, micro_batch_tokens: int, split: Split
             f"a sample of {rows.lengths.max()} tokens, padded to {widths.max()}, does not fit in "
             f"learner.micro_batch_tokens {micro_batch_tokens}; raise it"
         )
-    shares = _balance(range(len(widths)), widths, split.data_ranks)
+    shares = _balance(included.tolist(), widths, split.data_ranks)
     groups = _micro_batches(shares, widths, budget, split.count_multiple)
     padded = [_padded_widths(group, widths, split) for share in groups for group in share]
-    real = int(np.maximum(rows.lengths - 1, 0).sum())
+    real = int(np.maximum(rows.lengths[included] - 1, 0).sum())
     return Plan(
         micro_batches=tuple(_micro_batch(rows, group, widths, split) for group in groups[split.data_rank]),
         padding_share=1.0 - real / sum(map(sum, padded)),

@@ -1,7 +1,7 @@
 """The trained policy on Megatron-Core: implements pipeline.ports.Learner.
 
     logprobs:  plan ─▶ forward only ─▶ gather ─▶ ratio statistics
-    update:    plan ─▶ forward + backward ─▶ gather ─▶ all finite? ─▶ clip ─▶ AdamW
+    update:    prepare ─▶ plan ─▶ forward + backward ─▶ gather ─▶ all finite? ─▶ clip ─▶ AdamW
 
 Every method is collective. What a method returns is the same on every rank.
 """
@@ -9,9 +9,10 @@ Every method is collective. What a method returns is the same on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ from pipeline.errors import NonFiniteError
 from pipeline.ports import Scored, Update
 from pipeline.recipe import LearnerSection
 from pipeline.records import Batch
-from precision.objectives.base import Objective
+from precision.objectives.base import Objective, Prepared, ScoredStep
 from precision.ratios import RatioSums
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -116,10 +117,10 @@ class MegatronLearner:
         return dist.get_rank() == 0
 
     def logprobs(self, batch: Batch) -> Scored:
-        """Score the batch at the present weights; `local` holds the log-probabilities, float32 [responses]."""
+        """Score the batch at the present weights."""
         found = self.token_logprobs(batch)
-        ratios = _ratio_sums(torch.from_numpy(found), batch)
-        return Scored(statistics=ratios.statistics(), histogram=ratios.histogram.tolist(), local=found)
+        ratios = _ratio_sums(torch.from_numpy(found), batch, torch.from_numpy(~batch.forced))
+        return Scored(statistics=ratios.statistics(), histogram=ratios.histogram.tolist(), logprobs=found)
 
     def token_logprobs(self, batch: Batch) -> NDArray[np.float32]:
         """[responses] natural log-probability of every response token at the present weights, in the batch's order."""
@@ -137,42 +138,49 @@ class MegatronLearner:
             flat = self._score(whole).logprobs.cpu().numpy()
         return np.split(flat, whole.offsets[1:-1]) if rows else []
 
-    def update(self, batch: Batch, advantages: NDArray[np.float32], scored: Scored | None) -> Update:
-        """One optimizer step on the whole batch; `advantages` float32 [samples] or [responses].
+    def update(
+        self,
+        batch: Batch,
+        advantages: NDArray[np.float32],
+        scored: Scored | None,
+        *,
+        proximal: NDArray[np.float32] | None = None,
+        trained: NDArray[np.bool_] | None = None,
+    ) -> Update:
+        """One optimizer step on the whole batch; see pipeline.ports.Learner.
 
         The metrics hold loss, grad_norm (before clipping), lr, entropy (nats per token), padding_share, num_tokens, the
-        mean of each of the objective's sums, and the ratio statistics of the training pass.
+        mean of each of the objective's sums, what it prepared, and the ratio statistics of the training pass.
         Raises NonFiniteError before any parameter or optimizer state is changed, and ValueError when the objective
-        needs the step's ESS but `scored` is None.
+        needs the step scored but `scored` is None.
         """
-        if self._objective.needs_step_ess and scored is None:
-            raise ValueError("the objective needs the ESS of the step: pass the Scored that logprobs(batch) returned")
-        num_tokens = batch.num_response_tokens
+        num_tokens = batch.num_sampled_tokens
         if num_tokens == 0:
             raise ValueError(f"batch {batch.index} has no response tokens to train on")
-        plan = self._plan(TokenRows.of_batch(batch))
+        prepared, inputs = self._prepare(batch, advantages, scored, proximal)
+        plan = self._plan(TokenRows.of_batch(batch), trained)
         gathered = passes.train(
             self.model,
             plan,
-            self._inputs(batch, advantages),
+            inputs,
             self._runner,
             num_tokens=num_tokens,
-            step_ess=None if scored is None else scored.statistics["ess"],
+            step_ess=prepared.step_ess,
             device=self.device,
         )
         grad_norm = self._finite_gradient_norm(gathered, batch.index)
-        logprobs = gathered.logprobs.cpu()
-        ratios = _ratio_sums(logprobs, batch)
+        seen = _seen_tokens(batch, trained)
+        ratios = _ratio_sums(gathered.logprobs.cpu(), batch, seen)
         section = self.section.optimizer
         lr = learning_rate(self.step, section, self._total_steps)
         set_learning_rate(self.optimizer, lr, section.weight_decay)
         step_with_clipping(self.optimizer, grad_norm, section.clip_grad)
         self.step += 1
-        metrics = self._metrics(gathered, num_tokens) | ratios.statistics()
+        measured = {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share, **prepared.measured}
         return Update(
-            metrics=metrics | {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share},
+            metrics=self._metrics(gathered, num_tokens, seen) | ratios.statistics() | measured,
             histogram=ratios.histogram.tolist(),
-            logprobs=logprobs.numpy(),
+            logprobs=_known_logprobs(gathered, batch, trained, scored),
         )
 
     def save(self, directory: Path) -> None:
@@ -208,7 +216,7 @@ class MegatronLearner:
             for policy in policies:
                 policy.temperature = usual
 
-    def _plan(self, rows: TokenRows) -> Plan:
+    def _plan(self, rows: TokenRows, chosen: NDArray[np.bool_] | None = None) -> Plan:
         return plan_micro_batches(
             rows,
             micro_batch_tokens=self.section.micro_batch_tokens,
@@ -220,22 +228,48 @@ class MegatronLearner:
                 sequence_ranks=self.layout.sequence_ranks,
                 count_multiple=self.layout.micro_batch_multiple,
             ),
+            chosen=chosen,
         )
 
     def _score(self, rows: TokenRows) -> passes.Gathered:
         return passes.score(self.model, self._plan(rows), int(rows.offsets[-1]), self.device)
 
-    def _inputs(self, batch: Batch, advantages: NDArray[np.float32]) -> passes.TrainingInputs:
-        if len(advantages) == batch.num_samples:
-            advantages = np.repeat(advantages, batch.response_lengths)
-        elif len(advantages) != batch.num_response_tokens:
-            raise ValueError(
-                f"{len(advantages)} advantages for {batch.num_samples} samples and {batch.num_response_tokens} "
-                "response tokens; give one for each sample or one for each token"
+    def _prepare(
+        self,
+        batch: Batch,
+        advantages: NDArray[np.float32],
+        scored: Scored | None,
+        proximal: NDArray[np.float32] | None,
+    ) -> tuple[Prepared, passes.TrainingInputs]:
+        """What the objective decides about the whole step, and what the passes take; the same on every rank."""
+
+        def tensor(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(values).to(self.device)
+
+        given = tensor(_by_token(batch, advantages))
+        sampler, sampled = tensor(batch.sampler_logprobs), tensor(~batch.forced)
+        if not self._objective.needs_scoring:
+            prepared = Prepared(advantages=given)
+        elif scored is None:
+            raise ValueError("the objective needs the step scored: pass the Scored that logprobs(batch) returned")
+        else:
+            lengths = batch.response_lengths
+            step = ScoredStep(
+                logprobs=tensor(scored.logprobs),
+                sampler_logprobs=sampler,
+                proximal_logprobs=tensor(scored.logprobs if proximal is None else proximal),
+                advantages=given,
+                sampled=sampled,
+                row=tensor(np.repeat(np.arange(batch.num_samples), lengths)),
+                position=tensor(np.arange(len(given)) - np.repeat(batch.response_offsets[:-1], lengths)),
+                num_rows=batch.num_samples,
             )
-        return passes.TrainingInputs(
-            sampler_logprobs=torch.from_numpy(batch.sampler_logprobs).to(self.device),
-            advantages=torch.from_numpy(np.asarray(advantages, np.float32)).to(self.device),
+            prepared = _finite_or_refused(lambda: self._objective.prepare(step), batch)
+        return prepared, passes.TrainingInputs(
+            sampler_logprobs=sampler,
+            advantages=prepared.advantages,
+            sampled=sampled,
+            anchor_logprobs=prepared.anchor_logprobs,
         )
 
     def _finite_gradient_norm(self, gathered: passes.Gathered, batch: int) -> float:
@@ -254,19 +288,54 @@ class MegatronLearner:
             raise NonFiniteError(f"batch {batch}: gradient norm is {grad_norm}; no step was taken. Lower the lr")
         return grad_norm
 
-    def _metrics(self, gathered: passes.Gathered, num_tokens: int) -> dict[str, float]:
+    def _metrics(self, gathered: passes.Gathered, num_tokens: int, seen: Tensor) -> dict[str, float]:
         means = {name: gathered.sums[name].item() / num_tokens for name in self._runner.names}
         return {
             "loss": gathered.sums["loss"].item(),
-            "entropy": gathered.entropy.double().mean().item(),
+            "entropy": gathered.entropy.cpu()[seen].double().mean().item(),
             "num_tokens": float(num_tokens),
             **means,
         }
 
 
-def _ratio_sums(logprobs: Tensor, batch: Batch) -> RatioSums:
-    sampler = torch.from_numpy(batch.sampler_logprobs)
+Result = TypeVar("Result")
+
+
+def _finite_or_refused(work: Callable[[], Result], batch: Batch) -> Result:
     try:
-        return RatioSums.from_logprobs(logprobs, sampler, torch.ones(len(sampler), dtype=torch.bool))
+        return work()
     except FloatingPointError as error:
         raise NonFiniteError(f"batch {batch.index}: {error}") from error
+
+
+def _by_token(batch: Batch, advantages: NDArray[np.float32]) -> NDArray[np.float32]:
+    if len(advantages) == batch.num_samples:
+        advantages = np.repeat(advantages, batch.response_lengths)
+    elif len(advantages) != batch.num_response_tokens:
+        raise ValueError(
+            f"{len(advantages)} advantages for {batch.num_samples} samples and {batch.num_response_tokens} "
+            "response tokens; give one for each sample or one for each token"
+        )
+    return np.asarray(advantages, np.float32)
+
+
+def _seen_tokens(batch: Batch, trained: NDArray[np.bool_] | None) -> Tensor:
+    """bool [responses]: sampled tokens of the samples that were run through the model."""
+    seen = ~batch.forced
+    return torch.from_numpy(seen if trained is None else seen & np.repeat(trained, batch.response_lengths))
+
+
+def _known_logprobs(
+    gathered: passes.Gathered, batch: Batch, trained: NDArray[np.bool_] | None, scored: Scored | None
+) -> NDArray[np.float32]:
+    """[responses] at the weights before the step; NaN where neither pass looked."""
+    found: NDArray[np.float32] = gathered.logprobs.cpu().numpy()
+    if trained is None:
+        return found
+    otherwise = np.float32(np.nan) if scored is None else scored.logprobs
+    return np.where(np.repeat(trained, batch.response_lengths), found, otherwise)
+
+
+def _ratio_sums(logprobs: Tensor, batch: Batch, mask: Tensor) -> RatioSums:
+    sampler = torch.from_numpy(batch.sampler_logprobs)
+    return _finite_or_refused(lambda: RatioSums.from_logprobs(logprobs, sampler, mask), batch)

@@ -89,6 +89,10 @@ class TrainingInputs:
     """float32 [predicted]"""
     advantages: Tensor
     """float32 [predicted]"""
+    sampled: Tensor
+    """bool [predicted]; False on tokens that were forced into a response."""
+    anchor_logprobs: Tensor | None = None
+    """float32 [predicted]"""
 
 
 class ObjectiveRunner:
@@ -98,7 +102,7 @@ class ObjectiveRunner:
         self._objective = objective
         self._reductions: list[Tensor] = []
         nothing = torch.zeros(1, 1, device=device)
-        batch = TokenBatch(sampler_logprobs=nothing, advantages=nothing, mask=nothing.bool())
+        batch = TokenBatch(sampler_logprobs=nothing, advantages=nothing, mask=nothing.bool(), anchor_logprobs=nothing)
         context = StepContext(num_tokens=1, step_ess=1.0, sum_over_ranks=self._remember)
         _, sums = objective(nothing.clone().requires_grad_(), batch, context)
         self.names = sorted(sums)
@@ -151,7 +155,8 @@ def train(
         batch = TokenBatch(
             sampler_logprobs=micro_batch.scatter(inputs.sampler_logprobs),
             advantages=micro_batch.scatter(inputs.advantages),
-            mask=micro_batch.mask,
+            mask=micro_batch.scatter(inputs.sampled).bool(),
+            anchor_logprobs=None if inputs.anchor_logprobs is None else micro_batch.scatter(inputs.anchor_logprobs),
         )
         result = objective(logprobs, batch, num_tokens, step_ess)
         if result is None:

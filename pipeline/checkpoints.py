@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pipeline.ports import Learner
 from pipeline.rundir import fsync_directory, write_atomically
 
 COMMIT = "COMMIT"
+_LOOP_STATE = "loop_state.json"
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class Checkpoints:
     directory: Path
     keep: int
 
-    def save(self, learner: Learner, step: int) -> None:
-        """Collective. After it returns on the speaking rank, training can go on at `step` whatever dies."""
+    def save(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
+        """Collective. After it returns on the speaking rank, training can go on at `step` whatever dies; `state` is
+        what the loop itself must remember."""
         target = self.directory / f"{step:06d}"
         if learner.speaks:
             shutil.rmtree(target, ignore_errors=True)
@@ -37,21 +40,24 @@ class Checkpoints:
         learner.save(target)
         learner.barrier()
         if learner.speaks:
+            write_atomically(target / _LOOP_STATE, json.dumps(dict(state)) + "\n")
             commit(target, step)
             for old in self._committed()[: -self.keep]:
                 shutil.rmtree(self.directory / f"{old:06d}")
 
-    def restore(self, learner: Learner) -> int:
-        """Collective. Load the newest committed checkpoint; returns the step to go on at (0 when there is none)."""
+    def restore(self, learner: Learner) -> tuple[int, dict[str, float]]:
+        """Collective. Load the newest committed checkpoint; returns the step to go on at (0 when there is none) and the
+        state of the loop that was saved with it."""
         committed = self._committed()
         if not committed:
-            return 0
+            return 0, {}
         folder = self.directory / f"{committed[-1]:06d}"
         if learner.speaks:
             verify(folder)
         learner.barrier()
         learner.load(folder)
-        return committed[-1]
+        state = folder / _LOOP_STATE
+        return committed[-1], json.loads(state.read_text()) if state.exists() else {}
 
     def _committed(self) -> list[int]:
         return sorted(int(marker.parent.name) for marker in self.directory.glob(f"[0-9]*/{COMMIT}"))

@@ -200,6 +200,7 @@ class Collector:
             samples=samples,
             seconds=time.time() - started,
             started=started,
+            correct=solved,
             **summarise(solved, samples),
         )
 

@@ -1,11 +1,9 @@
 """The protocols that the two loops are written against; adapters implement them, `launch` composes them.
 
-    collector ── Engines ──▶ rollout_sglang.fleet
-    learner   ── Learner ──▶ megatron_bridge.learner
-    learner   ── WeightChannel ──▶ megatron_bridge.publish (which moves weights through Engines.load)
-                                   megatron_bridge.broadcast (through EngineFeed and process groups)
-
-The tensors inside `Scored` stay with the adapter that made them: the loops only pass it on.
+collector ── Engines ──▶ rollout_sglang.fleet
+learner   ── Learner ──▶ megatron_bridge.learner
+learner   ── WeightChannel ──▶ megatron_bridge.publish (which moves weights through Engines.load)
+                               megatron_bridge.broadcast (through EngineFeed and process groups)
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +40,8 @@ class Scored:
 
     statistics: dict[str, float]
     histogram: list[float]
-    local: Any = field(default=None, repr=False)
-    """Whatever the adapter wants back in `update`; never read by the loops."""
+    logprobs: NDArray[np.float32] = field(repr=False)
+    """[responses] natural log, in the batch's order; where a token was forced it means nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,8 @@ class Update:
     histogram: list[float]
     """As in Scored."""
     logprobs: NDArray[np.float32] = field(repr=False)
-    """[responses] the learner's log-probabilities at the weights before the step, in the batch's order."""
+    """[responses] the learner's log-probabilities at the weights before the step, in the batch's order; NaN where the
+    step did not look."""
 
 
 class Learner(Protocol):
@@ -70,8 +69,20 @@ class Learner(Protocol):
         """Score the batch at the present weights, without gradients."""
         ...
 
-    def update(self, batch: Batch, advantages: NDArray[np.float32], scored: Scored | None) -> Update:
+    def update(
+        self,
+        batch: Batch,
+        advantages: NDArray[np.float32],
+        scored: Scored | None,
+        *,
+        proximal: NDArray[np.float32] | None = None,
+        trained: NDArray[np.bool_] | None = None,
+    ) -> Update:
         """One optimizer step; `advantages` is [samples] or [responses].
+
+        `proximal` are the learner's log-probabilities [responses] when the batch's stage began, by default those of
+        `scored`. `trained` [samples] names the samples that are run through the model, by default all; the others still
+        count in the denominators.
 
         Raises NonFiniteError, before anything is changed, when loss or gradient is not finite.
         """

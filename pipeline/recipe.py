@@ -1,39 +1,36 @@
 """The recipe: one typed YAML file that says everything about a run.
 
-Frozen, unknown keys refused, cross-checked when it is read. Importing this module loads no torch, Megatron or SGLang.
-`load_recipe(path, overrides)` is the only door; every refusal is a RecipeError of one line.
+Frozen, unknown keys refused, cross-checked when it is made. Importing this module loads no torch, Megatron or SGLang.
+Files are read by `pipeline.recipe_file`; what is learned from a batch is described in `pipeline.recipe_objectives`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import yaml
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
     model_validator,
 )
 
-from pipeline.errors import RecipeError
+from pipeline.recipe_objectives import (
+    AdvantageSection,
+    CorrectionSection,
+    NoCorrection,
+    ObjectiveSection,
+    P3OSection,
+    PlainAdvantage,
+    check_wiring,
+)
+from pipeline.recipe_section import Probability, Section
 from pipeline.schedule import Schedule
-
-Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, no unknown keys, no NaN."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -94,6 +91,25 @@ TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | JsonlTask, Field(disc
 RolloutPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block"]
 
 
+class InterruptionSection(Section):
+    """ScaleRL: an answer that is still being thought about is told to end."""
+
+    from_tokens: PositiveInt = Field(description="A response is cut at a random length from here …")
+    to_tokens: PositiveInt = Field(description="… to here,")
+    phrase: str = Field(
+        "Okay, time is up. Let me stop thinking and formulate an answer now. </think>",
+        min_length=1,
+        description="given this phrase (its tokens are not trained on),",
+    )
+    answer_tokens: PositiveInt = Field(description="and goes on for so many tokens at most.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.from_tokens > self.to_tokens:
+            raise ValueError(f"from_tokens {self.from_tokens} is above to_tokens {self.to_tokens}; lower it")
+        return self
+
+
 class RolloutSection(Section):
     engines: PositiveInt = Field(1, description="SGLang servers; more than one get SGLang's router in front.")
     tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine.")
@@ -113,6 +129,7 @@ class RolloutSection(Section):
     port: PositiveInt | None = Field(None, description="First engine's port; the next ones follow. Default: any free.")
     request_deadline_s: PositiveFloat = 300.0
     start_deadline_s: PositiveFloat = Field(600.0, description="An engine that is not up by then ends the run.")
+    interruption: InterruptionSection | None = None
     extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are.")
 
     @model_validator(mode="after")
@@ -125,6 +142,24 @@ class RolloutSection(Section):
                 f"{self.context_tokens}; raise rollout.context_tokens"
             )
         return self
+
+
+class PromptsSection(Section):
+    """Which prompts are asked."""
+
+    refill: bool = Field(
+        False, description="Dynamic sampling (DAPO): groups of equal rewards are dropped and further prompts asked."
+    )
+    max_refills: PositiveInt = Field(3, description="refill: at most so many times prompts_per_batch further prompts.")
+    retire_at_pass_rate: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="Prompts solved at least this often so far are never asked again (ScaleRL .9).",
+    )
+    retire_after_samples: PositiveInt | None = Field(
+        None, description="Samples of a prompt before its pass rate counts; default one group."
+    )
 
 
 class OptimizerSection(Section):
@@ -157,6 +192,11 @@ class LearnerSection(Section):
         "none",
         description="Activations computed again in the backward pass: none, those of the MLP, or of whole layers.",
     )
+    temperature: PositiveFloat | None = Field(
+        None,
+        description="The policy that is trained is softmax(logits / temperature); default: that of the rollouts. "
+        "Another value makes sampling itself off-policy, as in P3O's experiment (rollouts at 1.2, learner at 1).",
+    )
     precision: Literal["fp32", "bf16"] = "fp32"
     micro_batch_tokens: PositiveInt = Field(8192, description="Padded tokens of a micro-batch, at most.")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
@@ -165,32 +205,6 @@ class LearnerSection(Section):
     @property
     def num_processes(self) -> int:
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.data_parallel
-
-
-class P3OSection(Section):
-    name: Literal["p3o"] = "p3o"
-    ess_scope: Literal["step", "micro_batch"] = "step"
-    kl_estimator: Literal["official", "importance"] = "official"
-
-
-class ClippedSection(Section):
-    name: Literal["clipped"]
-    clip_low: float = Field(0.2, ge=0.0, le=1.0, description="Ratio floor is 1 - clip_low.")
-    clip_high: float = Field(0.2, ge=0.0, description="Ratio ceiling is 1 + clip_high.")
-
-
-class CISPOSection(Section):
-    name: Literal["cispo"]
-    cap: float = Field(5.0, ge=1.0, description="Largest importance weight of a token; 4 to 8 in ScaleRL.")
-
-
-ObjectiveSection = Annotated[P3OSection | ClippedSection | CISPOSection, Field(discriminator="name")]
-
-
-class AdvantageSection(Section):
-    name: Literal["grpo", "grpo_mean", "rloo"] = Field(
-        "grpo", description="grpo: (r - mean) / std of the group; grpo_mean: r - mean; rloo: r - mean of the others."
-    )
 
 
 class SyncSchedule(Section):
@@ -247,8 +261,10 @@ class Recipe(Section):
     reward: RewardSection = Field(default_factory=RewardSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     learner: LearnerSection = Field(default_factory=LearnerSection)
+    prompts: PromptsSection = Field(default_factory=PromptsSection)
     objective: ObjectiveSection = Field(default_factory=P3OSection)
-    advantage: AdvantageSection = Field(default_factory=AdvantageSection)
+    correction: CorrectionSection = Field(default_factory=NoCorrection)
+    advantage: AdvantageSection = Field(default_factory=PlainAdvantage)
     schedule: ScheduleSection = Field(default_factory=SyncSchedule)
     weights: WeightsSection = Field(default_factory=WeightsSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
@@ -261,6 +277,11 @@ class Recipe(Section):
                 f"rollout.group_size is {self.rollout.group_size}, but advantage {self.advantage.name} compares "
                 "samples of one prompt; use at least 2"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_counts_twice(self) -> Self:
+        check_wiring(self.objective, self.correction, self.advantage)
         return self
 
     @model_validator(mode="after")
@@ -307,68 +328,3 @@ class Recipe(Section):
     def sha256(self) -> str:
         """Digest of the resolved recipe, stored with every batch."""
         return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
-
-
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and apply `section.key=value` overrides (values are YAML). Raises RecipeError."""
-    try:
-        data = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise RecipeError(f"cannot read recipe {path}: {error.strerror}; give the path of a YAML file") from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise RecipeError(f"{path} holds {type(data).__name__}, expected sections such as run, model and task")
-    for override in overrides:
-        _apply_override(data, override)
-    return recipe_from(data, source=str(path))
-
-
-def recipe_from(data: dict[str, Any], *, source: str) -> Recipe:
-    """Validate plain data. Raises RecipeError naming `source` and every offending key."""
-    try:
-        return Recipe.model_validate(data)
-    except ValidationError as error:
-        problems = "; ".join(_explain(detail) for detail in error.errors(include_url=False))
-        raise RecipeError(f"{source}: {problems}") from None
-
-
-def differing_keys(ours: Recipe, theirs: Recipe) -> list[str]:
-    """`section.key: ours → theirs` for every key in which two recipes differ."""
-    left, right = _flatten(ours.model_dump(mode="json")), _flatten(theirs.model_dump(mode="json"))
-    return [
-        f"{key}: {left.get(key)} → {right.get(key)}"
-        for key in sorted(left.keys() | right.keys())
-        if left.get(key) != right.get(key)
-    ]
-
-
-def _flatten(data: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(data, dict):
-        return {prefix: data}
-    return {k: v for key, value in data.items() for k, v in _flatten(value, f"{prefix}.{key}".lstrip(".")).items()}
-
-
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise RecipeError(f"--set {override!r} is not key=value; for example --set learner.tensor_parallel=2")
-    *sections, leaf = key.split(".")
-    node = data
-    for section in sections:
-        node = node.setdefault(section, {})
-        if not isinstance(node, dict):
-            raise RecipeError(f"--set {override!r}: {section} is a value, not a section")
-    try:
-        node[leaf] = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"--set {override!r}: the value is not YAML") from error
-
-
-def _explain(detail: Any) -> str:
-    where = ".".join(str(part) for part in detail["loc"]) or "recipe"
-    if detail["type"] == "extra_forbidden":
-        return f"unknown key {where}; `evenkeel recipe --schema` lists the known ones"
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    got = "" if detail["type"] in ("missing", "value_error") else f", got {detail['input']!r}"
-    return f"{where}: {message}{got}"

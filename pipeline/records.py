@@ -17,6 +17,10 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 FinishReason = Literal["stop", "length", "abort"]
 
+DropKind = Literal["unfit", "zero_variance", "retired"]
+"""unfit: it cannot be asked. zero_variance: all its rewards are equal, and another group took its place. retired: its
+problem is solved too often to be asked again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobContract:
@@ -41,21 +45,25 @@ class Prompt:
     text: str
     answer: str
     tokens: tuple[int, ...]
+    problem: int = -1
+    """Which of the task's problems it asks; it comes again every epoch. -1: none of them (held out, made up)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What an engine sampled: token in, token out."""
+    """What an engine sampled: token in, token out. It may hold tokens that were forced into it (an interruption)."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Natural log, one per token, under the run's LogprobContract."""
+    """Natural log, one per token, under the run's LogprobContract; 0.0 for a forced token."""
     versions: tuple[int, ...]
-    """Policy version that produced each token."""
+    """Policy version that produced each token; for a forced one, that of the token before it."""
     finish: FinishReason
     engine: int
     queued_s: float
     generated_s: float
+    forced: tuple[bool, ...] = ()
+    """One per token, True where no engine sampled it; empty means none."""
 
     @staticmethod
     def given(tokens: Sequence[int], logprobs: Sequence[float], version: int = 0) -> Completion:
@@ -94,6 +102,13 @@ class DroppedGroup:
 
     group: int
     reason: str
+    kind: DropKind = "unfit"
+    problem: int = -1
+    """As in Prompt."""
+    samples: int = 0
+    """How many were sampled and scored before it was dropped; they count for the problem's pass rate."""
+    solved: int = 0
+    """How many of them solved the problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +128,14 @@ class Batch:
     """[n] tokens."""
     group: NDArray[np.int64]
     """[n] the group (prompt) of each sample; samples of a group are adjacent."""
+    problem: NDArray[np.int64]
+    """[n] the task's problem that the group asked; -1 where that is not known."""
     sampler_logprobs: NDArray[np.float32]
-    """[responses] natural log, under `contract`."""
+    """[responses] natural log, under `contract`; 0.0, which means nothing, where `forced`."""
     policy_version: NDArray[np.int32]
     """[responses]"""
+    forced: NDArray[np.bool_]
+    """[responses] tokens that no engine sampled: the model reads them, but nothing is learned from them."""
     reward: NDArray[np.float32]
     """[n]"""
     reward_parts: Mapping[str, NDArray[np.float32]]
@@ -134,8 +153,11 @@ class Batch:
     contract: LogprobContract
     dropped: tuple[DroppedGroup, ...]
     next_group: int
-    """The first group that belongs to a later batch."""
+    """Groups from here on were given to no batch yet when this one was committed."""
     recipe_sha256: str
+    open_groups: tuple[int, ...] = ()
+    """Ascending: groups below `next_group` that belong to no committed batch, this one included: later batches had
+    them under way."""
 
     @property
     def num_samples(self) -> int:
@@ -155,6 +177,17 @@ class Batch:
     def num_response_tokens(self) -> int:
         return len(self.sampler_logprobs)
 
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Response tokens that an engine sampled: what a loss is counted over."""
+        return len(self.forced) - int(np.count_nonzero(self.forced))
+
+    @property
+    def interrupted(self) -> NDArray[np.bool_]:
+        """[n] whether the response holds forced tokens."""
+        ends = np.concatenate([[0], np.cumsum(self.forced)])[self.response_offsets]
+        return np.asarray(np.diff(ends) > 0)
+
     def sample_tokens(self, sample: int) -> NDArray[np.int32]:
         """Prompt and response tokens of one sample."""
         return self.tokens[self.sample_offsets[sample] : self.sample_offsets[sample + 1]]
@@ -168,6 +201,7 @@ class Batch:
         dropped: Sequence[DroppedGroup],
         next_group: int,
         recipe_sha256: str,
+        open_groups: Sequence[int] = (),
     ) -> Batch:
         """Flatten scored groups, in the order given."""
         rows = [(g.prompt, s, s.completion) for g in groups for s in g.samples]
@@ -176,6 +210,7 @@ class Batch:
         per_sample: dict[str, Any] = dict(
             prompt_lengths=np.array([len(p.tokens) for p, _, _ in rows], np.int32),
             group=np.array([p.group for p, _, _ in rows], np.int64),
+            problem=np.array([p.problem for p, _, _ in rows], np.int64),
             reward=np.array([s.reward for _, s, _ in rows], np.float32),
             reward_parts={
                 name: np.array([s.reward_parts.get(name, np.nan) for _, s, _ in rows], np.float32) for name in names
@@ -192,9 +227,11 @@ class Batch:
             sample_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             sampler_logprobs=np.array([x for _, _, c in rows for x in c.logprobs], np.float32),
             policy_version=np.array([v for _, _, c in rows for v in c.versions], np.int32),
+            forced=np.array([f for _, _, c in rows for f in c.forced or (False,) * len(c.tokens)], np.bool_),
             contract=contract,
             dropped=tuple(dropped),
             next_group=next_group,
             recipe_sha256=recipe_sha256,
+            open_groups=tuple(open_groups),
             **per_sample,
         )

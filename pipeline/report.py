@@ -16,7 +16,7 @@ import jinja2
 from pipeline import figures
 from pipeline.bottleneck import phase_shares
 from pipeline.history import History
-from pipeline.recipe import P3OSection
+from pipeline.recipe_objectives import P3OSection
 from pipeline.rundir import write_atomically
 from pipeline.summary import summarise
 

@@ -29,7 +29,8 @@ import yaml
 from numpy.typing import NDArray
 
 from pipeline.errors import RunConflictError, StoreError
-from pipeline.recipe import Recipe, differing_keys, recipe_from
+from pipeline.recipe import Recipe
+from pipeline.recipe_file import differing_keys, recipe_from
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -126,24 +127,22 @@ class RunDirectory:
 
     def write_learner_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep what the learner thought of batch `step` before it trained on it."""
-        path = self.logprobs / f"{step:06d}.npy"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        with temporary.open("wb") as file:
-            np.save(file, logprobs, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        fsync_directory(path.parent)
+        _write_array(self.logprobs / f"{step:06d}.npy", logprobs)
 
     def learner_logprobs(self, step: int) -> NDArray[np.float32] | None:
         """What `write_learner_logprobs` kept, or None when batch `step` is not trained yet."""
-        path = self.logprobs / f"{step:06d}.npy"
-        if not path.exists():
-            return None
-        try:
-            return np.asarray(np.load(path, allow_pickle=False), np.float32)
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{path} is damaged ({error}); remove it, training does not need it") from error
+        return _read_array(self.logprobs / f"{step:06d}.npy", "remove it, training does not need it")
+
+    def write_proximal_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
+        """Keep what the learner thought of batch `step` when the batch's stage began."""
+        _write_array(self.logprobs / f"{step:06d}-proximal.npy", logprobs)
+
+    def proximal_logprobs(self, step: int) -> NDArray[np.float32] | None:
+        """What `write_proximal_logprobs` kept, or None when the batch's stage has not begun."""
+        return _read_array(
+            self.logprobs / f"{step:06d}-proximal.npy",
+            "remove it and the checkpoints after its stage began: the stage is then trained again",
+        )
 
     def freeze(self, recipe: Recipe) -> Recipe:
         """Store the recipe at the first start; refuse another one later (RunConflictError names the keys)."""
@@ -192,3 +191,22 @@ class RunDirectory:
                     f"{self.path} is being trained by another process; wait for it, stop it, or use another run.name"
                 ) from error
             yield
+
+
+def _write_array(path: Path, values: NDArray[np.float32]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        np.save(file, values, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def _read_array(path: Path, remedy: str) -> NDArray[np.float32] | None:
+    if not path.exists():
+        return None
+    try:
+        return np.asarray(np.load(path, allow_pickle=False), np.float32)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path} is damaged ({error}); {remedy}") from error

@@ -24,15 +24,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.core.buffer import Buffer
 from zarr.storage import MemoryStore, ZipStore
 
-from pipeline.batch_format import (
-    PER_SAMPLE,
-    PER_TOKEN,
-    SCHEMA_VERSION,
-    attributes_of,
-    batch_from,
-    check_batch,
-    content_sha256,
-)
+from pipeline.batch_format import array_names, arrays_of, attributes_of, batch_from, check_batch, content_sha256
 from pipeline.errors import ContractMismatchError, CorruptBatchError, DeadlineExceededError, StoreError
 from pipeline.records import Batch, LogprobContract
 from pipeline.rundir import fsync_directory
@@ -68,12 +60,14 @@ class BatchStore:
         """The first batch that is not committed: a file that was taken away is made again."""
         return next(i for i, found in enumerate([*self.committed(), -1]) if i != found)
 
-    @property
-    def next_group(self) -> int:
-        """The first group that belongs to batch `next_index`. Raises CorruptBatchError when the batch before it, which
-        says so, fails its checks."""
+    def groups_to_ask(self) -> tuple[int, tuple[int, ...]]:
+        """`next_group` and `open_groups` (see Batch) before batch `next_index` is made. Raises CorruptBatchError when
+        the batch before it, which says so, fails its checks."""
         index = self.next_index
-        return self.read(index - 1, None).next_group if index else 0
+        if index == 0:
+            return 0, ()
+        newest = self.read(index - 1, None)
+        return newest.next_group, newest.open_groups
 
     def commit(self, batch: Batch) -> Path:
         """Make `batch` durable and visible, in that order. Raises StoreError if it is committed already or if its
@@ -155,17 +149,14 @@ def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobCon
 def _encode(batch: Batch) -> dict[str, bytes]:
     """Zarr keys and values of one batch."""
     content: dict[str, Buffer] = {}
-    attributes = attributes_of(batch)
+    attributes, arrays = attributes_of(batch), arrays_of(batch)
     group = zarr.create_group(
         MemoryStore(content),
         zarr_format=3,
-        attributes={**attributes, "content_sha256": content_sha256(batch)},
+        attributes={**attributes, "content_sha256": content_sha256(attributes, arrays)},
     )
-    for name in (*PER_TOKEN, *PER_SAMPLE):
-        _add_array(group, name, getattr(batch, name))
-    parts = [batch.reward_parts[name] for name in attributes["reward_part_names"]]
-    if parts:
-        _add_array(group, "reward_parts", np.stack(parts))
+    for name, array in arrays.items():
+        _add_array(group, name, array)
     return {key: buffer.to_bytes() for key, buffer in sorted(content.items())}
 
 
@@ -190,16 +181,11 @@ def _decode(path: Path) -> Batch:
     with ZipStore(path, mode="r") as store:
         group = zarr.open_group(store, mode="r", zarr_format=3)
         attributes = dict(group.attrs)
-        if attributes.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(
-                f"schema version {attributes.get('schema_version')}, this program reads {SCHEMA_VERSION}: "
-                "if the file is whole, read it with the program that wrote it"
-            )
-        names = [*PER_TOKEN, *PER_SAMPLE, *(["reward_parts"] if attributes["reward_part_names"] else [])]
-        arrays = {name: _read_array(group, name) for name in names}
+        expected = attributes.pop("content_sha256", None)
+        arrays = {name: _read_array(group, name) for name in array_names(attributes)}
     batch = batch_from(attributes, arrays)
     check_batch(batch)
-    if content_sha256(batch) != attributes["content_sha256"]:
+    if content_sha256(attributes, arrays) != expected:
         raise ValueError("content digest differs: a chunk is missing or foreign")
     return batch
 

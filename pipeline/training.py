@@ -1,6 +1,6 @@
 """The learner loop, run by every rank.
 
-store ──batch──▶ advantages ──▶ learner.logprobs ──step ESS──▶ learner.update ──▶ channel.publish ──▶ engines
+store ──batch──▶ learner.logprobs ──scored step──▶ credit ──advantages──▶ learner.update ──▶ channel.publish ──▶ engines
 
 train     consumes: batch `step` of the store, in order
           waits for: that batch's file
@@ -12,23 +12,21 @@ trained again; versions that the engines already serve are not published a secon
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.checkpoints import Checkpoints
+from pipeline.credit import Credit
 from pipeline.journal import Journal
 from pipeline.ports import Learner, WeightChannel
+from pipeline.proximal import ProximalLogprobs
 from pipeline.records import Batch, LogprobContract
 from pipeline.rundir import RunDirectory
 from pipeline.schedule import Schedule
 from pipeline.store import BatchStore
-
-Advantages = Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.float32]]
-"""(reward [samples], group [samples]) → advantage [samples]."""
 
 
 @dataclass
@@ -52,8 +50,11 @@ class Trainer:
     store: BatchStore
     learner: Learner
     schedule: Schedule
-    advantages: Advantages
-    needs_step_ess: bool
+    credit: Credit
+    scores_step: bool
+    """Whether the objective wants the batch scored before the step."""
+    proximal: ProximalLogprobs | None
+    """None when nothing divides by pi_old."""
     channel: WeightChannel | None
     checkpoints: Checkpoints
     checkpoint_every: int
@@ -63,14 +64,22 @@ class Trainer:
 
     def train(self) -> None:
         """Train on every batch that the newest checkpoint has not seen, then export the final policy."""
-        for step in range(self.checkpoints.restore(self.learner), self.schedule.steps):
+        first, state = self.checkpoints.restore(self.learner)
+        self.credit.estimator.restore(state)
+        for step in range(first, self.schedule.steps):
             watch = Stopwatch()
             with watch.phase("wait"):
                 batch = self.store.wait(step, self.contract, deadline_s=self.wait_deadline_s)
             with watch.phase("logprobs"):
-                scored = self.learner.logprobs(batch) if self.needs_step_ess else None
+                scored = self.learner.logprobs(batch) if self.scores_step else None
+                proximal = self.proximal.of(step) if self.proximal else None
             with watch.phase("update"):
-                update = self.learner.update(batch, self.advantages(batch.reward, batch.group), scored)
+                credit = self.credit.assign(batch)
+                update = self.learner.update(
+                    batch, credit.advantages, scored, proximal=proximal, trained=credit.trained
+                )
+            measured = describe(batch, step)
+            self.credit.estimator.observe(solve_rate=measured["solve_rate"], entropy=update.metrics["entropy"])
             with watch.phase("publish"):
                 published = self._publish(step)
             with watch.phase("save"):
@@ -81,7 +90,8 @@ class Trainer:
                 self.journal.metrics(
                     step,
                     **update.metrics,
-                    **describe(batch, step),
+                    **measured,
+                    **self.credit.estimator.measured(),
                     log_ratio_histogram=update.histogram,
                     seconds=watch.seconds,
                     publish_seconds={name: value for name, value in published.items() if name.endswith("_s")},
@@ -110,7 +120,7 @@ class Trainer:
             if self.channel is not None:
                 self.channel.settle()
             started = time.perf_counter()
-            self.checkpoints.save(self.learner, step + 1)
+            self.checkpoints.save(self.learner, step + 1, self.credit.estimator.state())
             if self.learner.speaks:
                 self.journal.event("saved", step=step + 1, seconds=time.perf_counter() - started)
 

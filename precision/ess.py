@@ -50,9 +50,13 @@ def sequence_ess(log_ratios: Tensor, mask: Tensor) -> float:
     logs, since products over long sequences overflow, hence without `ESS_EPSILON`. Raises FloatingPointError when a
     log-ratio under the mask is not finite, ValueError for an empty batch.
     """
-    if log_ratios.shape[0] < 1:
+    return sequence_ess_of_totals(torch.where(mask, log_ratios.detach(), 0.0).double().sum(dim=-1))
+
+
+def sequence_ess_of_totals(totals: Tensor) -> float:
+    """As `sequence_ess`, from the log-ratio of each whole sequence: float64 [sequences]. Raises as it does."""
+    if totals.numel() < 1:
         raise ValueError("the ESS of 0 sequences is undefined, expected at least 1; do not train empty steps")
-    totals = torch.where(mask, log_ratios.detach(), 0.0).double().sum(dim=-1)
     if not bool(totals.isfinite().all()):
         raise FloatingPointError(
             "a sequence log-ratio is not finite, expected finite numbers; compare the learner's and the sampler's "

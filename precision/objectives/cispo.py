@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from precision.objectives.base import StepContext, TokenBatch
+from precision.objectives.base import StepContext, TokenBatch, Unscored
 from precision.objectives.tokens import response_values, step_mean, token_sum
 from precision.ratios import masked_log_ratios
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO:
+class CISPO(Unscored):
     """`cap` of 4, 5 and 8 made no difference to ScaleRL; 5 is its middle. At least 1, so that exactly on-policy tokens
     keep their weight. (In slime `--eps-clip-high 4` is this cap 5.)
 
@@ -33,10 +33,6 @@ class CISPO:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.cap) and self.cap >= 1.0):
             raise ValueError(f"cap is {self.cap}, expected a finite number of at least 1; ScaleRL's is 5")
-
-    @property
-    def needs_step_ess(self) -> bool:
-        return False
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and sums of one micro-batch; see `Objective`.

@@ -9,20 +9,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from precision.objectives.base import StepContext, TokenBatch
+from precision.objectives.base import StepContext, TokenBatch, Unscored
 from precision.objectives.tokens import response_values, step_mean, token_sum
 
 
 @dataclass(frozen=True, kw_only=True)
-class Supervised:
+class Supervised(Unscored):
     """`advantages` weigh tokens; `sampler_logprobs` are not read: nobody sampled a demonstration.
 
     Sums: `nll` (-log pi, unweighted).
     """
-
-    @property
-    def needs_step_ess(self) -> bool:
-        return False
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and sums of one micro-batch; see `Objective`.

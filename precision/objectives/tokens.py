@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from precision.objectives.base import StepContext
+from precision.objectives.base import ScoredStep, StepContext, TokenBatch
+from precision.ratios import masked_log_ratios
 
 
 def response_values(values: Tensor, mask: Tensor, name: str) -> Tensor:
@@ -41,8 +42,3 @@ def step_mean(token_losses: Tensor, mask: Tensor, context: StepContext) -> Tenso
 def token_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Detached float64 scalar: the sum of `values` [batch, sequence] (bool counts) under the mask."""
     return torch.where(mask, values.detach().double(), 0.0).sum()
-
-
-def with_gradient(value: Tensor, gradient: Tensor, variable: Tensor) -> Tensor:
-    """A tensor that reads `value` and whose derivative in `variable` is `gradient`, element by element."""
-    return value.detach() + gradient.detach() * (variable - variable.detach())

@@ -30,7 +30,8 @@ from rich.table import Table
 from launch.model_new import new_model
 from launch.parity import Engine, prepare
 from launch.processes import run_ranks, torchrun
-from pipeline.recipe import Recipe, recipe_from
+from pipeline.recipe import Recipe
+from pipeline.recipe_file import recipe_from
 from rollout_sglang.stock_server import API_KEY_VARIABLE
 from tests.bench.publish_ranks import CHANNELS
 from tests.support.runs import environment

@@ -26,7 +26,8 @@ from megatron_bridge.shape import ModelShape
 from megatron_bridge.tensor_files import ShardWriter, TensorSpec, plan_shards
 from pipeline.checkpoints import COMMIT, commit
 from pipeline.errors import CorruptCheckpointError
-from pipeline.recipe import RolloutPrecision, load_recipe
+from pipeline.recipe import RolloutPrecision
+from pipeline.recipe_file import load_recipe
 from pipeline.rundir import RunDirectory
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server import EngineSpec, free_port, start

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import Recipe, differing_keys, load_recipe, recipe_from
+from pipeline.recipe import Recipe
+from pipeline.recipe_file import differing_keys, load_recipe, recipe_from
 
 RECIPES = sorted((Path(__file__).parents[3] / "pipeline" / "recipes").glob("*.yaml"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launch.engines import engine_spec
-from pipeline.recipe import recipe_from
+from pipeline.recipe_file import recipe_from
 from pipeline.rundir import RunDirectory
 from rollout_sglang.server import command
 

@@ -20,7 +20,8 @@ from megatron_bridge.layout import Layout
 from megatron_bridge.shape import ModelShape
 from pipeline.errors import LayoutError, ModelError, RecipeError
 from pipeline.layout_names import layout_name
-from pipeline.recipe import LearnerSection, RolloutSection, load_recipe
+from pipeline.recipe import LearnerSection, RolloutSection
+from pipeline.recipe_file import load_recipe
 from rollout_sglang.capacity import engine_capacity, option, weight_bytes
 
 ROOT = Path(__file__).parents[3]

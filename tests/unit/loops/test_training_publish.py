@@ -29,7 +29,7 @@ class Recorder:
     def settle(self) -> None:
         self.calls.append("settle")
 
-    def save(self, learner: Any, step: int) -> None:
+    def save(self, learner: Any, step: int, state: Any) -> None:
         self.calls.append(f"save {step}")
 
 
@@ -47,8 +47,9 @@ def trainer(run: RunDirectory, recorder: Recorder, channel: Any) -> Trainer:
         store=unused,
         learner=recorder,  # type: ignore[arg-type]
         schedule=Schedule(kind="sync", steps=4),
-        advantages=unused,
-        needs_step_ess=False,
+        credit=SimpleNamespace(estimator=SimpleNamespace(state=dict)),  # type: ignore[arg-type]
+        scores_step=False,
+        proximal=None,
         channel=channel,
         checkpoints=recorder,  # type: ignore[arg-type]
         checkpoint_every=2,

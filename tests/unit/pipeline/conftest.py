@@ -23,6 +23,7 @@ def make(
     dropped: tuple[int, ...] = (),
     next_group: int | None = None,
     versions: tuple[int, ...] = (0, 0, 0),
+    open_groups: tuple[int, ...] = (),
 ) -> Batch:
     """`num_groups` groups of three samples; one of the three has an empty response, one has reward parts."""
 
@@ -57,6 +58,7 @@ def make(
         dropped=[DroppedGroup(group=group, reason="too long") for group in dropped],
         next_group=after if next_group is None else next_group,
         recipe_sha256="cd" * 32,
+        open_groups=open_groups,
     )
 
 

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr.storage import ZipStore
 
-from pipeline.batch_format import PER_SAMPLE, PER_TOKEN, content_sha256
+from pipeline.batch_format import PER_SAMPLE, PER_TOKEN, arrays_of, attributes_of, content_sha256
 from pipeline.errors import ContractMismatchError, CorruptBatchError, DeadlineExceededError, StoreError
 from pipeline.records import Batch, LogprobContract
 from pipeline.store import BatchStore
@@ -81,6 +81,8 @@ def test_round_trip_of_any_batch(tmp_path: Path, make_batch: MakeBatch, data: st
         group=np.sort(np.arange(count, dtype=np.int64) // 2),
         sampler_logprobs=np.array(data.draw(st.lists(floats, min_size=responses, max_size=responses)), np.float32),
         policy_version=np.arange(responses, dtype=np.int32),
+        forced=np.zeros(responses, np.bool_),
+        problem=np.full(count, -1, np.int64),
         reward=np.array(data.draw(st.lists(floats, min_size=count, max_size=count)), np.float32),
         reward_parts={"a": np.full(count, np.nan, np.float32), "": np.zeros(count, np.float32)},
         finish=np.arange(count, dtype=np.uint8) % 3,
@@ -103,7 +105,9 @@ def test_the_file_is_a_zarr_group_that_anyone_can_open(tmp_path: Path, make_batc
         assert sorted(group.array_keys()) == sorted([*PER_TOKEN, *PER_SAMPLE, "reward_parts"])
         assert {name: str(group[name].dtype) for name in PER_TOKEN} == PER_TOKEN
         assert group.attrs["next_group"] == 3
-        assert group.attrs["dropped"] == [{"group": 2, "reason": "too long"}]
+        assert group.attrs["dropped"] == [
+            {"group": 2, "reason": "too long", "kind": "unfit", "problem": -1, "samples": 0, "solved": 0}
+        ]
         assert group.attrs["contract"]["temperature"] == 0.7
         assert all("Crc32c" in str(array.compressors) for _, array in group.arrays())
 
@@ -134,6 +138,11 @@ def test_a_committed_batch_is_never_overwritten(tmp_path: Path, make_batch: Make
         (dict(finish=np.array([0, 0, 3, 0, 0, 0], np.uint8)), "finish holds 3"),
         (dict(group=np.array([0, 1, 0, 0, 1, 1], np.int64)), "not adjacent"),
         (dict(next_group=1), "group 1 is not below next_group 1"),
+        (dict(open_groups=(2,)), "group 2 is not below next_group 2"),
+        (dict(open_groups=(1,)), "a group of this very batch"),
+        (dict(open_groups=(6, 5), next_group=7), "not ascending"),
+        (dict(forced=np.ones(8, np.bool_)), "a forced token has a log-probability"),
+        (dict(forced=np.zeros(7, np.bool_)), "forced has 7 entries"),
         (dict(reward_parts={"a": np.zeros(2, np.float32)}), "reward part a is float32"),
     ],
 )
@@ -202,11 +211,11 @@ def test_a_changed_attribute_fails_the_digest(tmp_path: Path, make_batch: MakeBa
 
 def test_another_schema_version_is_named(tmp_path: Path, make_batch: MakeBatch) -> None:
     def age(members: dict[str, bytes]) -> None:
-        members["zarr.json"] = members["zarr.json"].replace(b'"schema_version": 1', b'"schema_version": 7')
+        members["zarr.json"] = members["zarr.json"].replace(b'"schema_version": 2', b'"schema_version": 7')
 
     store = BatchStore(tmp_path)
     rewrite(store.commit(make_batch(0)), age)
-    with pytest.raises(CorruptBatchError, match="schema version 7, this program reads 1"):
+    with pytest.raises(CorruptBatchError, match="schema version 7, this program reads 1 and 2"):
         store.read(0, None)
 
 
@@ -256,13 +265,15 @@ def test_another_contract_is_refused_by_its_differing_fields(
 
 def test_listing_ignores_what_is_not_a_batch(tmp_path: Path, make_batch: MakeBatch) -> None:
     store = BatchStore(tmp_path)
-    assert (store.committed(), store.next_index, store.next_group) == ([], 0, 0)
+    assert (store.committed(), store.next_index, store.groups_to_ask()) == ([], 0, (0, ()))
     for index in (0, 1, 3):
-        store.commit(make_batch(index, first_group=10 * index, next_group=10 * index + 10))
+        store.commit(
+            make_batch(index, first_group=10 * index, next_group=10 * index + 10, open_groups=(10 * index + 9,))
+        )
     for name in ("notes.txt", "000002.zarr.zip.bak", ".000002.zarr.zip.77.partial"):
         (tmp_path / name).touch()
     assert store.committed() == [0, 1, 3]
-    assert (store.next_index, store.next_group) == (2, 20)  # batch 2 was taken away: it is made again
+    assert (store.next_index, store.groups_to_ask()) == (2, (20, (19,)))  # batch 2 was taken away: it is made again
     assert store.remove_partial() == [".000002.zarr.zip.77.partial"]
     assert store.remove_partial() == []
     assert store.committed() == [0, 1, 3]
@@ -370,4 +381,4 @@ def test_the_digest_tells_apart_what_only_differs_in_one_place(make_batch: MakeB
     batch = make_batch(0)
     minus_zero = replace(batch, reward=np.where(batch.reward == 0, np.float32(-0.0), batch.reward))
     others = [minus_zero, replace(batch, next_group=9), replace(batch, reward_parts={}), replace(batch, index=1)]
-    assert len({content_sha256(b) for b in (batch, *others)}) == 5
+    assert len({content_sha256(attributes_of(b), arrays_of(b)) for b in (batch, *others)}) == 5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.journal import Journal
-from pipeline.recipe import recipe_from
+from pipeline.recipe_file import recipe_from
 from pipeline.report import write_report
 from pipeline.rundir import RunDirectory
 from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS

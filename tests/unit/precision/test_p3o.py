@@ -130,7 +130,7 @@ def test_micro_batch_scope_sums_over_ranks() -> None:
     _, _, sums = run(objective, [0.0], [1.0], StepContext(num_tokens=2, sum_over_ranks=other_rank))
     assert float(sums["objective_ess"]) == pytest.approx(0.8, rel=1e-8)
     assert seen[0].dtype is torch.float64
-    assert (objective.needs_step_ess, P3O().needs_step_ess) == (False, True)
+    assert (objective.needs_scoring, P3O().needs_step_ess) == (False, True)
 
 
 def test_nan_from_another_rank_raises() -> None:

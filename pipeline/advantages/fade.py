@@ -1,0 +1,109 @@
+"""FADE (arXiv 2607.01490): the Power advantage, whose two numbers follow the run.
+
+    A     = (1 - r̄)^(alpha - 1) × { r - r̄ where r >= r̄, (r - r̄) / delta below }
+    alpha = clip(3 (1 - p̂) / (2 p̂), 1, alpha_max)       3 while a third is solved, 1.5 at half, 1 from .6 on
+    delta = clip(1 + Ĥ - H*, delta_min, 1)              below 1, failures push harder: the policy narrows too fast
+
+with r̄ the mean of the group, p̂ the solve rate and Ĥ the entropy (nats a token) of the whole run, both smoothed.
+Successes then weigh m_S = p q^alpha and failures p q^alpha / delta (`masses`), with its peak at p = 1 / (1 + alpha).
+
+Known of the paper: the formulas, alpha_max 3, delta_min .3, beta .02, p̂ starts at .5, Ĥ at the initial entropy; alpha
+follows the solve rate and delta the entropy (both by entropy did worse). Left open, because its full text could not be
+read, and therefore options:
+
+    smoothing_keeps   its published summary writes x ← beta x + (1 - beta) new, which with beta .02 hardly smooths at
+                      all ("new"); "old", the default, is the usual x ← (1 - beta) x + beta new, a window of 50 steps
+    target_entropy    H*: 1.0 and 1.3 nats in its tables, about half the initial entropy, which is the default here
+
+and r̄, said to be a mean of the batch, must be the group's for the masses above to come out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.advantages.formulas import power
+from pipeline.errors import CorruptCheckpointError, NonFiniteError
+from pipeline.recipe_objectives import FADEAdvantage, PowerAdvantage
+from pipeline.records import Batch
+
+FIRST_SOLVE_RATE = 0.5
+"""p̂ before any step."""
+
+TARGET_SHARE = 0.5
+"""H* over the entropy of the first step, where the recipe names no target."""
+
+
+class FADE:
+    """An AdvantageEstimator. Until a first entropy is known, delta is 1."""
+
+    def __init__(self, section: FADEAdvantage) -> None:
+        self._section = section
+        self._solve_rate = FIRST_SOLVE_RATE
+        self._entropy: float | None = None
+        self._target = section.target_entropy
+
+    @property
+    def alpha(self) -> float:
+        """How much harder prompts are preferred; from 1 to alpha_max."""
+        # Written without the division by a solve rate that may be 0.
+        if 3.0 * (1.0 - self._solve_rate) >= self._section.alpha_max * 2.0 * self._solve_rate:
+            return self._section.alpha_max
+        return max(1.0, 3.0 * (1.0 - self._solve_rate) / (2.0 * self._solve_rate))
+
+    @property
+    def delta(self) -> float:
+        """What negative advantages are divided by; from delta_min to 1."""
+        if self._entropy is None or self._target is None:
+            return 1.0
+        return min(1.0, max(self._section.delta_min, 1.0 + self._entropy - self._target))
+
+    def as_power(self) -> PowerAdvantage:
+        """The fixed advantage that this one is at this moment."""
+        return PowerAdvantage(name="power", alpha=self.alpha, delta=self.delta)
+
+    def advantages(self, batch: Batch) -> NDArray[np.float32]:
+        """[samples] with the present alpha and delta."""
+        return power(batch.reward, batch.group, alpha=self.alpha, delta=self.delta)
+
+    def observe(self, *, solve_rate: float, entropy: float) -> None:
+        """Smooth p̂ and Ĥ with those of a step. Raises NonFiniteError, ValueError for a rate outside [0, 1]."""
+        if not math.isfinite(entropy):
+            raise NonFiniteError(f"entropy of the step is {entropy}, expected a finite number of nats")
+        if not 0.0 <= solve_rate <= 1.0:
+            raise ValueError(f"solve_rate is {solve_rate}, expected a share in [0, 1]")
+        self._solve_rate = self._smoothed(self._solve_rate, solve_rate)
+        self._entropy = entropy if self._entropy is None else self._smoothed(self._entropy, entropy)
+        self._target = TARGET_SHARE * entropy if self._target is None else self._target
+
+    def _smoothed(self, old: float, new: float) -> float:
+        beta = self._section.smoothing
+        return old + (beta if self._section.smoothing_keeps == "old" else 1.0 - beta) * (new - old)
+
+    def state(self) -> dict[str, float]:
+        """p̂, and from the first step on Ĥ and H*."""
+        known = {
+            "advantage_solve_rate": self._solve_rate,
+            "advantage_entropy": self._entropy,
+            "advantage_target_entropy": self._target,
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Take up a state. Raises CorruptCheckpointError when p̂ is missing."""
+        if state and "advantage_solve_rate" not in state:
+            raise CorruptCheckpointError(
+                f"the checkpoint holds {', '.join(sorted(state))} but no advantage_solve_rate, which FADE goes on "
+                "from; remove this checkpoint, an older one is then used"
+            )
+        self._solve_rate = state.get("advantage_solve_rate", FIRST_SOLVE_RATE)
+        self._entropy = state.get("advantage_entropy")
+        self._target = state.get("advantage_target_entropy", self._section.target_entropy)
+
+    def measured(self) -> dict[str, float]:
+        """The state, with the alpha and delta that follow from it."""
+        return self.state() | {"advantage_alpha": self.alpha, "advantage_delta": self.delta}

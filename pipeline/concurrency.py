@@ -1,0 +1,68 @@
+"""What asyncio lacks: a semaphore that serves the oldest batch first, and a gather that leaves nothing running."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+Turn = tuple[int, int]
+"""(batch, group): what is smaller goes first."""
+
+
+class Slots:
+    """A semaphore whose waiters are served by turn, not by time of arrival: a group of an old batch that is asked
+    again, or asked late, overtakes the groups of later batches that already wait."""
+
+    def __init__(self, number: int) -> None:
+        self._free = number
+        self._arrivals = count()
+        self._waiting: list[tuple[Turn, int, asyncio.Future[None]]] = []
+
+    @asynccontextmanager
+    async def taken(self, turn: Turn) -> AsyncIterator[None]:
+        """Hold one of the slots for the time of the `async with`."""
+        await self._take(turn)
+        try:
+            yield
+        finally:
+            self._give()
+
+    async def _take(self, turn: Turn) -> None:
+        if self._free > 0:
+            self._free -= 1
+            return
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (turn, next(self._arrivals), granted))
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if not granted.cancelled():
+                self._give()  # cancelled in the moment in which it was granted
+            raise
+
+    def _give(self) -> None:
+        """To the first in turn who still waits."""
+        while self._waiting:
+            _, _, granted = heapq.heappop(self._waiting)
+            if not granted.done():
+                granted.set_result(None)
+                return
+        self._free += 1
+
+
+async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """`asyncio.gather` that leaves nothing running behind when one of them fails or the caller is cancelled."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,77 @@
+"""GSPO: the ratio, and the clip, of a whole response (arXiv 2507.18071, Eq. 5 to 7).
+
+    J = mean over responses i of min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i),
+    s_i = (pi(y_i) / pi_anchor(y_i))^(1 / |y_i|) = exp(mean_t log r_it)
+
+The gradient of an unclipped s_i A_i is s_i A_i mean_t grad log pi(y_it); that of a clipped one is 0. Both s_i and
+whether it is clipped are known once the step is scored, hence before its first micro-batch. So they become a factor on
+the advantage, s_i or 0, of the score-function loss
+
+    loss = -1/N sum_it (factor_i A_it) log pi(y_it)
+
+which has the paper's gradient (not its value) in any layout, and takes token-wise advantages as the paper's GSPO-token
+does. The bounds are a few 1e-4 wide, less than rounding in bfloat16 moves a single log-probability between
+two passes: a clip decided anew on each token of the training pass would decide by noise.
+
+This is the mean over tokens. The paper's mean over R responses arises from advantages that carry the factor
+N / (R |y_i|), which is what the recipe's advantage.aggregation `sequence` puts on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
+from precision.objectives.clipped import check_clip
+from precision.objectives.tokens import sampled_mean, sampler_k3, scaled_advantages, score_function_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPO:
+    """Bounds 3e-4 and 4e-4 are the paper's and those of verl's example script; ScaleRL (arXiv
+    2510.13786) needed 4e-3 to 5e-3. `anchor` as in `Clipped`.
+
+    Measured, as shares of tokens: `clip_hits_high` (A > 0, s above), `clip_hits_low` (A < 0, s below), `clip_hits`
+    (both); `weight` (mean factor). Sums: `k3` (against the sampler, token by token). Raises ValueError for bounds out
+    of range.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    anchor: Literal["sampler", "proximal"] = "sampler"
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip_low, self.clip_high)
+
+    @property
+    def needs_scoring(self) -> bool:
+        return True
+
+    def prepare(self, step: ScoredStep) -> Prepared:
+        """Sequence ratios and clips as factors on the advantages. Raises FloatingPointError on a log-ratio that is not
+        finite."""
+        anchor = step.proximal_logprobs if self.anchor == "proximal" else step.sampler_logprobs
+        ratios = step.row_mean(step.log_ratios(step.logprobs, anchor)).exp()[step.row]
+        high = (ratios > 1.0 + self.clip_high) & (step.advantages > 0)
+        low = (ratios < 1.0 - self.clip_low) & (step.advantages < 0)
+        factors = torch.where(high | low, 0.0, ratios)
+        return Prepared(
+            advantages=scaled_advantages(step, factors),
+            measured={
+                "clip_hits": sampled_mean(step, high | low),
+                "clip_hits_high": sampled_mean(step, high),
+                "clip_hits_low": sampled_mean(step, low),
+                "weight": sampled_mean(step, factors),
+            },
+        )
+
+    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and sums of one micro-batch; see `Objective`.
+
+        Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
+        """
+        return score_function_loss(logprobs, batch, context), {"k3": sampler_k3(logprobs, batch)}

@@ -1,0 +1,221 @@
+"""The declared matrix: models, experiments, conditions, arms, seeds → cells. A cell is one `evenkeel train` command.
+
+    model        one warmed-up model: a recipe, overrides, steps of `evenkeel sft`
+    experiment   one question: a model, overrides, conditions × arms × seeds, what to show, which claims to judge
+    cell         experiment + condition + arm + seed = recipe + overrides = one run directory
+
+Overrides add up from the model to the arm; a later one wins. Reading a matrix starts nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from pipeline.errors import RecipeError
+from pipeline.recipe import Recipe, load_recipe
+from pipeline.recipe_section import Section
+
+Overrides = dict[str, Any]
+"""Recipe keys such as `rollout.temperature`, or whole sections such as `objective`."""
+
+
+class Model(Section):
+    """A model made by `evenkeel model new` (the base, common to all) and `evenkeel sft`."""
+
+    recipe: Path
+    steps: PositiveInt
+    batch_size: PositiveInt = 32
+    set: Overrides = Field(default_factory=dict)
+
+
+class Variant(Section):
+    """A condition or an arm: what the page calls it, and its overrides."""
+
+    title: str
+    set: Overrides = Field(default_factory=dict)
+
+
+class Decays(Section):
+    """The arm ends clearly below its best evaluation (`shown`), or it keeps it (`refuted`)."""
+
+    kind: Literal["decays"]
+    arm: str
+
+
+class Better(Section):
+    """Held-out pass@k of `arm` at the end lies above that of `than`."""
+
+    kind: Literal["better"]
+    arm: str
+    than: str
+    pass_at: PositiveInt = 1
+
+
+class Faster(Section):
+    """`arm` gets to the experiment's target with less than `than` needs, in updates' samples or in seconds."""
+
+    kind: Literal["faster"]
+    arm: str
+    than: str
+    cost: Literal["samples", "seconds"]
+
+
+class Forecast(Section):
+    """The curve fitted to the first `share` of the run of `arm` foretells its end."""
+
+    kind: Literal["forecast"]
+    arm: str
+    share: PositiveFloat
+
+
+class Claim(Section):
+    """A sentence of a paper, or of our own, and the rule that judges it in each condition."""
+
+    text: str
+    source: str
+    judge: Annotated[Decays | Better | Faster | Forecast, Field(discriminator="kind")]
+    conditions: tuple[str, ...] | None = Field(None, description="Where it is judged; default: in all.")
+    when_shown: str = Field("", description="What follows for a recipe when every condition shows it.")
+    otherwise: str = Field("", description="What follows for a recipe otherwise.")
+
+
+class Experiment(Section):
+    """One question and all that is needed to answer it."""
+
+    title: str
+    text: str
+    model: str
+    set: Overrides = Field(default_factory=dict)
+    conditions: dict[str, Variant]
+    arms: dict[str, Variant]
+    seeds: tuple[int, ...]
+    target: float | None = Field(None, gt=0.0, lt=1.0, description="Held-out pass@1 whose price is compared.")
+    alone: bool = Field(False, description="Its cells run one at a time, because their seconds are compared.")
+    series: tuple[str, ...] = Field(description="Metrics of each step that are kept, and drawn.")
+    claims: tuple[Claim, ...] = ()
+    quick: dict[str, Any] = Field(default_factory=dict, description="Fields that `--quick` replaces; `set` is added.")
+
+    @model_validator(mode="after")
+    def _claims_name_what_exists(self) -> Self:
+        for claim in self.claims:
+            named = {claim.judge.arm} | ({claim.judge.than} if isinstance(claim.judge, Better | Faster) else set())
+            if unknown := sorted(named - self.arms.keys()):
+                raise ValueError(f"claim {claim.text!r} names arm {unknown[0]}; there are {', '.join(self.arms)}")
+            if unknown := sorted(set(claim.conditions or ()) - self.conditions.keys()):
+                raise ValueError(
+                    f"claim {claim.text!r} names condition {unknown[0]}; there are {', '.join(self.conditions)}"
+                )
+            if isinstance(claim.judge, Faster) and self.target is None:
+                raise ValueError(f"claim {claim.text!r} needs the experiment's target; set it")
+        return self
+
+    def quickened(self) -> Self:
+        """The same question, asked of less."""
+        fields: dict[str, Any] = dict(self.quick)
+        kept = {key: fields.pop(key, list(getattr(self, key))) for key in ("conditions", "arms")}
+        for key, names in kept.items():
+            fields[key] = {name: getattr(self, key)[name] for name in names}
+        fields["set"] = {**self.set, **fields.get("set", {})}
+        fields["claims"] = tuple(claim for claim in self.claims if _is_askable(claim, kept["arms"]))
+        return type(self).model_validate({**dict(self), **fields})
+
+
+def _is_askable(claim: Claim, arms: list[str]) -> bool:
+    return claim.judge.arm in arms and getattr(claim.judge, "than", claim.judge.arm) in arms
+
+
+class Matrix(Section):
+    """The whole declaration, as `matrix.yaml` holds it."""
+
+    models: dict[str, Model]
+    experiments: dict[str, Experiment]
+
+    @model_validator(mode="after")
+    def _models_exist(self) -> Self:
+        for name, experiment in self.experiments.items():
+            if experiment.model not in self.models:
+                raise ValueError(f"experiment {name} uses model {experiment.model}; there are {', '.join(self.models)}")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run: `name` is its directory below `root`."""
+
+    experiment: str
+    condition: str
+    arm: str
+    seed: int
+    recipe: Path
+    overrides: tuple[str, ...]
+    """`key=value`, as `--set` takes them; run.name, run.root, run.seed and model.path are among them."""
+    root: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.experiment}-{self.condition}-{self.arm}-s{self.seed}"
+
+    @property
+    def directory(self) -> Path:
+        return self.root / self.name
+
+    def resolved(self) -> Recipe:
+        """The recipe that the command trains. Raises RecipeError."""
+        return load_recipe(self.recipe, self.overrides)
+
+
+def read_matrix(path: Path, *, quick: bool = False) -> Matrix:
+    """Read and check a matrix. Raises RecipeError naming every offending key."""
+    try:
+        matrix = Matrix.model_validate(yaml.safe_load(path.read_text()))
+        if not quick:
+            return matrix
+        return matrix.model_copy(
+            update=dict(experiments={name: e.quickened() for name, e in matrix.experiments.items()})
+        )
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise RecipeError(f"{path}: {problems}") from None
+
+
+def cells_of(matrix: Matrix, name: str, root: Path) -> Iterator[Cell]:
+    """Every cell of one experiment, seed by seed, so that an interrupted matrix has whole comparisons."""
+    experiment = matrix.experiments[name]
+    model = matrix.models[experiment.model]
+    for seed in experiment.seeds:
+        for condition, where in experiment.conditions.items():
+            for arm, what in experiment.arms.items():
+                identity = f"{name}-{condition}-{arm}-s{seed}"
+                run = {
+                    "run.name": identity,
+                    "run.root": str(root),
+                    "run.seed": seed,
+                    "model.path": str(model_folder(root, experiment.model)),
+                }
+                merged = {**model.set, **experiment.set, **where.set, **what.set, **run}
+                yield Cell(
+                    experiment=name,
+                    condition=condition,
+                    arm=arm,
+                    seed=seed,
+                    recipe=model.recipe,
+                    overrides=as_overrides(merged),
+                    root=root,
+                )
+
+
+def model_folder(root: Path, name: str) -> Path:
+    """Where the warmed-up model lies."""
+    return root / "models" / name
+
+
+def as_overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """`key=value` of each; JSON is YAML that `--set` reads."""
+    return tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
