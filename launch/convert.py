@@ -23,7 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from launch.processes import child_environment, run_ranks, torchrun
 from megatron_bridge.hf_folder import check_weights, tensor_headers
 from megatron_bridge.layout import Layout, check_layout
-from megatron_bridge.shape import ModelShape, read_hf_config
+from megatron_bridge.shape import ModelShape, read_config, read_hf_config
 from pipeline.checkpoints import COMMIT, commit, verify
 from pipeline.errors import CorruptCheckpointError, LayoutError, ModelError, NonFiniteError
 from pipeline.layout_names import layout_name
@@ -243,18 +243,6 @@ def description_of(checkpoint: Path) -> Path:
             "`evenkeel convert hf-to-megatron` wrote"
         )
     return run.recipe().model.path
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder that need not hold safetensors. Raises ModelError."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); fetch the model again") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} holds {type(config).__name__}, expected an object")
-    return config
 
 
 def check_committed(checkpoint: Path) -> None:

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.convert import bars, checked_source, read_config, require_same_names, run_job
+from launch.convert import bars, checked_source, require_same_names, run_job
 from launch.processes import die_with_parent, run_child
 from megatron_bridge.hf_folder import tensor_headers
+from megatron_bridge.shape import read_config
 from pipeline.errors import ModelError
 from pipeline.rundir import RunDirectory
 from pipeline.tokenizer import Tokenizer

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.convert import fp8_map, read_config, run_job
+from launch.convert import fp8_map, run_job
 from launch.processes import die_with_parent, run_child
 from megatron_bridge.hf_folder import tensor_headers
-from megatron_bridge.shape import ModelShape
+from megatron_bridge.shape import ModelShape, read_config
 from pipeline.errors import ModelError
 from pipeline.recipe import LearnerSection
 from pipeline.rundir import RunDirectory

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.convert import description_of, read_config
+from launch.convert import description_of
 from megatron_bridge.hf_folder import tensor_headers, weight_files
+from megatron_bridge.shape import read_config
 from pipeline.checkpoints import COMMIT
 from pipeline.errors import CorruptCheckpointError, EvenKeelError, ModelError
 

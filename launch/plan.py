@@ -7,7 +7,6 @@ Nothing here loads torch, Megatron or SGLang, and no weights are read: config.js
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from launch.plan_costs import (
 from launch.plan_layouts import Search, Verdict, shortage
 from megatron_bridge.footprint import GIB, Allowance, Footprint, MicroBatches, Workload, footprints, layer_sizes
 from megatron_bridge.layout import check_layout
-from megatron_bridge.shape import ModelShape
+from megatron_bridge.shape import ModelShape, read_config
 from pipeline.errors import ModelError, RecipeError
 from pipeline.layout_names import layout_name
 from pipeline.recipe import LearnerSection, Recipe
@@ -52,19 +51,14 @@ class Machine:
             raise RecipeError(f"--gpus {self.gpus} --gpu-gib {self.gpu_gib}: both must be above 0; say what there is")
 
 
-def read_config(recipe_path: Path, model_path: Path) -> dict[str, Any]:
-    """config.json of the model: `model_path` as training would find it, or else beside the recipe. ModelError."""
-    places = [model_path] if model_path.is_absolute() else [model_path, recipe_path.parent / model_path]
-    for place in places:
-        path = place / "config.json"
-        if path.is_file():
-            try:
-                config = json.loads(path.read_text())
-            except ValueError as error:
-                raise ModelError(f"{path} is not JSON ({error}); fetch the model again") from error
-            if isinstance(config, dict):
-                return config
-            raise ModelError(f"{path} holds {type(config).__name__}, expected an object; fetch the model again")
+def config_for(recipe_path: Path, model_path: Path) -> dict[str, Any]:
+    """config.json of the model: `model_path` as training would find it, or else the sizes that lie beside the recipe,
+    for a model that has yet to be made or fetched. Raises ModelError."""
+    beside = recipe_path.parent
+    places = [model_path, beside / model_path, beside / "models" / model_path.name]
+    for place in places[:1] if model_path.is_absolute() else places:
+        if (place / "config.json").is_file():
+            return read_config(place)
     tried = " or ".join(str(place / "config.json") for place in places)
     raise ModelError(f"no config.json at {tried}; give a model folder: --set model.path=… (no weights are needed)")
 
@@ -75,7 +69,7 @@ class Planner:
     def __init__(self, recipe_path: Path, recipe: Recipe, machine: Machine, assumed: Assumptions) -> None:
         """Raises ModelError, LayoutError (the recipe's own layout does not divide the model) or RecipeError."""
         self.recipe, self.machine, self.assumed = recipe, machine, assumed
-        self.hf_config = read_config(recipe_path, recipe.model.path)
+        self.hf_config = config_for(recipe_path, recipe.model.path)
         check_layout(self.hf_config, recipe.learner)
         self.shape = ModelShape.from_hf(self.hf_config)
         self.engine_model = engine_model(self.shape)

@@ -127,20 +127,28 @@ def _swiglu(prefix: str, hidden_size: int, ffn_size: int) -> dict[str, tuple[int
     }
 
 
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder. Raises ModelError when the folder is not a usable HF model folder."""
-    if not folder.is_dir():
-        raise ModelError(f"model.path {folder} is not a folder; give the path of a downloaded HF model")
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder, with or without weights. Raises ModelError."""
     try:
         config = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
+    except OSError:
         raise ModelError(
             f"{folder} has no config.json; give the folder that holds config.json and safetensors"
         ) from None
     except ValueError as error:
         raise ModelError(f"{folder / 'config.json'} is not JSON ({error}); fetch the model again") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{folder / 'config.json'} holds {type(config).__name__}, expected an object")
+        raise ModelError(
+            f"{folder / 'config.json'} holds {type(config).__name__}, expected an object; fetch the model again"
+        )
+    return config
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder. Raises ModelError when the folder is not a usable HF model folder."""
+    if not folder.is_dir():
+        raise ModelError(f"model.path {folder} is not a folder; give the path of a downloaded HF model")
+    config = read_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no *.safetensors; convert the weights to safetensors")
     return config

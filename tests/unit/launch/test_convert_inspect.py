@@ -88,7 +88,7 @@ def break_the_config(folder: Path) -> None:
         (lose_the_file, "lacks model-00001.safetensors"),
         (lose_a_scale, "layers.0.mlp.up_proj.weight has no scale"),
         (change_the_manifest, "model.norm.weight is not as manifest.json says"),
-        (break_the_config, "config.json cannot be read"),
+        (break_the_config, "config.json is not JSON"),
     ],
 )
 def test_damage_is_one_line(blocks: Path, damage: Callable[[Path], None], message: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launch.plan import Machine, Planner, engine_model, make_plan, read_config
+from launch.plan import Machine, Planner, config_for, engine_model, make_plan
 from launch.plan_costs import Assumptions, active_parameters, bubble_share, forward_flops, learner_time
 from launch.plan_view import render
 from megatron_bridge.layout import Layout
@@ -62,6 +62,13 @@ def test_static_memory_of_other_layouts(sizes: tuple[int, int, int], static: flo
     found = plan(DENSE, 64, *overrides, *shorter)
     assert found["static_gib_per_rank"] == pytest.approx(static, rel=0.01)
     assert found["memory"]["activations_gib"] == pytest.approx(activations, rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_has_a_plan_that_fits(recipe: Path) -> None:
+    """On 64 GPUs; those for a CPU also say what they would be on one engine and one learner process of it."""
+    found = plan(recipe, 64)
+    assert found["fits"], found["reasons"]
 
 
 def test_a_recipe_that_needs_more_gpus_says_so() -> None:
@@ -222,15 +229,15 @@ def test_schedules_are_compared(dense: dict[str, Any]) -> None:
 
 def test_models_are_found_here_or_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read_config(DENSE, Path("models/qwen3-32b"))["hidden_size"] == 5120
+    assert config_for(DENSE, Path("models/qwen3-32b"))["hidden_size"] == 5120
     (tmp_path / "models" / "qwen3-32b").mkdir(parents=True)
     (tmp_path / "models" / "qwen3-32b" / "config.json").write_text('{"hidden_size": 7}')
-    assert read_config(DENSE, Path("models/qwen3-32b"))["hidden_size"] == 7
+    assert config_for(DENSE, Path("models/qwen3-32b"))["hidden_size"] == 7
     with pytest.raises(ModelError, match=r"no config\.json at nowhere/config\.json or .*nowhere"):
-        read_config(DENSE, Path("nowhere"))
+        config_for(DENSE, Path("nowhere"))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="holds list"):
-        read_config(DENSE, tmp_path)
+        config_for(DENSE, tmp_path)
 
 
 @pytest.mark.parametrize("chosen", [dict(mfu=0.0), dict(disk_gb_s=-1.0), dict(mean_response_tokens=float("nan"))])
