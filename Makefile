@@ -8,7 +8,7 @@ DEMO   := pipeline/recipes/demo.yaml
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test check bench evidence clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ bench: install  ## The loop beside TRL, the learner beside Megatron-Core, publis
 	@for what in "loop --json" "learner step" "learner memory" "publish --json"; do \
 	    echo "tests.bench.$$what"; PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.$$what || exit 1; \
 	done
+
+evidence: install  ## Measure tests/evidence/matrix.yaml into docs/evidence.md; resumable. QUICK=1: 20 minutes, into runs/.
+	@$(BIN)/python -m tests.evidence $(if $(QUICK),--quick)
 
 clean:  ## Remove .venv and caches; runs are kept.
 	rm -rf $(VENV) .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from launch.convert_cli import convert_app
+from launch.scaling_cli import scaling_app
 from pipeline.errors import EvenKeelError, RecipeError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ verify_app = typer.Typer(help="Prove that engine, learner and ledger hold what t
 app.add_typer(convert_app, name="convert")
 app.add_typer(model_app, name="model")
 app.add_typer(runs_app, name="runs")
+app.add_typer(scaling_app, name="scaling")
 app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(verify_app, name="verify")
 

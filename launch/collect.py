@@ -7,7 +7,14 @@ import os
 import sys
 from pathlib import Path
 
-from launch.compose import build_contract, build_prompts, build_sampling, build_tokenizer
+from launch.compose import (
+    build_contract,
+    build_interruption,
+    build_prompts,
+    build_retirement,
+    build_sampling,
+    build_tokenizer,
+)
 from launch.processes import die_with_parent, run_child
 from pipeline.collector import Collector, CollectorSettings
 from pipeline.journal import Journal
@@ -15,6 +22,7 @@ from pipeline.recipe import Recipe
 from pipeline.rewards import Verifiers
 from pipeline.rundir import RunDirectory
 from pipeline.store import BatchStore
+from pipeline.tokenizer import Tokenizer
 from rollout_sglang.fleet import Fleet, FleetSettings
 from rollout_sglang.stock_server import API_KEY_VARIABLE
 
@@ -37,7 +45,7 @@ def fleet_settings(run: RunDirectory, recipe: Recipe) -> FleetSettings:
     )
 
 
-def settings(recipe: Recipe) -> CollectorSettings:
+def settings(recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
     """The numbers of the recipe that the collector reads."""
     rollout, evaluation = recipe.rollout, recipe.evaluation
     return CollectorSettings(
@@ -52,6 +60,9 @@ def settings(recipe: Recipe) -> CollectorSettings:
         evaluation_sampling=build_sampling(recipe, evaluation.temperature),
         wait_deadline_s=recipe.run.wait_deadline_s,
         recipe_sha256=recipe.sha256(),
+        interruption=build_interruption(recipe, tokenizer),
+        max_refills=recipe.prompts.max_refills if recipe.prompts.refill else 0,
+        retirement=build_retirement(recipe),
     )
 
 
@@ -75,7 +86,7 @@ async def collect(run: RunDirectory) -> None:
                 verifiers=verifiers,
                 contract=build_contract(recipe, tokenizer),
                 journal=Journal(run.path),
-                settings=settings(recipe),
+                settings=settings(recipe, tokenizer),
             ).collect()
     finally:
         await fleet.close()

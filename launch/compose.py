@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_bridge.shape import ModelShape, read_hf_config
+from pipeline.errors import ModelError, RecipeError
+from pipeline.interruption import Interruption
 from pipeline.ports import Sampling
+from pipeline.prompt_ledger import Retirement
 from pipeline.recipe import Recipe
 from pipeline.records import LogprobContract, Prompt
 from pipeline.tasks import Problem, Task, build_task
@@ -26,8 +29,16 @@ class TaskPrompts:
     tokenizer: Tokenizer
     order: PromptOrder
 
+    @property
+    def num_problems(self) -> int:
+        return self.task.num_prompts
+
+    def problem(self, group: int) -> int:
+        return self.order.problem(group)
+
     def prompt(self, group: int) -> Prompt:
-        return self._tokenised(group, self.task.problem(self.order.problem(group)))
+        problem = self.problem(group)
+        return replace(self._tokenised(group, self.task.problem(problem)), problem=problem)
 
     def held_out(self, count: int) -> Sequence[Prompt]:
         """Their groups are negative: they are part of no batch."""
@@ -45,12 +56,49 @@ def build_tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:
-    """The run's prompts; a task whose characters the tokenizer lacks fails here, before anything is started."""
+    """The run's prompts. What the tokenizer cannot say of the task or of an interruption, and an interruption that does
+    not fit, fails here, before anything is started."""
     task = build_task(recipe.task, recipe.run.seed)
     prompts = TaskPrompts(task, tokenizer, PromptOrder(task.num_prompts, recipe.run.seed))
     prompts.prompt(0)
     prompts.held_out(1)
+    build_interruption(recipe, tokenizer)
     return prompts
+
+
+def build_interruption(recipe: Recipe, tokenizer: Tokenizer) -> Interruption | None:
+    """How responses are cut short, if they are. Raises RecipeError."""
+    section, longest = recipe.rollout.interruption, recipe.rollout.max_new_tokens
+    if section is None:
+        return None
+    try:
+        phrase = tuple(tokenizer.encode(section.phrase))
+    except ModelError as error:
+        raise RecipeError(f"rollout.interruption.phrase: {error}") from error
+    needed = section.to_tokens + len(phrase) + section.answer_tokens
+    if needed > longest:
+        raise RecipeError(
+            f"rollout.interruption: to_tokens {section.to_tokens} + {len(phrase)} tokens of the phrase + answer_tokens "
+            f"{section.answer_tokens} = {needed}, at most rollout.max_new_tokens {longest} fit; raise the latter"
+        )
+    return Interruption(
+        from_tokens=section.from_tokens,
+        to_tokens=section.to_tokens,
+        phrase=phrase,
+        answer_tokens=section.answer_tokens,
+        seed=recipe.run.seed,
+    )
+
+
+def build_retirement(recipe: Recipe) -> Retirement | None:
+    """When problems leave the run for good, if they do."""
+    prompts = recipe.prompts
+    if prompts.retire_at_pass_rate is None:
+        return None
+    return Retirement(
+        at_pass_rate=prompts.retire_at_pass_rate,
+        after_samples=prompts.retire_after_samples or recipe.rollout.group_size,
+    )
 
 
 def build_contract(recipe: Recipe, tokenizer: Tokenizer) -> LogprobContract:

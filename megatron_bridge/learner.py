@@ -178,7 +178,7 @@ class MegatronLearner:
         self.step += 1
         measured = {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share, **prepared.measured}
         return Update(
-            metrics=self._metrics(gathered, num_tokens, seen) | ratios.statistics() | measured,
+            metrics=ratios.statistics() | self._metrics(gathered, num_tokens, seen) | measured,
             histogram=ratios.histogram.tolist(),
             logprobs=_known_logprobs(gathered, batch, trained, scored),
         )

@@ -63,4 +63,5 @@ def _factors(aggregation: str, batch: Batch, max_new_tokens: int) -> NDArray[np.
     _, part = np.unique(parts, return_inverse=True)
     part_lengths = np.bincount(part, lengths)
     # A response without any sampled token is no part of the mean: the factors must sum to N.
-    return np.asarray(num_tokens / (np.count_nonzero(part_lengths) * np.maximum(part_lengths, 1.0))[part])
+    num_parts = max(1, np.count_nonzero(part_lengths))
+    return np.asarray(num_tokens / (num_parts * np.maximum(part_lengths, 1.0))[part])

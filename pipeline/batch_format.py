@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -52,9 +52,20 @@ def attributes_of(batch: Batch) -> dict[str, Any]:
         "contract": asdict(batch.contract),
         "dropped": [asdict(dropped) for dropped in batch.dropped],
         "next_group": batch.next_group,
-        "open_groups": list(batch.open_groups),
+        "open_groups": _ranges(batch.open_groups),
         "reward_part_names": sorted(batch.reward_parts),
     }
+
+
+def _ranges(numbers: Sequence[int]) -> list[list[int]]:
+    """Ascending numbers as [start, stop) pairs: a long stage has tens of thousands of groups under way."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([number, number + 1])
+    return ranges
 
 
 def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
@@ -66,7 +77,7 @@ def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
 
 
 def array_names(attributes: Mapping[str, Any]) -> list[str]:
-    """Which arrays a stored batch with these attributes must have. Raises ValueError for a schema that cannot be read."""
+    """Which arrays a batch stored with these attributes must have. Raises ValueError for an unreadable schema."""
     version = attributes.get("schema_version")
     if version not in (1, SCHEMA_VERSION):
         raise ValueError(
@@ -92,7 +103,7 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
         contract=LogprobContract(**attributes["contract"]),
         dropped=tuple(DroppedGroup(**dropped) for dropped in attributes["dropped"]),
         next_group=attributes["next_group"],
-        open_groups=tuple(attributes.get("open_groups", ())),
+        open_groups=tuple(group for start, stop in attributes.get("open_groups", ()) for group in range(start, stop)),
         recipe_sha256=attributes["recipe_sha256"],
         reward_parts=dict(zip(names, parts, strict=True)),
         **fields,

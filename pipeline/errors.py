@@ -10,6 +10,7 @@ EvenKeelError
 │   │   ├── CorruptBatchError
 │   │   ├── CorruptCheckpointError
 │   │   └── ContractMismatchError   the batch was sampled under another logprob contract
+│   ├── PromptsExhaustedError  every problem of the task has retired: nothing is left to ask
 │   ├── NonFiniteError         a NaN or infinity was about to reach the optimizer
 │   ├── PortInUseError
 │   └── EngineStartError       an engine never came up (carries the end of its log)
@@ -65,6 +66,10 @@ class CorruptCheckpointError(StoreError):
 
 class ContractMismatchError(StoreError):
     """The batch was sampled under a logprob contract that is not the learner's."""
+
+
+class PromptsExhaustedError(FatalError):
+    """Every problem of the task has retired (prompts.retire_at_pass_rate): nothing is left to ask."""
 
 
 class NonFiniteError(FatalError, FloatingPointError):

@@ -78,7 +78,7 @@ class PromptLedger:
 
 
 def attempts(batch: Batch, solved_reward: float) -> dict[int, Attempts]:
-    """Problem → its samples in one batch, those of dropped groups included; samples of no known problem are left out."""
+    """Problem → its samples in one batch, those of dropped groups included; what asked no known problem is left out."""
     problems, members = np.unique(batch.problem, return_inverse=True)
     samples = np.bincount(members, minlength=len(problems)).tolist()
     solved = np.bincount(members, batch.reward >= solved_reward, minlength=len(problems)).astype(int).tolist()

@@ -26,6 +26,7 @@ from pipeline.recipe_objectives import (
     NoCorrection,
     ObjectiveSection,
     P3OSection,
+    PassAtKAdvantage,
     PlainAdvantage,
     check_wiring,
 )
@@ -272,10 +273,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Self:
-        if self.rollout.group_size < 2:
+        least = self.advantage.k + 1 if isinstance(self.advantage, PassAtKAdvantage) else 2
+        if self.rollout.group_size < least:
             raise ValueError(
                 f"rollout.group_size is {self.rollout.group_size}, but advantage {self.advantage.name} compares "
-                "samples of one prompt; use at least 2"
+                f"samples of one prompt; use at least {least}"
             )
         return self
 

@@ -3,8 +3,8 @@
     load_recipe(path, overrides)     file ◀─over─ the file it `extends` …, then `--set section.key=value`
 
 A file may name another one in `extends:`, relative to itself, and then holds only what differs. A section that picks
-by `name` or `kind` (objective, advantage, schedule …) and picks another than the base is taken whole: settings of
-GRPO's clip say nothing to P3O.
+by `name` or `kind` (objective, advantage, schedule …) and picks another than the base is taken whole, in a file and by
+`--set` alike: settings of GRPO's clip say nothing to P3O.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHOICES = {name: field.discriminator for name, field in Recipe.model_fields.ite
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file and apply `section.key=value` overrides (values are YAML). Raises RecipeError."""
     data = _read(path, ())
-    for override in overrides:
+    for override in sorted(overrides, key=lambda text: not _is_choice(text.partition("=")[0])):
         _apply_override(data, override)
     return recipe_from(data, source=str(path))
 
@@ -77,11 +77,10 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """`changes` over `base`, key by key; a section that picks another kind of thing replaces the base's whole."""
     merged = dict(base)
     for key, value in changes.items():
-        below = merged.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict)
-        choice = _CHOICES.get(key)
-        if both and (choice is None or value.get(choice, below.get(choice)) == below.get(choice)):
-            value = _merged(below, value)
+        below, choice = merged.get(key), _CHOICES.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            same = choice is None or value.get(choice, below.get(choice)) == below.get(choice)
+            value = _merged(below, value) if same else value
         merged[key] = value
     return merged
 
@@ -103,9 +102,17 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise RecipeError(f"--set {override!r}: {section} is a value, not a section")
     try:
-        node[leaf] = yaml.safe_load(value)
+        parsed = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise RecipeError(f"--set {override!r}: the value is not YAML") from error
+    if _is_choice(key) and node.get(leaf) != parsed:
+        node.clear()
+    node[leaf] = parsed
+
+
+def _is_choice(key: str) -> bool:
+    section, _, leaf = key.partition(".")
+    return _CHOICES.get(section) == leaf
 
 
 def _explain(detail: Any) -> str:

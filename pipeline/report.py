@@ -16,6 +16,7 @@ import jinja2
 from pipeline import figures
 from pipeline.bottleneck import phase_shares
 from pipeline.history import History
+from pipeline.objective_figures import advantage_figures, advantage_text, objective_figures
 from pipeline.recipe_objectives import P3OSection
 from pipeline.rundir import write_atomically
 from pipeline.summary import summarise
@@ -70,6 +71,12 @@ def sections(history: History) -> list[dict[str, Any]]:
             [*mismatch, ("Log-ratio of a token", figures.log_ratio_histogram(history))],
         ),
         (
+            "Objective and correction",
+            "Shares are of all sampled tokens, whatever the mean of the loss counts alike.",
+            objective_figures(history),
+        ),
+        ("Advantage", advantage_text(history), advantage_figures(history)),
+        (
             "Where the time goes",
             "Numbers in the bars are steps, batches and versions.",
             [
@@ -97,7 +104,9 @@ def _held_out(history: History) -> str | None:
 
 
 def _ess(history: History) -> str | None:
-    return figures.ess(history, shows_kl_weight=isinstance(history.recipe.objective, P3OSection))
+    objective = history.recipe.objective
+    weighs_kl = isinstance(objective, P3OSection) and (objective.ess_scope, objective.ess_unit) == ("step", "token")
+    return figures.ess(history, shows_kl_weight=weighs_kl)
 
 
 def _learning(history: History) -> list[tuple[str, str | None]]:

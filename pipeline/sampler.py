@@ -1,8 +1,8 @@
 """The samples of one prompt, whatever the engines do meanwhile.
 
-    slots ──turn──▶ engines ──answers──▶ is every token of an allowed version? ──no──▶ heal, ask for what is missing
-                       ▲                                                                             │
-                       └─────────────────────────────────────────────────────────────────────────────┘
+slots ──turn──▶ engines ──answers──▶ is every token of an allowed version? ──no──▶ heal, ask for what is missing
+                   ▲                                                                             │
+                   └─────────────────────────────────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ class Sampler:
             return error
         return interruption.join(thought, answer)
 
-    async def _recover(
-        self, prompt: Prompt, answers: Sequence[Completion | RetryableError], give_up: float
-    ) -> None:
+    async def _recover(self, prompt: Prompt, answers: Sequence[Completion | RetryableError], give_up: float) -> None:
         """Write down what went wrong, see to the engines, and pause. Raises DeadlineExceededError past `give_up`."""
         refused = EngineVersionError("samples were aborted or of a stale version")
         error = next((answer for answer in answers if isinstance(answer, RetryableError)), refused)

@@ -3,11 +3,14 @@
     R_C = R_0 + (A - R_0) / (1 + (C_mid / C)^B)
 
 Here A is `asymptote`, B `exponent`, C_mid `midpoint`, R_0 `start`, and 1 / (1 + (C_mid / C)^B) is the `progress`.
-R_0 is measured, never fitted. C may be counted in anything that adds up: samples, tokens, accelerator-hours.
+R_0 is measured, not fitted: exactly, as in the paper, or by points that have noise too
+(`Points.start_weight`). C may be counted in anything that adds up: samples, tokens, accelerator-hours.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +26,12 @@ ASYMPTOTE_STEP = 0.005
 NUM_MIDPOINTS = 100
 """Linearly spaced values of C_mid in the grid (A.5)."""
 
-NUM_PARAMETERS = 3
-"""A, B and C_mid."""
+MIN_POINTS = 4
+"""One more than A, B and C_mid."""
 
-_EXPONENTS = np.geomspace(0.02, 50.0, 192)
+MAX_ASYMPTOTES = 2_000
+
+_EXPONENTS = np.geomspace(0.02, 50.0, 128)
 """Where B is looked for before SciPy refines it: A.5's rows lie between 1.09 and 2.44."""
 
 _CELLS_REFINED = 64
@@ -38,25 +43,29 @@ _CELLS_AT_ONCE = 4_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """What was measured: `score` [n] at `compute` [n] > 0, sorted by compute; `start` is R_0."""
+    """What was measured: `score` [n] at `compute` [n] > 0, sorted by compute, and R_0."""
 
     compute: Floats
     score: Floats
     start: float
+    """R_0 as measured."""
+    start_weight: float
+    """Points that `start` is worth. Infinite: R_0 is exactly `start`, ScaleRL's way. 1: it is one measurement with the
+    noise of the others, and the curve may start beside it at the price of that residual."""
 
     @staticmethod
-    def of(compute: ArrayLike, score: ArrayLike, start: float) -> Points:
+    def of(compute: ArrayLike, score: ArrayLike, start: float, start_weight: float = math.inf) -> Points:
         """Sort and check. Raises StoreError for fewer than four points or a compute that is not positive."""
         c, r = np.asarray(compute, np.float64), np.asarray(score, np.float64)
-        if len(c) <= NUM_PARAMETERS:
+        if len(c) < MIN_POINTS:
             raise StoreError(
-                f"{len(c)} points are left to fit, expected at least {NUM_PARAMETERS + 1} beside the one that gives "
-                "R_0; evaluate more often, or lower --skip"
+                f"{len(c)} points are left to fit, expected at least {MIN_POINTS} beside the one that gives R_0; "
+                "evaluate more often, or lower --skip"
             )
         if not (np.isfinite(c).all() and np.isfinite(r).all() and c.min() > 0.0):
             raise StoreError(f"compute must be positive and all values finite, got compute from {c.min():g}")
         order = np.lexsort((r, c))
-        return Points(compute=c[order], score=r[order], start=float(start))
+        return Points(compute=c[order], score=r[order], start=float(start), start_weight=start_weight)
 
     @property
     def end(self) -> float:
@@ -65,7 +74,7 @@ class Points:
 
     @property
     def rise(self) -> Floats:
-        """[n] score - R_0."""
+        """[n] score - `start`."""
         return self.score - self.start
 
 
@@ -95,10 +104,11 @@ class Grid:
         count = int(np.floor(a_max / ASYMPTOTE_STEP - first + 1e-6)) + 1
         low = points.end / 50.0 if c_mid_min is None else c_mid_min
         high = points.end * 2.0 if c_mid_max is None else c_mid_max
-        if not 1 <= count <= 10_000:
+        if not 1 <= count <= MAX_ASYMPTOTES:
             raise RecipeError(
-                f"A has no value between {first * ASYMPTOTE_STEP:g} and --a-max {a_max:g} in fewer than 10,000 steps "
-                f"of {ASYMPTOTE_STEP}; R_0 is {points.start:g}, so give --a-min and --a-max above it"
+                f"the grid of A from {first * ASYMPTOTE_STEP:g} to {a_max:g} has {max(count, 0)} steps of "
+                f"{ASYMPTOTE_STEP}, expected 1 to {MAX_ASYMPTOTES}; R_0 is {points.start:g}, give --a-min and --a-max "
+                "above it"
             )
         if not 0.0 < low < high:
             raise RecipeError(f"C_mid cannot go from {low:g} to {high:g}; give 0 < --c-mid-min < --c-mid-max")
@@ -115,39 +125,71 @@ class Fit:
     exponent: float
     midpoint: float
     start: float
+    """R_0: as given when it is exact; otherwise where the curve starts, within the noise of what was measured."""
     ssr: float
-    num_points: int
-    num_fitted: int
-    """Parameters that were free: 2 when A was fixed."""
+    freedom: int
+    """Points less free parameters; an inexact R_0 adds one of each."""
 
     @property
     def residual_std(self) -> float:
         """Of one point, in units of the score."""
-        return float(np.sqrt(self.ssr / (self.num_points - self.num_fitted)))
+        return math.sqrt(self.ssr / self.freedom)
 
     def score_at(self, compute: ArrayLike) -> Floats:
-        """The curve, at compute of any shape."""
-        return self.start + (self.asymptote - self.start) * progress(compute, self.exponent, self.midpoint)
+        """The curve, at positive compute of any shape."""
+        f, rest = progress(compute, self.exponent, self.midpoint)
+        return self.asymptote * f + self.start * rest
 
 
-def progress(compute: ArrayLike, exponent: ArrayLike, midpoint: ArrayLike) -> Floats:
-    """1 / (1 + (C_mid / C)^B), the arguments broadcast together. Never exactly 0, so one may divide by it."""
-    steepness = np.asarray(exponent) * (np.log(midpoint) - np.log(compute))
-    return np.asarray(1.0 / (1.0 + np.exp(np.clip(steepness, -300.0, 300.0))), np.float64)
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """Sums over the points for each of k pairs (B, C_mid): with them the rest of the problem is linear.
 
-
-def moments(points: Points, exponents: Floats, midpoints: Floats) -> tuple[Floats, Floats]:
-    """(sum f·rise, sum f²) over the points for each cell of `exponents` [k], `midpoints` [k]; f is the progress.
-
-    They are all that A needs: the sum of squared residuals is sum rise² - 2 a·(sum f·rise) + a²·(sum f²), a = A - R_0.
+    With f the progress, g = 1 - f, a = A - start and d = R_0 - start, the residuals are rise - a·f - d·g. The best d is
+    `drift` (a·`drift_slope` + `drift_offset`), 0 when R_0 is exact, and then the sum of squares is the parabola
+    `constant` - 2·a·`crossed` + a^2·`squared`. Hence the best A: start + crossed / squared.
     """
-    crossed, squared = np.empty(len(exponents)), np.empty(len(exponents))
-    size = max(1, _CELLS_AT_ONCE // len(points.compute))
-    for begin in range(0, len(exponents), size):
-        part = slice(begin, begin + size)
-        f = progress(points.compute, exponents[part, None], midpoints[part, None])
-        crossed[part], squared[part] = f @ points.rise, (f * f).sum(axis=1)
-    return crossed, squared
+
+    constant: Floats
+    crossed: Floats
+    squared: Floats
+    drift_offset: Floats
+    drift_slope: Floats
+
+    @staticmethod
+    def of(points: Points, exponents: Floats, midpoints: Floats) -> Moments:
+        """For pairs `exponents` [k], `midpoints` [k]."""
+        sums = np.empty((5, len(exponents)))
+        size = max(1, _CELLS_AT_ONCE // len(points.compute))
+        for begin in range(0, len(exponents), size):
+            part = slice(begin, begin + size)
+            f, g = progress(points.compute, exponents[part, None], midpoints[part, None])
+            for row, sum_ in zip(sums, (f @ points.rise, g @ points.rise, *_squares(f, g)), strict=True):
+                row[part] = sum_
+        fr, gr, ff, fg, gg = sums
+        pull = 1.0 / (gg + points.start_weight)
+        return Moments(
+            constant=(points.rise**2).sum() - pull * gr**2,
+            crossed=fr - pull * gr * fg,
+            squared=np.maximum(ff - pull * fg**2, 1e-12 * ff),
+            drift_offset=pull * gr,
+            drift_slope=-pull * fg,
+        )
+
+    def ssr(self, height: float | Floats) -> Floats:
+        """[k] least sum of squares at A = start + height."""
+        return np.asarray(self.constant - 2.0 * height * self.crossed + height**2 * self.squared)
+
+    def drift(self, height: float | Floats) -> Floats:
+        """[k] the best R_0 - start at A = start + height."""
+        return np.asarray(self.drift_offset + height * self.drift_slope)
+
+
+def progress(compute: ArrayLike, exponent: ArrayLike, midpoint: ArrayLike) -> tuple[Floats, Floats]:
+    """f = 1 / (1 + (C_mid / C)^B) and 1 - f, the arguments broadcast together; neither is ever exactly 0."""
+    ratio = np.exp(np.clip(np.asarray(exponent) * (np.log(midpoint) - np.log(compute)), -300.0, 300.0))
+    f = 1.0 / (1.0 + ratio)
+    return f, ratio * f
 
 
 def fit_curve(points: Points, grid: Grid) -> Fit:
@@ -164,40 +206,42 @@ def fit_curve(points: Points, grid: Grid) -> Fit:
         exponent, ssr = _refine(points, asymptote, midpoint, float(exponents[a, m]))
         fits.append((ssr, asymptote, midpoint, exponent))
     ssr, asymptote, midpoint, exponent = min(fits)
+    at_best = Moments.of(points, np.array([exponent]), np.array([midpoint]))
     return Fit(
         asymptote=asymptote,
         exponent=exponent,
         midpoint=midpoint,
-        start=points.start,
+        start=points.start + float(at_best.drift(asymptote - points.start)[0]),
         ssr=ssr,
-        num_points=len(points.compute),
-        num_fitted=NUM_PARAMETERS - (len(grid.asymptotes) == 1),
+        freedom=len(points.compute) - (2 if len(grid.asymptotes) == 1 else 3),
     )
 
 
-def common_asymptote(all_points: list[Points], grid: Grid) -> float:
-    """The A of the grid that fits several curves best together, each with a B and C_mid of its own.
+def common_asymptote(curves: Sequence[tuple[Points, Grid]]) -> float:
+    """The A that fits several curves best together, each with a B and C_mid of its own; the grids share their A.
 
     Each curve counts by its squared residuals over the variance that its own best A leaves, so that a noisier or a
-    longer run does not decide alone. `grid.midpoints` are multiples of each curve's largest compute.
+    longer run does not decide alone.
     """
-    total = np.zeros(len(grid.asymptotes))
-    for points in all_points:
-        own = Grid(asymptotes=grid.asymptotes, midpoints=grid.midpoints * points.end)
-        ssr = np.maximum(_scan(points, own)[0].min(axis=1), 1e-12)
-        total += ssr / ssr.min() * (len(points.compute) - NUM_PARAMETERS)
-    return float(grid.asymptotes[int(np.argmin(total))])
+    total = np.zeros(len(curves[0][1].asymptotes))
+    for points, grid in curves:
+        ssr = np.maximum(_scan(points, grid)[0].min(axis=1), 1e-12)
+        total += ssr / ssr.min() * (len(points.compute) - MIN_POINTS + 1)
+    return float(curves[0][1].asymptotes[int(np.argmin(total))])
+
+
+def _squares(f: Floats, g: Floats) -> tuple[Floats, Floats, Floats]:
+    return (f * f).sum(axis=1), (f * g).sum(axis=1), (g * g).sum(axis=1)
 
 
 def _scan(points: Points, grid: Grid) -> tuple[Floats, Floats]:
     """([a, m] least sum of squares over B, to second order between the scanned B; [a, m] that scanned B)."""
     num_m, num_b = len(grid.midpoints), len(_EXPONENTS)
-    crossed, squared = moments(points, np.tile(_EXPONENTS, num_m), np.repeat(grid.midpoints, num_b))
-    rise = grid.asymptotes - points.start
-    least, exponents = np.empty((2, len(rise), num_m))
+    sums = Moments.of(points, np.tile(_EXPONENTS, num_m), np.repeat(grid.midpoints, num_b))
+    least, exponents = np.empty((2, len(grid.asymptotes), num_m))
     rows = np.arange(num_m)
-    for a, height in enumerate(rise):
-        ssr = ((points.rise**2).sum() - 2 * height * crossed + height**2 * squared).reshape(num_m, num_b)
+    for a, asymptote in enumerate(grid.asymptotes):
+        ssr = sums.ssr(float(asymptote) - points.start).reshape(num_m, num_b)
         at = ssr.argmin(axis=1).clip(1, num_b - 2)
         below, here, above = ssr[rows, at - 1], ssr[rows, at], ssr[rows, at + 1]
         curvature = np.maximum(below - 2 * here + above, 1e-300)
@@ -212,16 +256,15 @@ def _refine(points: Points, asymptote: float, midpoint: float, exponent: float) 
     """(B, sum of squares) at a fixed (A, C_mid): SciPy's Levenberg–Marquardt, which is what its curve_fit runs."""
     from scipy.optimize import least_squares
 
-    height, log_ratio = asymptote - points.start, np.log(points.compute / midpoint)
+    height, bounds = asymptote - points.start, np.log(_EXPONENTS[[0, -1]])
 
     def residuals(log_b: Floats) -> Floats:
-        return height * progress(points.compute, np.exp(log_b), midpoint) - points.rise
-
-    def slope(log_b: Floats) -> Floats:
-        f = progress(points.compute, np.exp(log_b), midpoint)
-        return np.asarray(height * np.exp(log_b) * log_ratio * f * (1.0 - f))[:, None]
+        f, g = progress(points.compute, np.exp(np.clip(log_b, *bounds)), midpoint)
+        if math.isinf(points.start_weight):
+            return height * f - points.rise
+        drift = (g @ points.rise - height * (f @ g)) / (g @ g + points.start_weight)
+        return np.append(height * f + drift * g - points.rise, math.sqrt(points.start_weight) * drift)
 
     # In log B, which cannot turn negative: a curve that falls is not a slow rise.
-    solved = least_squares(residuals, [np.log(exponent)], slope, method="lm", xtol=1e-12, ftol=1e-12, gtol=1e-12)
-    log_b = float(np.clip(solved.x[0], np.log(_EXPONENTS[0]), np.log(_EXPONENTS[-1])))
-    return float(np.exp(log_b)), float((residuals(np.array([log_b])) ** 2).sum())
+    solved = least_squares(residuals, [math.log(exponent)], method="lm", xtol=1e-12, ftol=1e-12, gtol=1e-12)
+    return float(np.exp(np.clip(solved.x[0], *bounds))), float(2.0 * solved.cost)

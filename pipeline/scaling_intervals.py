@@ -1,8 +1,9 @@
 """What the points leave open about a sigmoid: profile-likelihood intervals, forecasts, and whether A is known at all.
 
-Given B and C_mid the best A has a closed form, A = R_0 + sum f·(y - R_0) / sum f^2 with f the progress, and the sum of
-squares around it is a parabola. So every curve that fits well enough is found on a mesh over B and C_mid alone, each
-cell with the range of A that fits there; each interval is then the largest and smallest value over those cells.
+Given B and C_mid the best A has a closed form, A = R_0 + sum f·(y - R_0) / sum f^2 with f the progress (Moments: also
+for an R_0 with noise), and the sum of squares around it is a parabola. So every curve that fits well enough is found on
+a mesh over B and C_mid alone, each cell with the range of A that fits there; each interval is then the largest and
+smallest value over those cells.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.scaling import Fit, Floats, Grid, Points, moments, progress
+from pipeline.scaling import Fit, Floats, Grid, Moments, Points, progress
 
 CHI2_95 = 3.841458820694124
 """95 % quantile of chi-squared with one degree of freedom: the rise of the profile likelihood at an interval's end."""
@@ -36,11 +37,10 @@ Interval = tuple[float, float]
 class Region:
     """All curves whose squared residuals are within the threshold, a range of A for each cell (B, C_mid).
 
-    The noise is taken as independent, alike at all points, and as large as the fit's residuals say; R_0 as exact. With
-    fewer than about ten points the interval is too narrow, as chi-squared stands for an F distribution.
+    The noise is taken as independent, alike at all points, and as large as the fit's residuals say. With fewer than
+    about ten points the intervals are too narrow, as chi-squared stands for an F distribution.
     """
 
-    start: float
     exponents: Floats
     """[k]"""
     midpoints: Floats
@@ -49,13 +49,17 @@ class Region:
     """[k] least A that fits, within the grid's range of A."""
     highest: Floats
     """[k] largest A that fits."""
+    lowest_start: Floats
+    """[k] R_0 that goes with the least A; all alike when R_0 is exact."""
+    highest_start: Floats
+    """[k] R_0 that goes with the largest A."""
 
     @staticmethod
     def around(fit: Fit, points: Points, grid: Grid) -> Region:
         """The region of `fit`; never empty, as it holds the fit itself."""
         least = fit.ssr + 1e-14 * float((points.rise**2).sum())
         variance = fit.residual_std**2
-        box = np.log([_WIDEST_B, np.multiply(_WIDEST_C_MID, points.end)])
+        box = np.log(np.array([_WIDEST_B, [side * points.end for side in _WIDEST_C_MID]]))
         for _ in range(_NUM_PASSES - 1):
             region = _search(fit, points, grid, box, least + _REACH * CHI2_95 * variance)
             box = region._box(box)
@@ -74,10 +78,10 @@ class Region:
         return float(self.midpoints.min()), float(self.midpoints.max())
 
     def score_at(self, compute: float) -> Interval:
-        """95 % interval of the curve itself at `compute`: a new measurement adds its own noise."""
-        f = progress(compute, self.exponents, self.midpoints)
-        low, high = (self.start + (asymptote - self.start) * f for asymptote in (self.lowest, self.highest))
-        return float(low.min()), float(high.max())
+        """95 % interval of the curve itself at a positive `compute`: a new measurement adds its own noise."""
+        f, rest = progress(compute, self.exponents, self.midpoints)
+        low, high = self.lowest * f + self.lowest_start * rest, self.highest * f + self.highest_start * rest
+        return float(min(low.min(), high.min())), float(max(low.max(), high.max()))
 
     def _box(self, outer: Floats) -> Floats:
         """[2, 2] the log ranges that hold the region, a step of the mesh wider on every side."""
@@ -88,27 +92,26 @@ class Region:
 
 def _search(fit: Fit, points: Points, grid: Grid, box: Floats, threshold: float) -> Region:
     """The cells of a mesh over `box` in which some A of the grid's range stays below the threshold."""
-    b, c_mid = (np.exp(np.linspace(*side, num)) for side, num in zip(box, _MESH, strict=True))
+    b, c_mid = (np.exp(np.linspace(low, high, num)) for (low, high), num in zip(box, _MESH, strict=True))
     exponents = np.append(np.repeat(b, len(c_mid)), fit.exponent)
     midpoints = np.append(np.tile(c_mid, len(b)), fit.midpoint)
-    crossed, squared = moments(points, exponents, midpoints)
+    sums = Moments.of(points, exponents, midpoints)
     bounds = grid.asymptotes[[0, -1]] - points.start
-    best = np.clip(crossed / squared, *bounds)
-    ssr = (points.rise**2).sum() - 2 * best * crossed + best**2 * squared
-    inside = ssr <= threshold
+    free = sums.crossed / sums.squared
+    inside = sums.ssr(np.clip(free, *bounds)) <= threshold
     inside[-1] = True
-    # Around its free optimum, not the clipped one, the parabola is symmetric.
-    free, squared = (crossed / squared)[inside], squared[inside]
-    floor = ssr[inside] - squared * (best[inside] - free) ** 2
-    half = np.sqrt(np.maximum(threshold - floor, 0.0) / squared)
-    ends = [np.clip(free - half, *bounds), np.clip(free + half, *bounds)]
-    ends[0][-1], ends[1][-1] = min(ends[0][-1], fit.asymptote - fit.start), max(ends[1][-1], fit.asymptote - fit.start)
+    # Around its free optimum, which may lie outside the bounds, the parabola is symmetric.
+    half = np.sqrt(np.maximum(threshold - sums.ssr(free), 0.0) / sums.squared)
+    low, high = np.clip(free - half, *bounds), np.clip(free + half, *bounds)
+    low[-1] = min(low[-1], fit.asymptote - points.start)
+    high[-1] = max(high[-1], fit.asymptote - points.start)
     return Region(
-        start=points.start,
         exponents=exponents[inside],
         midpoints=midpoints[inside],
-        lowest=points.start + ends[0],
-        highest=points.start + ends[1],
+        lowest=points.start + low[inside],
+        highest=points.start + high[inside],
+        lowest_start=points.start + sums.drift(low)[inside],
+        highest_start=points.start + sums.drift(high)[inside],
     )
 
 

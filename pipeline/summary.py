@@ -9,6 +9,7 @@ from pipeline.bottleneck import bottleneck
 from pipeline.history import History, number
 from pipeline.layout_names import layout_name
 from pipeline.recipe import AsyncSchedule, Recipe, StagedSchedule
+from pipeline.recipe_objectives import AdvantageSection, CorrectionSection, ObjectiveSection
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
@@ -38,8 +39,9 @@ def summarise(history: History) -> dict[str, Any]:
         learner_precision=recipe.learner.precision,
         engines=f"{recipe.rollout.engines} × TP{recipe.rollout.tensor_parallel}",
         rollout_precision=recipe.rollout.precision,
-        objective=recipe.objective.name,
-        advantage=recipe.advantage.name,
+        objective=describe_choice(recipe.objective),
+        correction=describe_choice(recipe.correction),
+        advantage=describe_choice(recipe.advantage),
         schedule=describe_schedule(recipe),
         reward_last=history.last("reward_mean"),
         ess_last=history.last("ess"),
@@ -52,6 +54,13 @@ def summarise(history: History) -> dict[str, Any]:
         verifier_failures=int(sum(history.series("verifier_failures")[1])),
         bottleneck=bottleneck(history.metrics),
     )
+
+
+def describe_choice(section: ObjectiveSection | CorrectionSection | AdvantageSection) -> str:
+    """Its name, with the keys that are not left at their defaults: `clipped (clip_high 0.28)`."""
+    chosen = section.model_dump(mode="json", exclude={"name"}, exclude_defaults=True)
+    options = ", ".join(key if value is True else f"{key} {value}" for key, value in chosen.items())
+    return f"{section.name} ({options})" if options else section.name
 
 
 def describe_schedule(recipe: Recipe) -> str:

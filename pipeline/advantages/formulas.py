@@ -11,7 +11,7 @@ With r the reward, r̄ the mean and s the standard deviation of the group, G its
     asym_grpo   r - r̄, divided by delta where negative             a probe of FADE's paper, arXiv 2607.01490
     power       (1 - r̄)^(alpha - 1) × asym_grpo                    the same; FADE at one moment
 
-The sample standard deviation is meant, as torch.std computes it, which the common GRPO trainers call; the paper does not
+s is the sample standard deviation, as torch.std computes it, which the common GRPO trainers call; the paper does not
 say. The population one would scale every advantage by sqrt(G / (G - 1)).
 
 grpo, dr_grpo, rloo and asym_grpo take rewards of any kind. The others are defined by a solve rate: maxrl, f_grpo and
@@ -58,9 +58,9 @@ def rloo(reward: Rewards, group: Groups) -> NDArray[np.float32]:
 
 
 def maxrl(reward: Rewards, group: Groups) -> NDArray[np.float32]:
-    """Deviation relative to the mean: successes are averaged over successes alone, which is the gradient of log p up to
-    order G of its expansion in pass@k. A group without any success has no advantage."""
-    groups = Grouped.of(reward.clip(0.0, 1.0), group)
+    """Deviation relative to the mean, 0 in a group without any success: the gradient of log p, up to order G - 1 of its
+    expansion in pass@k."""
+    groups = _clipped(reward, group)
     return (groups.deviation / np.where(groups.mean > 0.0, groups.mean, 1.0)).astype(np.float32)
 
 
@@ -74,7 +74,8 @@ def pass_at_k(reward: Rewards, group: Groups, *, k: int) -> NDArray[np.float32]:
     The baseline does not see the sample, so the gradient is unbiased; a group sums to 0; k = 1 is rloo. Raises
     RecipeError for a group of k samples or fewer.
     """
-    groups = Grouped.of((reward >= 1.0).astype(np.float32), group)
+    groups = Grouped.of(reward, group)
+    groups = groups.with_values(groups.values >= 1.0)
     if len(groups.sizes) and int(groups.sizes.min()) <= k:
         raise RecipeError(
             f"advantage.k is {k}, but a group has {int(groups.sizes.min())} samples and needs at least {k + 1}; "
@@ -90,24 +91,28 @@ def pass_at_k(reward: Rewards, group: Groups, *, k: int) -> NDArray[np.float32]:
 
 def f_grpo(reward: Rewards, group: Groups, *, gamma: float) -> NDArray[np.float32]:
     """grpo, times a focal weight that falls with the group's solve rate."""
-    return (grpo(reward, group) * _failure_rate(reward, group) ** gamma).astype(np.float32)
+    failure_rate = 1.0 - _clipped(reward, group).mean
+    return (grpo(reward, group) * failure_rate**gamma).astype(np.float32)
 
 
 def asym_grpo(reward: Rewards, group: Groups, *, delta: float) -> NDArray[np.float32]:
     """Reward minus group mean; negative ones are divided by delta."""
-    deviation = Grouped.of(reward, group).deviation
-    return np.where(deviation < 0.0, deviation / delta, deviation).astype(np.float32)
+    return _asymmetric(Grouped.of(reward, group), delta).astype(np.float32)
 
 
 def power(reward: Rewards, group: Groups, *, alpha: float, delta: float) -> NDArray[np.float32]:
     """asym_grpo of clipped rewards, times a weight that falls with the group's solve rate."""
-    asymmetric = asym_grpo(reward.clip(0.0, 1.0), group, delta=delta)
-    return (asymmetric * _failure_rate(reward, group) ** (alpha - 1.0)).astype(np.float32)
+    groups = _clipped(reward, group)
+    return ((1.0 - groups.mean) ** (alpha - 1.0) * _asymmetric(groups, delta)).astype(np.float32)
 
 
-def _failure_rate(reward: Rewards, group: Groups) -> NDArray[np.float64]:
-    """[n] 1 minus the mean of the group's clipped rewards."""
-    return 1.0 - Grouped.of(reward.clip(0.0, 1.0), group).mean
+def _clipped(reward: Rewards, group: Groups) -> Grouped:
+    groups = Grouped.of(reward, group)
+    return groups.with_values(groups.values.clip(0.0, 1.0))
+
+
+def _asymmetric(groups: Grouped, delta: float) -> NDArray[np.float64]:
+    return np.where(groups.deviation < 0.0, groups.deviation / delta, groups.deviation)
 
 
 def _all_chosen(of_kind: NDArray[np.float64], total: NDArray[np.int64], k: int) -> NDArray[np.float64]:

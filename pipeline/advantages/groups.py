@@ -33,6 +33,10 @@ class Grouped:
         _, members, sizes = np.unique(group, return_inverse=True, return_counts=True)
         return Grouped(values.astype(np.float64), members.astype(np.int64), sizes.astype(np.int64))
 
+    def with_values(self, values: NDArray[Any]) -> Grouped:
+        """Other values [n] of the same samples."""
+        return Grouped(values.astype(np.float64), self.members, self.sizes)
+
     def total(self, values: NDArray[Any]) -> NDArray[np.float64]:
         """[groups] sums of any `values` [n]."""
         return np.bincount(self.members, values, minlength=len(self.sizes)).astype(np.float64)

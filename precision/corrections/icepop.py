@@ -1,6 +1,6 @@
 """IcePop: weigh a token by k where engine and learner roughly agree, drop it elsewhere (Ring-1T, arXiv 2510.18855).
 
-    factor = k  if low <= k <= high  else 0
+    factor = k if low <= k <= high, else 0
 
 Dropped tokens stay in the denominator, as in the paper.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precision.corrections.mismatch import check_bounds, mean_factor, mismatch_ratios, shares_by_sign
+from precision.corrections.mismatch import check_bounds, measured, mismatch_ratios
 from precision.objectives.base import ScoredStep
 
 
@@ -35,4 +35,4 @@ class IcePop:
         ratios = mismatch_ratios(step, "token")
         kept = (self.low <= ratios) & (ratios <= self.high)
         factor = torch.where(kept, ratios, 0.0)
-        return factor, mean_factor(step, factor) | shares_by_sign(step, "correction_masked", ~kept)
+        return factor, measured(step, factor, "masked", ~kept)

@@ -1,7 +1,7 @@
 """MIS: masked importance sampling, rejection that weighs what it keeps by k (slime's `mis` example, whose published
 setting this is with `veto` 1e-4 and `normalised`; verl's `rollout_is` with `rollout_rs`).
 
-    factor = k  if low <= k <= high and the response is not vetoed  else 0
+    factor = k if low <= k <= high and the response is not vetoed, else 0
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precision.corrections.mismatch import Level, mean_factor, mismatch_ratios, shares_by_sign
+from precision.corrections.mismatch import Level, measured, mismatch_ratios
 from precision.corrections.rejection import Rejection
 from precision.objectives.base import ScoredStep
 
@@ -41,7 +41,7 @@ class MIS:
         factor = torch.where(kept, ratios, 0.0)
         if self.normalised:
             factor = factor / self._mean_kept(step, factor)
-        return factor, mean_factor(step, factor) | shares_by_sign(step, "correction_masked", ~kept)
+        return factor, measured(step, factor, "masked", ~kept)
 
     def _rejection(self) -> Rejection:
         return Rejection(low=self.low, high=self.high, level=self.level, veto=self.veto)

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from precision.objectives.base import ScoredStep
+from precision.objectives.tokens import sampled_mean
 
 Level = Literal["token", "sequence", "geometric"]
 """Whose ratio k is: the token's own, the product over its response, or the geometric mean over its response."""
 
 LOG_RATIO_LIMIT = 20.0
-"""Nats. log k is clamped to this before exp, as verl and slime do, so that no product over a long response overflows."""
+"""Nats. log k is clamped to this before exp, as in verl and slime: no product over a long response overflows."""
 
 
 def mismatch_ratios(step: ScoredStep, level: Level) -> Tensor:
@@ -33,17 +34,14 @@ def vetoed(step: ScoredStep, threshold: float) -> Tensor:
     return (step.row_sum(ratios < threshold) > 0)[step.row]
 
 
-def shares_by_sign(step: ScoredStep, name: str, hit: Tensor) -> dict[str, float]:
-    """Tokens in `hit` (bool [tokens]) with A > 0 and with A < 0, each as a share of all sampled tokens."""
-    num_tokens = max(1, int(step.sampled.sum()))
-    signs = {"positive": step.advantages > 0, "negative": step.advantages < 0}
-    return {f"{name}_{sign}": int((hit & of_sign & step.sampled).sum()) / num_tokens for sign, of_sign in signs.items()}
-
-
-def mean_factor(step: ScoredStep, factor: Tensor) -> dict[str, float]:
-    """`correction_factor`: the mean over sampled tokens; below 1 the correction also lowers the step size."""
-    num_tokens = max(1, int(step.sampled.sum()))
-    return {"correction_factor": float(torch.where(step.sampled, factor, 0.0).sum()) / num_tokens}
+def measured(step: ScoredStep, factor: Tensor, name: str, hit: Tensor) -> dict[str, float]:
+    """`correction_factor` (its mean over sampled tokens), and `correction_NAME_positive` and `_negative`: tokens in
+    `hit` (bool [tokens]) with A > 0 and with A < 0, as shares of all sampled tokens."""
+    return {
+        "correction_factor": sampled_mean(step, factor),
+        f"correction_{name}_positive": sampled_mean(step, hit & (step.advantages > 0)),
+        f"correction_{name}_negative": sampled_mean(step, hit & (step.advantages < 0)),
+    }
 
 
 def check_bounds(low: float, high: float, advice: str) -> None:

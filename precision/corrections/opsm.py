@@ -1,6 +1,6 @@
 """OPSM: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556).
 
-    factor = 0  if A < 0 and mean_t log(pi_b(y_t) / pi(y_t)) > delta  else 1
+    factor = 0 if A < 0 and mean_t log(pi_b(y_t) / pi(y_t)) > delta, else 1
 
 Failed responses that the learner has meanwhile moved away from are dropped: pushing them down further teaches little
 and its gradient is unbounded. pi_b is the engine that sampled, so its mismatch is part of the distance.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from precision.corrections.mismatch import mean_factor, shares_by_sign
+from precision.corrections.mismatch import measured
 from precision.objectives.base import ScoredStep
 
 
@@ -36,4 +36,4 @@ class OPSM:
         distance = step.row_mean(step.log_ratios(step.sampler_logprobs, step.logprobs))
         masked = (step.advantages < 0) & (distance > self.delta)[step.row]
         factor = (~masked).double()
-        return factor, mean_factor(step, factor) | shares_by_sign(step, "correction_masked", masked)
+        return factor, measured(step, factor, "masked", masked)

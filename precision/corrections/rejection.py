@@ -1,6 +1,6 @@
-"""Rejection: drop what the engine sampled too differently, weigh nothing (arXiv-less; verl's and slime's `rs` options).
+"""Rejection: drop what the engine sampled too differently, weigh nothing (`rs` in verl's and slime's options).
 
-    factor = 1  if low <= k <= high and the response is not vetoed  else 0
+factor = 1 if low <= k <= high and the response is not vetoed, else 0
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from precision.corrections.mismatch import (
     Level,
     check_bounds,
     check_veto,
-    mean_factor,
+    measured,
     mismatch_ratios,
-    shares_by_sign,
     vetoed,
 )
 from precision.objectives.base import ScoredStep
@@ -45,7 +44,7 @@ class Rejection:
         """See `Correction`."""
         kept = self.keeps(step, mismatch_ratios(step, self.level))
         factor = kept.double()
-        return factor, mean_factor(step, factor) | shares_by_sign(step, "correction_masked", ~kept)
+        return factor, measured(step, factor, "masked", ~kept)
 
     def keeps(self, step: ScoredStep, ratios: Tensor) -> Tensor:
         """bool [tokens], from `ratios` (k) at this level."""

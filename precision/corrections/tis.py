@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from precision.corrections.mismatch import mean_factor, mismatch_ratios, shares_by_sign
+from precision.corrections.mismatch import measured, mismatch_ratios
 from precision.objectives.base import ScoredStep
 
 
@@ -38,4 +38,4 @@ class TIS:
         """See `Correction`."""
         ratios = mismatch_ratios(step, self.level)
         factor = ratios.clamp(max=self.cap)
-        return factor, mean_factor(step, factor) | shares_by_sign(step, "correction_capped", ratios > self.cap)
+        return factor, measured(step, factor, "capped", ratios > self.cap)

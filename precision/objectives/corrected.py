@@ -10,10 +10,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
+from precision.objectives.tokens import scaled_advantages
 
 
 class Correction(Protocol):
@@ -42,7 +42,7 @@ class Corrected:
     def prepare(self, step: ScoredStep) -> Prepared:
         """The factor on the advantages, then `inner`'s own preparation. Raises as both."""
         factor, measured = self.correction(step)
-        advantages = torch.where(step.sampled, step.advantages, 0.0) * factor.float()
+        advantages = scaled_advantages(step, factor)
         prepared = Prepared(advantages=advantages)
         if self.inner.needs_scoring:
             prepared = self.inner.prepare(dataclasses.replace(step, advantages=advantages))

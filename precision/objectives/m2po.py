@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.tokens import response_values, step_mean, token_sum
+from precision.objectives.tokens import response_values, sampled_mean, scaled_advantages, step_mean, token_sum
 from precision.ratios import masked_log_ratios
 
 
@@ -36,9 +36,11 @@ class M2PO:
     """`threshold`: .04 in the paper and in both repositories. `clip_low` and `clip_high`: the narrowest band that the
     variant `clip` may come to, .3 and .5 by default in the authors' function; their launch scripts pass none (0 and 0).
 
-    Dropped tokens stay in the denominator. Sums: `weight` (rho), `k3` (rho - 1 - log rho). Measured: `second_moment`
-    (of the tokens that the variant looks at, before any is dropped), `masked_positive` and `masked_negative` (share of
-    all tokens that are dropped and have A > 0, A < 0). Raises ValueError for numbers out of range.
+    Dropped tokens stay in the denominator. Measured: `second_moment` (of the tokens that the variant looks at, before
+    any is dropped); as shares of all tokens, `clip_hits_high` (dropped, A > 0), `clip_hits_low` (dropped, A < 0) and
+    `clip_hits` (all dropped). Sums: `weight` (rho), `k3` (rho - 1 - log rho).
+
+    Raises ValueError for numbers out of range.
     """
 
     threshold: float = 0.04
@@ -66,21 +68,20 @@ class M2PO:
         """
         upper = step.proximal_logprobs if self.variant == "areal" else step.logprobs
         log_ratios = step.log_ratios(upper, step.sampler_logprobs)
-        positive, negative = step.sampled & (step.advantages > 0), step.sampled & (step.advantages < 0)
-        if self.variant == "areal":
-            looked_at = step.sampled
-        else:
-            looked_at = (positive & (log_ratios > 0)) | (negative & (log_ratios < 0))
+        positive, negative = step.advantages > 0, step.advantages < 0
+        looked_at = step.sampled
+        if self.variant != "areal":
+            looked_at = looked_at & ((positive & (log_ratios > 0)) | (negative & (log_ratios < 0)))
         magnitudes = log_ratios[looked_at].abs()
         low, high = self._band(magnitudes)
         dropped = looked_at & ((log_ratios < low) | (log_ratios > high))
-        num_tokens = max(1, int(step.sampled.sum()))
         return Prepared(
-            advantages=torch.where(dropped | ~step.sampled, 0.0, step.advantages),
+            advantages=scaled_advantages(step, (~dropped).double()),
             measured={
                 "second_moment": float(magnitudes.square().mean()) if magnitudes.numel() else 0.0,
-                "masked_positive": int((dropped & positive).sum()) / num_tokens,
-                "masked_negative": int((dropped & negative).sum()) / num_tokens,
+                "clip_hits": sampled_mean(step, dropped),
+                "clip_hits_high": sampled_mean(step, dropped & positive),
+                "clip_hits_low": sampled_mean(step, dropped & negative),
             },
         )
 

@@ -47,7 +47,8 @@ class P3O:
     def __post_init__(self) -> None:
         if self.ess_unit == "sequence" and self.ess_scope != "step":
             raise ValueError(
-                f"ess_unit sequence needs ess_scope step, got {self.ess_scope}: a micro-batch may hold parts of responses"
+                f"ess_unit sequence with ess_scope {self.ess_scope}: expected ess_scope step, as a micro-batch may "
+                "hold parts of responses"
             )
 
     @property

@@ -23,6 +23,7 @@ from torch import Tensor
 from precision.ess import token_ess
 from precision.kl_estimators import official_kl
 from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
+from precision.objectives.clipped import prepared_anchor
 from precision.objectives.p3o import capped_and_anchored, checked_ess
 from precision.ratios import masked_log_ratios
 
@@ -58,10 +59,8 @@ class P4O:
         Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite, or the ESS given is
         outside (0, 1]; ValueError when the step was not prepared.
         """
-        if batch.anchor_logprobs is None:
-            raise ValueError("p4o needs TokenBatch.anchor_logprobs, got None; score and prepare the whole step first")
         _, ratios = masked_log_ratios(logprobs.detach(), batch.sampler_logprobs, batch.mask)
-        to_mixture, _ = masked_log_ratios(logprobs, batch.anchor_logprobs, batch.mask)
+        to_mixture, _ = masked_log_ratios(logprobs, prepared_anchor(batch), batch.mask)
         ess = checked_ess(context.step_ess)
         return capped_and_anchored(logprobs, batch, context, ratios=ratios, kl=official_kl(to_mixture), ess=ess)
 

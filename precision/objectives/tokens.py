@@ -42,3 +42,32 @@ def step_mean(token_losses: Tensor, mask: Tensor, context: StepContext) -> Tenso
 def token_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Detached float64 scalar: the sum of `values` [batch, sequence] (bool counts) under the mask."""
     return torch.where(mask, values.detach().double(), 0.0).sum()
+
+
+def score_function_loss(logprobs: Tensor, batch: TokenBatch, context: StepContext) -> Tensor:
+    """This micro-batch's part of -1/N sum_t A_t log pi(y_t): all weights are in the advantages already.
+
+    Raises FloatingPointError when a logprob or an advantage under the mask is not finite.
+    """
+    learner = response_values(logprobs, batch.mask, "logprobs")
+    advantages = response_values(batch.advantages, batch.mask, "advantages")
+    return step_mean(-advantages * learner, batch.mask, context)
+
+
+def sampler_k3(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+    """Detached float64 scalar: the sum of rho - 1 - log rho, whose mean estimates KL(sampler || learner) in nats.
+
+    Raises FloatingPointError when a log-ratio under the mask is not finite.
+    """
+    log_ratios, _ = masked_log_ratios(logprobs.detach(), batch.sampler_logprobs, batch.mask)
+    return token_sum(log_ratios.expm1() - log_ratios, batch.mask)
+
+
+def scaled_advantages(step: ScoredStep, factors: Tensor) -> Tensor:
+    """[tokens] in the dtype of the advantages: these times `factors` [tokens]; 0 where not sampled."""
+    return torch.where(step.sampled, step.advantages * factors, 0.0).to(step.advantages.dtype)
+
+
+def sampled_mean(step: ScoredStep, values: Tensor) -> float:
+    """The mean of `values` [tokens] (bool counts) over the sampled tokens; 0 without any."""
+    return float(torch.where(step.sampled, values.double(), 0.0).sum() / step.sampled.sum().clamp(min=1))

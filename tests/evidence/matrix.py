@@ -19,8 +19,11 @@ import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import Recipe, load_recipe
+from pipeline.recipe import Recipe
+from pipeline.recipe_file import load_recipe
 from pipeline.recipe_section import Section
+
+REPOSITORY = Path(__file__).parents[2]
 
 Overrides = dict[str, Any]
 """Recipe keys such as `rollout.temperature`, or whole sections such as `objective`."""
@@ -42,10 +45,25 @@ class Variant(Section):
     set: Overrides = Field(default_factory=dict)
 
 
+class Column(Section):
+    """One column of the tables: a metric over the steps of a cell, as one number, averaged over seeds."""
+
+    title: str
+    metric: str
+    take: Literal["first", "last", "min", "max"] = Field(description="last: the mean of the last tenth of the steps.")
+
+
 class Decays(Section):
     """The arm ends clearly below its best evaluation (`shown`), or it keeps it (`refuted`)."""
 
     kind: Literal["decays"]
+    arm: str
+
+
+class Holds(Section):
+    """The other way round: the arm ends about as high as its best evaluation."""
+
+    kind: Literal["holds"]
     arm: str
 
 
@@ -80,10 +98,15 @@ class Claim(Section):
 
     text: str
     source: str
-    judge: Annotated[Decays | Better | Faster | Forecast, Field(discriminator="kind")]
+    judge: Annotated[Decays | Holds | Better | Faster | Forecast, Field(discriminator="kind")]
     conditions: tuple[str, ...] | None = Field(None, description="Where it is judged; default: in all.")
     when_shown: str = Field("", description="What follows for a recipe when every condition shows it.")
     otherwise: str = Field("", description="What follows for a recipe otherwise.")
+
+    @property
+    def named_arms(self) -> set[str]:
+        """The arms that are judged."""
+        return {self.judge.arm} | ({self.judge.than} if isinstance(self.judge, Better | Faster) else set())
 
 
 class Experiment(Section):
@@ -98,15 +121,16 @@ class Experiment(Section):
     seeds: tuple[int, ...]
     target: float | None = Field(None, gt=0.0, lt=1.0, description="Held-out pass@1 whose price is compared.")
     alone: bool = Field(False, description="Its cells run one at a time, because their seconds are compared.")
+    pass_at: tuple[PositiveInt, ...] = Field((1,), description="Each k whose pass@k is tabled and drawn.")
     series: tuple[str, ...] = Field(description="Metrics of each step that are kept, and drawn.")
+    columns: tuple[Column, ...] = ()
     claims: tuple[Claim, ...] = ()
     quick: dict[str, Any] = Field(default_factory=dict, description="Fields that `--quick` replaces; `set` is added.")
 
     @model_validator(mode="after")
     def _claims_name_what_exists(self) -> Self:
         for claim in self.claims:
-            named = {claim.judge.arm} | ({claim.judge.than} if isinstance(claim.judge, Better | Faster) else set())
-            if unknown := sorted(named - self.arms.keys()):
+            if unknown := sorted(claim.named_arms - self.arms.keys()):
                 raise ValueError(f"claim {claim.text!r} names arm {unknown[0]}; there are {', '.join(self.arms)}")
             if unknown := sorted(set(claim.conditions or ()) - self.conditions.keys()):
                 raise ValueError(
@@ -114,6 +138,8 @@ class Experiment(Section):
                 )
             if isinstance(claim.judge, Faster) and self.target is None:
                 raise ValueError(f"claim {claim.text!r} needs the experiment's target; set it")
+        if missing := sorted({column.metric for column in self.columns} - set(self.series)):
+            raise ValueError(f"column metric {missing[0]} is not kept; add it to series")
         return self
 
     def quickened(self) -> Self:
@@ -123,12 +149,12 @@ class Experiment(Section):
         for key, names in kept.items():
             fields[key] = {name: getattr(self, key)[name] for name in names}
         fields["set"] = {**self.set, **fields.get("set", {})}
-        fields["claims"] = tuple(claim for claim in self.claims if _is_askable(claim, kept["arms"]))
+        fields["claims"] = tuple(
+            claim
+            for claim in self.claims
+            if claim.named_arms <= set(kept["arms"]) and set(claim.conditions or ()) <= set(kept["conditions"])
+        )
         return type(self).model_validate({**dict(self), **fields})
-
-
-def _is_askable(claim: Claim, arms: list[str]) -> bool:
-    return claim.judge.arm in arms and getattr(claim.judge, "than", claim.judge.arm) in arms
 
 
 class Matrix(Section):
@@ -205,7 +231,7 @@ def cells_of(matrix: Matrix, name: str, root: Path) -> Iterator[Cell]:
                     condition=condition,
                     arm=arm,
                     seed=seed,
-                    recipe=model.recipe,
+                    recipe=REPOSITORY / model.recipe,
                     overrides=as_overrides(merged),
                     root=root,
                 )

@@ -160,7 +160,7 @@ def test_staged_mu_8_with_two_engines_and_dp2(workshop: Path) -> None:
         schedule=dict(kind="staged", updates_per_stage=8),
         rollout=dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64, engines=2),
         learner=dict(data_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
-        advantage=dict(name="grpo_mean"),
+        advantage=dict(name="dr_grpo"),
     )
     assert policy_lags(run) == {i: {i % 8} for i in range(10)}
     for index in range(2):

@@ -6,3 +6,9 @@ from __future__ import annotations
 def digit_share(prompt: str, response: str, answer: str) -> float:
     """Share of digits in the response: dense, so that even random weights give a gradient."""
     return sum(c.isdigit() for c in response) / max(1, len(response))
+
+
+def low_prompts_are_easy(prompt: str, response: str, answer: str) -> float:
+    """1 for whatever answers a prompt that begins with 0 to 4, else 1 where the last character is an even digit, or 0:
+    some prompts always succeed, the others as a coin falls."""
+    return float(prompt[0] in "01234" or response[-1:] in ("0", "2", "4", "6", "8"))

@@ -36,6 +36,15 @@ def data(**changes: Any) -> dict[str, Any]:
         (dict(schedule=dict(kind="staged", updates_per_stage=9)), ["updates_per_stage 9", "run.steps 8"]),
         (dict(schedule=dict(kind="async", lag=0)), ["schedule.async.lag", "greater than 0"]),
         (dict(learner=dict(optimizer=dict(lr=float("nan")))), ["learner.optimizer.lr"]),
+        (dict(correction=dict(name="tis")), ["correction tis", "objective p3o", "twice", "clipped or gspo"]),
+        (
+            dict(correction=dict(name="icepop"), objective=dict(name="gspo")),
+            ["correction icepop", "objective gspo", "objective.anchor=proximal"],
+        ),
+        (dict(correction=dict(name="opsm"), objective=dict(name="topr")), ["opsm", "clipped, gspo or cispo", "topr"]),
+        (dict(advantage=dict(name="grpo", aggregation="prompt")), ["aggregation is prompt", "objective p3o"]),
+        (dict(advantage=dict(name="fade", zero_variance="drop")), ["zero_variance is drop", "objective p3o"]),
+        (dict(objective=dict(name="p3o", ess_unit="sequence", ess_scope="micro_batch")), ["ess_scope step"]),
     ],
 )
 def test_refusals(changes: dict[str, Any], parts: list[str]) -> None:
@@ -54,6 +63,48 @@ def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
     recipe = load_recipe(path, ["learner.optimizer.betas=[0.8, 0.9]", "schedule.kind=async", "schedule.lag=2"])
     assert recipe.learner.optimizer.betas == (0.8, 0.9)
     assert recipe.build_schedule().required_version(5) == 3
+
+
+def test_a_file_extends_another_and_a_new_choice_takes_its_section_whole(tmp_path: Path) -> None:
+    """Keys merge at any depth; GRPO's clip is not carried over into CISPO, P3O's estimator stays with P3O."""
+    base = data(objective=dict(name="clipped", clip_low=0.1), schedule=dict(kind="async", lag=3))
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    (tmp_path / "sub").mkdir()
+    changes: dict[str, Any] = dict(
+        extends="../base.yaml", run=dict(name="other"), objective=dict(name="cispo"), schedule=dict(lag=2)
+    )
+    (tmp_path / "sub" / "r.yaml").write_text(yaml.safe_dump(changes))
+    recipe = load_recipe(tmp_path / "sub" / "r.yaml")
+    assert (recipe.run.name, recipe.run.steps) == ("other", 8)
+    assert recipe.objective.name == "cispo"
+    assert recipe.build_schedule().required_version(5) == 3
+
+
+def test_an_override_of_the_choice_clears_the_section_whatever_the_order(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(data(objective=dict(name="p3o", kl_estimator="importance"))))
+    overrides = ["objective.clip_low=0.5", "objective.name=clipped"]
+    for order in (overrides, overrides[::-1]):
+        objective = load_recipe(path, order).objective
+        assert (objective.name, getattr(objective, "clip_low", None)) == ("clipped", 0.5)
+    assert load_recipe(path, ["objective.name=p3o"]).objective == load_recipe(path).objective
+
+
+@pytest.mark.parametrize(
+    ("files", "parts"),
+    [
+        (dict(r=dict(extends="gone.yaml")), ["gone.yaml", "extended by", "r.yaml"]),
+        (dict(r=dict(extends="a.yaml"), a=dict(extends="r.yaml")), ["a.yaml", "extends r.yaml", "circle"]),
+        (dict(r=dict(extends=3)), ["r.yaml", "extends is 3"]),
+    ],
+)
+def test_bad_bases(tmp_path: Path, files: dict[str, Any], parts: list[str]) -> None:
+    for name, content in files.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    for part in parts:
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("override", ["run.steps", "=3", "run.steps.deep=3"])

@@ -3,137 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
-from launch.compose import TaskPrompts
-from pipeline.character_tokenizer import write_character_tokenizer
-from pipeline.collector import Collector, CollectorSettings
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError
 from pipeline.journal import Journal, read_events
-from pipeline.ports import Sampling
-from pipeline.recipe import SortDigitsTask
-from pipeline.records import Completion, FinishReason, LogprobContract
+from pipeline.records import FINISH_REASONS, Batch
 from pipeline.rewards import Verifiers
 from pipeline.rundir import RunDirectory
 from pipeline.schedule import Schedule
 from pipeline.store import BatchStore
-from pipeline.tasks import PromptOrder, build_task
-from pipeline.tokenizer import Tokenizer
-
-PROMPTS, GROUP = 3, 2
-
-
-@dataclass
-class ScriptedEngines:
-    """Answers every prompt with its sorted digits; `faults` are raised or answered first, one a call."""
-
-    run: RunDirectory
-    tokenizer: Tokenizer
-    faults: list[Exception | FinishReason | int] = field(default_factory=list)
-    healed: int = 0
-
-    async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
-        await asyncio.sleep(0)
-        fault = self.faults.pop(0) if self.faults else None
-        if isinstance(fault, Exception):
-            raise fault
-        version = fault if isinstance(fault, int) else self.run.published_version()
-        finish: FinishReason = fault if isinstance(fault, str) else "stop"
-        digits = self.tokenizer.decode(prompt).removesuffix("=")
-        tokens = (*self.tokenizer.encode("".join(sorted(digits))), self.tokenizer.eos_token_id)
-        answer = Completion(
-            tokens=tokens,
-            logprobs=(-0.5,) * len(tokens),
-            versions=(version,) * len(tokens),
-            finish=finish,
-            engine=0,
-            queued_s=0.0,
-            generated_s=0.0,
-        )
-        return [answer] * num_samples
-
-    async def load(self, version: int, directory: Path) -> dict[str, float]:
-        raise NotImplementedError
-
-    async def heal(self, version: int, directory: Path) -> None:
-        self.healed += 1
-
-    async def close(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def verifiers() -> object:
-    task = build_task(SortDigitsTask(), seed=0)
-    with Verifiers(task.reward, workers=1, deadline_s=30.0) as pool:
-        yield pool
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    run = RunDirectory(tmp_path / "run")
-    for folder in (run.batches, run.policies):
-        folder.mkdir(parents=True)
-    write_character_tokenizer(tmp_path / "model", "0123456789=")
-    run.set_published(0)
-    return run
-
-
-def build(run: RunDirectory, verifiers: Verifiers, schedule: Schedule, **changes: object) -> Collector:
-    tokenizer = Tokenizer.load(run.path.parent / "model")
-    task = build_task(SortDigitsTask(), seed=0)
-    sampling = Sampling(max_new_tokens=20)
-    settings = dict(
-        prompts_per_batch=PROMPTS,
-        group_size=GROUP,
-        sampling=sampling,
-        concurrent_prompts=8,
-        max_prompt_tokens=20,
-        evaluate_every=2,
-        evaluation_prompts=2,
-        evaluation_samples=2,
-        evaluation_sampling=sampling,
-        wait_deadline_s=20.0,
-        recipe_sha256="r",
-        retry_s=0.0,
-    )
-    return Collector(
-        run=run,
-        store=BatchStore(run.batches),
-        schedule=schedule,
-        engines=ScriptedEngines(run, tokenizer),
-        prompts=TaskPrompts(task, tokenizer, PromptOrder(task.num_prompts, 0)),
-        tokenizer=tokenizer,
-        verifiers=verifiers,
-        contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256=tokenizer.sha256),
-        journal=Journal(run.path),
-        settings=CollectorSettings(**{**settings, **changes}),  # type: ignore[arg-type]
-    )
-
-
-async def learner(run: RunDirectory, schedule: Schedule) -> None:
-    """Publishes version b + 1 once batch b is committed, as the real one does."""
-    store = BatchStore(run.batches)
-    for step in range(schedule.steps):
-        while not store.exists(step):
-            await asyncio.sleep(0.005)
-        if schedule.publishes_after(step):
-            run.set_published(step + 1)
-
-
-def collect(collector: Collector) -> BatchStore:
-    async def both() -> None:
-        training = asyncio.create_task(learner(collector.run, collector.schedule))
-        try:
-            await collector.collect()
-        finally:
-            training.cancel()
-
-    asyncio.run(both())
-    return collector.store
+from tests.support.collecting import GROUP, PROMPTS, build, collect, engines_of
 
 
 @pytest.mark.parametrize(
@@ -167,18 +47,17 @@ def test_stale_aborted_and_refused_answers_are_sampled_again(run: RunDirectory, 
     collector._evaluated.add(0)
     store = BatchStore(run.batches)
     store.commit(collect_one(run, verifiers))
-    engines = collector.engines
-    assert isinstance(engines, ScriptedEngines)
+    engines = engines_of(collector)
     engines.faults = [EngineUnavailableError("down"), 0, "abort", EngineUnavailableError("down")]
     collect(collector)
     batch = store.read(1, None)
     assert set(batch.policy_version.tolist()) == {1}
-    assert "abort" not in {["stop", "length", "abort"][f] for f in batch.finish}
+    assert "abort" not in {FINISH_REASONS[f] for f in batch.finish}
     assert engines.healed >= 4
     assert len(read_events(run.path, "retried")) == 4
 
 
-def collect_one(run: RunDirectory, verifiers: Verifiers) -> object:
+def collect_one(run: RunDirectory, verifiers: Verifiers) -> Batch:
     """Batch 0 of the same run, made in a directory of its own."""
     other = RunDirectory(run.path.parent / "other")
     other.batches.mkdir(parents=True)
@@ -208,8 +87,7 @@ def test_a_prompt_that_cannot_fit_is_dropped_by_name(run: RunDirectory, verifier
 
 def test_engines_that_never_answer_end_the_collector(run: RunDirectory, verifiers: Verifiers) -> None:
     collector = build(run, verifiers, Schedule(kind="sync", steps=1), wait_deadline_s=0.05, evaluate_every=100)
-    engines = collector.engines
-    assert isinstance(engines, ScriptedEngines)
+    engines = engines_of(collector)
     engines.faults = [EngineUnavailableError("down")] * 100_000
     with pytest.raises(DeadlineExceededError, match=r"not answered within .* down"):
         collect(collector)
@@ -221,3 +99,28 @@ def test_a_version_that_is_never_published_ends_the_collector(run: RunDirectory,
     with pytest.raises(DeadlineExceededError, match="version 1 was not published"):
         asyncio.run(collector.collect())
     assert collector.store.committed() == [0]
+
+
+def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers: Verifiers) -> None:
+    """A stage has many steps between two publishes: it may take longer than the deadline, a single step may not."""
+    schedule = Schedule(kind="staged", steps=2, updates_per_stage=1)
+    collector = build(run, verifiers, schedule, wait_deadline_s=0.4, evaluate_every=100)
+    collector._evaluated |= {0, 2}
+
+    async def trains_for(steps: int) -> None:
+        for step in range(steps):
+            await asyncio.sleep(0.1)
+            Journal(run.path).metrics(step)
+
+    async def both(steps: int) -> None:
+        training = asyncio.create_task(trains_for(steps))
+        try:
+            await collector.collect()
+        finally:
+            training.cancel()
+
+    with pytest.raises(DeadlineExceededError, match=r"version 1 was not published within .* nor was a step trained"):
+        asyncio.run(both(10))
+    waited = [event["time"] for event in read_events(run.path, "issued")]
+    assert len(waited) == 1
+    assert (run.path / "metrics.jsonl").read_text().count("\n") == 10, "the clock ran while the learner trained"

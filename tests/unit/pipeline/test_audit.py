@@ -11,7 +11,8 @@ import pytest
 
 from pipeline.audit import verify_history
 from pipeline.errors import CorruptBatchError
-from pipeline.records import Batch
+from pipeline.prompt_ledger import Retirement
+from pipeline.records import Batch, DroppedGroup
 from pipeline.rundir import RunDirectory
 from pipeline.schedule import Schedule
 from pipeline.store import BatchStore
@@ -76,6 +77,64 @@ def test_a_group_both_trained_and_dropped_in_one_batch(
 ) -> None:
     store.commit(make_batch(0, dropped=(1,), next_group=2))
     assert verify_history(tmp_path, ASYNC, steps=1).duplicated == (1,)
+
+
+def test_groups_that_a_later_batch_has_under_way_are_not_lost(
+    tmp_path: Path, store: BatchStore, make_batch: MakeBatch
+) -> None:
+    store.commit(make_batch(0, first_group=0, next_group=6, open_groups=(2, 3, 5)))
+    audit = verify_history(tmp_path, ASYNC, steps=1)
+    assert (audit.lost, audit.sound) == ((4,), False)
+    store.commit(make_batch(1, first_group=4, next_group=8, open_groups=(2, 3, 6, 7)))
+    assert verify_history(tmp_path, ASYNC, steps=2).sound
+    store.commit(make_batch(2, first_group=2, next_group=8, open_groups=(4, 6, 7)))
+    audit = verify_history(tmp_path, ASYNC, steps=3)
+    assert (audit.duplicated, audit.sound) == ((4,), False), "group 4 is committed, and would be asked again"
+
+
+RETIREMENT = Retirement(at_pass_rate=0.5, after_samples=3)
+
+
+def with_problems(batch: Batch, *drops: DroppedGroup) -> Batch:
+    """Group g asks problem g % 2; one of its three samples is right, and all of problem 1's."""
+    problem = batch.group % 2
+    reward = np.where(problem == 1, np.float32(1.0), batch.reward)
+    return replace(batch, problem=problem, reward=reward, dropped=drops)
+
+
+def test_problems_must_retire_when_their_pass_rate_says_so(
+    tmp_path: Path, store: BatchStore, make_batch: MakeBatch
+) -> None:
+    """Sync. Batch 0 asks problems 0 and 1; 1 is solved in 3 of 3 samples and retires before batch 1."""
+    sync = Schedule(kind="sync", steps=3)
+    passed_over = DroppedGroup(group=3, reason="retired", kind="retired", problem=1)
+    store.commit(with_problems(make_batch(0, first_group=0)))
+    store.commit(with_problems(make_batch(1, first_group=2, num_groups=1, next_group=4, versions=(1,)), passed_over))
+    audit = verify_history(tmp_path, sync, 2, RETIREMENT)
+    assert (audit.retirement_violations, audit.retired, audit.dropped) == ((), 1, 1)
+    assert verify_history(tmp_path, sync, 2).retirement_violations == (3,), "nobody retires in such a run"
+    store.commit(
+        with_problems(
+            make_batch(2, first_group=5, num_groups=1, next_group=8, versions=(2,)),
+            DroppedGroup(group=4, reason="retired", kind="retired", problem=0),
+            DroppedGroup(group=6, reason="too long", problem=0),
+            DroppedGroup(group=7, reason="all right", kind="zero_variance", problem=1, samples=3, solved=3),
+        )
+    )
+    audit = verify_history(tmp_path, sync, 3, RETIREMENT)
+    # Group 4 asks problem 0 (1 of 3 right: not retired); groups 5 and 7 ask problem 1, which has retired.
+    assert (audit.retirement_violations, audit.sound) == ((4, 5, 7), False)
+    assert (audit.retired, audit.unfit, audit.zero_variance, audit.dropped) == (2, 1, 1, 4)
+
+
+def test_the_lag_says_which_batches_a_verdict_rests_on(
+    tmp_path: Path, store: BatchStore, make_batch: MakeBatch
+) -> None:
+    """Lag 1: batch 1 was begun on version 0, before anything was known of batch 0."""
+    store.commit(with_problems(make_batch(0, first_group=0)))
+    store.commit(with_problems(make_batch(1, first_group=2)))
+    assert verify_history(tmp_path, ASYNC, 2, RETIREMENT).retirement_violations == ()
+    assert verify_history(tmp_path, Schedule(kind="sync", steps=3), 2, RETIREMENT).retirement_violations == (3,)
 
 
 def test_a_missing_batch(tmp_path: Path, store: BatchStore, make_batch: MakeBatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from pipeline.records import Batch, LogprobContract
 from pipeline.store import BatchStore
 
 MakeBatch = Callable[..., Batch]
+SCHEMA_1 = Path(__file__).parents[2] / "golden" / "store" / "schema_1.zarr.zip"
 
 
 def assert_same(left: Batch, right: Batch) -> None:
@@ -217,6 +219,30 @@ def test_another_schema_version_is_named(tmp_path: Path, make_batch: MakeBatch) 
     rewrite(store.commit(make_batch(0)), age)
     with pytest.raises(CorruptBatchError, match="schema version 7, this program reads 1 and 2"):
         store.read(0, None)
+
+
+def test_a_file_of_schema_1_is_read_and_checked(tmp_path: Path, make_batch: MakeBatch) -> None:
+    """Written before there were forced tokens, problems and open groups; every other bit as today."""
+    store = BatchStore(tmp_path)
+    shutil.copy(SCHEMA_1, store.path(5))
+    assert_same(store.read(5, None), make_batch(5, dropped=(2,), next_group=3))
+    rewrite(store.path(5), lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}))
+    with pytest.raises(CorruptBatchError, match="content digest"):
+        store.read(5, None)
+
+
+def test_forced_tokens_and_open_groups_come_back(tmp_path: Path, make_batch: MakeBatch) -> None:
+    """Six samples of 3, 0, 1, 3, 0, 1 tokens; the third and the sixth to the last token are forced."""
+    batch = make_batch(0, next_group=20, open_groups=(2, 3, 4, 9, 17, 18, 19))
+    forced = np.array([0, 0, 1, 0, 0, 0, 1, 0], np.bool_)
+    batch = replace(batch, forced=forced, sampler_logprobs=np.where(forced, np.float32(0.0), batch.sampler_logprobs))
+    store = BatchStore(tmp_path)
+    path = store.commit(batch)
+    assert_same(store.read(0, None), batch)
+    assert (batch.num_response_tokens, batch.num_sampled_tokens) == (8, 6)
+    assert batch.interrupted.tolist() == [True, False, False, True, False, False]
+    with ZipStore(path, mode="r") as archive:
+        assert zarr.open_group(archive, mode="r").attrs["open_groups"] == [[2, 5], [9, 10], [17, 20]]
 
 
 def test_a_file_under_another_batchs_name_is_refused(tmp_path: Path, make_batch: MakeBatch) -> None:

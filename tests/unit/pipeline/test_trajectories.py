@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.character_tokenizer import write_character_tokenizer
-from pipeline.records import Batch
+from pipeline.records import Batch, DroppedGroup
 from pipeline.tokenizer import Tokenizer
 from pipeline.trajectories import render_batch, visible
 
@@ -66,6 +67,28 @@ def test_gaps_between_learner_and_sampler(tokenizer: Tokenizer, make_batch: Make
     ]
     with pytest.raises(ValueError, match=r"learner_logprobs is \(3,\), expected \(8,\)"):
         list(render_batch(batch, tokenizer, learner_logprobs=learner[:3]))
+
+
+def test_forced_tokens_are_shown_as_such(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    batch = make_batch(0, num_groups=1)
+    forced = np.array([False, True, False, False])
+    lines = list(
+        render_batch(replace(batch, forced=forced), tokenizer, samples=[0], learner_logprobs=np.zeros(4, "f4"))
+    )
+    assert lines[-5:] == [
+        "  forced    6",
+        "  token            version   sampler   learner       gap",
+        "  5                      0   -0.5000    0.0000   +0.5000",
+        "  6                      0    forced",
+        "  7                      0   -1.5000    0.0000   +1.5000",
+    ]
+
+
+def test_groups_of_retired_problems_are_counted(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    retired = [DroppedGroup(group=group, reason="…", kind="retired") for group in (2, 3)]
+    batch = replace(make_batch(0, dropped=(4,)), dropped=(*retired, DroppedGroup(group=4, reason="too long")))
+    first = next(render_batch(batch, tokenizer))
+    assert first.endswith("; group 4 dropped: too long; 2 groups of retired problems passed over")
 
 
 def test_all_samples_are_shown_by_default(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:

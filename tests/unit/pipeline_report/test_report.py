@@ -93,6 +93,7 @@ def test_every_figure_is_there_for_a_full_run(full_page: str) -> None:
         "k3 KL",
         "lag",
         "log-ratio histogram",
+        "masses",
         "timeline",
         "seconds of each phase",
     }
@@ -105,12 +106,20 @@ def test_histogram_names_first_middle_and_last_step_with_their_ess(write_run: Wr
         assert label in svg
 
 
-def test_kl_weight_belongs_to_p3o_alone(write_run: WriteRun) -> None:
-    history = History.read(write_run(3))
-    assert "KL weight" in str(figures.ess(history, shows_kl_weight=True))
-    assert "KL weight" in str(_ess(history))
-    other = History.read(write_run(3, name="other", overrides=dict(objective=dict(name="clipped"))))
-    assert "KL weight" not in str(_ess(other))
+@pytest.mark.parametrize(
+    ("objective", "shaded"),
+    [
+        (dict(name="p3o"), True),
+        (dict(name="p3o", ess_unit="sequence"), False),
+        (dict(name="p3o", ess_scope="micro_batch"), False),
+        (dict(name="clipped"), False),
+    ],
+)
+def test_kl_weight_is_shaded_only_where_it_is_one_minus_the_drawn_ess(
+    write_run: WriteRun, objective: dict[str, str], shaded: bool
+) -> None:
+    history = History.read(write_run(3, overrides=dict(objective=objective)))
+    assert ("KL weight" in str(_ess(history))) == shaded
 
 
 def test_timeline_shows_the_last_steps_and_lanes(write_run: WriteRun) -> None:

@@ -64,6 +64,20 @@ def test_layout_precision_objective_and_schedule(
     assert (numbers["engines"], numbers["objective"], numbers["schedule"]) == ("2 × TP1", "clipped", text)
 
 
+def test_choices_are_named_with_what_is_not_default(write_run: Callable[..., Path]) -> None:
+    overrides = dict(
+        objective=dict(name="clipped", clip_high=0.28, anchor="proximal"),
+        correction=dict(name="tis", cap=2.0),
+        advantage=dict(name="dr_grpo", aggregation="prompt", batch_normalised=True),
+    )
+    numbers = summary(write_run(2, overrides=overrides))
+    assert numbers["objective"] == "clipped (clip_high 0.28, anchor proximal)"
+    assert numbers["correction"] == "tis"
+    assert numbers["advantage"] == "dr_grpo (aggregation prompt, batch_normalised)"
+    text = " ".join(text_of(render(numbers)).split())
+    assert "advantage dr_grpo (aggregation prompt, batch_normalised), correction tis" in text
+
+
 def test_a_step_trained_again_counts_once(write_run: Callable[..., Path]) -> None:
     run = write_run(5)
     Journal(run).metrics(4, num_tokens=3000, ess=0.5)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precision.ess import ess_from_sums, sequence_ess, token_ess
+from precision.ess import ess_from_sums, sequence_ess, sequence_ess_of_totals, token_ess
 
 log_ratio_lists = st.lists(st.floats(-30, 30), min_size=1, max_size=40)
 
@@ -69,3 +69,23 @@ def test_sequence_ess_refuses_non_finite_and_empty() -> None:
         sequence_ess(torch.tensor([[math.inf]]), torch.tensor([[True]]))
     with pytest.raises(ValueError, match="0 sequences"):
         sequence_ess(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool))
+
+
+def test_sequence_ess_of_totals_by_hand() -> None:
+    # Ratios e^900 and e^900 / 3, far beyond float64: (1 + 1/3)^2 / (2 (1 + 1/9)) = 4/5. A common factor cancels.
+    assert sequence_ess_of_totals(torch.tensor([900.0, 900.0 - math.log(3.0)], dtype=torch.float64)) == pytest.approx(
+        0.8
+    )
+    for bad in (math.nan, math.inf, -math.inf):
+        with pytest.raises(FloatingPointError, match="not finite"):
+            sequence_ess_of_totals(torch.tensor([0.0, bad]))
+
+
+@settings(deadline=None)
+@given(log_ratio_lists, st.floats(-500, 500))
+def test_sequence_ess_bounds_and_scale(totals: list[float], shift: float) -> None:
+    """In [1/n, 1] up to rounding, whatever factor all ratios share."""
+    values = torch.tensor(totals, dtype=torch.float64)
+    ess = sequence_ess_of_totals(values)
+    assert 1 / len(totals) * (1 - 1e-9) <= ess <= 1.0
+    assert sequence_ess_of_totals(values + shift) == pytest.approx(ess, rel=1e-9)

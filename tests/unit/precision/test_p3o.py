@@ -1,7 +1,8 @@
-"""P3O: gradients against finite differences and exact enumeration, scopes, refusals (goldens: tests/golden)."""
+"""P3O: by hand, gradients against slow references, scopes and units of the ESS, refusals (goldens: tests/golden)."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Literal
 
@@ -11,12 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.ess import ess_from_sums
-from precision.objectives import P3O, StepContext, TokenBatch
+from precision.ess import ess_from_sums, sequence_ess, token_ess
+from precision.objectives.base import ScoredStep, StepContext, TokenBatch
+from precision.objectives.p3o import P3O
+from tests.support import objective_runs
+from tests.support.scored_steps import reordered, scored_step, scored_steps, soiled
 
 Estimator = Literal["official", "importance"]
+Unit = Literal["token", "sequence"]
 ESTIMATORS: tuple[Estimator, ...] = ("official", "importance")
 each_estimator = pytest.mark.parametrize("estimator", ESTIMATORS)
+each_unit = pytest.mark.parametrize("unit", ["token", "sequence"])
 
 
 def run(
@@ -130,7 +136,7 @@ def test_micro_batch_scope_sums_over_ranks() -> None:
     _, _, sums = run(objective, [0.0], [1.0], StepContext(num_tokens=2, sum_over_ranks=other_rank))
     assert float(sums["objective_ess"]) == pytest.approx(0.8, rel=1e-8)
     assert seen[0].dtype is torch.float64
-    assert (objective.needs_scoring, P3O().needs_step_ess) == (False, True)
+    assert (objective.needs_scoring, P3O().needs_scoring) == (False, True)
 
 
 def test_nan_from_another_rank_raises() -> None:
@@ -140,88 +146,114 @@ def test_nan_from_another_rank_raises() -> None:
 
 
 def test_step_scope_needs_a_sound_ess() -> None:
-    with pytest.raises(ValueError, match="needs StepContext"):
+    with pytest.raises(ValueError, match="this objective needs"):
         run(P3O(), [0.0], [1.0], StepContext(num_tokens=1))
     for ess in (0.0, -1.0, 1.5, math.nan, math.inf):
         with pytest.raises(FloatingPointError, match="step_ess"):
             run(P3O(), [0.0], [1.0], StepContext(num_tokens=1, step_ess=ess))
 
 
-def expectation_under_sampler(
-    estimator: Estimator, logits: Tensor, sampler: Tensor, ess: float
-) -> tuple[float, Tensor]:
-    """Mean of K and of its gradient in the learner's logits, over all tokens weighed by the sampler's probability.
-
-    With A = 0 the gradient of the loss is (1 - e) times that of K; one token a call, so the weight is exact.
-    """
-    value, gradient = 0.0, torch.zeros_like(logits)
-    for token in range(len(logits)):
-        leaf = logits.clone().requires_grad_()
-        batch = TokenBatch(
-            sampler_logprobs=sampler.log()[token].reshape(1, 1),
-            advantages=torch.zeros(1, 1, dtype=torch.float64),
-            mask=torch.ones(1, 1, dtype=torch.bool),
-        )
-        loss, sums = P3O(kl_estimator=estimator)(
-            leaf.log_softmax(0)[token].reshape(1, 1), batch, StepContext(num_tokens=1, step_ess=ess)
-        )
-        loss.backward()  # type: ignore[no-untyped-call]
-        assert leaf.grad is not None
-        value += float(sampler[token] * sums["kl"])
-        gradient += sampler[token] * leaf.grad / (1 - ess)
-    return value, gradient
-
-
-def exact(logits: Tensor, sampler: Tensor, divergence: str) -> tuple[float, Tensor]:
-    leaf = logits.clone().requires_grad_()
-    learner = leaf.softmax(0)
-    reverse = (learner * (learner / sampler).log()).sum()
-    forward = (sampler * (sampler / learner).log()).sum()
-    chi2 = (sampler**2 / learner).sum() - 1
-    value = {"KL(learner||sampler)": reverse, "chi2-KL(sampler||learner)": chi2 - forward}[divergence]
-    value.backward()  # type: ignore[no-untyped-call]
+@each_estimator
+@each_unit
+@settings(deadline=None, max_examples=40)
+@given(step=scored_steps())
+def test_gradient_against_autograd_of_a_slow_reference(estimator: Estimator, unit: Unit, step: ScoredStep) -> None:
+    """The whole way from the scored step, token by token, in float64."""
+    outcome = objective_runs.run(P3O(kl_estimator=estimator, ess_unit=unit), step)
+    ess = outcome.prepared.step_ess
+    assert ess is not None
+    leaf = step.logprobs.clone().requires_grad_()
+    num_tokens = int(step.sampled.sum())
+    loss = torch.zeros((), dtype=torch.float64)
+    for t in torch.nonzero(step.sampled).flatten().tolist():
+        log_ratio = leaf[t] - step.sampler_logprobs[t]
+        held = log_ratio.detach()
+        if abs(float(held)) > 9.9:  # outside the clip of the exponent, where autograd has the wrong slope
+            return
+        weight = min(math.exp(float(held)), ess)
+        # The slope of rho l - rho + 1 is rho l; with its weight capped it is that of sg(min(rho, e) l) l.
+        kl = log_ratio + torch.exp(-log_ratio) - 1 if estimator == "official" else weight * held * log_ratio
+        loss = loss + (-weight * step.advantages[t] * leaf[t] + (1 - ess) * kl) / num_tokens
+    loss.backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
-    return value.item(), leaf.grad
-
-
-SAMPLER = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
-SHIFT = torch.tensor([-0.9, 0.4, 1.1, -0.2, 0.6], dtype=torch.float64)
-
-
-def test_official_kl_from_sampler_samples_estimates_another_divergence() -> None:
-    """Under pi_b its mean and gradient are those of chi^2(pi_b || pi) - KL(pi_b || pi), not of KL(pi || pi_b)."""
-    logits = SAMPLER.log() + SHIFT
-    value, gradient = expectation_under_sampler("official", logits, SAMPLER, 0.5)
-    other_value, other_gradient = exact(logits, SAMPLER, "chi2-KL(sampler||learner)")
-    wanted, _ = exact(logits, SAMPLER, "KL(learner||sampler)")
-    assert value == pytest.approx(other_value, rel=1e-12)
-    torch.testing.assert_close(gradient, other_gradient, rtol=1e-12, atol=1e-14)
-    assert abs(value - wanted) > 0.3 * wanted  # the bias is not small
-
-
-def test_importance_kl_is_unbiased_in_value() -> None:
-    logits = SAMPLER.log() + SHIFT
-    value, _ = expectation_under_sampler("importance", logits, SAMPLER, 0.5)
-    assert value == pytest.approx(exact(logits, SAMPLER, "KL(learner||sampler)")[0], rel=1e-12)
+    torch.testing.assert_close(outcome.gradient, leaf.grad, rtol=1e-9, atol=1e-12)
 
 
 @each_estimator
-def test_gradient_bias_vanishes_with_the_mismatch(estimator: Estimator) -> None:
-    """The cap of `importance` (e near 1 here) and the wrong sampling law of `official` both cost first order only."""
-    biases = []
-    for size in (0.1, 0.01, 0.001):
-        logits = SAMPLER.log() + size * SHIFT
-        _, gradient = expectation_under_sampler(estimator, logits, SAMPLER, 1 - 1e-9)
-        _, wanted = exact(logits, SAMPLER, "KL(learner||sampler)")
-        biases.append(float((gradient - wanted).norm() / wanted.norm()))
-    assert biases[0] < 0.3
-    assert biases[1] == pytest.approx(biases[0] / 10, rel=0.2)
-    assert biases[2] == pytest.approx(biases[1] / 10, rel=0.2)
+@each_unit
+def test_an_exactly_on_policy_step_is_the_score_function_gradient(estimator: Estimator, unit: Unit) -> None:
+    step = scored_step([[0.0, 0.0], [0.0]], [1.0, -2.0])
+    outcome = objective_runs.run(P3O(kl_estimator=estimator, ess_unit=unit), step)
+    # 1e-8: the epsilon inside the token ESS; that of sequences is taken in logs and has none.
+    tolerance = 1e-8 if unit == "token" else 1e-15
+    assert outcome.gradient.tolist() == pytest.approx([-1 / 3, -1 / 3, 2 / 3], rel=tolerance)
 
 
-def test_capped_importance_gradient_is_smaller_than_the_exact_one_but_points_alike() -> None:
-    logits = SAMPLER.log() + SHIFT
-    _, gradient = expectation_under_sampler("importance", logits, SAMPLER, 0.5)
-    _, wanted = exact(logits, SAMPLER, "KL(learner||sampler)")
-    assert gradient.norm() < wanted.norm()
-    assert torch.cosine_similarity(gradient, wanted, dim=0) > 0.8
+def test_prepare_by_hand() -> None:
+    # Token ratios 3, 1, 1/3: S1 = 13/3, S2 = 91/9, N = 3: (169/9) / (91/3) = 169/273.
+    # Response ratios 3 and 1/3: S1 = 10/3, S2 = 82/9, 2 responses: (100/9) / (164/9) = 25/41.
+    step = scored_step([[math.log(3), 0.0], [-math.log(3)]], [1.0, 1.0])
+    prepared = P3O().prepare(step)
+    assert prepared.step_ess == pytest.approx(169 / 273, rel=1e-8)
+    assert torch.equal(prepared.advantages, step.advantages)
+    assert P3O(ess_unit="sequence").prepare(step).step_ess == pytest.approx(25 / 41, rel=1e-12)
+
+
+@each_unit
+@settings(deadline=None, max_examples=40)
+@given(step=scored_steps(), garbage=st.sampled_from([math.nan, math.inf, -math.inf, -120.0, 3e38]))
+def test_prepare_sees_neither_forced_tokens_nor_order(unit: Unit, step: ScoredStep, garbage: float) -> None:
+    objective = P3O(ess_unit=unit)
+    ess = objective.prepare(step).step_ess
+    assert objective.prepare(soiled(step, garbage)).step_ess == ess
+    assert objective.prepare(reordered(step)[0]).step_ess == pytest.approx(ess, rel=1e-12)
+    log_ratios = step.logprobs - step.sampler_logprobs
+    if unit == "token":
+        assert ess == pytest.approx(token_ess(log_ratios[step.sampled]), rel=1e-12)
+    else:
+        # The same from a padded batch, without the responses in which nothing was sampled.
+        masks = [step.sampled & (step.row == row) for row in range(step.num_rows)]
+        mask = torch.stack([mask for mask in masks if bool(mask.any())])
+        assert ess == pytest.approx(sequence_ess(torch.where(mask, log_ratios, math.nan), mask), rel=1e-9)
+
+
+def test_sequence_ess_of_long_responses_is_taken_in_logs() -> None:
+    # Ratios e^5000 and e^4999: with x = e^-1 the ESS is (1 + x)^2 / (2 (1 + x^2)).
+    step = scored_step([[5.0] * 1000, [5.0] * 999 + [4.0]], [1.0, 1.0])
+    x = math.exp(-1)
+    assert P3O(ess_unit="sequence").prepare(step).step_ess == pytest.approx((1 + x) ** 2 / (2 + 2 * x * x), rel=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 4, 25])
+def test_sequence_ess_falls_with_length_as_the_lognormal_law_says(length: int) -> None:
+    # Log-ratios of a response of n tokens with spread s add up to spread s sqrt(n): exp(-s^2 n) with s = .1.
+    generator = torch.Generator().manual_seed(11)
+    noise = 0.1 * torch.randn(4000, length, generator=generator, dtype=torch.float64)
+    step = scored_step(noise.tolist(), [1.0] * 4000)
+    assert P3O(ess_unit="sequence").prepare(step).step_ess == pytest.approx(math.exp(-0.01 * length), abs=0.03)
+    assert P3O().prepare(step).step_ess == pytest.approx(math.exp(-0.01), abs=0.01)
+
+
+def test_sequence_ess_refuses_micro_batch_scope() -> None:
+    with pytest.raises(ValueError, match="expected ess_scope step"):
+        P3O(ess_unit="sequence", ess_scope="micro_batch")
+
+
+@each_unit
+def test_prepare_refuses_broken_and_empty_steps(unit: Unit) -> None:
+    step = scored_step([[0.1, 0.2]], [1.0])
+    nothing = dataclasses.replace(step, sampled=torch.zeros(2, dtype=torch.bool))
+    broken = dataclasses.replace(step, logprobs=torch.tensor([math.nan, -1.0], dtype=torch.float64))
+    with pytest.raises(FloatingPointError, match="1 of 2 tokens"):
+        P3O(ess_unit=unit).prepare(broken)
+    with pytest.raises(ValueError, match="undefined"):
+        P3O(ess_unit=unit).prepare(nothing)
+
+
+@each_estimator
+def test_the_anchor_is_the_estimator_that_was_chosen(estimator: Estimator) -> None:
+    # e = .5, A = 0, one token with l = ln 2. official: ln 2 - 1/2; importance: 2 ln 2 - 1.
+    kl = math.log(2) - 0.5 if estimator == "official" else 2 * math.log(2) - 1
+    objective = P3O(kl_estimator=estimator)
+    loss, _, sums = run(objective, [math.log(2)], [0.0], StepContext(num_tokens=1, step_ess=0.5))
+    assert (loss, float(sums["policy_loss"])) == (pytest.approx(0.5 * kl, rel=1e-12), 0.0)

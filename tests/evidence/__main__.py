@@ -1,0 +1,92 @@
+"""`python -m tests.evidence`: measure the declared matrix with the real stack, then write the page.
+
+Killed and started again it goes on where it was: each cell is a run directory. `--quick` asks fewer questions of fewer
+seeds and steps and writes beside them, not over docs/. `--page` only writes the page, from what has been measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.errors import EvenKeelError
+from tests.evidence.matrix import REPOSITORY, Cell, Experiment, Matrix, cells_of, read_matrix
+from tests.evidence.page import write_page
+from tests.evidence.results import harvest, load, save
+from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, train_job
+
+HERE = Path(__file__).parent
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 when a cell failed otherwise than by diverging."""
+    options = _parse(arguments)
+    root = options.root or REPOSITORY / "runs" / ("evidence-quick" if options.quick else "evidence")
+    page = root / "evidence.md" if options.quick else REPOSITORY / "docs" / "evidence.md"
+    try:
+        matrix = read_matrix(options.matrix, quick=options.quick)
+        cells = {name: list(cells_of(matrix, name, root)) for name in matrix.experiments}
+        wanted = {name: [cell for cell in found if options.only in cell.name] for name, found in cells.items()}
+        failed = False
+        if not options.page:
+            check_unchanged([cell for found in cells.values() for cell in found])
+            failed = any(
+                [_measure(matrix, matrix.experiments[name], found, options.jobs) for name, found in wanted.items()]
+            )
+        _keep(matrix, cells, page)
+        write_page(matrix, page, quick=options.quick)
+    except EvenKeelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    say(f"wrote {page}")
+    return int(failed)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.evidence", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="at most 20 minutes on two cores")
+    parser.add_argument("--page", action="store_true", help="run nothing")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cells whose name has this in it")
+    parser.add_argument("--jobs", type=int, default=2, help="cells beside one another, one core each (default 2)")
+    parser.add_argument("--root", type=Path, help="where run directories live (default runs/evidence)")
+    parser.add_argument("--matrix", type=Path, default=HERE / "matrix.yaml")
+    return parser.parse_args(arguments)
+
+
+def _measure(matrix: Matrix, experiment: Experiment, cells: Sequence[Cell], jobs: int) -> bool:
+    """Run what is not settled; whether anything failed otherwise than by diverging."""
+    waiting = [cell for cell in cells if not is_settled(cell)]
+    if not waiting:
+        return False
+    make_model(matrix.models[experiment.model], experiment.model, waiting[0].root, say)
+    say(f"{experiment.title}: {len(waiting)} cells to run")
+    failures = run_jobs([train_job(cell) for cell in waiting], at_once=1 if experiment.alone else jobs, say=say)
+    for cell in waiting:
+        if cell.name in failures and not is_settled(cell):
+            say(f"{cell.name} failed: {failures[cell.name]}")
+    return any(cell.name in failures and not is_settled(cell) for cell in waiting)
+
+
+def _keep(matrix: Matrix, cells: dict[str, list[Cell]], page: Path) -> None:
+    """Harvest run directories; a cell without one keeps what was harvested before."""
+    for name, experiment in matrix.experiments.items():
+        path = page.with_suffix("") / f"{name}.json"
+        known = {(r.condition, r.arm, r.seed): r for r in load(path)}
+        for cell in cells[name]:
+            result = harvest(cell, experiment.series)
+            if result is not None:
+                known[cell.condition, cell.arm, cell.seed] = result
+        declared = [(cell.condition, cell.arm, cell.seed) for cell in cells[name]]
+        save(path, [known[key] for key in declared if key in known])
+
+
+def say(line: str) -> None:
+    """Progress, with the clock."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""ScaleRL's forecast: fit the first part of a run, ask what its end will be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.errors import StoreError
+from pipeline.scaling import Grid, Points, fit_curve
+from pipeline.scaling_intervals import Region
+from tests.evidence.results import Arm
+from tests.evidence.statistics import mean_curve
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What the fit said about the last evaluation."""
+
+    value: float
+    low: float
+    high: float
+    """95 % profile interval of the curve, NaN when there were too few points."""
+    points: int
+    """Evaluations that were fitted, beside that of version 0, which is R_0."""
+    asymptote: str
+    """A with its interval, as text."""
+
+
+def split(arm: Arm, share: float) -> int:
+    """How many evaluations lie in the first `share` of the run."""
+    return sum(version <= share * arm.versions[-1] for version in arm.versions)
+
+
+def forecast_end(arm: Arm, share: float) -> Told:
+    """Fit pass@1 (mean over seeds) against samples in the first `share` of the run and read the curve at its end."""
+    scores, samples, known = mean_curve(arm.curve()), arm.costs("samples"), split(arm, share)
+    try:
+        points = Points.of(samples[1:known], scores[1:known], start=float(scores[0]))
+    except StoreError:
+        return Told(value=math.nan, low=math.nan, high=math.nan, points=max(0, known - 1), asymptote="not fitted")
+    grid = Grid.derived(points)
+    fit = fit_curve(points, grid)
+    region = Region.around(fit, points, grid)
+    low, high = region.score_at(float(samples[-1]))
+    a_low, a_high = region.asymptote
+    value = float(np.asarray(fit.score_at(samples[-1])))
+    asymptote = f"{fit.asymptote:.3f} ({a_low:.3f} to {a_high:.3f})"
+    return Told(value=value, low=low, high=high, points=known - 1, asymptote=asymptote)

@@ -1,0 +1,107 @@
+"""PNGs: for each condition a row of small axes, held-out pass@k with its interval, then each metric by step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from tests.evidence.forecast import split
+from tests.evidence.matrix import Experiment, Forecast
+from tests.evidence.results import Arm, Result
+from tests.evidence.statistics import resample
+
+# A machine without TeX-like fonts is told so for each of them, though nothing here is set in one.
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+
+PALETTE = ("#1f5fa8", "#d9711c", "#2c8a4b", "#8b4fb0", "#b3304f", "#5b6770", "#a08a1d", "#1796a5")
+STYLE: dict[Any, Any] = {
+    "font.size": 8.0,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+}
+LOG_FROM_RATIO = 50.0
+"""A positive metric is drawn logarithmically once its largest value is this many times its smallest."""
+
+
+def draw(experiment: Experiment, results: Sequence[Result], path: Path) -> None:
+    """One row a condition; the same colours for the same arms throughout."""
+    columns = [f"held-out pass@{k}" for k in experiment.pass_at] + list(experiment.series)
+    rows = len(experiment.conditions)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(2.9 * len(columns), 2.5 * rows + 0.5), layout="constrained", dpi=110)
+        grid = figure.subplots(rows, len(columns), squeeze=False)
+        for row, (condition, variant) in enumerate(experiment.conditions.items()):
+            arms = {name: Arm.of(results, condition, name) for name in experiment.arms}
+            arms = {name: arm for name, arm in arms.items() if arm.results}
+            for column, title in enumerate(columns):
+                axes = grid[row][column]
+                if column < len(experiment.pass_at):
+                    _held_out(axes, experiment, arms, experiment.pass_at[column])
+                else:
+                    _metric(axes, experiment, arms, title)
+                axes.set_title(title, fontsize=8)
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))
+            grid[row][0].set_ylabel(variant.title)
+        lines = dict(pair for row in grid for pair in zip(*row[0].get_legend_handles_labels()[::-1], strict=True))
+        figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=4)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Software": None})
+
+
+def _held_out(axes: Axes, experiment: Experiment, arms: Mapping[str, Arm], k: int) -> None:
+    for name, arm in arms.items():
+        curve, colour = arm.curve(k), _colour(experiment, name)
+        low, high = np.quantile(resample(curve), [0.025, 0.975], axis=0)
+        axes.fill_between(arm.versions, low, high, color=colour, alpha=0.12, linewidth=0)
+        axes.plot(
+            arm.versions,
+            curve.mean(axis=(0, 2)),
+            color=colour,
+            marker="o",
+            markersize=2.5,
+            label=_title(experiment, name),
+        )
+    axes.set_ylim(0.0, 1.0)
+    if experiment.target is not None and k == 1:
+        axes.axhline(experiment.target, color="#888888", linewidth=0.8, linestyle=":")
+    for claim in experiment.claims:
+        if isinstance(claim.judge, Forecast) and k == 1 and claim.judge.arm in arms:
+            arm = arms[claim.judge.arm]
+            axes.axvline(arm.versions[split(arm, claim.judge.share) - 1], color="#888888", linewidth=0.8, linestyle=":")
+
+
+def _metric(axes: Axes, experiment: Experiment, arms: Mapping[str, Arm], metric: str) -> None:
+    """Each seed faint, their mean in front of them."""
+    shown: list[float] = []
+    for name, arm in arms.items():
+        seeds, colour = [values for values in arm.metric(metric) if values], _colour(experiment, name)
+        if not seeds:
+            continue
+        for values in seeds:
+            axes.plot(values, color=colour, alpha=0.25, linewidth=0.7)
+            shown += values
+        length = min(map(len, seeds))
+        axes.plot(np.mean([values[:length] for values in seeds], axis=0), color=colour)
+    if shown and min(shown) > 0 and max(shown) > LOG_FROM_RATIO * min(shown):
+        axes.set_yscale("log")
+
+
+def _colour(experiment: Experiment, arm: str) -> str:
+    return PALETTE[list(experiment.arms).index(arm) % len(PALETTE)]
+
+
+def _title(experiment: Experiment, arm: str) -> str:
+    return experiment.arms[arm].title

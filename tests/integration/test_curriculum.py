@@ -1,0 +1,124 @@
+"""Interruptions, dynamic sampling, retired problems: real engines, a real learner, and a collector that dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from pipeline.journal import read_events, read_metrics
+from pipeline.records import Batch
+from pipeline.store import BatchStore
+from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_prompts, make_recipe
+
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
+STEPS, PROMPTS, GROUP = 6, 4, 4
+PHRASE = "=="
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of lag 1 whose collector was killed with SIGKILL after two batches."""
+    folder = tmp_path_factory.mktemp("curriculum")
+    make_model(folder / "model")
+    recipe = make_recipe(
+        folder,
+        folder / "model",
+        "curriculum",
+        run=dict(steps=STEPS),
+        rollout=dict(
+            prompts_per_batch=PROMPTS,
+            group_size=GROUP,
+            max_new_tokens=16,
+            interruption=dict(from_tokens=4, to_tokens=7, phrase=PHRASE, answer_tokens=6),
+        ),
+        prompts=dict(refill=True, max_refills=3, retire_at_pass_rate=0.9),
+        schedule=dict(kind="async", lag=1),
+        task=dict(
+            name="jsonl",
+            path=str(make_prompts(folder / "few.jsonl", count=24)),
+            reward="tests.support.rewards:low_prompts_are_easy",
+        ),
+    )
+    command = [sys.executable, "-m", "launch.cli", "train", str(recipe), "--json"]
+    run = folder / "runs" / "curriculum"
+    with (folder / "output").open("w") as output:
+        supervisor = psutil.Popen(
+            command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+        try:
+            kill_the_collector(supervisor, run)
+            supervisor.wait(timeout=200)
+        finally:
+            if supervisor.is_running():
+                supervisor.terminate()
+                supervisor.wait(timeout=60)
+    assert supervisor.returncode == 0, (folder / "output").read_text()
+    return run
+
+
+def kill_the_collector(supervisor: psutil.Process, run: Path) -> None:
+    give_up = time.monotonic() + 150
+    while not (run / "batches" / "000001.zarr.zip").exists():
+        assert time.monotonic() < give_up, "no batch was committed"
+        time.sleep(0.02)
+    for child in supervisor.children(recursive=True):
+        if "launch.collect" in child.cmdline():
+            child.kill()
+            return
+    raise AssertionError("no collector to kill")
+
+
+@pytest.fixture(scope="module")
+def batches(run: Path) -> list[Batch]:
+    store = BatchStore(run / "batches")
+    return [store.read(index, None) for index in range(STEPS)]
+
+
+def test_the_history_is_sound(run: Path) -> None:
+    audit = evenkeel_json("verify", "history", run)
+    assert audit["ok"], audit
+    assert audit["batches"] == STEPS
+    assert audit["zero_variance"] > 0
+    assert audit["retired"] > 0
+    assert [event["process"] for event in read_events(run, "restarted")] == ["collector"]
+
+
+def test_batches_are_full_of_what_tells_samples_apart(batches: list[Batch]) -> None:
+    owners = Counter(g for b in batches for g in {*b.group.tolist(), *(drop.group for drop in b.dropped)})
+    assert set(owners.values()) == {1}
+    for batch in batches:
+        assert batch.num_samples == PROMPTS * GROUP
+        spread = [np.ptp(batch.reward[batch.group == group]) for group in np.unique(batch.group)]
+        assert np.mean(np.array(spread) > 0) >= 0.75, "easy prompts are dropped, coins rarely fall alike four times"
+
+
+def test_interrupted_responses(run: Path, batches: list[Batch]) -> None:
+    """A random policy hardly ever ends by itself within 7 tokens."""
+    said = len(PHRASE)
+    for batch in batches:
+        assert batch.interrupted.mean() > 0.5
+        assert int(batch.forced.sum()) == said * int(batch.interrupted.sum())
+        offsets = batch.response_offsets
+        for sample in np.flatnonzero(batch.interrupted):
+            forced = np.flatnonzero(batch.forced[offsets[sample] : offsets[sample + 1]])
+            assert forced.tolist() == list(range(forced[0], forced[0] + said))
+            assert 4 <= forced[0] <= 7
+            assert 1 <= batch.response_lengths[sample] - forced[-1] - 1 <= 6
+        assert np.all(batch.sampler_logprobs[~batch.forced] < 0.0)
+    assert len({event["interrupted"] for event in read_events(run, "committed")} - {0}) > 0
+
+
+def test_the_learner_agrees_with_the_engine_on_what_was_sampled(run: Path, batches: list[Batch]) -> None:
+    """At the weights that sampled it, also after the phrase: the engine read what is stored."""
+    for batch in batches[:1]:
+        learner = np.load(run / "logprobs" / f"{batch.index:06d}.npy")
+        sampled = ~batch.forced
+        assert np.abs(learner - batch.sampler_logprobs)[sampled].max() < 1e-3
+    assert [line["num_tokens"] for line in read_metrics(run)] == [batch.num_sampled_tokens for batch in batches]

@@ -1,0 +1,108 @@
+"""One step of every objective in each layout that so many processes can hold; see test_objectives.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+warnings.filterwarnings("ignore")
+
+from launch.layout_ranks import make_batch, weights  # noqa: E402
+from launch.objectives import build_objective  # noqa: E402
+from megatron_bridge.layout import Layout, initialise, leave_layout  # noqa: E402
+from megatron_bridge.learner import MegatronLearner  # noqa: E402
+from pipeline.layout_names import parse_layout  # noqa: E402
+from pipeline.recipe import LearnerSection, OptimizerSection, Recipe  # noqa: E402
+from pipeline.recipe_file import recipe_from  # noqa: E402
+from pipeline.records import Batch  # noqa: E402
+
+PROXIMAL = dict(name="clipped", anchor="proximal")
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "p3o": dict(objective=dict(name="p3o")),
+    "p3o sequence": dict(objective=dict(name="p3o", ess_unit="sequence", kl_estimator="importance")),
+    "p4o": dict(objective=dict(name="p4o")),
+    "clipped": dict(objective=dict(name="clipped", dual_clip=3.0)),
+    "cispo": dict(objective=dict(name="cispo")),
+    "gspo": dict(objective=dict(name="gspo", clip_low=0.2, clip_high=0.2)),
+    "mu_grpo": dict(objective=dict(name="mu_grpo", kappa=0.7)),
+    "decoupled": dict(objective=dict(name="decoupled")),
+    "m2po": dict(objective=dict(name="m2po")),
+    "dppo_tv": dict(objective=dict(name="dppo_tv")),
+    "topr": dict(objective=dict(name="topr")),
+    "tis": dict(objective=PROXIMAL, correction=dict(name="tis")),
+    "mis": dict(objective=PROXIMAL, correction=dict(name="mis", level="geometric", veto=0.2, normalised=True)),
+    "rejection": dict(objective=PROXIMAL, correction=dict(name="rejection", low=0.01, high=100.0)),
+    "icepop": dict(objective=dict(name="gspo", anchor="proximal"), correction=dict(name="icepop")),
+    "opsm": dict(objective=dict(name="cispo"), correction=dict(name="opsm")),
+}
+LEFT_OUT = ("cispo", "gspo", "tis")
+"""Stepped again with a quarter of the samples left out, and with advantage 0 for those but not left out."""
+
+
+def recipe(sections: dict[str, Any]) -> Recipe:
+    base = dict(run=dict(name="r", steps=1), model=dict(path="m"), task=dict(name="sort_digits"))
+    return recipe_from(base | sections, source="test")
+
+
+def batch_with_forced_tokens(vocabulary: int) -> Batch:
+    """Two tokens of every fifth response were not sampled; what stands there must not matter, -120 least of all."""
+    batch = make_batch(0, vocabulary)
+    forced = np.zeros(batch.num_response_tokens, np.bool_)
+    for sample in range(0, batch.num_samples, 5):
+        middle = (batch.response_offsets[sample] + batch.response_offsets[sample + 1]) // 2
+        forced[middle : middle + 2] = True
+    sampler = np.where(forced, np.float32(-120.0), batch.sampler_logprobs)
+    return dataclasses.replace(batch, forced=forced, sampler_logprobs=sampler)
+
+
+def step(folder: Path, section: LearnerSection, name: str, variant: str) -> tuple[dict[str, float], Any]:
+    objective = build_objective(recipe(OBJECTIVES[name]))
+    learner = MegatronLearner(folder / "model", section, objective, temperature=0.9, total_steps=1)
+    batch = batch_with_forced_tokens(learner.shape.vocab_size)
+    before = weights(learner)
+    scored = learner.logprobs(batch)
+    random = np.random.default_rng(1)
+    proximal = (scored.logprobs + random.normal(0, 0.2, len(scored.logprobs))).astype(np.float32)
+    advantages = (batch.reward - batch.reward.mean()).astype(np.float32)
+    chosen = np.arange(batch.num_samples) % 4 != 1
+    if variant:
+        advantages = np.where(chosen, advantages, 0.0).astype(np.float32)
+    trained = chosen if variant == " left out" else None
+    update = learner.update(batch, advantages, scored, proximal=proximal, trained=trained)
+    known = np.isfinite(update.logprobs[~batch.forced])
+    return {**update.metrics, "known_logprobs": float(known.mean())}, weights(learner) - before
+
+
+def measure(folder: Path, layouts: list[str]) -> None:
+    """Write LAYOUT.npz: one row of metrics and one change of the weights for each objective."""
+    for layout in layouts:
+        base = LearnerSection(
+            micro_batch_tokens=48,
+            step_deadline_s=60,
+            # Adam divides by the gradient's own size: a small eps would blow rounding differences up to whole steps.
+            optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4),
+        )
+        section = base.model_copy(update=parse_layout(layout))
+        initialise(Layout.of(section), seed=0, deadline_s=60)
+        metrics: dict[str, dict[str, float]] = {}
+        changes: dict[str, NDArray[np.float64]] = {}
+        for name in OBJECTIVES:
+            for variant in ("", " left out", " zeros") if name in LEFT_OUT else ("",):
+                metrics[name + variant], changes[name + variant] = step(folder, section, name, variant)
+        if torch.distributed.get_rank() == 0:
+            (folder / f"{layout}.json").write_text(json.dumps(metrics))
+            np.savez(folder / f"{layout}.npz", **changes)  # type: ignore[arg-type]
+        leave_layout()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    measure(Path(sys.argv[1]), sys.argv[2:])

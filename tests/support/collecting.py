@@ -1,0 +1,167 @@
+"""The collector with engines and a learner that only pretend: they answer wrongly, die and fall behind on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launch.compose import TaskPrompts
+from pipeline.character_tokenizer import write_character_tokenizer
+from pipeline.collector import Collector, CollectorSettings
+from pipeline.journal import Journal
+from pipeline.ports import Sampling
+from pipeline.recipe import SortDigitsTask
+from pipeline.records import Batch, Completion, FinishReason, LogprobContract
+from pipeline.rewards import Verifiers
+from pipeline.rundir import RunDirectory
+from pipeline.schedule import Schedule
+from pipeline.store import BatchStore
+from pipeline.tasks import PromptOrder, build_task
+from pipeline.tokenizer import Tokenizer
+
+PROMPTS, GROUP = 3, 2
+
+
+def new_run(folder: Path) -> RunDirectory:
+    """An empty run that serves version 0, with a tokenizer of digits and `=` beside it."""
+    run = RunDirectory(folder / "run")
+    for directory in (run.batches, run.policies):
+        directory.mkdir(parents=True)
+    write_character_tokenizer(folder / "model", "0123456789=")
+    run.set_published(0)
+    return run
+
+
+@dataclass
+class PretendEngines:
+    """Answers each prompt with its sorted digits, wrong where `solves` says no; `faults` come first, one a call.
+
+    The first half of an answer has the version that was published when it was asked, the second half the one that is
+    published when it is done.
+    """
+
+    run: RunDirectory
+    tokenizer: Tokenizer
+    faults: list[Exception | FinishReason | int] = field(default_factory=list)
+    solves: Callable[[str, int], bool] = lambda _digits, _member: True
+    """(digits of the prompt, place in the request) → whether the answer is right."""
+    latency_s: Callable[[str], float] = lambda _digits: 0.0
+    healed: int = 0
+    asked: list[str] = field(default_factory=list)
+    """Digits of every request, in order."""
+    in_flight: int = 0
+    most_in_flight: int = 0
+
+    async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+        digits = self.tokenizer.decode(prompt).removesuffix("=")
+        self.asked.append(digits)
+        before = self.run.published_version()
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            await asyncio.sleep(self.latency_s(digits))
+        finally:
+            self.in_flight -= 1
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, Exception):
+            raise fault
+        after = self.run.published_version()
+        if isinstance(fault, int):
+            before = after = fault
+        finish: FinishReason = fault if isinstance(fault, str) else "stop"
+        return [self._answer(digits, member, before, after, finish) for member in range(num_samples)]
+
+    def _answer(self, digits: str, member: int, before: int, after: int, finish: FinishReason) -> Completion:
+        right = "".join(sorted(digits))
+        text = right if self.solves(digits, member) else right[::-1] + "="
+        tokens = (*self.tokenizer.encode(text), self.tokenizer.eos_token_id)
+        first = len(tokens) // 2
+        versions = (before,) * first + (after,) * (len(tokens) - first)
+        completion = Completion.given(tokens, (-0.5,) * len(tokens))
+        return replace(completion, versions=versions, finish=finish)
+
+    async def load(self, version: int, directory: Path, proof: object = None) -> dict[str, float]:
+        raise NotImplementedError
+
+    async def heal(self, version: int, directory: Path) -> None:
+        self.healed += 1
+
+    async def close(self) -> None: ...
+
+
+def build(
+    run: RunDirectory, verifiers: Verifiers, schedule: Schedule, *, num_prompts: int = 100_000, **changes: Any
+) -> Collector:
+    """A collector of sort_digits; `changes` are CollectorSettings."""
+    tokenizer = Tokenizer.load(run.path.parent / "model")
+    task = build_task(SortDigitsTask(num_prompts=num_prompts), seed=0)
+    sampling = Sampling(max_new_tokens=20)
+    settings: dict[str, Any] = dict(
+        prompts_per_batch=PROMPTS,
+        group_size=GROUP,
+        sampling=sampling,
+        concurrent_prompts=8,
+        max_prompt_tokens=20,
+        evaluate_every=2,
+        evaluation_prompts=2,
+        evaluation_samples=2,
+        evaluation_sampling=sampling,
+        wait_deadline_s=20.0,
+        recipe_sha256="r",
+        retry_s=0.0,
+    )
+    return Collector(
+        run=run,
+        store=BatchStore(run.batches),
+        schedule=schedule,
+        engines=PretendEngines(run, tokenizer),
+        prompts=TaskPrompts(task, tokenizer, PromptOrder(task.num_prompts, 0)),
+        tokenizer=tokenizer,
+        verifiers=verifiers,
+        contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256=tokenizer.sha256),
+        journal=Journal(run.path),
+        settings=CollectorSettings(**{**settings, **changes}),
+    )
+
+
+def engines_of(collector: Collector) -> PretendEngines:
+    """The pretended engines of a collector that `build` made."""
+    assert isinstance(collector.engines, PretendEngines)
+    return collector.engines
+
+
+async def learner(run: RunDirectory, schedule: Schedule, seconds_per_step: float = 0.0) -> None:
+    """Publishes version b + 1 once batch b is committed, as the real one does."""
+    store = BatchStore(run.batches)
+    for step in range(schedule.steps):
+        while not store.exists(step):
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(seconds_per_step)
+        if schedule.publishes_after(step) and step + 1 > run.published_version():
+            run.set_published(step + 1)
+
+
+def collect(collector: Collector, *, killed_after_s: float | None = None, seconds_per_step: float = 0.0) -> BatchStore:
+    """Run it beside a learner, to its end or to a sudden one."""
+
+    async def both() -> None:
+        training = asyncio.create_task(learner(collector.run, collector.schedule, seconds_per_step))
+        try:
+            async with asyncio.timeout(killed_after_s):
+                await collector.collect()
+        except TimeoutError:
+            if killed_after_s is None:
+                raise
+        finally:
+            training.cancel()
+
+    asyncio.run(both())
+    return collector.store
+
+
+def batches(store: BatchStore) -> list[Batch]:
+    """All that is committed."""
+    return [store.read(index, None) for index in store.committed()]

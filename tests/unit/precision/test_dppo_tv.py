@@ -1,0 +1,96 @@
+"""DPPO-TV: by hand, against autograd of a slow reference, and its limits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from precision.objectives import Clipped, StepContext, TokenBatch
+from precision.objectives.base import ScoredStep
+from precision.objectives.dppo_tv import DPPOTV
+from tests.support.objective_runs import run
+from tests.support.scored_steps import scored_steps
+
+
+def test_by_hand() -> None:
+    # pi_b, pi, A. Threshold .2, coefficient .1, N = 5.
+    # .5 -> .8, A = 2: risen by .3, masked. .01 -> .05, A = 1: rho 5 but only .04: kept, 5 * 1.
+    # .5 -> .2, A = -1: fallen by .3, masked. .5 -> .8, A = -1: it rises against A: kept, -1.6.
+    # .9 -> .6, A = 1: kept, 2/3.
+    sampler = [0.5, 0.01, 0.5, 0.5, 0.9]
+    learner = [0.8, 0.05, 0.2, 0.8, 0.6]
+    advantages = [2.0, 1.0, -1.0, -1.0, 1.0]
+    kept = [0, 1, 0, 1, 1]
+    logprobs = torch.tensor([learner], dtype=torch.float64).log().requires_grad_()
+    batch = TokenBatch(
+        sampler_logprobs=torch.tensor([sampler], dtype=torch.float64).log(),
+        advantages=torch.tensor([advantages], dtype=torch.float64),
+        mask=torch.ones(1, 5, dtype=torch.bool),
+    )
+    loss, sums = DPPOTV(threshold=0.2, square_coefficient=0.1)(logprobs, batch, StepContext(num_tokens=5))
+    loss.backward()  # type: ignore[no-untyped-call]
+    logs = [math.log(p / b) for p, b in zip(learner, sampler, strict=True)]
+    squares = sum(x * x for x in logs)
+    assert loss.item() == pytest.approx((-5 + 1.6 - 2 / 3 + 0.1 * squares) / 5, rel=1e-12)
+    # slope: -rho A where kept, 2 * .1 * log rho everywhere
+    slopes = [(-k * math.exp(x) * a + 0.2 * x) / 5 for k, x, a in zip(kept, logs, advantages, strict=True)]
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == pytest.approx(slopes, rel=1e-12)
+    assert (sums["clip_hits"], sums["clip_hits_high"], sums["clip_hits_low"]) == (2, 1, 1)
+    assert float(sums["square"]) == pytest.approx(squares, rel=1e-12)
+    assert not DPPOTV().needs_scoring
+
+
+@settings(deadline=None, max_examples=60)
+@given(step=scored_steps(), threshold=st.floats(0.01, 1.0), coefficient=st.sampled_from([0.0, 1e-3, 0.5]))
+def test_gradient_matches_a_slow_reference(step: ScoredStep, threshold: float, coefficient: float) -> None:
+    leaf = step.logprobs.clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for t in torch.nonzero(step.sampled).flatten().tolist():
+        log_ratio, advantage = leaf[t] - step.sampler_logprobs[t], float(step.advantages[t])
+        change = math.exp(leaf[t].item()) - math.exp(float(step.sampler_logprobs[t]))
+        if not (change > threshold if advantage > 0 else change < -threshold):
+            total = total - log_ratio.exp() * advantage
+        total = total + coefficient * log_ratio**2
+    (total / step.sampled.sum()).backward()  # type: ignore[no-untyped-call]
+    gradient = run(DPPOTV(threshold=threshold, square_coefficient=coefficient), step).gradient
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=20)
+@given(step=scored_steps())
+def test_with_a_threshold_of_one_and_no_square_it_is_importance_sampling(step: ScoredStep) -> None:
+    # The strategy's learner may "exceed" probability 1; a real one cannot, so its change never exceeds 1.
+    proper = step.logprobs.clamp(max=0.0)
+    step = ScoredStep(**{**vars(step), "logprobs": proper})
+    gradient = run(DPPOTV(threshold=1.0, square_coefficient=0.0), step).gradient
+    expected = run(Clipped(clip_low=1.0, clip_high=math.inf), step).gradient
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_small_changes_of_probability_keep_their_digits_in_float32() -> None:
+    # .9 -> .9 (1 + 1e-5): the change is 9.0e-6. Around the threshold 9.0e-6 float32 subtraction has a grain of 6e-8.
+    sampler = torch.tensor([[math.log(0.9)]])
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    batch = TokenBatch(sampler_logprobs=sampler, advantages=torch.ones(1, 1), mask=mask)
+    moved = sampler + 1e-5
+    change = 0.9 * math.expm1(float(moved) - float(sampler))
+    for threshold, hits in ((change * 0.999, 1), (change * 1.001, 0)):
+        _, sums = DPPOTV(threshold=threshold)(moved, batch, StepContext(num_tokens=1))
+        assert sums["clip_hits"] == hits
+
+
+@pytest.mark.parametrize("threshold", [0.0, -0.2, 1.1, math.nan])
+def test_a_threshold_out_of_range_is_refused(threshold: float) -> None:
+    with pytest.raises(ValueError, match="expected a difference of probabilities"):
+        DPPOTV(threshold=threshold)
+
+
+@pytest.mark.parametrize("coefficient", [-1e-3, math.inf, math.nan])
+def test_a_coefficient_out_of_range_is_refused(coefficient: float) -> None:
+    with pytest.raises(ValueError, match="square_coefficient is"):
+        DPPOTV(square_coefficient=coefficient)
