@@ -5,6 +5,7 @@
       batches/000012.zarr.zip  the ledger (pipeline.store)
       policy/000012/           HF safetensors of version 12; policy/PUBLISHED names the version that the engines serve
       logprobs/000012.npy      the learner's log-probabilities of batch 12, as it met them (float32 [responses])
+      logprobs/000012-proximal.npy   … and when the batch's stage began, where pi_old is needed
       checkpoints/000012/      Megatron distributed checkpoint + COMMIT, written last
       model/                   the final policy in full precision
       engines.json             where the engines listen (never their key)

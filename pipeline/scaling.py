@@ -34,7 +34,7 @@ MAX_ASYMPTOTES = 2_000
 _EXPONENTS = np.geomspace(0.02, 50.0, 128)
 """Where B is looked for before SciPy refines it: A.5's rows lie between 1.09 and 2.44."""
 
-_CELLS_REFINED = 64
+_CELLS_REFINED = 24
 """Cells of the grid that SciPy decides between, of about 10,000."""
 
 _CELLS_AT_ONCE = 4_000_000
@@ -196,7 +196,7 @@ def fit_curve(points: Points, grid: Grid) -> Fit:
     """The best cell of the grid: for each (A, C_mid) the B with the least sum of squared residuals (A.5).
 
     A.5 calls SciPy's curve_fit in every cell, from B = 1. Here B is first scanned for all cells at once, which finds
-    the same minimum without a solver's start; SciPy then refines B in the best 64 cells, and the best of those wins.
+    the same minimum without a solver's start; SciPy then refines B in the best 24 cells, and the best of those wins.
     """
     scanned, exponents = _scan(points, grid)
     best = np.argsort(scanned, axis=None)[:_CELLS_REFINED]

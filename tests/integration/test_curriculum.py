@@ -40,9 +40,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         prompts=dict(refill=True, max_refills=3, retire_at_pass_rate=0.9),
         schedule=dict(kind="async", lag=1),
+        evaluation=dict(prompts=1),
         task=dict(
             name="jsonl",
-            path=str(make_prompts(folder / "few.jsonl", count=24)),
+            path=str(make_prompts(folder / "few.jsonl", count=26)),
             reward="tests.support.rewards:low_prompts_are_easy",
         ),
     )
@@ -63,10 +64,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def kill_the_collector(supervisor: psutil.Process, run: Path) -> None:
+def kill_the_collector(supervisor: psutil.Popen, run: Path) -> None:
     give_up = time.monotonic() + 150
     while not (run / "batches" / "000001.zarr.zip").exists():
-        assert time.monotonic() < give_up, "no batch was committed"
+        assert supervisor.poll() is None, "it ended before two batches were committed"
+        assert time.monotonic() < give_up, "two batches were not committed"
         time.sleep(0.02)
     for child in supervisor.children(recursive=True):
         if "launch.collect" in child.cmdline():
