@@ -79,7 +79,7 @@ class Trainer:
                     batch, credit.advantages, scored, proximal=proximal, trained=credit.trained
                 )
             measured = describe(batch, step)
-            self.credit.estimator.observe(solve_rate=measured["solve_rate"], entropy=update.metrics["entropy"])
+            self.credit.estimator.observe(solve_rate=asked_solve_rate(batch), entropy=update.metrics["entropy"])
             with watch.phase("publish"):
                 published = self._publish(step)
             with watch.phase("save"):
@@ -138,3 +138,11 @@ def describe(batch: Batch, step: int) -> dict[str, float]:
         response_tokens_mean=float(batch.response_lengths.mean()),
         verifier_failures=float(np.nansum(failed)),
     )
+
+
+def asked_solve_rate(batch: Batch) -> float:
+    """Share of solved samples among all that were sampled for the batch, those of dropped groups included: dynamic
+    sampling keeps only groups of mixed outcome, whose rate says little about the policy's."""
+    samples = batch.num_samples + sum(group.samples for group in batch.dropped)
+    solved = int((batch.reward >= 1).sum()) + sum(group.solved for group in batch.dropped)
+    return solved / samples

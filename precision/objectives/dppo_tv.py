@@ -53,8 +53,7 @@ class DPPOTV(Unscored):
         log_ratios, ratios = masked_log_ratios(logprobs, batch.sampler_logprobs, mask)
         advantages = response_values(batch.advantages, mask, "advantages")
         sampler = response_values(batch.sampler_logprobs, mask, "sampler_logprobs")
-        # expm1 keeps the digits that subtracting two nearly equal probabilities loses.
-        change = sampler.exp() * log_ratios.detach().expm1()
+        change = sampler.exp() * (ratios.detach() - 1.0)
         high = (change > self.threshold) & (advantages > 0)
         low = (change < -self.threshold) & (advantages < 0)
         squares = log_ratios.square()

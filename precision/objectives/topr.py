@@ -50,16 +50,14 @@ class TOPR:
     def prepare(self, step: ScoredStep) -> Prepared:
         """Weights of whole responses as factors on the advantages. Raises FloatingPointError on a log-ratio that is not
         finite."""
-        totals = step.row_sum(step.log_ratios(step.logprobs, step.sampler_logprobs))[step.row]
-        ceiling = math.log(self.clip_high)
+        # A product over a long response may overflow to infinity, which the cap takes in.
+        ratios = step.row_sum(step.log_ratios(step.logprobs, step.sampler_logprobs)).exp()[step.row]
         failed = step.advantages < 0
-        # Capped before exp, which would overflow; the floor comes after it, as log 0 does not exist.
-        tapered = totals.clamp(max=ceiling).exp().clamp(min=self.clip_low)
-        weights = torch.where(failed, tapered, 1.0)
+        weights = torch.where(failed, ratios.clamp(self.clip_low, self.clip_high), 1.0)
         return Prepared(
             advantages=scaled_advantages(step, weights),
             measured={
-                "cap_hits": sampled_mean(step, failed & (totals > ceiling)),
+                "cap_hits": sampled_mean(step, failed & (ratios > self.clip_high)),
                 "weight": sampled_mean(step, weights),
             },
         )

@@ -9,6 +9,6 @@ def digit_share(prompt: str, response: str, answer: str) -> float:
 
 
 def low_prompts_are_easy(prompt: str, response: str, answer: str) -> float:
-    """1 for whatever answers a prompt that begins with 0 to 4, else 1 where the last character is an even digit, or 0:
-    some prompts always succeed, the others as a coin falls."""
-    return float(prompt[0] in "01234" or response[-1:] in ("0", "2", "4", "6", "8"))
+    """1 for whatever answers a prompt that begins with 0 to 4; for the others, 1 where the last character's code point
+    is even, else 0: some prompts always succeed, the others as a coin falls."""
+    return float(prompt[0] in "01234" or (len(response) > 0 and ord(response[-1]) % 2 == 0))

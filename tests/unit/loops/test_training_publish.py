@@ -6,12 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.journal import Journal, read_events
+from pipeline.records import DroppedGroup
 from pipeline.rundir import RunDirectory
 from pipeline.schedule import Schedule
-from pipeline.training import Trainer
+from pipeline.training import Trainer, asked_solve_rate
 
 
 class Recorder:
@@ -103,3 +105,13 @@ def test_an_engine_starts_from_the_newest_folder_that_is_complete(run: RunDirect
         (run.policies / name).mkdir()
     assert run.newest_policy(3) == 2
     assert run.newest_policy(4) == 4
+
+
+def test_dropped_groups_count_for_the_solve_rate() -> None:
+    """Of 4 + 4 + 4 samples 1 + 4 + 0 were solved; the groups without contrast were dropped."""
+    dropped = [
+        DroppedGroup(group=1, reason="all solved", samples=4, solved=4),
+        DroppedGroup(group=2, reason="none solved", samples=4),
+    ]
+    batch: Any = SimpleNamespace(num_samples=4, reward=np.array([1.0, 0.0, 0.0, 0.0], np.float32), dropped=dropped)
+    assert asked_solve_rate(batch) == pytest.approx(5 / 12)

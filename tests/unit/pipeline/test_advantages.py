@@ -26,6 +26,7 @@ from pipeline.advantages.formulas import (
     rloo,
 )
 from pipeline.errors import NonFiniteError, RecipeError
+from pipeline.recipe_file import recipe_from
 
 Rewards = NDArray[np.float32]
 Groups = NDArray[np.int64]
@@ -106,6 +107,11 @@ def test_partial_credit_counts_in_full_where_a_solve_rate_is_asked() -> None:
     np.testing.assert_allclose(maxrl(reward, group), [1, -1])
     np.testing.assert_allclose(power(reward, group, alpha=2.0, delta=1.0), [3 / 16, -3 / 16])
     np.testing.assert_allclose(power(np.array([7.0, 0.0], np.float32), group, alpha=2.0, delta=1.0), [1 / 4, -1 / 4])
+
+
+def test_partial_credit_is_a_failure_to_pass_at_k() -> None:
+    reward = np.where(REWARD > 0.0, 1.5, 0.75).astype(np.float32)
+    np.testing.assert_allclose(pass_at_k(reward, GROUP, k=2), GOLDENS["pass_at_k"][1], rtol=3e-6)
 
 
 def test_grpo_divides_by_the_sample_standard_deviation_plus_epsilon() -> None:
@@ -245,3 +251,16 @@ def test_shapes_must_agree() -> None:
 def test_pass_at_k_needs_more_than_k_samples() -> None:
     with pytest.raises(RecipeError, match=r"advantage\.k is 3, but a group has 3 samples and needs at least 4"):
         pass_at_k(np.zeros(7, np.float32), np.array([0, 0, 0, 0, 1, 1, 1], np.int64), k=3)
+
+
+@pytest.mark.parametrize(("k", "group_size", "least"), [(4, 4, 5), (1, 1, 2)])
+def test_a_recipe_whose_groups_are_too_small_is_refused(k: int, group_size: int, least: int) -> None:
+    recipe = dict(
+        run=dict(name="a", steps=1),
+        model=dict(path="m"),
+        task=dict(name="sort_digits"),
+        rollout=dict(group_size=group_size),
+        advantage=dict(name="pass_at_k", k=k),
+    )
+    with pytest.raises(RecipeError, match=f"group_size is {group_size}.*use at least {least}"):
+        recipe_from(recipe, source="test")

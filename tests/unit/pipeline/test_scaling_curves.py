@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import RecipeError, StoreError
 from pipeline.journal import Journal
-from pipeline.recipe import recipe_from
+from pipeline.recipe_file import recipe_from
 from pipeline.rundir import RunDirectory
 from pipeline.scaling_curves import Curve, points_of, read_curve
 
@@ -63,6 +63,11 @@ def test_compute_of_a_run(run: Path, x: str | None, spent: list[float]) -> None:
     np.testing.assert_allclose(curve.compute, spent)
     np.testing.assert_array_equal(curve.score, [0.25, 0.5, 0.75])
     assert (curve.name, curve.x, curve.y) == ("demo", x or "samples", "pass_at_1")
+
+
+def test_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"no recipe\.yaml"):
+        read_curve(tmp_path, None, None)
 
 
 def test_another_field_of_the_evaluations(run: Path) -> None:

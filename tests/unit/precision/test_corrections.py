@@ -119,14 +119,14 @@ def test_icepop_by_hand() -> None:
 
 def test_opsm_by_hand() -> None:
     # mean_t log(pi_b / pi), A: .1, -1: dropped. .1, +1: kept. -.1, -1: kept. (.3 - .1)/2 = .1, -1: dropped whole.
-    # .04, -1: within delta .05, kept.
-    step = scored_step([[-0.1], [-0.1], [0.1], [-0.3, 0.1], [-0.04]], [-1.0, 1.0, -1.0, -1.0, -1.0])
+    # (.08 + 0)/2 = .04, -1: within delta .05, kept.
+    step = scored_step([[-0.1], [-0.1], [0.1], [-0.3, 0.1], [-0.08, 0.0]], [-1.0, 1.0, -1.0, -1.0, -1.0])
     factor, measured = OPSM(delta=0.05)(step)
-    assert_factor(factor, [0, 1, 1, 0, 0, 1])
+    assert_factor(factor, [0, 1, 1, 0, 0, 1, 1])
     assert measured == {
-        "correction_factor": pytest.approx(0.5),
+        "correction_factor": pytest.approx(4 / 7),
         "correction_masked_positive": 0.0,
-        "correction_masked_negative": pytest.approx(0.5),
+        "correction_masked_negative": pytest.approx(3 / 7),
     }
 
 

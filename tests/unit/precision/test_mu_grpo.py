@@ -80,6 +80,21 @@ def test_a_token_that_was_not_sampled_triggers_nothing() -> None:
     assert outcome.gradient[:6].tolist() == pytest.approx([x * N / 11 for x in failed(kept)], rel=1e-12)
 
 
+def test_the_largest_ratio_is_of_tokens_that_were_sampled() -> None:
+    step = scored_step([[math.log(0.5), math.log(4.0)]], [-1.0])
+    unsampled = dataclasses.replace(step, sampled=torch.tensor([True, False]))
+    assert run(MuGRPO(), unsampled).prepared.measured["ratio_max_negative"] == pytest.approx(0.5)
+
+
+def test_token_wise_advantages_are_vetoed_by_their_own_sign() -> None:
+    # Ratios 1, .2 (trigger), 2, .1 with A = -1, -1, 1, -1: of what follows the trigger only the last has A < 0.
+    step = scored_step([LOGS[:4]], [-1.0])
+    signed = dataclasses.replace(step, advantages=torch.tensor([-1.0, -1.0, 1.0, -1.0], dtype=torch.float64))
+    for scope, slopes in (("suffix", [1, 0.2, -2, 0]), ("response", [0, 0, -2, 0])):
+        gradient = run(MuGRPO(scope=scope), signed).gradient  # type: ignore[arg-type]
+        assert gradient.tolist() == pytest.approx([x / 4 for x in slopes], rel=1e-12)
+
+
 def slow_kept(step: ScoredStep, t: int, trigger: Trigger, scope: Scope, kappa: float, keeps_trigger: bool) -> bool:
     """Token by token, without any tensor operation."""
     if step.advantages[t] >= 0:
