@@ -30,7 +30,9 @@ class P3OSection(Section):
 
 
 class P4OSection(Section):
-    name: Literal["p4o"]
+    """Experimental: with its second anchor the paper's own run at temperature 1.2 collapsed. Not for production."""
+
+    name: Literal["p4o"] = Field(description="P3O with a second anchor; experimental.")
 
 
 class ClippedSection(Section):
@@ -72,12 +74,21 @@ class MuGRPOSection(Section):
     )
     keeps_trigger: bool = Field(True, description="suffix: whether the first trigger itself is still trained on.")
 
+    @model_validator(mode="after")
+    def _spares_on_policy_tokens(self) -> Self:
+        if (self.trigger == "below" and self.kappa > 1.0) or (self.trigger == "above" and self.kappa < 1.0):
+            raise ValueError(
+                f"kappa {self.kappa} with trigger {self.trigger} would veto tokens whose ratio is 1; use at most 1 below "
+                "(.3) and at least 1 above (1.5)"
+            )
+        return self
+
 
 class DecoupledSection(Section):
     name: Literal["decoupled"]
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
     clip_high: float = Field(0.2, ge=0.0)
-    behaviour_cap: PositiveFloat = Field(5.0, description="Largest pi_old / pi_engine that counts.")
+    behaviour_cap: float = Field(5.0, ge=1.0, description="Largest pi_old / pi_engine that counts.")
     over_cap: Literal["mask", "truncate"] = "mask"
 
 
@@ -91,7 +102,7 @@ class M2POSection(Section):
 
 class DPPOSection(Section):
     name: Literal["dppo_tv"]
-    threshold: PositiveFloat = Field(0.2, description="Largest change of a token's probability.")
+    threshold: float = Field(0.2, gt=0.0, le=1.0, description="Largest change of a token's probability.")
     square_coefficient: float = Field(1e-3, ge=0.0, description="Weight of (log ratio)².")
 
 
@@ -99,6 +110,12 @@ class TOPRSection(Section):
     name: Literal["topr"]
     clip_low: float = Field(0.0, ge=0.0)
     clip_high: PositiveFloat = Field(1.0, description="Bounds of a failed response's ratio.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.clip_low > self.clip_high:
+            raise ValueError(f"clip_low {self.clip_low} is above clip_high {self.clip_high}; lower it")
+        return self
 
 
 ObjectiveSection = Annotated[

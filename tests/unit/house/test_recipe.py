@@ -45,6 +45,10 @@ def data(**changes: Any) -> dict[str, Any]:
         (dict(advantage=dict(name="grpo", aggregation="prompt")), ["aggregation is prompt", "objective p3o"]),
         (dict(advantage=dict(name="fade", zero_variance="drop")), ["zero_variance is drop", "objective p3o"]),
         (dict(objective=dict(name="p3o", ess_unit="sequence", ess_scope="micro_batch")), ["ess_scope step"]),
+        (dict(objective=dict(name="mu_grpo", trigger="above")), ["kappa 0.3", "trigger above", "1.5"]),
+        (dict(objective=dict(name="decoupled", behaviour_cap=0.5)), ["behaviour_cap", "1"]),
+        (dict(objective=dict(name="dppo_tv", threshold=1.5)), ["threshold", "1.5"]),
+        (dict(objective=dict(name="topr", clip_low=2.0)), ["clip_low 2.0", "clip_high 1.0"]),
     ],
 )
 def test_refusals(changes: dict[str, Any], parts: list[str]) -> None:
