@@ -78,8 +78,8 @@ class MuGRPOSection(Section):
     def _spares_on_policy_tokens(self) -> Self:
         if (self.trigger == "below" and self.kappa > 1.0) or (self.trigger == "above" and self.kappa < 1.0):
             raise ValueError(
-                f"kappa {self.kappa} with trigger {self.trigger} would veto tokens whose ratio is 1; use at most 1 below "
-                "(.3) and at least 1 above (1.5)"
+                f"kappa {self.kappa} with trigger {self.trigger} would veto tokens whose ratio is 1; use at most 1 "
+                "below (.3) and at least 1 above (1.5)"
             )
         return self
 
@@ -143,26 +143,34 @@ class TISCorrection(Section):
     level: Literal["token", "sequence"] = "token"
 
 
-class MISCorrection(Section):
-    name: Literal["mis"]
+class RatioRange(Section):
+    """What the corrections share that let some ratios pi_old / pi_engine through."""
+
     low: float = Field(0.5, ge=0.0)
     high: PositiveFloat = 2.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low} is not below high {self.high}; .5 and 2 are usual for tokens")
+        return self
+
+
+class MISCorrection(RatioRange):
+    name: Literal["mis"]
     level: Literal["token", "sequence", "geometric"] = "token"
     veto: float = Field(0.0, ge=0.0, description="A response with any ratio below this is dropped (slime: 1e-4).")
     normalised: bool = Field(False, description="Weights of a batch are scaled to mean 1.")
 
 
-class RejectionCorrection(Section):
+class RejectionCorrection(RatioRange):
     name: Literal["rejection"]
-    low: float = Field(0.5, ge=0.0)
-    high: PositiveFloat = 2.0
     level: Literal["token", "sequence", "geometric"] = "sequence"
     veto: float = Field(0.0, ge=0.0)
 
 
-class IcePopCorrection(Section):
+class IcePopCorrection(RatioRange):
     name: Literal["icepop"]
-    low: float = Field(0.5, ge=0.0)
     high: PositiveFloat = 5.0
 
 

@@ -48,6 +48,10 @@ def data(**changes: Any) -> dict[str, Any]:
         (dict(objective=dict(name="mu_grpo", trigger="above")), ["kappa 0.3", "trigger above", "1.5"]),
         (dict(objective=dict(name="decoupled", behaviour_cap=0.5)), ["behaviour_cap", "1"]),
         (dict(objective=dict(name="dppo_tv", threshold=1.5)), ["threshold", "1.5"]),
+        (
+            dict(objective=dict(name="gspo", anchor="proximal"), correction=dict(name="icepop", low=5.0)),
+            ["low 5.0", "high 5.0"],
+        ),
         (dict(objective=dict(name="topr", clip_low=2.0)), ["clip_low 2.0", "clip_high 1.0"]),
     ],
 )

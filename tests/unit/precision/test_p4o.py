@@ -41,6 +41,14 @@ def test_by_hand() -> None:
     assert outcome.gradient.tolist() == pytest.approx([(-1.6 + 0.2 * 4 / 9) / 2, (0.8 + 0.2 / 6) / 2], rel=1e-5)
 
 
+def test_the_smaller_ess_caps_whichever_anchor_it_belongs_to() -> None:
+    # As above with the two anchors exchanged: pi / pi_b = 1 and 2, pi / pi_prox = 3 and 1.
+    step = scored_step([[0.0], [math.log(2.0)]], [1.0, 1.0], proximal=[[-LN3], [math.log(2.0)]])
+    prepared = P4O().prepare(step)
+    assert prepared.measured == pytest.approx({"sampler_ess": 0.9, "proximal_ess": 0.8}, rel=1e-8)
+    assert prepared.step_ess == pytest.approx(0.8, rel=1e-8)
+
+
 @settings(deadline=None, max_examples=60)
 @given(step=scored_steps())
 def test_on_the_first_step_of_a_stage_it_is_p3o(step: ScoredStep) -> None:
