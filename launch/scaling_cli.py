@@ -60,7 +60,8 @@ def fit_command(
     listed, since its spread holds what residuals cannot show. To set settings against one another use `compare`.
 
     Grid and SciPy refinement as in the paper's appendix A.5; the ranges of the grid come from the data unless given.
-    With noise of ±.01 a point, A is good to about .02 from 100 points up to 2 × C_mid, or 70 up to 4 × C_mid.
+    How far to train: with points good to ±.01, A is good to .02 from about 100 of them up to 2 × C_mid (400 when B is
+    near 1), or 70 up to 4 × C_mid.
 
     Example: `evenkeel scaling fit runs/demo --x tokens --plot demo.png`
     """

@@ -146,8 +146,8 @@ class TISCorrection(Section):
 class RatioRange(Section):
     """What the corrections share that let some ratios pi_old / pi_engine through."""
 
-    low: float = Field(0.5, ge=0.0)
-    high: PositiveFloat = 2.0
+    low: float = Field(0.5, ge=0.0, description="Smallest ratio; geometric means need narrow ranges: .999 to 1.001.")
+    high: PositiveFloat = Field(2.0, description="Largest ratio.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -159,14 +159,16 @@ class RatioRange(Section):
 class MISCorrection(RatioRange):
     name: Literal["mis"]
     level: Literal["token", "sequence", "geometric"] = "token"
-    veto: float = Field(0.0, ge=0.0, description="A response with any ratio below this is dropped (slime: 1e-4).")
+    veto: float = Field(
+        0.0, ge=0.0, lt=1.0, description="A response with any ratio below this is dropped (slime: 1e-4)."
+    )
     normalised: bool = Field(False, description="Weights of a batch are scaled to mean 1.")
 
 
 class RejectionCorrection(RatioRange):
     name: Literal["rejection"]
     level: Literal["token", "sequence", "geometric"] = "sequence"
-    veto: float = Field(0.0, ge=0.0)
+    veto: float = Field(0.0, ge=0.0, lt=1.0, description="As in mis.")
 
 
 class IcePopCorrection(RatioRange):

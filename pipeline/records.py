@@ -65,6 +65,11 @@ class Completion:
     forced: tuple[bool, ...] = ()
     """One per token, True where no engine sampled it; empty means none."""
 
+    @property
+    def is_forced(self) -> NDArray[np.bool_]:
+        """[tokens]"""
+        return np.array(self.forced, np.bool_) if self.forced else np.zeros(len(self.tokens), np.bool_)
+
     @staticmethod
     def given(tokens: Sequence[int], logprobs: Sequence[float], version: int = 0) -> Completion:
         """Tokens that no engine sampled: a demonstration, or a batch that is made up to compare learners."""
@@ -227,7 +232,7 @@ class Batch:
             sample_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             sampler_logprobs=np.array([x for _, _, c in rows for x in c.logprobs], np.float32),
             policy_version=np.array([v for _, _, c in rows for v in c.versions], np.int32),
-            forced=np.array([f for _, _, c in rows for f in c.forced or (False,) * len(c.tokens)], np.bool_),
+            forced=np.concatenate([np.zeros(0, np.bool_), *(c.is_forced for _, _, c in rows)]),
             contract=contract,
             dropped=tuple(dropped),
             next_group=next_group,

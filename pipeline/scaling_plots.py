@@ -61,8 +61,9 @@ def _draw(axes: Axes, one: Fitted, colour: str, end: float) -> None:
     low, high = zip(*(one.region.score_at(place) for place in places), strict=True)
     axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
     label = f"{one.name}: A {fit.asymptote:.3f}, B {fit.exponent:.2f}, C_mid {fit.midpoint:.4g}"
-    inside = places <= points.end
-    axes.plot(places[inside], fit.score_at(places[inside]), color=colour, label=label)
-    axes.plot(places[~inside], fit.score_at(places[~inside]), color=colour, linestyle="--")
+    until = np.append(places[places < points.end], points.end)
+    beyond = np.append(points.end, places[places > points.end])
+    axes.plot(until, fit.score_at(until), color=colour, label=label)
+    axes.plot(beyond, fit.score_at(beyond), color=colour, linestyle="--")
     axes.plot(points.compute, points.score, ".", color=colour, markersize=4)
     axes.axvline(fit.midpoint, color=colour, linestyle=":", linewidth=1)

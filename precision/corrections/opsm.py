@@ -19,7 +19,7 @@ from precision.objectives.base import ScoredStep
 
 @dataclass(frozen=True, kw_only=True)
 class OPSM:
-    """`delta`: nats a token, the mean over a response; 1e-4 in slime (`--opsm-delta`), the paper gives none.
+    """`delta`: nats a token, the mean over a response; 1e-4 in slime (`--opsm-delta`).
 
     Measured: `correction_factor` (mean), `correction_masked_positive` (always 0) and `_negative` (share of all tokens
     that are dropped). Raises ValueError for a delta out of range.

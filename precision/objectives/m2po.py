@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 
 from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.tokens import response_values, sampled_mean, scaled_advantages, step_mean, token_sum
+from precision.objectives.tokens import (
+    response_values,
+    sampled_mean,
+    sampler_k3,
+    scaled_advantages,
+    step_mean,
+    token_sum,
+)
 from precision.ratios import masked_log_ratios
 
 
@@ -99,9 +106,9 @@ class M2PO:
         Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
         """
         mask = batch.mask
-        log_ratios, ratios = masked_log_ratios(logprobs, batch.sampler_logprobs, mask)
+        _, ratios = masked_log_ratios(logprobs, batch.sampler_logprobs, mask)
         advantages = response_values(batch.advantages, mask, "advantages")
-        sums = {"weight": token_sum(ratios, mask), "k3": token_sum(log_ratios.expm1() - log_ratios, mask)}
+        sums = {"weight": token_sum(ratios, mask), "k3": sampler_k3(logprobs, batch)}
         return step_mean(-ratios * advantages, mask, context), sums
 
 

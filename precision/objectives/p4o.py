@@ -48,7 +48,7 @@ class P4O:
         sampler_ess, proximal_ess = (token_ess(step.log_ratios(step.logprobs, x)[step.sampled]) for x in anchors)
         return Prepared(
             advantages=step.advantages,
-            anchor_logprobs=_mixture(step, weights=(1.0 - sampler_ess, 1.0 - proximal_ess)).float(),
+            anchor_logprobs=_mixture(step, weights=(1.0 - sampler_ess, 1.0 - proximal_ess)),
             step_ess=min(sampler_ess, proximal_ess),
             measured={"sampler_ess": sampler_ess, "proximal_ess": proximal_ess},
         )
@@ -66,7 +66,8 @@ class P4O:
 
 
 def _mixture(step: ScoredStep, *, weights: tuple[float, float]) -> Tensor:
-    """float64 [tokens]: log of the weighted mean of the sampler's and the proximal probability; 0 where not sampled."""
+    """[tokens], in the dtype of the log-probabilities: log of the weighted mean of the sampler's and the proximal
+    probability; 0 where not sampled."""
     total = sum(weights)
     if total <= 0.0:  # Neither anchor has moved: 1 - e is 0 as well, and whatever stands here counts for nothing.
         weights, total = (1.0, 0.0), 1.0
@@ -74,4 +75,4 @@ def _mixture(step: ScoredStep, *, weights: tuple[float, float]) -> Tensor:
         torch.where(step.sampled, anchor.double(), 0.0) + (math.log(weight / total) if weight > 0.0 else -math.inf)
         for weight, anchor in zip(weights, (step.sampler_logprobs, step.proximal_logprobs), strict=True)
     ]
-    return torch.where(step.sampled, torch.logaddexp(*terms), 0.0)
+    return torch.where(step.sampled, torch.logaddexp(*terms), 0.0).to(step.sampler_logprobs.dtype)

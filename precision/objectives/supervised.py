@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from precision.objectives.base import StepContext, TokenBatch, Unscored
-from precision.objectives.tokens import response_values, step_mean, token_sum
+from precision.objectives.tokens import response_values, score_function_loss, token_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,5 @@ class Supervised(Unscored):
 
         Raises FloatingPointError when a logprob or an advantage under the mask is not finite.
         """
-        learner = response_values(logprobs, batch.mask, "logprobs")
-        advantages = response_values(batch.advantages, batch.mask, "advantages")
-        return step_mean(-advantages * learner, batch.mask, context), {"nll": token_sum(-learner, batch.mask)}
+        loss = score_function_loss(logprobs, batch, context)
+        return loss, {"nll": token_sum(-response_values(logprobs, batch.mask, "logprobs"), batch.mask)}

@@ -38,6 +38,8 @@ class Verdict:
     condition: str
     answer: Answer
     figures: str
+    complete: bool = True
+    """Whether every seed of the matrix was measured."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,9 @@ class Judged:
 
     @property
     def consequence(self) -> str:
-        """What follows for a recipe; empty while anything is not measured."""
+        """What follows for a recipe; empty while a cell is missing."""
         answers = {verdict.answer for verdict in self.verdicts}
-        if "not measured" in answers:
+        if not all(verdict.complete for verdict in self.verdicts):
             return ""
         return self.claim.when_shown if answers == {"shown"} else self.claim.otherwise
 
@@ -75,7 +77,7 @@ def _verdict(claim: Claim, experiment: Experiment, results: Sequence[Result], co
     arms = {name: Arm.of(results, condition, name) for name in claim.named_arms}
     seeds = set.intersection(*(set(arm.seeds) for arm in arms.values()))
     if not seeds:
-        return Verdict(condition, "not measured", "")
+        return Verdict(condition, "not measured", "", complete=False)
     arms = {name: Arm.of(results, condition, name, seeds) for name in arms}
     match claim.judge:
         case Decays(arm=arm):
@@ -91,7 +93,7 @@ def _verdict(claim: Claim, experiment: Experiment, results: Sequence[Result], co
             answer, figures = _forecast(arms[arm], share)
     missing = len(experiment.seeds) - len(seeds)
     note = f"; {len(seeds)} of {len(experiment.seeds)} seeds" if missing else ""
-    return Verdict(condition, answer, figures + note)
+    return Verdict(condition, answer, figures + note, complete=not missing)
 
 
 def _decays(arm: Arm) -> tuple[Answer, str]:

@@ -305,6 +305,12 @@ class TestStatistics:
         assert estimate.low == pytest.approx(0.402, abs=0.015)
         assert estimate.high == pytest.approx(0.598, abs=0.015)
 
+    def test_an_interval_is_the_same_every_time(self) -> None:
+        curve = np.linspace(0.0, 1.0, 30).reshape(2, 1, 15)
+        first = statistics.at(curve, 0)
+        statistics.draw_weights.cache_clear()
+        assert statistics.at(curve, 0) == first
+
     def test_fall_is_measured_from_the_best_evaluation(self) -> None:
         curve = np.array([[[0.2, 0.2], [0.8, 1.0], [0.5, 0.3]]])
         assert statistics.peak(curve) == 1
@@ -385,7 +391,9 @@ class TestClaims:
     def test_better_counts_common_seeds_and_says_so(self) -> None:
         better = experiment_with(dict(kind="better", arm="p3o", than="grpo"))
         results = [result("p3o", 1, HIGH), result("p3o", 2, LOW), result("grpo", 1, LOW)]
-        verdict = judge(better, results)[0].verdicts[0]
+        judged = judge(better, results)[0]
+        verdict = judged.verdicts[0]
+        assert judged.consequence == ""  # not before every seed is there
         assert verdict.answer == "shown"  # seed 2 of p3o has nothing to be compared with
         assert verdict.figures == "pass@1 1.000 against 0.500: +0.500 (+0.500 to +0.500); 1 of 2 seeds"
 
@@ -393,6 +401,11 @@ class TestClaims:
         judged = judge(experiment_with(dict(kind="better", arm="p3o", than="grpo")), [result("p3o", 1, HIGH)])[0]
         assert [verdict.answer for verdict in judged.verdicts] == ["not measured"]
         assert judged.consequence == ""
+
+    def test_an_unfinished_cell_is_not_judged(self) -> None:
+        better = experiment_with(dict(kind="better", arm="p3o", than="grpo"))
+        results = [result("p3o", 1, HIGH), result("grpo", 1, LOW, state="unfinished")]
+        assert answer(better, results) == "not measured"
 
     def test_faster(self) -> None:
         """From .25 to 1 in 10 versions, .6 is reached after 2560 × .35 / .75; from .25 to .75, .5 of the way later."""

@@ -141,6 +141,15 @@ def test_rows_that_end_below_the_midpoint_are_not_identifiable(row: str, reach: 
     assert all(text.startswith("A is not identifiable: ") for text in verdict.warnings[:1])
 
 
+def test_precise_points_below_the_midpoint_do_not_make_it_identifiable() -> None:
+    """With a twentieth of the noise A's interval is closed, but it rests on the sigmoid being exactly right."""
+    _, region, verdict = answer(sampled("ScaleRL", 0.9, 60, 0, noise=0.0005))
+    assert region.asymptote[1] < 0.9
+    assert not verdict.identifiable
+    (warning,) = verdict.warnings
+    assert "C_mid may be as large as" in warning
+
+
 def test_a_curve_that_does_not_rise_is_not_identifiable() -> None:
     noise = np.random.default_rng(0).uniform(-0.01, 0.01, 30)
     fit, _, verdict = answer(Points.of(np.arange(1.0, 31.0), 0.4 + noise, 0.4, 1.0))

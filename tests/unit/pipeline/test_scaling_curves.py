@@ -158,3 +158,9 @@ def test_skip_leaves_the_start_alone() -> None:
     np.testing.assert_array_equal(points.compute, [2, 3, 4, 5])
     with pytest.raises(StoreError, match="3 points are left to fit, expected at least 4"):
         points_of([curve([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.3, 0.4, 0.5, 0.6])], skip=3.0)
+
+
+def test_a_late_first_point_is_no_point_of_the_fit() -> None:
+    points = points_of([curve([1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5])])
+    assert points.start == 0.1
+    np.testing.assert_array_equal(points.compute, [2, 3, 4, 5])
