@@ -3,8 +3,8 @@
     R_C = R_0 + (A - R_0) / (1 + (C_mid / C)^B)
 
 Here A is `asymptote`, B `exponent`, C_mid `midpoint`, R_0 `start`, and 1 / (1 + (C_mid / C)^B) is the `progress`.
-R_0 is measured, not fitted: exactly, as in the paper, or by points that have noise too
-(`Points.start_weight`). C may be counted in anything that adds up: samples, tokens, accelerator-hours.
+R_0 is measured, not fitted: exactly, as in the paper, or by points that have noise too (`Points.start_weight`). C may
+be counted in anything that adds up: samples, tokens, accelerator-hours.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ MIN_POINTS = 4
 """One more than A, B and C_mid."""
 
 MAX_ASYMPTOTES = 2_000
+"""A score of another size than 0 to 1 should be scaled first: the step is .005."""
 
 _EXPONENTS = np.geomspace(0.02, 50.0, 128)
 """Where B is looked for before SciPy refines it: A.5's rows lie between 1.09 and 2.44."""
