@@ -42,12 +42,20 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("schedule", f"{numbers['schedule']}, oldest token {decimal(numbers['lag_max'])} versions"),
         ("ESS", f"last {decimal(numbers['ess_last'])}, lowest {decimal(numbers['ess_min'])}"),
         ("k3 KL, entropy", f"{decimal(numbers['k3_kl_last'])}, {decimal(numbers['entropy_last'])}"),
-        ("trouble", _trouble(numbers)),
+        ("prompts", _counted(numbers, _PROMPTS) or "all asked as they came"),
+        ("trouble", _counted(numbers, _TROUBLE) or "none"),
         ("bottleneck", str(numbers["bottleneck"])),
     ]
 
 
-def _trouble(numbers: Mapping[str, Any]) -> str:
-    kinds = {"restarts": "restarts", "dropped": "dropped groups", "verifier_failures": "failed verifiers"}
-    found = [f"{name} {numbers[key]}" for key, name in kinds.items() if numbers[key]]
-    return ", ".join(found) or "none"
+_TROUBLE = {"restarts": "restarts", "dropped": "dropped groups", "verifier_failures": "failed verifiers"}
+_PROMPTS = {
+    "refills": "refills",
+    "zero_variance": "groups without contrast",
+    "retired_groups": "groups of retired problems",
+    "interrupted": "interrupted samples",
+}
+
+
+def _counted(numbers: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {numbers[key]}" for key, name in kinds.items() if numbers[key])

@@ -12,6 +12,11 @@ from pipeline.recipe import AsyncSchedule, Recipe, StagedSchedule
 from pipeline.recipe_objectives import AdvantageSection, CorrectionSection, ObjectiveSection
 
 
+PROMPT_COUNTS = ("refills", "zero_variance", "retired_groups", "interrupted")
+"""Of the collector's `committed` events: groups asked in place of others, groups dropped for equal rewards, groups not
+asked because their problem had retired, samples that were told to end."""
+
+
 def summary(run_dir: Path) -> dict[str, Any]:
     """Headline numbers of one run; a number that is not known yet is None. Raises StoreError (no run directory).
 
@@ -51,6 +56,7 @@ def summarise(history: History) -> dict[str, Any]:
         lag_max=max(history.series("lag_max")[1], default=None),
         restarts=len(history.of_kind("restarted")),
         dropped=sum(int(event.get("dropped", 0)) for event in committed),
+        **{key: sum(int(event.get(key, 0)) for event in committed) for key in PROMPT_COUNTS},
         verifier_failures=int(sum(history.series("verifier_failures")[1])),
         bottleneck=bottleneck(history.metrics),
     )

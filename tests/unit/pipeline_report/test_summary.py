@@ -95,6 +95,19 @@ def test_restarts_and_drops_are_counted_and_shown(write_run: Callable[..., Path]
     assert "restarts 1, dropped groups 1" in text_of(render(numbers))
 
 
+def test_prompts_that_were_not_asked_as_they_came_are_counted_and_shown(write_run: Callable[..., Path]) -> None:
+    run = write_run(2)
+    assert "all asked as they came" in text_of(render(summary(run)))
+    journal = Journal(run)
+    for refills in (3, 4):
+        journal.event(
+            "committed", batch=2, samples=8, refills=refills, zero_variance=2, retired_groups=1, interrupted=0
+        )
+    numbers = summary(run)
+    assert (numbers["refills"], numbers["zero_variance"], numbers["retired_groups"]) == (7, 4, 2)
+    assert "refills 7, groups without contrast 4, groups of retired problems 2" in text_of(render(numbers))
+
+
 def test_a_run_that_has_not_begun(write_run: Callable[..., Path]) -> None:
     numbers = summary(write_run(0))
     assert (numbers["state"], numbers["steps"], numbers["wall_s"]) == ("not started", 0, 0.0)
