@@ -11,7 +11,6 @@ from pipeline.layout_names import layout_name
 from pipeline.recipe import AsyncSchedule, Recipe, StagedSchedule
 from pipeline.recipe_objectives import AdvantageSection, CorrectionSection, ObjectiveSection
 
-
 PROMPT_COUNTS = ("refills", "zero_variance", "retired_groups", "interrupted")
 """Of the collector's `committed` events: groups asked in place of others, groups dropped for equal rewards, groups not
 asked because their problem had retired, samples that were told to end."""
