@@ -145,11 +145,18 @@ def test_async_lag_2_with_pp2(workshop: Path) -> None:
         schedule=dict(kind="async", lag=2),
         learner=dict(pipeline_parallel=2, micro_batch_tokens=128, optimizer=dict(lr=1e-3, warmup_steps=0)),
         objective=dict(name="clipped", clip_high=0.28),
-        advantage=dict(name="rloo"),
+        advantage=dict(name="fade"),
     )
     lags = policy_lags(run)
     assert all(lag <= 2 for found in lags.values() for lag in found)
     assert max(lag for found in lags.values() for lag in found) >= 1, "an asynchronous run that is never behind is sync"
+    metrics = read_metrics(run)
+    # FADE: nobody solves anything here, so the smoothed solve rate falls from .5, and H* is half the first entropy.
+    rates = [line["advantage_solve_rate"] for line in metrics]
+    assert rates == sorted(rates, reverse=True)
+    assert metrics[0]["advantage_target_entropy"] == pytest.approx(metrics[0]["entropy"] / 2)
+    newest = max((run / "checkpoints").glob("0*"))
+    assert json.loads((newest / "loop_state.json").read_text())["advantage_solve_rate"] == rates[-1]
 
 
 def test_staged_mu_8_with_two_engines_and_dp2(workshop: Path) -> None:
@@ -161,7 +168,14 @@ def test_staged_mu_8_with_two_engines_and_dp2(workshop: Path) -> None:
         rollout=dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64, engines=2),
         learner=dict(data_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
         advantage=dict(name="dr_grpo"),
+        objective=dict(name="clipped", anchor="proximal"),
+        correction=dict(name="tis"),
     )
     assert policy_lags(run) == {i: {i % 8} for i in range(10)}
+    # pi_old is the learner when the stage began: what it thought of batches 0 and 8 when it met them, and not of 7.
+    for step, same in ((0, True), (8, True), (7, False)):
+        met, old = (np.load(run / "logprobs" / f"{step:06d}{suffix}.npy") for suffix in ("", "-proximal"))
+        assert np.allclose(met, old, atol=1e-5) == same, step
+    assert all(0 < line["correction_factor"] <= 2 for line in read_metrics(run))
     for index in range(2):
         assert "Prefill batch" in (run / "logs" / f"engine-{index}.log").read_text(), "the router must use both engines"

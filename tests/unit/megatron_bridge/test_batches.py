@@ -157,3 +157,30 @@ def test_the_first_token_cannot_be_predicted() -> None:
 def test_whole_rows() -> None:
     rows = TokenRows.whole([[4, 5, 6], [7, 8]])
     assert rows.offsets.tolist() == [0, 2, 3]
+
+
+@given(lengths=LENGTHS, ranks=st.integers(1, 4), context=st.sampled_from([1, 2]), data=st.data())
+def test_rows_left_out_leave_the_places_of_the_others(
+    lengths: list[tuple[int, int]], ranks: int, context: int, data: st.DataObject
+) -> None:
+    """Each predicted token of a chosen row comes once, at its place among all rows; the others never come; every rank
+    has as many micro-batches as the others, down to none of its own rows."""
+    rows = rows_of(lengths)
+    chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))))
+    split = [(rank, piece) for rank in range(ranks) for piece in range(context)]
+    found = [
+        plan_micro_batches(
+            rows,
+            micro_batch_tokens=96,
+            split=Split(data_ranks=ranks, data_rank=rank, context_ranks=context, context_rank=piece),
+            chosen=chosen,
+        )
+        for rank, piece in split
+    ]
+    assert len({len(plan.micro_batches) for plan in found}) == 1
+    places = [place for plan in found for m in plan.micro_batches for place in m.index[m.mask].tolist()]
+    labels = [label for plan in found for m in plan.micro_batches for label in m.labels[m.mask].tolist()]
+    flat = np.concatenate([row[start:] for row, start in zip(rows.tokens, rows.starts, strict=True)])
+    expected = np.flatnonzero(np.repeat(chosen, np.diff(rows.offsets))).tolist()
+    assert sorted(places) == expected
+    assert [flat[place] for place in places] == labels

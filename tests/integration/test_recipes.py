@@ -1,0 +1,62 @@
+"""Shipped recipes at work: what they say must fit their own tokenizer and model, and the richest of them must run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.compose import build_interruption, build_prompts, build_retirement, build_tokenizer
+from launch.objectives import build_credit, build_objective
+from pipeline.journal import read_events, read_metrics
+from pipeline.recipe_file import load_recipe
+from tests.support.runs import ROOT, evenkeel_json, make_model
+
+RECIPES = ROOT / "pipeline" / "recipes"
+FOR_A_CPU = sorted(path for path in RECIPES.glob("*.yaml") if "32b" not in path.stem and "a3b" not in path.stem)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("recipes") / "model")
+
+
+@pytest.mark.parametrize("path", FOR_A_CPU, ids=lambda path: path.stem)
+def test_a_recipe_for_a_cpu_fits_the_model_that_evenkeel_makes(path: Path, model: Path) -> None:
+    recipe = load_recipe(path, [f"model.path={model}"])
+    tokenizer = build_tokenizer(recipe)
+    build_prompts(recipe, tokenizer)
+    assert (build_interruption(recipe, tokenizer) is None) == (recipe.rollout.interruption is None)
+    assert (build_retirement(recipe) is None) == (recipe.prompts.retire_at_pass_rate is None)
+    build_objective(recipe)
+    build_credit(recipe)
+
+
+@pytest.mark.loop
+@pytest.mark.timeout(300)
+def test_scalerl_runs(model: Path, tmp_path: Path) -> None:
+    """Everything of the paper at once: CISPO, FP32 head, FP8 rollouts, lag 8, interruptions, groups left out."""
+    sets = {
+        "run.root": tmp_path / "runs",
+        "run.steps": 4,
+        "model.path": model,
+        "rollout.prompts_per_batch": 4,
+        "task.min_digits": 1,
+        "task.max_digits": 1,  # one digit: now and then a random model is right
+        "evaluation.prompts": 2,
+        "evaluation.samples": 2,
+    }
+    numbers = evenkeel_json(
+        "train",
+        RECIPES / "scalerl.yaml",
+        *(part for key, value in sets.items() for part in ("--set", f"{key}={value}")),
+    )
+    assert numbers["state"] == "finished"
+    assert numbers["objective"] == "cispo"
+    assert numbers["interrupted"] > 0, "a random model never ends by itself"
+    run = tmp_path / "runs" / "scalerl"
+    metrics = read_metrics(run)
+    assert len(metrics) == 4
+    assert max(line["lag_max"] for line in metrics) <= 8
+    assert [event["version"] for event in read_events(run, "published")] == [1, 2, 3, 4]
+    assert evenkeel_json("verify", "history", run)["ok"]
