@@ -39,7 +39,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 @given(STATES, st.integers(1, 60), st.integers(1, 100))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_round_trip(state: dict[str, tuple[list[int], str]], piece_bytes: int, shard_bytes: int) -> None:
     tensors = {name: make(*entry, seed) for seed, (name, entry) in enumerate(state.items())}
     with tempfile.TemporaryDirectory() as scratch:

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
 
 from pipeline.records import Batch, Completion, DroppedGroup, Group, LogprobContract, Prompt, Sample
-
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")  # a busy machine is not a failing test
 
 CONTRACT = LogprobContract(temperature=0.7, top_p=0.95, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RecipeError
@@ -131,7 +131,6 @@ def test_the_reward_is_an_exact_match() -> None:
 
 
 @given(num_prompts=st.integers(1, 400), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**9))
-@settings(deadline=None)
 def test_every_epoch_asks_every_problem_once(num_prompts: int, seed: int, epoch: int) -> None:
     order = PromptOrder(num_prompts, seed)
     groups = range(epoch * num_prompts, (epoch + 1) * num_prompts)

@@ -159,7 +159,7 @@ def test_without_mismatch_every_factor_is_one(correction: Correction) -> None:
 
 
 @each
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(step=scored_steps(), garbage=st.sampled_from([math.nan, math.inf, -math.inf, -120.0, 3e38]))
 def test_forced_tokens_and_order_do_not_matter(correction: Correction, step: ScoredStep, garbage: float) -> None:
     factor, measured = correction(step)
@@ -202,7 +202,7 @@ def test_refusals_say_what_is_allowed() -> None:
             OPSM(delta=delta)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(step=scored_steps())
 def test_corrected_gradient_is_the_factor_times_the_gradient(step: ScoredStep) -> None:
     """A factor on A is a factor on the term, whichever side of the clip a token is on; N stays."""

@@ -45,7 +45,7 @@ def test_by_hand() -> None:
     assert not DPPOTV().needs_scoring
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(step=scored_steps(), threshold=st.floats(0.01, 1.0), coefficient=st.sampled_from([0.0, 1e-3, 0.5]))
 def test_gradient_matches_a_slow_reference(step: ScoredStep, threshold: float, coefficient: float) -> None:
     leaf = step.logprobs.clone().requires_grad_()
@@ -61,7 +61,7 @@ def test_gradient_matches_a_slow_reference(step: ScoredStep, threshold: float, c
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(step=scored_steps())
 def test_with_a_threshold_of_one_and_no_square_it_is_importance_sampling(step: ScoredStep) -> None:
     # The strategy's learner may "exceed" probability 1; a real one cannot, so its change never exceeds 1.

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from precision.ess import ess_from_sums, sequence_ess, sequence_ess_of_totals, token_ess
@@ -29,7 +29,6 @@ def test_lognormal_law(spread: float) -> None:
     assert token_ess(log_ratios) == pytest.approx(math.exp(-(spread**2)), abs=0.005)
 
 
-@settings(deadline=None)
 @given(log_ratio_lists)
 def test_bounds(log_ratios: list[float]) -> None:
     assert 1 / len(log_ratios) <= token_ess(torch.tensor(log_ratios, dtype=torch.float64)) <= 1.0
@@ -80,7 +79,6 @@ def test_sequence_ess_of_totals_by_hand() -> None:
             sequence_ess_of_totals(torch.tensor([0.0, bad]))
 
 
-@settings(deadline=None)
 @given(log_ratio_lists, st.floats(-500, 500))
 def test_sequence_ess_bounds_and_scale(totals: list[float], shift: float) -> None:
     """In [1/n, 1] up to rounding, whatever factor all ratios share."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -138,7 +138,6 @@ def test_beyond_the_exponents_clip_a_vanishing_token_is_still_pulled_back() -> N
     assert gradient_at(official_kl, 12.0) == pytest.approx((11 + math.exp(-10), 1 - math.exp(-10)), rel=1e-12)
 
 
-@settings(deadline=None)
 @given(st.floats(-9.5, 9.5))
 def test_slopes_are_the_derivatives(log_ratio: float) -> None:
     step = 1e-5
@@ -148,7 +147,6 @@ def test_slopes_are_the_derivatives(log_ratio: float) -> None:
         assert slope == pytest.approx(rise / (2 * step), rel=1e-5, abs=1e-6)
 
 
-@settings(deadline=None)
 @given(st.floats(-9.5, 30.0))
 def test_neither_is_ever_negative_and_both_are_zero_in_agreement(log_ratio: float) -> None:
     for estimator in (official_kl, uncapped):

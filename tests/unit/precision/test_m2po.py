@@ -43,7 +43,6 @@ def test_widest_kept_by_hand() -> None:
     assert widest_kept(torch.tensor([0.3, 0.0, 0.3], dtype=torch.float64), 0.05) == 0.0
 
 
-@settings(deadline=None)
 @given(magnitude_lists, st.floats(1e-3, 4.0))
 def test_the_widest_bound_is_within_the_threshold_and_the_next_is_not(values: list[float], threshold: float) -> None:
     """Against the definition, tried out on every candidate."""
@@ -109,7 +108,7 @@ def test_areal_by_hand() -> None:
     assert prepared.measured["clip_hits_high"] == pytest.approx(1 / 3)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(step=scored_steps(), threshold=st.sampled_from([1e-3, 0.04, 1.0]))
 def test_clip_has_the_gradient_of_the_authors_clip(step: ScoredStep, threshold: float) -> None:
     """-1/N sum min(rho A, clip(rho, e^-tau, e^tau) A), floors included, by autograd in float64."""
@@ -130,7 +129,7 @@ def test_clip_has_the_gradient_of_the_authors_clip(step: ScoredStep, threshold: 
 
 
 @each
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(step=scored_steps(), garbage=st.sampled_from([math.nan, math.inf, -math.inf, -120.0, 3e38]))
 def test_forced_tokens_and_order_do_not_matter(variant: Variant, step: ScoredStep, garbage: float) -> None:
     objective = M2PO(variant=variant)

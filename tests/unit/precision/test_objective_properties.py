@@ -135,7 +135,7 @@ def test_garbage_behind_the_mask_gets_no_gradient(objective: Objective, garbage:
 
 
 @every
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(step=scored_steps())
 def test_tokens_that_were_not_sampled_might_as_well_be_absent(objective: Objective, step: ScoredStep) -> None:
     """But for their places, which stay empty, and responses without a sampled token."""
@@ -148,7 +148,7 @@ def test_tokens_that_were_not_sampled_might_as_well_be_absent(objective: Objecti
 
 
 @every
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(step=scored_steps())
 def test_order_of_responses_and_padding(objective: Objective, step: ScoredStep) -> None:
     moved, index = reordered(step)
@@ -169,7 +169,7 @@ def layouts(step: ScoredStep, cut: int) -> list[Layout]:
 
 
 @micro_batch_invariant
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(step=scored_steps(), cut=st.integers(0, 5))
 def test_micro_batches_in_any_layout_add_up_to_the_step(objective: Objective, step: ScoredStep, cut: int) -> None:
     whole = run(objective, step)
@@ -178,7 +178,7 @@ def test_micro_batches_in_any_layout_add_up_to_the_step(objective: Objective, st
 
 
 @every
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(step=scored_steps())
 def test_exactly_on_policy_it_is_the_score_function_gradient(objective: Objective, step: ScoredStep) -> None:
     """-A / N for every sampled token: nothing weighs, clips, vetoes or anchors."""
@@ -189,7 +189,7 @@ def test_exactly_on_policy_it_is_the_score_function_gradient(objective: Objectiv
 
 
 @scored
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(step=scored_steps())
 def test_what_is_prepared_is_a_factor_on_the_advantage(objective: Objective, step: ScoredStep) -> None:
     prepared = objective.prepare(step)

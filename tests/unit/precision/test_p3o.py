@@ -85,7 +85,6 @@ def test_exactly_on_policy_is_the_score_function_gradient(estimator: Estimator) 
         assert sums["kl"] == 0
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(-8, 8), st.floats(-3, 3)), min_size=1, max_size=12),
     st.floats(0.05, 1.0),
@@ -111,7 +110,6 @@ def test_a_vanishing_token_is_pulled_back_not_pushed_down() -> None:
     assert gradient[0] == pytest.approx(0.5 * (1 - math.exp(10)), rel=1e-12)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-6, 6), min_size=1, max_size=20))
 def test_micro_batch_scope_is_step_scope_with_its_own_ess(log_ratios: list[float]) -> None:
     advantages = [math.cos(i) for i in range(len(log_ratios))]
@@ -155,7 +153,7 @@ def test_step_scope_needs_a_sound_ess() -> None:
 
 @each_estimator
 @each_unit
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(step=scored_steps())
 def test_gradient_against_autograd_of_a_slow_reference(estimator: Estimator, unit: Unit, step: ScoredStep) -> None:
     """The whole way from the scored step, token by token, in float64."""
@@ -200,7 +198,7 @@ def test_prepare_by_hand() -> None:
 
 
 @each_unit
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(step=scored_steps(), garbage=st.sampled_from([math.nan, math.inf, -math.inf, -120.0, 3e38]))
 def test_prepare_sees_neither_forced_tokens_nor_order(unit: Unit, step: ScoredStep, garbage: float) -> None:
     objective = P3O(ess_unit=unit)

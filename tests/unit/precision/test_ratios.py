@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
@@ -62,7 +62,6 @@ def test_k3_estimates_kl_from_sampler_to_learner() -> None:
     assert sums.chi2 == pytest.approx(float((learner**2 / sampler).sum()) - 1, rel=1e-9)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-20, 20), min_size=2, max_size=30), st.data())
 def test_merging_equals_the_whole(log_ratios: list[float], data: Any) -> None:
     cut = data.draw(st.integers(0, len(log_ratios)))

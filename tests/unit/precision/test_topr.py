@@ -45,7 +45,7 @@ def slow_gradient(step: ScoredStep, low: float, high: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.5, 2.0), (1.0, 1.0)])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(step=scored_steps())
 def test_gradient_matches_a_slow_reference(low: float, high: float, step: ScoredStep) -> None:
     gradient = run(TOPR(clip_low=low, clip_high=high), step).gradient
