@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -18,9 +16,9 @@ from safetensors.torch import load_file
 from megatron_bridge.engine_digests import EngineDigests
 from pipeline.proof import Proof
 from tests.doubles.tiny_model import reference_logprobs, reference_model
+from tests.support.runs import run_ranks
 
 WORKER = Path(__file__).parent / "workers" / "learner_worker.py"
-ROOT = Path(__file__).parents[2]
 LAYOUTS = {"one": (), "tp2": ("--tensor", "2"), "pp2": ("--pipeline", "2"), "dp2": ("--data", "2")}
 PARALLEL = [name for name in LAYOUTS if name != "one"]
 MODELS = ("untied", "tied", "qwen2", "llama")
@@ -74,7 +72,8 @@ class Runs(dict[str, Path]):
         reshard = ["--reshard", str(self[source] / "checkpoint")] if source else []
         folder = self[layout] = self._root / layout
         folder.mkdir()
-        _torchrun(layout, [*LAYOUTS[layout], "--models", str(self._models), "--out", str(folder), *reshard])
+        ranks = 1 if layout == "one" else 2
+        run_ranks(ranks, WORKER, *LAYOUTS[layout], "--models", self._models, "--out", folder, *reshard)
         return folder
 
 
@@ -94,20 +93,6 @@ class Found(dict[str, list[dict[str, Any]]]):
 @pytest.fixture(scope="session")
 def runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(models, tmp_path_factory.mktemp("runs"))
-
-
-def _torchrun(layout: str, arguments: list[str]) -> None:
-    ranks = 1 if layout == "one" else 2
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, str(WORKER), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, f"{layout}: {done.stdout[-2000:]}\n{done.stderr[-6000:]}"
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,6 @@ hold tokens that were never sampled, and some steps leave samples out.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,9 @@ import numpy as np
 import pytest
 
 from launch.model_new import new_model
+from tests.support.runs import run_ranks
 
-ROOT = Path(__file__).parents[2]
-WORKERS = Path(__file__).parent / "workers"
-sys.path.insert(0, str(WORKERS))
+WORKER = Path(__file__).parent / "workers" / "objectives_worker.py"
 LAYOUTS = {1: ["one×MB1", "one"], 2: ["DP2", "CP2", "PP2"]}
 
 
@@ -31,16 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("objectives")
     new_model(folder / "model", hidden=32, layers=2, head_dim=16, ffn=64, seed=1)
     for ranks, layouts in LAYOUTS.items():
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = subprocess.run(
-            [*command, str(WORKERS / "objectives_worker.py"), str(folder), *layouts],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, f"{layouts}: {done.stderr[-6000:]}"
+        run_ranks(ranks, WORKER, folder, *layouts)
     return folder
 
 
