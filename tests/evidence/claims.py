@@ -99,10 +99,10 @@ def _verdict(claim: Claim, experiment: Experiment, results: Sequence[Result], co
 def _decays(arm: Arm) -> tuple[Answer, str]:
     curve = arm.curve()
     fall, top = statistics.fall(curve), statistics.peak(curve)
-    figures = (
-        f"{show(statistics.at(curve, top).value)} at version {arm.versions[top]}, "
-        f"{show(statistics.at(curve, -1).value)} at {arm.versions[-1]}: falls by {with_interval(fall)}"
-    )
+    best, last = (show(statistics.at(curve, place).value) for place in (top, -1))
+    figures = f"best at the end, {last} at version {arm.versions[-1]}"
+    if fall.value > 0.0:
+        figures = f"{best} at version {arm.versions[top]}, {last} at {arm.versions[-1]}: falls by {with_interval(fall)}"
     if fall.value >= DECAY and fall.low > 0.0:
         return "shown", figures
     return ("refuted" if fall.high < DECAY else "undecided"), figures
@@ -122,9 +122,11 @@ def _faster(ours: Arm, theirs: Arm, cost: Literal["samples", "seconds"], target:
     our_price = statistics.crossing(ours.curve(), our_costs, target)
     their_price = statistics.crossing(theirs.curve(), their_costs, target)
     ratio = statistics.crossing_ratio(ours.curve(), our_costs, theirs.curve(), their_costs, target)
+    unit = dict(samples="samples", seconds="s")[cost]
+    prices = [f"after {quantity(p.value)} {unit}" if p.value < math.inf else "never" for p in (our_price, their_price)]
     figures = (
-        f"pass@1 {target:g} after {quantity(our_price.value)} {cost} against {quantity(their_price.value)}: "
-        f"{quantity(ratio.value)} times cheaper ({quantity(ratio.low)} to {quantity(ratio.high)})"
+        f"reaches pass@1 {target:g} {prices[0]}, the other {prices[1]}: {quantity(ratio.value)} times as fast "
+        f"({quantity(ratio.low)} to {quantity(ratio.high)})"
     )
     return _by_interval(ratio, 1.0), figures
 
@@ -163,5 +165,5 @@ def with_interval(estimate: Estimate, *, sign: bool = False) -> str:
 def quantity(value: float) -> str:
     """A count, seconds or a ratio."""
     if math.isinf(value):
-        return "never"
+        return "∞"
     return f"{value:,.0f}".replace(",", " ") if value >= 100 else f"{value:.3g}"

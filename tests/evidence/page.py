@@ -3,8 +3,10 @@ hand: sentences come from the matrix, numbers from the results, answers from the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -61,7 +63,7 @@ def _head(matrix: Matrix, quick: bool) -> list[str]:
 
 
 def _verdicts(matrix: Matrix, judged: dict[str, list[Judged]]) -> list[str]:
-    lines = ["## Verdicts", "", "| claim | source | where | here | figures |", "|---|---|---|---|---|"]
+    lines = ["## Verdicts", "", "| claim | source | where | answer | figures |", "|---|---|---|---|---|"]
     for name, claims in judged.items():
         conditions = matrix.experiments[name].conditions
         for one in claims:
@@ -106,7 +108,7 @@ def _table(experiment: Experiment, results: Sequence[Result], condition: str) ->
     for k in experiment.pass_at:
         header += [f"pass@{k} at start", "best (version)", f"pass@{k} at the end"]
     if experiment.target is not None:
-        header += [f"samples to {experiment.target:g}", f"seconds to {experiment.target:g}"]
+        header += [f"samples to {experiment.target:g}", f"seconds to {experiment.target:g}", "seconds of all steps"]
     header += [column.title for column in experiment.columns]
     header += ["seeds"]
     lines = [_row(header), "|---" * len(header) + "|"]
@@ -120,7 +122,8 @@ def _table(experiment: Experiment, results: Sequence[Result], condition: str) ->
         for k in experiment.pass_at:
             cells += _scores(arm, k)
         if experiment.target is not None:
-            cells += [_price(arm, experiment.target, cost) for cost in ("samples", "seconds")]
+            cells += [_price(arm, experiment.target, "samples"), _price(arm, experiment.target, "seconds")]
+            cells.append(quantity(float(arm.costs("seconds")[-1])))
         cells += [_number(arm, column) for column in experiment.columns]
         lines.append(_row([*cells, _standing(found, len(experiment.seeds))]))
     return lines
@@ -136,10 +139,12 @@ def _scores(arm: Arm, k: int) -> list[str]:
     ]
 
 
-def _price(arm: Arm, target: float, cost: str) -> str:
-    assert cost in ("samples", "seconds")
-    price = statistics.crossing(arm.curve(), arm.costs(cost), target)  # type: ignore[arg-type]
-    return f"{quantity(price.value)} ({quantity(price.low)} to {quantity(price.high)})"
+def _price(arm: Arm, target: float, cost: Literal["samples", "seconds"]) -> str:
+    price = statistics.crossing(arm.curve(), arm.costs(cost), target)
+    value, low, high = (
+        quantity(number) if number < math.inf else "never" for number in (price.value, price.low, price.high)
+    )
+    return f"{value} ({low} to {high})"
 
 
 def _number(arm: Arm, column: Column) -> str:

@@ -10,7 +10,7 @@ from launch.compose import build_interruption, build_prompts, build_retirement, 
 from launch.objectives import build_credit, build_objective
 from pipeline.journal import read_events, read_metrics
 from pipeline.recipe_file import load_recipe
-from tests.support.runs import ROOT, evenkeel_json, make_model
+from tests.support.runs import ROOT, evenkeel_json, make_model, make_prompts
 
 RECIPES = ROOT / "pipeline" / "recipes"
 FOR_A_CPU = sorted(path for path in RECIPES.glob("*.yaml") if "32b" not in path.stem and "a3b" not in path.stem)
@@ -41,8 +41,9 @@ def test_scalerl_runs(model: Path, tmp_path: Path) -> None:
         "run.steps": 4,
         "model.path": model,
         "rollout.prompts_per_batch": 4,
-        "task.min_digits": 1,
-        "task.max_digits": 1,  # one digit: now and then a random model is right
+        "task.name": "jsonl",  # with a reward that a random model earns now and then
+        "task.path": make_prompts(tmp_path / "prompts.jsonl"),
+        "task.reward": "tests.support.rewards:digit_share",
         "evaluation.prompts": 2,
         "evaluation.samples": 2,
     }

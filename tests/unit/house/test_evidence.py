@@ -414,7 +414,7 @@ class TestClaims:
         verdict = judge(faster, results)[0].verdicts[0]
         assert verdict.answer == "shown"
         assert verdict.figures.startswith(
-            "pass@1 0.6 after 1 195 samples against 1 792: 1.5 times cheaper (1.5 to 1.5)"
+            "reaches pass@1 0.6 after 1 195 samples, the other after 1 792 samples: 1.5 times as fast (1.5 to 1.5)"
         )
 
     def test_forecast(self) -> None:
