@@ -209,8 +209,8 @@ class EngineDouble(_Double):
     def _sample(self, rows: list[list[int]], num_tokens: int, request: Any) -> list[dict[str, Any]]:
         started, versions, aborts = time.monotonic(), [], self.aborts
         for _ in range(num_tokens):
-            self._running.wait(30)
             time.sleep(self.token_s)
+            self._running.wait(30)  # last: a paused engine samples nothing
             if self.aborts > aborts:
                 break
             versions.append(self.version)
