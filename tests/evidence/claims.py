@@ -5,7 +5,8 @@
     holds     the other way round
     better    shown: the interval of the difference at the last evaluation lies above 0; refuted: below 0
     faster    shown: the interval of the ratio of costs lies above 1; refuted: below 1
-    forecast  shown: forecast and measurement differ by at most FORECAST_MARGIN; refuted: by more
+    forecast  shown: forecast and measurement differ by at most FORECAST_MARGIN
+              refuted: by more, and the measurement lies outside the forecast's interval
 
 Everything else is undecided. A verdict is the rule's answer, and carries the figures that it rests on.
 """
@@ -141,7 +142,9 @@ def _forecast(arm: Arm, share: float) -> tuple[Answer, str]:
         f"from the first {told.points} evaluations {show(told.value)}{interval}, measured {with_interval(end)}: "
         f"error {error:+.3f}; A {told.asymptote}"
     )
-    return ("shown" if abs(error) <= FORECAST_MARGIN else "refuted"), figures
+    if abs(error) <= FORECAST_MARGIN:
+        return "shown", figures
+    return ("refuted" if end.value < told.low or end.value > told.high else "undecided"), figures
 
 
 def _by_interval(estimate: Estimate, nothing: float) -> Answer:

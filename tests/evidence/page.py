@@ -35,7 +35,7 @@ flatters. A run that diverged scores 0 from then on.
 **How claims are judged.** *Decays*: the fall from the best evaluation to the last is at least {decay:.2f} and its
 interval excludes 0; *holds*: that interval lies below {decay:.2f}; each refutes the other. *Better*, *faster*: the
 interval of the difference lies above 0, of the ratio above 1; refuted when below. *Forecast*: off by at most
-{margin:.2f}. Anything else is undecided.
+{margin:.2f}; refuted when off by more and outside the forecast's interval. Anything else is undecided.
 """
 
 

@@ -49,6 +49,8 @@ class PretendEngines:
     solves: Callable[[str, int], bool] = lambda _digits, _member: True
     """(digits of the prompt, place in the request) → whether the answer is right."""
     latency_s: Callable[[str], float] = lambda _digits: 0.0
+    answers_from: Callable[[str], int] = lambda _digits: 0
+    """(digits of the prompt) → the version that must be published before the answer is done."""
     healed: int = 0
     asked: list[str] = field(default_factory=list)
     """Digits of every request, in order."""
@@ -63,6 +65,9 @@ class PretendEngines:
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:
             await asyncio.sleep(self.latency_s(digits))
+            async with asyncio.timeout(20.0):
+                while self.run.published_version() < self.answers_from(digits):
+                    await asyncio.sleep(0.005)
         finally:
             self.in_flight -= 1
         fault = self.faults.pop(0) if self.faults else None

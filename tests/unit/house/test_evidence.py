@@ -426,6 +426,13 @@ class TestClaims:
         assert answer(told, [result("p3o", 1, exact, samples=1000)]) == "shown"
         collapsed = [*exact[:-1], [200] * 4]
         assert answer(told, [result("p3o", 1, collapsed, samples=1000)]) == "refuted"
+        early = experiment_with(dict(kind="forecast", arm="p3o", share=0.1))  # two points are no fit
+        assert answer(early, [result("p3o", 1, exact, samples=1000)]) == "undecided"
+        # Points that scatter by .05 leave the end open: 0.1 below the forecast is still inside its interval.
+        noisy = [[round(1000 * value) + (-1) ** place * 50] * 4 for place, value in enumerate(share)]
+        noisy[0], noisy[-1] = [100] * 4, [750] * 4
+        third = experiment_with(dict(kind="forecast", arm="p3o", share=0.4))
+        assert answer(third, [result("p3o", 1, noisy, samples=1000)]) == "undecided"
 
 
 class TestPage:

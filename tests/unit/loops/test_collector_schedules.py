@@ -84,7 +84,7 @@ def test_a_partial_rollout_survives_a_publish(run: RunDirectory, verifiers: Veri
     quiet(collector)
     engines = engines_of(collector)
     fast = {collector.prompts.prompt(group).text.removesuffix("=") for group in range(PROMPTS)}
-    engines.latency_s = lambda digits: 0.0 if digits in fast else 0.6
+    engines.answers_from = lambda digits: 0 if digits in fast else 1
     first, second = batches(collect(collector))
     assert set(first.policy_version.tolist()) == {0}
     offsets = second.response_offsets
