@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "workers" / "broadcast_worker.py"
 KEY = "a-key-of-the-tests"
-DEADLINE_S = 4.0
+DEADLINE_S = 8.0
 STEPS = 6
 START_DEADLINE_S = 200.0
 
@@ -166,8 +166,8 @@ def test_an_engine_that_breaks_between_buckets_breaks_nothing_else(
     assert measured["engines_failed"] == 1
     assert found[0]["nbytes"] < measured["wire_bytes"] < 2 * found[0]["nbytes"], "it broke half-way"
     if how == "stopped":
-        assert DEADLINE_S < measured["wire_s"] < DEADLINE_S + 4
-        assert measured["publish_s"] < DEADLINE_S + 15
+        assert DEADLINE_S < measured["wire_s"] < 2 * DEADLINE_S
+        assert measured["publish_s"] < 4 * DEADLINE_S
 
 
 @pytest.mark.parametrize(("version", "how"), [(4, "started again"), (6, "woken")])
