@@ -15,7 +15,7 @@ help:  ## Show this list.
 
 install: $(STAMP)  ## Make .venv from the lock file (about 2 minutes; a second call returns at once).
 
-$(STAMP): $(LOCK) pyproject.toml
+$(STAMP): $(LOCK) ops/locks/triton.txt pyproject.toml
 	@./ops/install.sh $(PYTHON) $(VENV) $(LOCK)
 	@touch $@
 

@@ -195,6 +195,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 @model_app.command("new")
 def model_new(
+    context: typer.Context,
     directory: Annotated[Path, typer.Argument(help="Folder to make.", show_default=False)],
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 128,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 2,
@@ -209,11 +210,22 @@ def model_new(
         str, typer.Option(help="The tokenizer's alphabet.")
     ] = "0123456789+-*=,;:abcdefghijklmnopqrstuvwxyz ",
     tie: Annotated[bool, typer.Option(help="Tie embeddings and LM head.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="Folder of a config.json whose sizes are taken, instead of those above.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
     """Write a random Qwen3 or Qwen3-MoE HF checkpoint with a character-level tokenizer. Downloads nothing."""
-    from launch.model_new import new_model
+    from launch.model_new import new_model, new_model_like
 
+    if config is not None:
+        sizes = (name for name in context.params if name not in ("directory", "characters", "config", "seed"))
+        given = [name for name in sizes if "COMMANDLINE" in str(context.get_parameter_source(name))]
+        if given:
+            raise RecipeError(f"--config says what --{given[0].replace('_', '-')} would; leave one of them out")
+        new_model_like(directory, config, characters=characters, seed=seed)
+        print(directory)
+        return
     new_model(
         directory,
         hidden=hidden,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from megatron_bridge.shape import ModelShape, read_hf_config
 from pipeline.errors import ModelError, RecipeError
@@ -136,3 +139,24 @@ def build_quant_map(recipe: Recipe) -> QuantMap | None:
     return QuantMap.for_decoder(
         shape.num_layers, recipe.rollout.precision, None if shape.experts is None else shape.experts.count
     )
+
+
+def require_engines_here(urls: Sequence[str]) -> None:
+    """Raises RecipeError unless every engine listens at an address of this machine: only there can it open the
+    learner's memory."""
+    away = [url for url in urls if not _is_here(urlsplit(url).hostname or "")]
+    if away:
+        raise RecipeError(
+            f"weights.channel is ipc, but {', '.join(away)} {'is' if len(away) == 1 else 'are'} not on this machine, "
+            "whose memory the engines must open; use weights.channel: broadcast or disk"
+        )
+
+
+def _is_here(host: str) -> bool:
+    """Whether a socket can be bound to an address of the host."""
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind((address[0], 0))
+                return True
+    return False

@@ -26,6 +26,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.errors import EngineStartError
+from rollout_sglang.interpreter import require_sglang, rollout_python
+
 GIB = 2**30
 MIN_MEMORY_GIB, WANTED_MEMORY_GIB = 3.0, 8.0
 """One engine and one learner process of a toy model on a CPU stay below the first only just."""
@@ -66,6 +69,7 @@ def diagnose(runs_root: Path = Path("runs")) -> list[Check]:
         check_glibc(),
         check_locale(),
         *check_packages(),
+        *check_rollout_python(),
         check_accelerator(),
         check_transformer_engine(),
         check_cpus(),
@@ -147,6 +151,17 @@ def check_package(requirement: Requirement, extra: str) -> Check:
     return Check(requirement.name, "warn" if extra else "fail", version, f"pip install '{wanted}'")
 
 
+def check_rollout_python() -> list[Check]:
+    """The interpreter of engines and router, where it is another one."""
+    python = rollout_python()
+    if python is None:
+        return []
+    try:
+        return [Check("rollout python", "ok", f"{python}: sglang {require_sglang()}")]
+    except EngineStartError as error:
+        return [Check("rollout python", "fail", python, str(error))]
+
+
 def check_accelerator(devices: Path = Path("/dev")) -> Check:
     """NVIDIA devices by their device files: no driver call, so it cannot hang."""
     gpus = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
@@ -156,11 +171,35 @@ def check_accelerator(devices: Path = Path("/dev")) -> Check:
 
 
 def check_transformer_engine(devices: Path = Path("/dev")) -> Check:
-    """Needed on GPUs only."""
-    found = importlib.util.find_spec("transformer_engine") is not None
-    if found or not any(devices.glob("nvidia[0-9]*")):
-        return Check("transformer engine", "ok", "installed" if found else "not installed, not needed on a CPU")
-    return Check("transformer engine", "warn", "not installed", "pip install evenkeel[learner-gpu]")
+    """Needed on GPUs only, in a version that the installed Megatron-Core takes."""
+    name, needed = "transformer engine", any(devices.glob("nvidia[0-9]*"))
+    if importlib.util.find_spec("transformer_engine") is None:
+        if not needed:
+            return Check(name, "ok", "not installed, not needed on a CPU")
+        return Check(name, "warn", "not installed: no FP8 training, slower layers", "pip install evenkeel[learner-gpu]")
+    version, wanted = _version("transformer-engine"), _asked_by("megatron-core", "transformer-engine")
+    if version is None:
+        return Check(name, "warn", "of unknown version", "install it as a package, so that its version can be checked")
+    if wanted is not None and not wanted.specifier.contains(version, prereleases=True):
+        return Check(name, "warn", version, f"megatron-core asks for {wanted.specifier}: pip install '{wanted}'")
+    return Check(name, "ok", version)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _asked_by(distribution: str, package: str) -> Requirement | None:
+    """What a distribution, with all of its extras, requires of a package."""
+    try:
+        lines = metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        return None
+    found = (Requirement(line.split(";")[0]) for line in lines)
+    return next((one for one in found if one.name.replace("_", "-").lower() == package), None)
 
 
 def check_cpus() -> Check:

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from launch.collect import build_fleet, fleet_settings
-from launch.compose import build_contract, build_quant_map, build_tokenizer
+from launch.compose import build_contract, build_quant_map, build_tokenizer, require_engines_here
 from launch.objectives import build_credit, build_objective
 from launch.processes import die_with_parent, run_child
 from launch.proofs import build_proof_plan
-from megatron_bridge.broadcast import BroadcastChannel
+from megatron_bridge.broadcast_wire import BroadcastWire
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.publish import DiskChannel
+from megatron_bridge.shared_wire import SharedWire
+from megatron_bridge.streamed import StreamedChannel
+from megatron_bridge.te_precision import Layers
 from pipeline.checkpoints import Checkpoints
 from pipeline.journal import Journal
 from pipeline.ports import WeightChannel
@@ -29,8 +32,8 @@ from pipeline.training import Trainer
 from rollout_sglang.feed import FedFleet
 
 
-def build_learner(recipe: Recipe) -> MegatronLearner:
-    """This rank's part of the model, its optimizer and its objective."""
+def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearner:
+    """This rank's part of the model, its optimizer and its objective; `layers` as MegatronLearner.create takes it."""
     return MegatronLearner.create(
         recipe.model.path,
         recipe.learner,
@@ -39,6 +42,7 @@ def build_learner(recipe: Recipe) -> MegatronLearner:
         seed=recipe.run.seed,
         total_steps=recipe.run.steps,
         fp32_lm_head=recipe.model.fp32_lm_head,
+        layers=layers,
     )
 
 
@@ -49,12 +53,15 @@ def build_channel(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -
         fleet = build_fleet(run, recipe)
         return DiskChannel(learner, fleet, run, quant, plan, keep=section.keep, deadline_s=section.publish_deadline_s)
     urls, _ = run.engines()
-    return BroadcastChannel(
+    if section.channel == "ipc":
+        require_engines_here(urls)
+    return StreamedChannel(
         learner,
         FedFleet(urls, **fleet_settings(run, recipe), ranks_per_engine=recipe.rollout.tensor_parallel),
         run,
         quant,
         plan,
+        SharedWire if section.channel == "ipc" else BroadcastWire,
         keep=section.keep,
         bucket_bytes=section.bucket_mib << 20,
         deadline_s=section.publish_deadline_s,
@@ -76,7 +83,7 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         contract=build_contract(recipe, build_tokenizer(recipe)),
         wait_deadline_s=recipe.run.wait_deadline_s,
     )
-    Trainer(
+    trainer = Trainer(
         **shared,
         proximal=ProximalLogprobs(**shared) if uses_proximal(recipe.objective, recipe.correction) else None,
         credit=build_credit(recipe),
@@ -85,7 +92,10 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep),
         checkpoint_every=recipe.checkpoint.every,
         journal=Journal(run.path),
-    ).train()
+    )
+    trainer.train()
+    if channel is not None:
+        channel.close()
 
 
 if __name__ == "__main__":

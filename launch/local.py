@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Self
 
-from launch.engines import engine_spec
+from launch.engines import check_engines, engine_spec
 from launch.processes import LoggedProcess, child_environment, fatal_note, log_tail, read_fatal_note, torchrun
 from launch.progress import LiveView
 from pipeline.errors import FatalError
@@ -24,7 +24,7 @@ from pipeline.recipe import Recipe
 from pipeline.rundir import RunDirectory
 from pipeline.store import BatchStore
 from rollout_sglang.process import ServerProcess, check_port_free, free_port
-from rollout_sglang.server import HOST, start, start_router
+from rollout_sglang.server import HOST, has_cuda, start, start_router
 from rollout_sglang.stock_server import API_KEY_VARIABLE
 
 POLL_S = 0.25
@@ -81,19 +81,33 @@ class Supervisor:
 
     def supervise(self) -> None:
         """Run to the end. Raises FatalError when it cannot be reached."""
+        check_engines(self.recipe)
         self._start_engines()
-        self._start_program("learner")
+        if not self._shares_gpus():
+            self._start_program("learner")
         while len(self.programs) < 2 or any(program.popen.poll() != 0 for program in self.programs.values()):
             self._mend_engines()
             self._mend_router()
-            if "collector" not in self.programs and not self.starting:
-                self._start_program("collector")  # before, it could only die of waiting, again and again
+            if not self.starting:
+                self._start_missing()
             for name, program in list(self.programs.items()):
                 if program.popen.poll() not in (None, 0):
                     self._mend_program(name, program)
             self.view.refresh()
             time.sleep(POLL_S)
         self.view.refresh()
+
+    def _shares_gpus(self) -> bool:
+        """Whether learner and engines run on the same GPUs. An engine takes a share of the memory that is free while it
+        starts: nothing else may take memory then."""
+        return self.recipe.weights.channel == "ipc" and has_cuda()
+
+    def _start_missing(self) -> None:
+        """What waits for the engines to be up."""
+        if "learner" not in self.programs:
+            self._start_program("learner")
+        if "collector" not in self.programs:
+            self._start_program("collector")  # before, it could only die of waiting, again and again
 
     def _start_engines(self) -> None:
         rollout = self.recipe.rollout

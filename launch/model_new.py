@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_bridge.shape import Experts
+from megatron_bridge.shape import Experts, ModelShape, read_config
 from pipeline.character_tokenizer import write_character_tokenizer
 from pipeline.errors import ModelError
 from pipeline.tokenizer import Tokenizer
@@ -90,20 +90,55 @@ def new_model(
         max_position=max_position,
         experts=_experts(experts, experts_per_token, expert_ffn, ffn),
     )
+    special = _new_folder(directory, characters, dtype)
+    rows = -(-Tokenizer(directory).vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    _write_weights(directory, shape, rows, tie=tie, seed=seed, dtype=dtype)
+    _write_json(directory / "config.json", _config(shape, rows, tie=tie, dtype=dtype) | special)
+
+
+def new_model_like(directory: Path, config: Path, *, characters: str = DEFAULT_CHARACTERS, seed: int = 0) -> None:
+    """A random model of the sizes, vocabulary and dtype of the `config.json` in the folder `config`, with a character
+    tokenizer: its tokens are the first rows of the vocabulary.
+
+    Raises ModelError when the config is none of a Qwen3 or Qwen3-MoE model, and for what `new_model` refuses.
+    """
+    hf_config = read_config(config)
+    model = ModelShape.from_hf(hf_config)
+    if not model.qk_norm:
+        raise ModelError(f"{config} describes {model.architecture}, expected Qwen3 or Qwen3-MoE; give such a folder")
+    dtype = str(hf_config.get("torch_dtype", hf_config.get("dtype", "float32")))
+    shape = Shape(
+        hidden=model.hidden_size,
+        layers=model.num_layers,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        ffn=model.ffn_size,
+        max_position=model.max_positions,
+        experts=model.experts,
+    )
+    special = _new_folder(directory, characters, dtype, rows=model.vocab_size)
+    _write_weights(directory, shape, model.vocab_size, tie=model.tied_embeddings, seed=seed, dtype=dtype)
+    kept = {name: value for name, value in hf_config.items() if name != "bos_token_id"}
+    _write_json(directory / "config.json", kept | special)
+
+
+def _new_folder(directory: Path, characters: str, dtype: str, *, rows: int | None = None) -> dict[str, int]:
+    """Make it, with tokenizer and generation config; the ids of special tokens. Raises ModelError."""
     if dtype not in ("float32", "bfloat16"):
         raise ModelError(f"dtype is {dtype!r}, expected float32 or bfloat16")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ModelError(f"{directory} exists and is not an empty folder; choose another name or delete it")
     if not characters or len(set(characters)) != len(characters):
         raise ModelError(f"characters are {characters!r}, expected at least one and none twice; mend the alphabet")
+    if rows is not None and len(characters) + 2 > rows:
+        raise ModelError(f"{len(characters)} characters and 2 special tokens need more than vocab_size {rows} rows")
     directory.mkdir(parents=True, exist_ok=True)
     write_character_tokenizer(directory, characters)
     tokenizer = Tokenizer(directory)
-    rows = -(-tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    _write_weights(directory, shape, rows, tie=tie, seed=seed, dtype=dtype)
     special = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     _write_json(directory / "generation_config.json", special | dict(do_sample=True))
-    _write_json(directory / "config.json", _config(shape, rows, tie=tie, dtype=dtype) | special)
+    return special
 
 
 def _experts(count: int | None, per_token: int | None, expert_ffn: int | None, ffn: int) -> Experts | None:

@@ -4,7 +4,9 @@
                     learner trains one step, publishes by disk ──▶ engine scores the rows again  published
     FP8 rollouts    the same, with the learner scoring plainly and with the rollout's formats emulated
 
-The gap is |log π_learner − log π_engine| per token, in nats. Each layout runs in its own torchrun, as in training.
+The gap is |log π_learner − log π_engine| per token, in nats. Each layout runs in its own torchrun, as in training. The
+engine is that of EVENKEEL_ROLLOUT_PYTHON, where it is set. For a CPU: kernels of a GPU compute in 16 bits, and no
+tolerance of fp32 holds there.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from pipeline.recipe import Recipe
 from pipeline.recipe_file import recipe_from
 from pipeline.rundir import RunDirectory
 from rollout_sglang.client import EngineClient
+from rollout_sglang.interpreter import require_sglang
 from rollout_sglang.process import ServerProcess, free_port
 from rollout_sglang.proving import Prover
 from rollout_sglang.server import start
@@ -62,7 +65,9 @@ class Rows:
 
 
 def parity(model: Path | None, layouts: Sequence[str], tolerance: float) -> dict[str, Any]:
-    """Run the comparisons; see the module's head. Keys: max_abs_logprob_gap, layouts, fp8, ok."""
+    """Run the comparisons; see the module's head. Keys: max_abs_logprob_gap, layouts, fp8, ok. Raises EngineStartError
+    when there is no SGLang to compare with."""
+    require_sglang()
     parsed = {name: parse_layout(name) for name in layouts}
     with tempfile.TemporaryDirectory(prefix="evenkeel-parity-") as scratch, Progress(transient=True) as progress:
         folder = Path(scratch)

@@ -23,8 +23,9 @@ def score(run: RunDirectory, version: int) -> None:
     """Write scores.npz: NAME.i is row i's logprobs of tokens 1 … n-1, float32."""
     recipe = run.recipe()
     rows: list[list[int]] = json.loads((run.path / "rows.json").read_text())
-    learner = build_learner(recipe)
     quant = build_quant_map(recipe)
+    # Formats are emulated in Megatron's own layers, also where there are others.
+    learner = build_learner(recipe, layers=None if quant is None else "megatron")
     scores: dict[str, list[NDArray[np.float32]]] = {}
 
     def score_as(moment: str) -> None:

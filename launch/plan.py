@@ -80,6 +80,17 @@ class Planner:
     def engine_gpus(self) -> int:
         return self.recipe.rollout.engines * self.recipe.rollout.tensor_parallel
 
+    @property
+    def shared(self) -> bool:
+        """Whether learner and engines run on the same GPUs."""
+        return self.recipe.weights.channel == "ipc"
+
+    @property
+    def learner_bytes(self) -> float:
+        """Of each GPU: what engines on the same one leave."""
+        engine = self.capacity.gpu_bytes + Allowance().runtime_bytes if self.shared else 0.0
+        return self.machine.gpu_gib * GIB - engine
+
     def traffic(self) -> Traffic:
         return Traffic.of(self.recipe, self.assumed)
 
@@ -92,7 +103,7 @@ class Planner:
                 count=self.traffic().num_micro_batches(learner.data_parallel),
             ),
             fp32_lm_head=recipe.model.fp32_lm_head,
-            bucket_bytes=recipe.weights.bucket_mib << 20 if recipe.weights.channel == "broadcast" else 0,
+            bucket_bytes=recipe.weights.bucket_mib << 20 if recipe.weights.channel != "disk" else 0,
         )
 
     def durations(self, learner: LearnerSection) -> Durations:
@@ -132,10 +143,11 @@ class Planner:
 
     def _verdict(self, worst: Footprint) -> dict[str, Any]:
         """Fits, and if not every reason."""
-        needed = self.recipe.learner.num_processes + self.engine_gpus
+        both = self.recipe.learner.num_processes, self.engine_gpus
+        needed = max(both) if self.shared else sum(both)
         reasons = []
-        if short := shortage(worst, self.machine.gpu_gib * GIB):
-            reasons.append(f"a learner rank is {short}")
+        if short := shortage(worst, self.learner_bytes):
+            reasons.append(f"a learner rank{' beside an engine' if self.shared else ''} is {short}")
         if needed > self.machine.gpus:
             reasons.append(
                 f"{self.recipe.learner.num_processes} learner processes and {self.recipe.rollout.engines} engines × "
@@ -148,7 +160,7 @@ class Planner:
             )
         return dict(
             fits=not reasons,
-            fits_memory=worst.total <= self.machine.gpu_gib * GIB,
+            fits_memory=worst.total <= self.learner_bytes,
             fits_gpus=needed <= self.machine.gpus,
             reasons=reasons,
             gpus=dict(
@@ -209,6 +221,8 @@ class Planner:
 
     def learner_share(self) -> tuple[int, str]:
         """(GPUs left for the learner, how they are counted)."""
+        if self.shared:
+            return self.machine.gpus, "shared with the recipe's engines"
         left = self.machine.gpus - self.engine_gpus
         if left > 0:
             return left, f"{self.machine.gpus} GPUs less {self.engine_gpus} for the recipe's engines"
@@ -220,7 +234,7 @@ class Planner:
         search = Search(
             hf_config=self.hf_config,
             shape=self.shape,
-            gpu_bytes=self.machine.gpu_gib * GIB,
+            gpu_bytes=self.learner_bytes,
             samples=self.recipe.rollout.prompts_per_batch * self.recipe.rollout.group_size,
             context_tokens=self.recipe.rollout.context_tokens,
             work=self.workload,

@@ -149,7 +149,7 @@ def bubble_share(layout: Layout, num_micro_batches: int) -> float:
 
 def _sent_forward(shape: ModelShape, learner: LearnerSection, layout: Layout, tokens: float) -> dict[str, float]:
     """Seconds of communication of a forward pass over `tokens` positions, by dimension; backward sends as much."""
-    size = 2 if learner.precision == "bf16" else 4
+    size = learner.parameter_bytes
     own = tokens / layout.context
     layers = shape.num_layers / layout.pipeline
     row = own * size * shape.hidden_size
@@ -187,7 +187,7 @@ def _gradient_reduction(shape: ModelShape, learner: LearnerSection, layout: Layo
 
 def _reduced(own: HeldParameters, learner: LearnerSection, dense_ranks: int, expert_ranks: int) -> float:
     """Bytes that a rank sends: scatter 4 and gather back the parameters, or all-reduce 4 twice."""
-    each = 4 + (2 if learner.precision == "bf16" else 4) if learner.distributed_optimizer else 8
+    each = 4 + learner.parameter_bytes if learner.distributed_optimizer else 8
     return each * (own.dense * _others(dense_ranks) + own.expert * _others(expert_ranks))
 
 
@@ -214,8 +214,9 @@ def rollout_tokens_per_gpu_s(shape: ModelShape, capacity: Capacity, recipe: Reci
 
 
 def publish_seconds(recipe: Recipe, num_bytes: float, assumed: Assumptions) -> float:
-    """disk: written once, then read by all engines at once; broadcast: one stream to all of them."""
-    if recipe.weights.channel == "broadcast":
+    """disk: written once, then read by all engines at once; broadcast: one stream to all of them; ipc: taken to be as
+    fast, since gathering is most of either."""
+    if recipe.weights.channel != "disk":
         return num_bytes / (assumed.broadcast_gb_s * 1e9)
     return 2 * num_bytes / (assumed.disk_gb_s * 1e9)
 

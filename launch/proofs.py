@@ -40,8 +40,8 @@ def build_proof_plan(recipe: Recipe) -> ProofPlan:
 
 def learner_sees(recipe: Recipe) -> RolloutPrecision:
     """The coarser of the two precisions that are compared: a bf16 learner is no nearer to an fp32 engine."""
-    both_exact = "bf16" not in (recipe.rollout.precision, recipe.learner.precision)
-    return recipe.rollout.precision if both_exact or recipe.rollout.precision != "fp32" else "bf16"
+    learner: RolloutPrecision = "fp8_tensor" if recipe.learner.precision == "fp8_delayed" else recipe.learner.precision
+    return max(recipe.rollout.precision, learner, key=lambda precision: MAX_GAP_NATS[precision])
 
 
 def digests_maker(recipe: Recipe) -> Callable[[], EngineDigests] | None:

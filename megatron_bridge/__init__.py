@@ -1,6 +1,11 @@
 """The learner on Megatron-Core, and the sending side of the weight channel."""
 
+import os
 import warnings
 
-# Megatron-Core says so on every import; `model.uses_transformer_engine` decides what is built.
+# Megatron-Core says so on every import; `model.choose_layers` decides what is built.
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed")
+
+# Read by Transformer Engine when it is imported: scales of 128×128 blocks as engines have them, amax / 448, instead of
+# the next power of two, so that learner.precision fp8_block multiplies by the weights that rollouts multiply by.
+os.environ.setdefault("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")

@@ -8,16 +8,22 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from pipeline.errors import DeadlineExceededError
+
+CLOSE_DEADLINE_S = 10.0
+
 T = TypeVar("T")
 
 
 class Background:
-    """Runs coroutines on one event loop for as long as the process lives. The thread is a daemon: it owns nothing that
-    must outlive a crash."""
+    """Runs coroutines on one event loop until `close`. The thread is a daemon: it owns nothing that must outlive a
+    crash."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin; the future has the result. Cancelling the future cancels the coroutine."""
@@ -26,3 +32,24 @@ class Background:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result. The coroutine bounds its own time."""
         return self.start(work).result()
+
+    def close(self) -> None:
+        """Cancel what runs and close the loop; nothing can be started any more. A second call changes nothing.
+
+        Raises DeadlineExceededError when a coroutine does not end.
+        """
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(CLOSE_DEADLINE_S)
+        if self._thread.is_alive():
+            raise DeadlineExceededError(
+                f"the {self._thread.name} thread did not end in {CLOSE_DEADLINE_S:g} s; one of its calls blocks"
+            )
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # which cancels, awaits and closes at its end
+            runner.run(self._until_ended())
+
+    async def _until_ended(self) -> None:
+        await self._ended.wait()

@@ -4,14 +4,15 @@
                                                                 ──two pieces of every row──▶ context parallel ranks
 
 The partition depends on lengths only, so every rank works out the whole plan by itself and all agree. Rows follow one
-another without padding between them, but for what context and sequence parallelism need to divide them evenly. A
-position predicts the next token: `labels[0, t]` follows `tokens[0, t]`. Every rank gets the same number of
-micro-batches; a rank with too few rows gets some that are masked out entirely.
+another without padding between them, but for what context and sequence parallelism need to divide them evenly; what FP8
+needs is added to the last. A position predicts the next token: `labels[0, t]` follows `tokens[0, t]`. Every rank gets
+the same number of micro-batches; a rank with too few rows gets some that are masked out entirely.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,6 +118,8 @@ class Split:
     context_rank: int = 0
     sequence_ranks: int = 1
     """Tensor parallel ranks over which the tokens of a context parallel rank are split."""
+    token_multiple: int = 1
+    """Of the tokens that each rank is left with: what FP8 products ask for."""
     count_multiple: int = 1
     """Of the number of micro-batches."""
 
@@ -128,7 +131,8 @@ class Split:
     @property
     def total_multiple(self) -> int:
         """Of all rows of a micro-batch together."""
-        return self.row_multiple * self.sequence_ranks
+        whole = self.context_ranks * self.token_multiple
+        return math.lcm(self.row_multiple, whole) * self.sequence_ranks
 
 
 def plan_micro_batches(

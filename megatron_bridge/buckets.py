@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +20,13 @@ class Bucket:
     """uint8 [bytes]: the tensors' bytes in C order, one after the other."""
 
 
-def pack(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+def pack(
+    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, new_row: Callable[[int], Tensor]
+) -> Iterator[Bucket]:
     """Buckets of at most `bucket_bytes`, in the order of the stream; a larger tensor travels alone.
 
-    A tensor's bytes are copied, once, before the next one is asked for: an exporter may reuse its memory.
+    `new_row` gives uint8 [at least so many bytes] for each bucket; it may give the same again once the next bucket is
+    asked for. A tensor's bytes are copied, once, before the next tensor is asked for: an exporter may reuse its memory.
     """
     specs: list[TensorSpec] = []
     row, size = torch.empty(0, dtype=torch.uint8), 0
@@ -35,8 +38,7 @@ def pack(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iter
             yield Bucket(tuple(specs), row[:size])
             specs, size = [], 0
         if not specs:
-            # A new one each time: a broadcast that was given up may still read the last one.
-            row = torch.empty(max(bucket_bytes, len(source)), dtype=torch.uint8, device=source.device)
+            row = new_row(max(bucket_bytes, len(source)))
         row[size : size + len(source)].copy_(source)
         specs.append(spec)
         size += len(source)

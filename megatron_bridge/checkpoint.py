@@ -1,5 +1,7 @@
 """Learner state on disk, in Megatron's distributed format: what one layout saved, any layout loads.
 
+So does any precision but float32 for bfloat16 and FP8, and either kind of layers: see `weight_checkpoint`.
+
 The format's index is a pickle, which is searched for foreign classes before Megatron loads it; so is `common.pt`, which
 is not: load only what you saved.
 """
@@ -7,7 +9,7 @@ is not: load only what you saved.
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_bridge.checkpoint_index import CheckpointIndex
+from megatron_bridge.checkpoint_index import CheckpointIndex, StoredTensor
 from megatron_bridge.layout import Layout
-from megatron_bridge.weight_checkpoint import chunk_keys
+from megatron_bridge.weight_checkpoint import chunk_keys, fill, sharded_weights
 from pipeline.errors import CorruptCheckpointError
 
 _RESHARDABLE = {
@@ -35,8 +38,8 @@ def save(directory: Path, model: Sequence[Any], optimizer: Any, *, step: int, la
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    state = _sharded_state(model, optimizer, is_loading=False)
-    state["learner"] = {"step": step, "layout": asdict(layout)}
+    state = _sharded_state(model, optimizer)
+    state["learner"] = {"step": step, "layout": asdict(layout), "device": _device()}
     state["rng"] = _rng_object(_rng_state())
     # A save that blocks hands its results over inside this process. Left alone, Megatron starts a manager process for
     # them, which imports the whole program again (seconds) and outlives a rank that is killed.
@@ -45,19 +48,21 @@ def save(directory: Path, model: Sequence[Any], optimizer: Any, *, step: int, la
 
 
 def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layout) -> int:
-    """Restore model, optimizer and, when the layout is the one that saved, RNG. Returns the step. Collective.
+    """Restore model, optimizer and, when layout and kind of device are those that saved, RNG. Returns the step.
+    Collective.
 
     Raises CorruptCheckpointError when the directory does not hold such a checkpoint.
     """
-    CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
+    index = CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
+    _keep_steps()
     for part in _distributed_parts(optimizer):
         # Loading fills tensors in place, and Adam makes its own only in the first step.
         part._init_optimizer_states_with_dummy_values()
-    state = _sharded_state(model, optimizer, is_loading=True)
+    state = _sharded_state(model, optimizer, index.tensors)
     try:
         saved = dist_checkpointing.load_common_state_dict(str(directory))["learner"]
-        same_layout = saved["layout"] == asdict(layout)
-        if same_layout:
+        same_ranks = saved["layout"] == asdict(layout) and saved.get("device", _device()) == _device()
+        if same_ranks:
             state["rng"] = _rng_object(None)
         loaded = dist_checkpointing.load(state, str(directory))
     except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
@@ -65,10 +70,10 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
             f"{directory} is not a complete checkpoint ({' '.join(str(error).split())[:300]}); use an older one"
         ) from error
     for name, chunk in _named_chunks(model):
-        chunk.load_state_dict(loaded[name], strict=True)
+        fill(chunk, loaded[name])
     optimizer.load_state_dict(loaded["optimizer"])
     _unshare_steps(optimizer)
-    if same_layout:
+    if same_ranks:
         _restore_rng(loaded["rng"])
     return int(saved["step"])
 
@@ -86,16 +91,42 @@ def _unshare_steps(optimizer: Any) -> None:
                 state["step"] = state["step"].clone()
 
 
-def _sharded_state(model: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    state: dict[str, Any] = {name: chunk.sharded_state_dict() for name, chunk in _named_chunks(model)}
+def _keep_steps() -> None:
+    """Megatron-Core 0.16.1 loads fully reshardable optimizer state without `step`, because Apex and TE keep the step
+    in the parameter group. torch.optim keeps it in the state of each parameter, where it must survive the load."""
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+    if original.__name__ == "keep_step":
+        return
+
+    def keep_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, index = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        original(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = keep_step
+
+
+def _sharded_state(
+    model: Sequence[Any], optimizer: Any, stored: Mapping[str, StoredTensor] | None = None
+) -> dict[str, Any]:
+    """To be saved, or filled from the checkpoint that holds `stored`. The optimizer names its tensors after those of
+    the model."""
+    weights = sharded_weights([chunk.module for chunk in model], stored)
     metadata = {"metadata": _RESHARDABLE} if _distributed_parts(optimizer) else {}
-    weights = dict(state) if len(model) > 1 else state["model"]
-    state["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=is_loading, **metadata)
-    return state
+    named = dict(weights) if len(model) > 1 else weights["model"]
+    return {
+        **weights,
+        "optimizer": optimizer.sharded_state_dict(named, is_loading=stored is not None, **metadata),
+    }
 
 
 def _named_chunks(model: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(key, chunk.module) for key, chunk in zip(chunk_keys(model), model, strict=True)]
+
+
+def _device() -> str:
+    """States of generators are those of a kind of device."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _rng_object(data: dict[str, Any] | None) -> ShardedObject:

@@ -59,7 +59,6 @@ def install() -> bool:
             module.torch = stand_in  # type: ignore[attr-defined]
     _patch_tensor()
     _patch_rng()
-    _patch_resharding_load()
     _patch_experts()
     return True
 
@@ -172,18 +171,3 @@ def _patch_experts() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = on_host
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-
-
-def _patch_resharding_load() -> None:
-    """Megatron-Core 0.16.1 loads fully reshardable optimizer state without `step`, because Apex and TE keep the step
-    in the parameter group. torch.optim keeps it in the state of each parameter, where it must survive the load."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def keep_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        group, index = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
-        original(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = keep_step

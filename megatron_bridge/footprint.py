@@ -10,7 +10,9 @@ first holds the embedding and the most micro-batches, and the last holds the hea
 
 Bytes a parameter: bfloat16 2, gradients always float32 4, and float32 main copy and two moments 12 in bfloat16 or the
 two moments alone 8 in float32, the last part divided by the data parallel ranks with the distributed optimizer. In
-bfloat16 that is 18, or 6 + 12/DP: the same as Megatron-LM's theoretical memory usage with its default gradients.
+bfloat16 that is 18, or 6 + 12/DP: the same as Megatron-LM's theoretical memory usage with its default gradients. FP8
+training adds 2 for each number in a layer's matrices: TE keeps them quantized by rows and by columns from one step to
+the next.
 
 Activations count every tensor that autograd keeps: see `layer_activations`. What is not counted: uneven loads of
 experts, NCCL's and cuBLAS's own buffers and fragmentation (the allowance stands for these).
@@ -25,6 +27,7 @@ from typing import Literal
 
 from megatron_bridge.layout import Layout
 from megatron_bridge.shape import ModelShape
+from megatron_bridge.te_precision import is_fp8
 from pipeline.recipe import LearnerSection
 
 GIB = 2**30
@@ -79,6 +82,8 @@ class HeldParameters:
     """All but the experts: optimizer state spread over data × context parallel ranks."""
     expert: int
     """In experts: optimizer state spread over the ranks that hold the same experts."""
+    matrices: int
+    """In the matrices of layers, which FP8 training multiplies in e4m3; counted in `dense` or `expert` as well."""
     largest: int
     """In the largest matrix of a layer, whose gradient exists once more for a moment."""
     outer: int
@@ -96,6 +101,8 @@ class Footprint:
     stage: int
     held: HeldParameters
     parameters: int
+    quantized: int
+    """Copies of parameters in FP8; 0 without FP8 training."""
     gradients: int
     optimizer: int
     activations: int
@@ -113,7 +120,7 @@ class Footprint:
 
     @property
     def static(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.quantized + self.gradients + self.optimizer
 
     @property
     def training(self) -> int:
@@ -127,7 +134,9 @@ class Footprint:
     def items(self) -> dict[str, int]:
         """What adds up to `total`, by name."""
         busy = "head" if self.head > self.working else "working"
-        parts = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
+        parts = {name: getattr(self, name) for name in ("parameters", "quantized", "gradients", "optimizer")}
+        if not self.quantized:
+            del parts["quantized"]
         transient = {
             self.training: {"activations": self.activations, busy: getattr(self, busy)},
             self.scoring: {"scoring": self.scoring},
@@ -148,13 +157,14 @@ def worst_footprint(shape: ModelShape, learner: LearnerSection, work: Workload) 
 
 def _footprint(shape: ModelShape, learner: LearnerSection, work: Workload, stage: int) -> Footprint:
     layout = Layout.of(learner)
-    size = 2 if learner.precision == "bf16" else 4
+    size = learner.parameter_bytes
     own = held_parameters(shape, layout, stage)
     last = stage == layout.pipeline - 1
     head = _head_bytes(shape, layout, work, size) if last else 0
     whole = _largest_tensor(shape) * size
     found = dict(
         parameters=own.total * size,
+        quantized=2 * own.matrices if is_fp8(learner.precision) else 0,
         gradients=own.total * 4,
         optimizer=_optimizer_bytes(own, learner, layout),
         activations=_activations(shape, learner, work, stage),
@@ -182,7 +192,7 @@ def held_parameters(shape: ModelShape, layout: Layout, stage: int) -> HeldParame
     if last and not (first and shape.tied_embeddings):
         outer["head"] = embedding
     parts.append((1, outer))
-    dense = expert = largest = 0
+    dense = expert = matrices = largest = 0
     for times, sizes in parts:
         for name, number in sizes.items():
             held = number // _split(name, layout)
@@ -190,11 +200,13 @@ def held_parameters(shape: ModelShape, layout: Layout, stage: int) -> HeldParame
                 expert += times * held
             else:
                 dense += times * held
+            if name.endswith("proj.weight"):
+                matrices += times * held
             if sizes is not outer:
                 # Gate and up are one matrix; the experts of a rank are differentiated together.
                 largest = max(largest, 2 * held if "gate_proj" in name else held)
     widest = embedding // layout.tensor if first or last else 0
-    return HeldParameters(dense=dense, expert=expert, largest=largest, outer=widest)
+    return HeldParameters(dense=dense, expert=expert, matrices=matrices, largest=largest, outer=widest)
 
 
 @lru_cache(maxsize=32)
@@ -219,7 +231,7 @@ def _split(name: str, layout: Layout) -> int:
 
 
 def _optimizer_bytes(own: HeldParameters, learner: LearnerSection, layout: Layout) -> int:
-    each = 12 if learner.precision == "bf16" else 8
+    each = 8 if learner.precision == "fp32" else 12
     if not learner.distributed_optimizer:
         return each * own.total
     stage_ranks = layout.tensor * layout.context * layout.data
@@ -253,11 +265,13 @@ def layer_activations(shape: ModelShape, learner: LearnerSection, work: Workload
         q + k more, raw, where they are normed   3f        gate, up and their product
     local, where nothing is fused, counted tensor by tensor for rows of one length: norms 6h; 5q + 5k of attention, and
     4d for rotations; 2q + k more with query and key norms; 5f.
+    In FP8 training what a matrix is multiplied by is kept in one byte: both norms' outputs, the product, and what is
+    sent to experts; attention's output stays in two.
     The selective mode computes the MLP again, and so keeps no f.
     Split over tensor parallel ranks, but the norms' part only with sequence parallelism.
     """
     layout = Layout.of(learner)
-    size = 2 if learner.precision == "bf16" else 4
+    size = learner.parameter_bytes
     if learner.recompute == "full":
         return size * shape.hidden_size / _residual_split(layout)
     return _kept(shape, learner, work, size)
@@ -267,19 +281,26 @@ def _kept(shape: ModelShape, learner: LearnerSection, work: Workload, size: int)
     layout = Layout.of(learner)
     h, q, k = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     if work.kernels == "fused":
-        norms, attention, whole = 4 * h, 2 * q + 2 * k + (q + k if shape.qk_norm else 0), 0
+        norms, attention, whole = (
+            (3 if is_fp8(learner.precision) else 4) * h,
+            2 * q + 2 * k + (q + k if shape.qk_norm else 0),
+            0,
+        )
     else:
         norms, attention, whole = 6 * h, 5 * q + 5 * k + (2 * q + k if shape.qk_norm else 0), 4 * shape.head_dim
     own = norms / _residual_split(layout) + attention / layout.tensor + whole
-    return size * own + (0 if learner.recompute == "selective" else _mlp_kept(shape, layout, work, size))
+    return size * own + (0 if learner.recompute == "selective" else _mlp_kept(shape, learner, work, size))
 
 
-def _mlp_kept(shape: ModelShape, layout: Layout, work: Workload, size: int) -> float:
-    copies = 3 if work.kernels == "fused" else 5
+def _mlp_kept(shape: ModelShape, learner: LearnerSection, work: Workload, size: int) -> float:
+    layout = Layout.of(learner)
+    multiplied = 0.5 if is_fp8(learner.precision) else 1.0  # of `size`: inputs of products
+    copies = 2 + multiplied if work.kernels == "fused" else 5
     if shape.experts is None:
         return size * copies * shape.ffn_size / layout.tensor
     experts = shape.experts
-    routed = size * experts.per_token * (shape.hidden_size * layout.expert_tensor + copies * experts.ffn_size)
+    sent = multiplied * shape.hidden_size * layout.expert_tensor
+    routed = size * experts.per_token * (sent + copies * experts.ffn_size)
     return (routed + 2 * 4 * experts.count) / _residual_split(layout)  # float32 router logits and weights
 
 
@@ -311,12 +332,12 @@ def _working_bytes(shape: ModelShape, learner: LearnerSection, work: Workload, o
     """While a layer is differentiated: what it computed again, gradients around its MLP and of a matrix; or, where
     other micro-batches are in flight, the gradient of the embedding."""
     layout, tokens = Layout.of(learner), _tokens(Layout.of(learner), work)
-    size = 2 if learner.precision == "bf16" else 4
+    size = learner.parameter_bytes
     layer = tokens * size * _widest(shape, layout) + own.largest * size
     if learner.recompute == "full":
         layer += int(tokens * _kept(shape, learner, work, size))
     if learner.recompute == "selective":
-        layer += int(tokens * _mlp_kept(shape, layout, work, size))
+        layer += int(tokens * _mlp_kept(shape, learner, work, size))
     return max(layer, own.outer * size if layout.pipeline > 1 else 0)
 
 

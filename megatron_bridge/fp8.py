@@ -2,8 +2,8 @@
 
 Weights are replaced by the values that e4m3 and its scales can hold, inputs of the quantized linears by theirs: one
 scale a token (fp8_tensor) or a token and 128 channels (fp8_block), over the whole input dimension, whatever the tensor
-parallel size. Products stay in the learner's precision. Only for Megatron's own layers: Transformer Engine fuses the
-norm into the linear, so that its input is not what is quantized.
+parallel size. Products stay in the learner's precision. Only for Megatron's own layers, on a GPU too: Transformer
+Engine fuses the norm into the linear, so that its input is not what is quantized.
 
 Megatron multiplies an expert's activation by its router weight before the last linear, engines after it: with one scale
 a token (or a token and 128 channels) that is the same up to rounding, as the weight passes into the scale.
@@ -20,7 +20,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from megatron_bridge.model import uses_transformer_engine
 from megatron_bridge.name_map import NameMap, Place, layers_of
 from megatron_bridge.weights import load_named
 from pipeline.errors import ModelError
@@ -38,8 +37,11 @@ def emulated(learner: MegatronLearner, quant_map: QuantMap) -> Iterator[None]:
     For `token_logprobs` and `score_tokens` only: an update inside would be lost. Raises ModelError with TE layers,
     FloatingPointError for weights or activations that are not finite.
     """
-    if uses_transformer_engine():
-        raise ModelError("FP8 emulation needs Megatron's own layers, but the model is built from Transformer Engine's")
+    if learner.layers != "megatron":
+        raise ModelError(
+            "FP8 emulation needs Megatron's own layers, but the model is built from Transformer Engine's; "
+            'score with MegatronLearner.create(..., layers="megatron")'
+        )
     chunks = [chunk.module for chunk in learner.model]
     saved = [(parameter, parameter.detach().clone()) for chunk in chunks for parameter in chunk.parameters()]
     hooks: list[Any] = []

@@ -8,12 +8,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_bridge.shape import ModelShape
+from megatron_bridge.te_precision import token_multiple
 from pipeline.errors import LayoutError
 from pipeline.recipe import LearnerSection
 
@@ -77,13 +79,14 @@ def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
 def check_longest_sample(learner: LearnerSection, context_tokens: int) -> None:
     """Raise LayoutError when a sample of `context_tokens`, padded as the layout needs, exceeds a micro-batch."""
     layout = Layout.of(learner)
-    multiple = (2 * layout.context if layout.context > 1 else 1) * layout.sequence_ranks
+    rows = 2 * layout.context if layout.context > 1 else 1
+    multiple = math.lcm(rows, layout.context * token_multiple(learner.precision)) * layout.sequence_ranks
     padded = -(-(context_tokens - 1) // multiple) * multiple
     if padded > learner.micro_batch_tokens:
         raise LayoutError(
             f"learner.micro_batch_tokens is {learner.micro_batch_tokens}, but the longest sample "
             f"(rollout.context_tokens {context_tokens}) takes {padded} when it is padded to a multiple of {multiple} "
-            "for context and sequence parallelism; raise micro_batch_tokens"
+            "for context and sequence parallelism and FP8; raise micro_batch_tokens"
         )
 
 

@@ -25,7 +25,7 @@ from megatron_bridge import checkpoint, passes, weights
 from megatron_bridge.agree import RankZero
 from megatron_bridge.batches import Plan, Split, TokenRows, plan_micro_batches
 from megatron_bridge.layout import Layout, check_layout, initialise
-from megatron_bridge.model import build_chunks
+from megatron_bridge.model import build_chunks, choose_layers
 from megatron_bridge.optimizer import (
     learning_rate,
     reduced_gradient_norm,
@@ -35,14 +35,13 @@ from megatron_bridge.optimizer import (
 )
 from megatron_bridge.publish import export_policy
 from megatron_bridge.shape import ModelShape, read_hf_config
+from megatron_bridge.te_precision import Layers, token_multiple, warm_up_passes
 from pipeline.errors import NonFiniteError
 from pipeline.ports import Scored, Update
 from pipeline.recipe import LearnerSection
 from pipeline.records import Batch
 from precision.objectives.base import Objective, Prepared, ScoredStep
 from precision.ratios import RatioSums
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class MegatronLearner:
@@ -57,6 +56,7 @@ class MegatronLearner:
         temperature: float,
         total_steps: int,
         fp32_lm_head: bool = False,
+        layers: Layers | None = None,
     ) -> None:
         """Build model and optimizer in the parallel state as it is: use `create`, which makes that state too."""
         self.model_folder = model_folder
@@ -67,13 +67,18 @@ class MegatronLearner:
         )
         self.layout = Layout.of(learner)
         """The parallel sizes in use."""
+        dtype = torch.float32 if learner.precision == "fp32" else torch.bfloat16
+        self.layers = choose_layers(layers, dtype)
+        """Whose layers the model is built from."""
         chunks = build_chunks(
             self.shape,
             self.layout,
-            _DTYPES[learner.precision],
+            dtype,
             temperature,
             recompute=learner.recompute,
             fp32_lm_head=fp32_lm_head,
+            layers=self.layers,
+            precision=learner.precision,
         )
         weights.load_hf(chunks, self.shape, model_folder)
         self.model, self.optimizer = wrap_and_optimise(chunks, learner)
@@ -83,6 +88,7 @@ class MegatronLearner:
         self._objective = objective
         self._rank_zero = RankZero(learner.step_deadline_s)
         self._runner = passes.ObjectiveRunner(objective, self.device)
+        self._warm_ups = warm_up_passes(learner.precision)  # still to do
 
     @staticmethod
     def create(
@@ -94,11 +100,12 @@ class MegatronLearner:
         seed: int,
         total_steps: int,
         fp32_lm_head: bool = False,
+        layers: Layers | None = None,
     ) -> MegatronLearner:
         """Join the process group, load the HF folder, build the optimizer.
 
-        `temperature` is that of the sampling: log-probabilities are log_softmax(logits / temperature).
-        Raises ModelError or LayoutError.
+        `temperature` is that of the sampling: log-probabilities are log_softmax(logits / temperature). `layers` as in
+        `model.choose_layers`. Raises ModelError (learner.precision FP8 without what it needs, too) or LayoutError.
         """
         check_layout(read_hf_config(model_folder), learner)
         initialise(Layout.of(learner), seed, learner.step_deadline_s)
@@ -109,6 +116,7 @@ class MegatronLearner:
             temperature=temperature,
             total_steps=total_steps,
             fp32_lm_head=fp32_lm_head,
+            layers=layers,
         )
 
     @property
@@ -190,6 +198,7 @@ class MegatronLearner:
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, whatever layout wrote it. Raises CorruptCheckpointError."""
         self.step = checkpoint.load(directory, self.model, self.optimizer, layout=self.layout)
+        self._warm_ups = warm_up_passes(self.section.precision)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every HF tensor by name, in the learner's precision. Collective: every rank must exhaust it."""
@@ -226,13 +235,19 @@ class MegatronLearner:
                 context_ranks=parallel_state.get_context_parallel_world_size(),
                 context_rank=parallel_state.get_context_parallel_rank(),
                 sequence_ranks=self.layout.sequence_ranks,
+                token_multiple=token_multiple(self.section.precision),
                 count_multiple=self.layout.micro_batch_multiple,
             ),
             chosen=chosen,
         )
 
     def _score(self, rows: TokenRows) -> passes.Gathered:
-        return passes.score(self.model, self._plan(rows), int(rows.offsets[-1]), self.device)
+        plan, num_predicted = self._plan(rows), int(rows.offsets[-1])
+        # A run scores (the first probe) before it trains, also when it resumes.
+        while self._warm_ups:
+            passes.warm_up(self.model, plan, num_predicted, self.device)
+            self._warm_ups -= 1
+        return passes.score(self.model, plan, num_predicted, self.device)
 
     def _prepare(
         self,

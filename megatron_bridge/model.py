@@ -1,7 +1,7 @@
 """HF folder → Megatron-Core model: one PolicyModel per process (its pipeline stage).
 
-With CUDA and Transformer Engine the layers are TE's; otherwise they are Megatron's own, with torch's RMSNorm. No test
-runs the TE path.
+Layers are Transformer Engine's (TE), or Megatron's own with torch's RMSNorm: see `choose_layers`. What TE layers hold
+is tested by a recorded list of their parameters; what they compute has not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from torch import Tensor
 from megatron_bridge.layout import Layout
 from megatron_bridge.packed_attention import PackedAttention
 from megatron_bridge.shape import ModelShape
+from megatron_bridge.te_precision import Layers, fp8_arguments, is_fp8, require_fp8
 from megatron_bridge.vocab_parallel import vocab_parallel_logprobs
+from pipeline.errors import ModelError
+from pipeline.recipe import LearnerPrecision
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -77,9 +80,22 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return TokenScores(logprobs.transpose(0, 1).contiguous(), entropy.transpose(0, 1).contiguous())
 
 
-def uses_transformer_engine() -> bool:
-    """Whether layers are built from Transformer Engine."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+def choose_layers(layers: Layers | None, dtype: torch.dtype) -> Layers:
+    """`layers`, or by default TE's where it is and CUDA is.
+
+    Not in float32: TE multiplies that in TF32, and its fused attention does not take it. Raises ModelError for TE's
+    layers without TE.
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if layers == "transformer_engine" and not installed:
+        raise ModelError(
+            "layers of Transformer Engine were asked for, but transformer_engine is not installed; "
+            "pip install evenkeel[learner-gpu], or take Megatron's own"
+        )
+    if layers is not None:
+        return layers
+    fits = installed and torch.cuda.is_available() and dtype is not torch.float32
+    return "transformer_engine" if fits else "megatron"
 
 
 def build_chunks(
@@ -90,13 +106,19 @@ def build_chunks(
     *,
     recompute: Literal["none", "selective", "full"] = "none",
     fp32_lm_head: bool = False,
+    layers: Layers | None = None,
+    precision: LearnerPrecision | None = None,
 ) -> list[PolicyModel]:
     """The model chunks of this rank, one for each virtual pipeline stage, randomly initialised.
 
     Megatron's parallel state must be that of `layout`. `temperature` divides the logits before log-probabilities are
-    taken.
+    taken. `layers` as in `choose_layers`; of `precision` only FP8 matters, which wants bfloat16 as `dtype`. Raises
+    ModelError for what cannot be built here.
     """
-    config = transformer_config(shape, layout, dtype, recompute)
+    layers = choose_layers(layers, dtype)
+    if precision is not None and is_fp8(precision):
+        require_fp8(precision, layers, shape, layout)
+    config = transformer_config(shape, layout, dtype, recompute, layers=layers, precision=precision)
     chunks = [_chunk(shape, config, stage if layout.virtual > 1 else None) for stage in range(layout.virtual)]
     for chunk in chunks:
         chunk.temperature = temperature
@@ -138,12 +160,21 @@ def _mark_experts(chunk: PolicyModel) -> None:
 
 
 def transformer_config(
-    shape: ModelShape, layout: Layout, dtype: torch.dtype, recompute: Literal["none", "selective", "full"] = "none"
+    shape: ModelShape,
+    layout: Layout,
+    dtype: torch.dtype,
+    recompute: Literal["none", "selective", "full"] = "none",
+    *,
+    layers: Layers = "megatron",
+    precision: LearnerPrecision | None = None,
 ) -> TransformerConfig:
     """Megatron's configuration of this architecture in this layout."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         **_architecture(shape),
+        **fp8_arguments(precision),
+        transformer_impl="transformer_engine" if layers == "transformer_engine" else "local",
+        moe_grouped_gemm=shape.experts is not None and layers == "transformer_engine",
         **_parallel(layout, on_gpu),
         **_recompute(recompute, shape),
         params_dtype=dtype,
@@ -157,10 +188,10 @@ def transformer_config(
         use_cpu_initialization=not on_gpu,
         bias_activation_fusion=on_gpu and shape.experts is None,
         bias_dropout_fusion=on_gpu,
-        apply_rope_fusion=on_gpu and uses_transformer_engine(),
+        apply_rope_fusion=on_gpu and layers == "transformer_engine",
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # the LM head, which is Megatron's own, would need a kernel of Apex
         cross_entropy_loss_fusion=False,
         barrier_with_L1_time=False,
         cuda_graph_scope=[],  # the default warns that it is deprecated
@@ -203,7 +234,6 @@ def _experts(shape: ModelShape) -> dict[str, Any]:
         # A policy must stay where its reward puts it: no pull towards even loads.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": uses_transformer_engine(),
     }
 
 
@@ -237,7 +267,7 @@ def _recompute(recompute: Literal["none", "selective", "full"], shape: ModelShap
 
 def _block_spec(config: TransformerConfig, shape: ModelShape, virtual_stage: int | None) -> ModuleSpec:
     experts = None if shape.experts is None else shape.experts.count
-    if uses_transformer_engine():
+    if config.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=shape.qk_norm
         )

@@ -17,7 +17,7 @@ from pipeline.recipe import LearnerSection, OptimizerSection
 def wrap_and_optimise(chunks: Sequence[Any], learner: LearnerSection) -> tuple[list[DistributedDataParallel], Any]:
     """Wrap the chunks in Megatron's DDP (gradients reduced in float32) and build AdamW over them.
 
-    With bfloat16 parameters the optimizer keeps float32 main copies.
+    With bfloat16 parameters (FP8 has these too) the optimizer keeps float32 main copies.
     """
     config = chunks[0].config
     ddp_config = DistributedDataParallelConfig(
@@ -42,7 +42,7 @@ def wrap_and_optimise(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
             adam_beta2=section.betas[1],
             adam_eps=section.eps,
             clip_grad=section.clip_grad,
-            bf16=learner.precision == "bf16",
+            bf16=learner.precision != "fp32",
             params_dtype=config.params_dtype,
             use_distributed_optimizer=learner.distributed_optimizer,
         ),

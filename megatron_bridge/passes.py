@@ -69,16 +69,37 @@ def _share(tensor: Tensor) -> None:
 
 @torch.no_grad()
 def score(model: Sequence[Any], plan: Plan, num_predicted: int, device: torch.device | str) -> Gathered:
-    """Log-probabilities and entropies of the predicted tokens at the present weights."""
+    """Log-probabilities and entropies of the predicted tokens at the present weights.
+
+    In evaluation mode: there is nothing to compute again, and under delayed scaling Transformer Engine would keep the
+    scales of layers to be computed again for a backward pass that never comes, and use them up in that of another.
+    """
     gathered = Gathered.empty(num_predicted, device)
 
     def collect(micro_batch: MicroBatch, output: tuple[Tensor, Tensor], *, non_loss_data: bool) -> None:
         assert non_loss_data  # how Megatron calls it when only results are collected
         gathered.take(micro_batch, *output)
 
-    _run(model, plan, collect, device, forward_only=True)
+    for chunk in model:
+        chunk.eval()
+    try:
+        _run(model, plan, collect, device, forward_only=True)
+    finally:
+        for chunk in model:
+            chunk.train()
     gathered.share()
     return gathered
+
+
+def warm_up(model: Sequence[Any], plan: Plan, num_predicted: int, device: torch.device | str) -> None:
+    """Forward and backward over the plan for what they leave behind in FP8 scales; gradients are of no use."""
+
+    def mean(micro_batch: MicroBatch, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        loss = torch.where(micro_batch.mask, output[0], 0.0).sum() / max(1, num_predicted)
+        return loss, torch.zeros((), dtype=torch.int, device=device), {}
+
+    _prepare_gradients(model)
+    _run(model, plan, mean, device, forward_only=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +191,17 @@ def train(
         # 0 tokens: Megatron would divide by their number, but the objective has already done so.
         return loss, torch.zeros((), dtype=torch.int, device=device), {}
 
+    _prepare_gradients(model)
+    _run(model, plan, loss_function, device, forward_only=False)
+    gathered.share()
+    return gathered
+
+
+def _prepare_gradients(model: Sequence[Any]) -> None:
     for chunk in model:
         chunk.zero_grad_buffer()
         for parameter in chunk.parameters():
             parameter.grad = None  # without the distributed optimizer it is last step's buffer under another name
-    _run(model, plan, loss_function, device, forward_only=False)
-    gathered.share()
-    return gathered
 
 
 def packed_rows(micro_batch: MicroBatch, device: torch.device | str = "cpu") -> PackedSeqParams:

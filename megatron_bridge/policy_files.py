@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_bridge.engine_digests import EngineDigests
 from megatron_bridge.hf_folder import weight_files
 from megatron_bridge.model_folder import copy_companions, sync_tree, write_index, write_json
+from megatron_bridge.quantize import quantize_block
 from megatron_bridge.shape import read_hf_config
 from pipeline.rundir import fsync_directory
 from precision.quant_map import QuantMap, quantize_state
@@ -49,7 +50,7 @@ def write_policy(
     temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    stream = named_tensors if quant is None else quantize_state(named_tensors, quant)
+    stream = named_tensors if quant is None else quantize_state(named_tensors, quant, quantize_block)
     if digests is not None:
         stream = digests.watch(stream)
     manifest = write_shards(stream, temporary, shard_bytes=shard_bytes)

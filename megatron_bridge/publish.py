@@ -97,6 +97,10 @@ class DiskChannel:
     def settle(self) -> None:
         """Nothing is left to wait for: `publish` returns with the folder complete."""
 
+    def close(self) -> None:
+        """See WeightChannel."""
+        asyncio.run(self._engines.close())
+
     def _load_and_name(
         self, version: int, folder: Path, probe: Probe, digests: EngineDigests | None
     ) -> dict[str, float]:

@@ -5,22 +5,28 @@ With logits z [sequence, batch, vocab/tp] and temperature T, for the token t of 
     log p(t) = z_t / T - logsumexp(z / T)              H = logsumexp(z / T) - sum_v p(v) z_v / T
     d log p(t) / d z_v = ([v = t] - p(v)) / T
 
-Rows are worked through in chunks, so that beside the logits themselves only one chunk ever exists in full precision;
-two all-reduces over the tensor parallel group serve all chunks together.
+A back end reads this rank's slice of the vocabulary once and sums it up for each row; two small all-reduces over the
+tensor parallel group make that the statistics of the whole row:
+
+    peak     max z / T                       sums[0]  Σ exp(z / T - peak)
+    sums[1]  z_t / T - peak, 0 elsewhere     sums[2]  Σ exp(z / T - peak) (z / T - peak)
+
+Back ends: `vocab_kernels` on a GPU, `vocab_chunks` on a CPU and for float64. A logit of -inf is a token that cannot be
+sampled; a row of nothing else has no distribution, and its results are NaN. NaN and +inf among the logits of a row make
+its results NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CHUNK_ELEMENTS = 1 << 22
-"""Elements of a chunk in full precision: 16 MiB of float32."""
+from megatron_bridge import vocab_chunks
 
 
 def vocab_parallel_logprobs(
@@ -44,6 +50,18 @@ def vocab_parallel_logprobs(
     return logprobs, entropy
 
 
+def rebase(peak: Tensor, sums: Tensor, top: Tensor, here: Tensor) -> Tensor:
+    """`sums` [3, rows] of a slice with `peak` [rows], as if its peak had been `top` >= peak.
+
+    `here` [rows] says whose token the slice holds. With d = peak - top, exp(z - top) is exp(d) exp(z - peak), and
+    z - top is d + (z - peak). Slices of one row that are rebased onto their highest peak may be added.
+    """
+    drop = peak - top
+    keep = drop.exp()
+    token = torch.where(here, sums[1] + drop, 0)
+    return torch.stack((keep * sums[0], token, keep * (sums[2] + drop * sums[0])))
+
+
 @dataclass(frozen=True)
 class _Saved:
     temperature: float
@@ -58,17 +76,14 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         vocab = logits.shape[-1]
         first = 0 if group is None else dist.get_rank(group) * vocab
-        rows, wanted = logits.reshape(-1, vocab), tokens.reshape(-1) - first
-        peak = rows.amax(-1).to(_full(logits)) / temperature
-        _all_reduce(peak, dist.ReduceOp.MAX, group)
-        sums = peak.new_zeros(3, len(rows))  # sum of exp, shifted logit of the token, sum of exp × shifted logit
-        for part in _chunks(len(rows), vocab):
-            shifted = _copied(rows[part]).div_(temperature).sub_(peak[part, None])
-            sums[1, part] = _pick(shifted, wanted[part])
-            weight = shifted.exp()
-            sums[0, part] = weight.sum(-1)
-            sums[2, part] = weight.mul_(shifted).sum(-1)
-        _all_reduce(sums, dist.ReduceOp.SUM, group)
+        rows, wanted = _rows(logits), tokens.reshape(-1) - first
+        peak, sums = _back_end(logits).statistics(rows, wanted, temperature)
+        if group is not None and dist.get_world_size(group) > 1:
+            top = peak.clone()
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+            sums = rebase(peak, sums, top, vocab_chunks.is_local(wanted, vocab))
+            dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
+            peak = top
         log_sum = sums[0].log()
         entropy = (log_sum - sums[2] / sums[0]).view(tokens.shape)
         ctx.save_for_backward(logits, tokens, peak + log_sum)
@@ -80,46 +95,22 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, tokens, normaliser = ctx.saved_tensors
         settings: _Saved = ctx.settings
-        vocab = logits.shape[-1]
-        rows, wanted = logits.detach().reshape(-1, vocab), tokens.reshape(-1) - settings.first_token
-        target = rows if settings.overwrite else torch.empty_like(rows)
+        rows, wanted = _rows(logits), tokens.reshape(-1) - settings.first_token
+        target = rows if settings.overwrite else torch.empty_like(rows, memory_format=torch.contiguous_format)
         scale = (grads[0] / settings.temperature).reshape(-1)
-        for part in _chunks(len(rows), vocab):
-            probability = _copied(rows[part]).div_(settings.temperature).sub_(normaliser[part, None]).exp_()
-            gradient = probability.mul_(-scale[part, None])
-            here = _local(wanted[part], vocab)
-            gradient.scatter_add_(
-                1, wanted[part].clamp(0, vocab - 1)[:, None], torch.where(here, scale[part], 0)[:, None]
-            )
-            target[part] = gradient.to(rows.dtype)
+        _back_end(logits).write_gradient(rows, wanted, normaliser, scale, settings.temperature, target)
         return target.view_as(logits), None, None, None, None
 
 
-def _full(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
+def _rows(logits: Tensor) -> Tensor:
+    """[tokens, vocab/tp], the logits themselves wherever strides allow, adjacent within a row."""
+    rows = logits.detach().reshape(-1, logits.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _copied(rows: Tensor) -> Tensor:
-    return rows.to(_full(rows), copy=True)
+def _back_end(logits: Tensor) -> ModuleType:
+    if not logits.is_cuda or logits.dtype is torch.float64:
+        return vocab_chunks
+    from megatron_bridge import vocab_kernels  # only where there is Triton
 
-
-def _local(wanted: Tensor, vocab: int) -> Tensor:
-    return (wanted >= 0) & (wanted < vocab)
-
-
-def _pick(shifted: Tensor, wanted: Tensor) -> Tensor:
-    """[rows] the shifted logit of the wanted token, 0 where another rank holds it."""
-    vocab = shifted.shape[-1]
-    picked = shifted.gather(1, wanted.clamp(0, vocab - 1)[:, None])[:, 0]
-    return torch.where(_local(wanted, vocab), picked, 0)
-
-
-def _chunks(num_rows: int, vocab: int) -> Iterator[slice]:
-    step = max(1, _CHUNK_ELEMENTS // vocab)
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
-
-
-def _all_reduce(tensor: Tensor, operation: Any, group: dist.ProcessGroup | None) -> None:
-    if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(tensor, op=operation, group=group)
+    return vocab_kernels

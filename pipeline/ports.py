@@ -3,7 +3,7 @@
 collector ── Engines ──▶ rollout_sglang.fleet
 learner   ── Learner ──▶ megatron_bridge.learner
 learner   ── WeightChannel ──▶ megatron_bridge.publish (which moves weights through Engines.load)
-                               megatron_bridge.broadcast (through EngineFeed and process groups)
+                               megatron_bridge.streamed (through EngineFeed, over a wire)
 """
 
 from __future__ import annotations
@@ -118,6 +118,10 @@ class WeightChannel(Protocol):
         from there the folder could not be made again."""
         ...
 
+    def close(self) -> None:
+        """Release connections and shared memory; the engines go on. Not collective."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
@@ -189,6 +193,12 @@ class EngineFeed(Protocol):
         them. Raises RetryableError."""
         ...
 
+    async def receive_shared(self, engine: int, bucket: bytes, deadline_s: float) -> None:
+        """The engine opens memory of the calling process and loads the tensors in it; when it answers, it has let go of
+        that memory. `bucket` is a pickle that SGLang's own unpickler accepts (megatron_bridge.shared_wire). Raises
+        RetryableError."""
+        ...
+
     async def close_feed(
         self, version: int, directory: Path, proof: Proof | None, failures: Mapping[int, str]
     ) -> FeedReport:
@@ -196,6 +206,10 @@ class EngineFeed(Protocol):
         in `failures` and those that fail now; let other feeders in. The report names all that failed.
 
         `directory` is where the weights lie, now or soon, for engines that come back later."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections."""
         ...
 
 

@@ -90,6 +90,7 @@ class JsonlTask(Section):
 TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | JsonlTask, Field(discriminator="name")]
 
 RolloutPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block"]
+LearnerPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "fp8_delayed"]
 
 
 class InterruptionSection(Section):
@@ -198,10 +199,20 @@ class LearnerSection(Section):
         description="The policy that is trained is softmax(logits / temperature); default: that of the rollouts. "
         "Another value makes sampling itself off-policy, as in P3O's experiment (rollouts at 1.2, learner at 1).",
     )
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: LearnerPrecision = Field(
+        "fp32",
+        description="fp8_*: BF16 parameters, matrix products of layers in FP8 by Transformer Engine, on a GPU only. "
+        "Scales: fp8_tensor one a tensor; fp8_block 128×128 for weights, 1×128 for activations, as engines have them; "
+        "fp8_delayed one a tensor, from earlier micro-batches.",
+    )
     micro_batch_tokens: PositiveInt = Field(8192, description="Padded tokens of a micro-batch, at most.")
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     step_deadline_s: PositiveFloat = Field(600.0, description="A collective that takes longer ends the process.")
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of one number as parameters, activations and published weights hold it: FP8 trains BF16 parameters."""
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def num_processes(self) -> int:
@@ -226,12 +237,16 @@ ScheduleSection = Annotated[SyncSchedule | AsyncSchedule | StagedSchedule, Field
 
 
 class WeightsSection(Section):
-    channel: Literal["disk", "broadcast"] = Field(
+    channel: Literal["disk", "broadcast", "ipc"] = Field(
         "disk",
         description="disk: engines load a folder. broadcast: learner ranks send to the engines through process groups "
-        "(gloo on a CPU, NCCL on GPUs); the folder is then written behind the engines' back, for those that restart.",
+        "(gloo on a CPU, NCCL on GPUs). ipc: engines open the learner's memory; learner and engines run on one machine "
+        "and see the same GPUs. With the last two the folder is written behind the engines' back, for those that "
+        "restart.",
     )
-    bucket_mib: PositiveInt = Field(256, description="broadcast: tensors sent together, at most.")
+    bucket_mib: PositiveInt = Field(
+        256, description="broadcast, ipc: tensors sent together, at most; a rank needs as much memory."
+    )
     keep: PositiveInt = Field(2, description="Published policies kept on disk, beside the one that is served.")
     publish_deadline_s: PositiveFloat = Field(600.0, description="Longest wait for one engine to serve new weights.")
     probe_max_gap_nats: PositiveFloat | None = Field(

@@ -63,12 +63,18 @@ def to_e4m3(values: Tensor) -> Tensor:
 def scale_of(amax: Tensor) -> Tensor:
     """float32 scale(s) for the largest magnitude(s) `amax`. Raises FloatingPointError when one is not finite."""
     amax = amax.float()
+    require_finite(amax)
+    # By a tensor: CUDA divides by a number by multiplying with its reciprocal, a bit off what a CPU makes of it.
+    return (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SCALE_FLOOR)
+
+
+def require_finite(amax: Tensor) -> None:
+    """Raises FloatingPointError unless all largest magnitudes are finite. On a GPU, waits for them."""
     if not bool(amax.isfinite().all()):
         raise FloatingPointError(
             f"largest magnitude to quantize is {float(amax.max())}, expected finite values; e4m3 would hide it as 448 "
             "or NaN; look for the overflow before this layer"
         )
-    return (amax / E4M3_MAX).clamp(min=SCALE_FLOOR)
 
 
 def quantize_tensor(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -77,7 +83,7 @@ def quantize_tensor(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor,
     `amax` (scalar) overrides the largest magnitude, for a matrix that shares its scale with others. Raises
     FloatingPointError on non-finite input, ValueError for an empty tensor.
     """
-    _require_values(weight)
+    require_values(weight)
     own = weight.detach().abs().amax()
     scale = scale_of(own if amax is None else torch.maximum(own, amax))
     return to_e4m3(weight.detach().float() / scale), scale
@@ -94,8 +100,8 @@ def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tens
     Blocks at the lower and right edge may be smaller. Raises FloatingPointError on non-finite input, ValueError
     unless `weight` is a matrix with elements.
     """
-    _require_values(weight)
-    _require_matrix(weight)
+    require_values(weight)
+    require_matrix(weight)
     rows, columns = block
     height, width = weight.shape
     values = weight.detach().float()
@@ -107,7 +113,7 @@ def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tens
 
 def dequantize_block(quantized: Tensor, scale_inv: Tensor, block: tuple[int, int] = BLOCK) -> Tensor:
     """float32 values [N, K] of `quantize_block`'s result. Raises ValueError when the scales do not fit the matrix."""
-    _require_matrix(quantized)
+    require_matrix(quantized)
     height, width = quantized.shape
     expected = (-(-height // block[0]), -(-width // block[1]))
     if tuple(scale_inv.shape) != expected:
@@ -172,12 +178,14 @@ def _spread(scales: Tensor, shape: tuple[int, int], block: tuple[int, int]) -> T
     return rows.repeat_interleave(block[1], dim=1)[:, : shape[1]]
 
 
-def _require_values(weight: Tensor) -> None:
+def require_values(weight: Tensor) -> None:
+    """Raises ValueError for an empty tensor."""
     if not weight.numel():
         raise ValueError(f"weight of shape {tuple(weight.shape)} is empty, expected elements; check the shard")
 
 
-def _require_matrix(weight: Tensor) -> None:
+def require_matrix(weight: Tensor) -> None:
+    """Raises ValueError for anything but a matrix."""
     if weight.dim() != 2:
         raise ValueError(
             f"block scales need a matrix [out, in], got shape {tuple(weight.shape)}; split stacked experts"

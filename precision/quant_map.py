@@ -12,7 +12,7 @@ has a scale for each shard. Of a mixture, every expert is stacked for itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,9 @@ FUSED_MLP = (("gate_proj", "up_proj"), ("down_proj",))
 in dense layers, below `mlp.experts.N` in a mixture."""
 
 _WEIGHT = ".weight"
+
+BlockQuantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""An implementation of `precision.formats.quantize_block` for 128x128 blocks, the same bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,9 @@ class QuantMap:
         }
 
 
-def quantize_state(named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap) -> Iterator[tuple[str, Tensor]]:
+def quantize_state(
+    named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap, quantizer: BlockQuantizer = quantize_block
+) -> Iterator[tuple[str, Tensor]]:
     """Stream HF (name, tensor) pairs into what the engine loads, in the same order.
 
     fp8_block modules yield `<module>.weight` (e4m3) and `<module>.weight_scale_inv` (f32); everything else, fp8_tensor
@@ -131,7 +136,7 @@ def quantize_state(named_tensors: Iterable[tuple[str, Tensor]], quant_map: Quant
             missing.discard(module)
         if name.endswith(_WEIGHT) and quant_map.formats.get(module) is RolloutFormat.FP8_BLOCK:
             with _naming(name):
-                quantized, scale_inv = quantize_block(tensor)
+                quantized, scale_inv = quantizer(tensor)
             yield name, quantized
             yield f"{module}.weight_scale_inv", scale_inv
         else:

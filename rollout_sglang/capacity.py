@@ -4,7 +4,9 @@
     bytes a token   = 2 · layers · kv_heads · head_dim · bytes, ÷ min(TP, kv_heads) on each GPU
 
 SGLang's `--mem-fraction-static` is the share of a GPU for weights and keys and values together; what is left serves
-activations and CUDA graphs. With more ranks than key/value heads every rank still holds one head.
+activations and CUDA graphs. It is taken of the memory that is free when an engine starts; `--max-total-tokens` bounds
+the room, so that an engine that shares its GPU has the same after every start. With more ranks than key/value heads
+every rank still holds one head.
 """
 
 from __future__ import annotations
@@ -49,6 +51,11 @@ class Capacity:
     kv_tokens: int
     """0 when the weights alone do not fit."""
 
+    @property
+    def gpu_bytes(self) -> float:
+        """Weights, keys and values on each of its GPUs."""
+        return self.weight_bytes + self.kv_tokens * self.kv_bytes_per_token
+
 
 def engine_capacity(model: EngineModel, rollout: RolloutSection, gpu_bytes: float) -> Capacity:
     """Capacity of one engine of `rollout.tensor_parallel` GPUs with `gpu_bytes` each.
@@ -64,12 +71,13 @@ def engine_capacity(model: EngineModel, rollout: RolloutSection, gpu_bytes: floa
     fraction = _mem_fraction(rollout.extra_args)
     weights = weight_bytes(model, rollout) / ranks
     per_token = 2 * model.num_layers * heads * model.head_dim * _kv_bytes(rollout) / min(ranks, heads)
-    room = gpu_bytes * fraction - weights
+    tokens = max(0, int((gpu_bytes * fraction - weights) / per_token))
+    most = _max_total_tokens(rollout.extra_args)
     return Capacity(
         mem_fraction=fraction,
         weight_bytes=weights,
         kv_bytes_per_token=per_token,
-        kv_tokens=max(0, int(room / per_token)),
+        kv_tokens=tokens if most is None else min(tokens, most),
     )
 
 
@@ -106,6 +114,13 @@ def _mem_fraction(extra_args: Sequence[str]) -> float:
     if not 0.0 < fraction < 1.0:
         raise RecipeError(f"rollout.extra_args: --mem-fraction-static is {text!r}, expected a number between 0 and 1")
     return fraction
+
+
+def _max_total_tokens(extra_args: Sequence[str]) -> int | None:
+    text = option(extra_args, "--max-total-tokens")
+    if text is not None and not (text.isdecimal() and int(text)):
+        raise RecipeError(f"rollout.extra_args: --max-total-tokens is {text!r}, expected a positive number")
+    return None if text is None else int(text)
 
 
 def option(extra_args: Sequence[str], name: str) -> str | None:

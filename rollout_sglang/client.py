@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports import Sampling
 from pipeline.records import Completion
+from rollout_sglang.dialect import ABORTED, DialectOf
 from rollout_sglang.protocol import (
     DISOWNED,
     GENERATED_LIST,
@@ -23,6 +24,7 @@ from rollout_sglang.protocol import (
     Generated,
     ModelInfo,
     Updated,
+    aborted_completion,
     claimed_version,
     completion_of,
     policy_version,
@@ -48,10 +50,11 @@ class EngineClient:
         self._request_deadline_s = request_deadline_s
         self._control_deadline_s = min(CONTROL_DEADLINE_S, request_deadline_s)
         self._transport = Transport(url, api_key)
+        self._dialect = DialectOf(self._transport, self._control_deadline_s)
 
     async def generate(self, prompt_tokens: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Sample a group in one request. Log-probabilities are of softmax(logits / temperature), before top-p and
-        top-k."""
+        top-k. Samples of a request that was aborted have as many tokens as there were, or none."""
         started = time.monotonic()
         samples = await self._generate(
             {
@@ -68,6 +71,8 @@ class EngineClient:
             expected=num_samples,
         )
         elapsed_s = time.monotonic() - started
+        if samples is None:
+            return [aborted_completion(self.index, elapsed_s)] * num_samples
         return [completion_of(sample, engine=self.index, elapsed_s=elapsed_s) for sample in samples]
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
@@ -84,6 +89,8 @@ class EngineClient:
             },
             expected=len(rows),
         )
+        if samples is None:
+            raise EngineUnavailableError(f"engine {self.index} at {self.url} aborted the scoring of prompts; ask again")
         return [_input_logprobs(row, sample) for row, sample in zip(rows, samples, strict=True)]
 
     async def model_info(self) -> ModelInfo:
@@ -104,11 +111,12 @@ class EngineClient:
         return True
 
     async def pause(self) -> None:
-        """Stop sampling. Requests under way are retracted, wait, and go on with whatever weights there are then.
+        """Stop sampling. Requests under way are retracted, wait, and go on with whatever weights there are then; a
+        server that could not tell their tokens apart aborts them instead (see dialect).
 
         A paused engine answers control calls and checksums, but scores no prompts either.
         """
-        await self._control("/pause_generation", {"mode": "retract"})
+        await self._control("/pause_generation", {"mode": (await self._dialect()).pause})
 
     async def resume(self) -> None:
         """Sample again; changes nothing on an engine that is not paused."""
@@ -172,8 +180,13 @@ class EngineClient:
     async def _control(self, path: str, request: dict[str, Any]) -> None:
         await self._transport.call("POST", path, deadline_s=self._control_deadline_s, json=request)
 
-    async def _generate(self, request: dict[str, Any], *, expected: int) -> list[Generated]:
-        answer = await self._transport.call("POST", "/generate", deadline_s=self._request_deadline_s, json=request)
+    async def _generate(self, request: dict[str, Any], *, expected: int) -> list[Generated] | None:
+        """The samples; None when the request was aborted before there were any."""
+        answer = await self._transport.call(
+            "POST", "/generate", deadline_s=self._request_deadline_s, json=request, accept=(ABORTED,)
+        )
+        if answer.status_code == ABORTED:
+            return None
         samples = _parse(GENERATED_LIST, answer)
         if len(samples) != expected:
             raise EngineUnavailableError(

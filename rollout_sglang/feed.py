@@ -1,7 +1,8 @@
 """The fleet as a receiver of tensors: implements pipeline.ports.EngineFeed.
 
     open_feed   lock → every engine: pause, begin, `unproved`            (the process that publishes)
-    receive     one bucket: the engine joins a broadcast and loads it    (every sender, for its own engines)
+    receive     one bucket: the engine joins a broadcast, or opens memory of the sender, and loads it
+                                                                         (every sender, for its own engines)
     close_feed  fed engines: end, flush, `unproved-13` → prove → admit; the others: quarantine; record, unlock
 
 From `open_feed` until an engine has proved what it was sent, it claims no version: whoever dies in between leaves
@@ -77,6 +78,10 @@ class FedFleet(Fleet):
     async def receive(self, engine: int, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
         """See EngineFeed."""
         await self._receivers[engine].receive(group, tensors, deadline_s)
+
+    async def receive_shared(self, engine: int, bucket: bytes, deadline_s: float) -> None:
+        """See EngineFeed."""
+        await self._receivers[engine].receive_shared(bucket, self.ranks_per_engine, deadline_s)
 
     async def close_feed(
         self, version: int, directory: Path, proof: Proof | None, failures: Mapping[int, str]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
 
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.records import Completion, FinishReason
@@ -48,7 +48,7 @@ class MetaInfo(Answer):
     finish_reason: Finish
     weight_version: str
     weight_versions: tuple[VersionSpan, ...] | None = None
-    """Absent in older servers (0.5.17)."""
+    """Absent before 0.5.19."""
     input_token_logprobs: tuple[TokenLogprob, ...] | None = None
     output_token_logprobs: tuple[TokenLogprob, ...] | None = None
     e2e_latency: float
@@ -85,12 +85,17 @@ class Placement(Answer):
     tp_size: int
 
 
+def _as_list(found: Any) -> Any:
+    return [found] if isinstance(found, dict) else found
+
+
 class RankChecksums(Answer):
     """The checksums of one process of an engine, by name of parameter."""
 
     checksums: dict[str, str]
-    parallelism_info: tuple[Placement, ...]
-    """One entry for each model of the process (the policy and, with speculative decoding, its drafts)."""
+    parallelism_info: Annotated[tuple[Placement, ...], BeforeValidator(_as_list)]
+    """One entry for each model of the process (the policy and, with speculative decoding, its drafts); before 0.5.21
+    that of the policy alone."""
 
 
 class Checksums(Answer):
@@ -175,6 +180,13 @@ def completion_of(sample: Generated, *, engine: int, elapsed_s: float) -> Comple
         engine=engine,
         queued_s=max(0.0, elapsed_s - generated_s),
         generated_s=generated_s,
+    )
+
+
+def aborted_completion(engine: int, elapsed_s: float) -> Completion:
+    """The record of a sample that was aborted before the engine took it up."""
+    return Completion(
+        tokens=(), logprobs=(), versions=(), finish="abort", engine=engine, queued_s=elapsed_s, generated_s=0.0
     )
 
 

@@ -1,7 +1,9 @@
-"""One SGLang server taking weights over a process group: the calls between `begin_weight_update` and its end."""
+"""One SGLang server taking weights over a process group: the calls from `begin_weight_update`, where it has one, to the
+end."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ from pydantic import ValidationError
 
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports import Meeting, TensorSpec
+from rollout_sglang.dialect import DialectOf
 from rollout_sglang.protocol import DISOWNED, UNPROVED, Updated
 from rollout_sglang.transport import Transport
 
@@ -24,14 +27,22 @@ class Receiver:
         self.url = url
         self._deadline_s = control_deadline_s
         self._transport = Transport(url, api_key)
+        self._dialect = DialectOf(self._transport, control_deadline_s)
 
     async def begin(self) -> None:
         """Make a paused engine's weights loadable and take its version away. Requests under way keep waiting."""
+        dialect = await self._dialect()
+        if dialect.no_tensors:
+            raise EngineVersionError(f"{self.url}: {dialect.no_tensors}")
+        if dialect.sessions:
+            await self._open_session()
+        await self._name(DISOWNED)
+
+    async def _open_session(self) -> None:
         if not (await self._ask("/begin_weight_update", {})).success:
             # A sender that died left its session open.
             await self._do("/end_weight_update", {})
             await self._do("/begin_weight_update", {})
-        await self._name(DISOWNED)
 
     async def join(self, meeting: Meeting, world_size: int, deadline_s: float) -> None:
         """The engine's ranks join the group as ranks 1, 2, …"""
@@ -46,7 +57,13 @@ class Receiver:
         await self._do("/init_weights_update_group", request, deadline_s)
 
     async def is_member(self, group: str) -> bool:
-        """Whether the server still has the group; asked with an update of no tensors, for which nothing is sent."""
+        """Whether the server still has the group; asked with an update of no tensors, for which nothing is sent.
+
+        A server without sessions would end if it had no such group: there the group is left, to be joined anew.
+        """
+        if not (await self._dialect()).sessions:
+            await self._ask("/destroy_weights_update_group", {"group_name": group})
+            return False
         return (await self._ask("/update_weights_from_distributed", _update(group, ()))).success
 
     async def leave(self, group: str) -> None:
@@ -60,14 +77,26 @@ class Receiver:
         request = _update(group, tensors) | {"load_format": "flattened_bucket", "flush_cache": True}
         await self._do("/update_weights_from_distributed", request, deadline_s)
 
+    async def receive_shared(self, bucket: bytes, ranks: int, deadline_s: float) -> None:
+        """Open a bucket in the memory of another process of the machine (one copy of the pickle for each rank), load
+        its tensors, and drop what was cached with others."""
+        request = {
+            "serialized_named_tensors": [base64.b64encode(bucket).decode()] * ranks,
+            "load_format": "flattened_bucket",
+            "flush_cache": True,
+        }
+        await self._do("/update_weights_from_tensor", request, deadline_s)
+
     async def end(self, version: int, deadline_s: float) -> None:
         """All tensors came: finish the weights (quantize, repack), claim `version` unproved."""
-        await self._do("/end_weight_update", {}, deadline_s)
+        if (await self._dialect()).sessions:
+            await self._do("/end_weight_update", {}, deadline_s)
         await self._name(f"{UNPROVED}{version}")
 
     async def give_up(self) -> None:
         """Not all tensors came: close the session only."""
-        await self._ask("/end_weight_update", {})
+        if (await self._dialect()).sessions:
+            await self._ask("/end_weight_update", {})
 
     async def close(self) -> None:
         """Release the connections."""

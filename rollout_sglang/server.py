@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import rollout_sglang
 from pipeline.recipe import RolloutPrecision
+from rollout_sglang.interpreter import module_command, module_environment
 from rollout_sglang.process import ServerProcess, check_port_free, free_port, launch
 from rollout_sglang.protocol import UNPROVED
 from rollout_sglang.stock_server import API_KEY_VARIABLE
@@ -61,7 +59,7 @@ def has_cuda() -> bool:
 def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
     """The argv of a server: stock SGLang's own arguments, no secret among them."""
     module = "rollout_sglang.stock_server" if cuda else "rollout_sglang.cpu_server"
-    argv = [sys.executable, "-m", module, "--model-path", str(spec.model), "--host", HOST, "--port", str(spec.port)]
+    argv = [*module_command(module), "--model-path", str(spec.model), "--host", HOST, "--port", str(spec.port)]
     argv += ["--dtype", spec.dtype, "--tp-size", str(spec.tensor_parallel)]
     argv += ["--context-length", str(spec.context_tokens), "--weight-version", f"{UNPROVED}{spec.version}"]
     argv += ["--random-seed", str(spec.seed), "--sleep-on-idle", "--log-level-http", "warning"]
@@ -91,7 +89,7 @@ def start(spec: EngineSpec) -> ServerProcess:
 
 def router_command(worker_urls: list[str], port: int, metrics_port: int) -> list[str]:
     """The argv of SGLang's router. Fleet alone decides who is a member: the router neither retries nor judges."""
-    argv = [sys.executable, "-m", "rollout_sglang.stock_router", "--host", HOST, "--port", str(port)]
+    argv = [*module_command("rollout_sglang.stock_router"), "--host", HOST, "--port", str(port)]
     argv += ["--policy", "power_of_two", "--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
     argv += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--log-level", "warn"]
     argv += ["--worker-startup-check-interval", "1"]
@@ -111,9 +109,7 @@ def start_router(worker_urls: list[str], port: int, api_key: str | None, log: Pa
 
 
 def server_environment(api_key: str | None) -> dict[str, str]:
-    """Ours, this package importable, and the key where only this user can read it."""
-    root = str(Path(rollout_sglang.__path__[0]).parent)
-    paths = [root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    """Ours, with the key where only this user can read it."""
+    environment = module_environment()
     environment.pop(API_KEY_VARIABLE, None)
     return environment | ({API_KEY_VARIABLE: api_key} if api_key else {})

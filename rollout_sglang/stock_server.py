@@ -7,10 +7,12 @@ is readable by every user of the machine, and the server ends when the process t
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
 PARENT_VARIABLE = "EVENKEEL_PARENT_PID"
@@ -42,25 +44,35 @@ def arguments_with_key(argv: Sequence[str]) -> list[str]:
     return [*argv, f"--api-key={key}"] if key else list(argv)
 
 
+def hide_in_logs(secret: str) -> None:
+    """Stars for `secret` in whatever this process, and what it forks, logs from now on: SGLang logs its arguments."""
+    make = logging.getLogRecordFactory()
+
+    def make_without_secret(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if secret in str(record.msg) or secret in str(record.args):
+            record.msg, record.args = record.getMessage().replace(secret, "***"), ()
+        return record
+
+    logging.setLogRecordFactory(make_without_secret)
+
+
 def serve(argv: Sequence[str]) -> None:
     """Run SGLang in this process until it ends, then kill what it left behind."""
+    key = os.environ.get(API_KEY_VARIABLE)
+    arguments = arguments_with_key(argv)
+    if key:
+        hide_in_logs(key)
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    # SGLang logs all of its arguments.
-    HookRegistry.register("sglang.srt.entrypoints.engine._server_args_for_logging", _without_keys, HookType.AFTER)
     load_plugins()
     try:
-        run_server(prepare_server_args(arguments_with_key(argv)))
+        run_server(prepare_server_args(arguments))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-
-
-def _without_keys(arguments: dict[str, object], *_: object) -> dict[str, object]:
-    return {key: "***" if "api_key" in key and value else value for key, value in arguments.items()}
 
 
 if __name__ == "__main__":

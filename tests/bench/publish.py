@@ -1,12 +1,12 @@
-"""Seconds of a publish by either weight channel, beside a plain copy of as many bytes over loopback in the same run.
+"""Seconds of a publish by each weight channel, beside a plain copy of as many bytes over loopback in the same run.
 
 A random Qwen3 of 50 million parameters; learner (one process) and engine in bf16, once with bf16 and once with
-128×128-block FP8 rollouts. Disk, broadcast and copy take turns; every version has other weights and is proved by the
-engine's checksums and the probe. The first round is left out. Numbers are medians of the other rounds.
+128×128-block FP8 rollouts. Disk, broadcast, ipc and copy take turns; every version has other weights and is proved by
+the engine's checksums and the probe. The first round is left out. Numbers are medians of the other rounds.
 
     publish_s      the whole publish: probe scored, weights out, loaded by the engine, proved, published
-    wire_s         broadcast: in which the engine receives and loads
-    settle_s       broadcast: after publish_s, until the policy folder behind it is complete
+    wire_s         broadcast, ipc: in which the engine receives and loads
+    settle_s       broadcast, ipc: after publish_s, until the policy folder behind it is complete
     bytes          of the weights in the policy folder, as they travel
 
 On a CPU an engine emulates FP8: after each load it makes bf16 weights from the e4m3 ones (load_s), and proving and
@@ -56,7 +56,7 @@ def publish_recipe(folder: Path, model: Path, precision: str) -> Recipe:
 
 
 def measure(folder: Path, model: Path, precision: str) -> dict[str, dict[str, Any]]:
-    """Channel → its numbers, with one engine and one learner for both."""
+    """Channel → its numbers, with one engine and one learner for all."""
     recipe = publish_recipe(folder, model, precision)
     run = prepare(recipe)
     with Engine(run, recipe) as engine:

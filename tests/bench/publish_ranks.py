@@ -1,4 +1,4 @@
-"""The learner of tests.bench.publish: publishes by both channels in turn, copies as many bytes, writes bench.json."""
+"""The learner of tests.bench.publish: publishes by each channel in turn, copies as many bytes, writes bench.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.ports import WeightChannel
 from pipeline.rundir import RunDirectory
 from tests.bench.loopback import Loopback
 
-CHANNELS = ("disk", "broadcast")
+CHANNELS = ("disk", "broadcast", "ipc")
 
 
 def measure(run: RunDirectory, rounds: int) -> None:
@@ -37,6 +37,8 @@ def measure(run: RunDirectory, rounds: int) -> None:
                 found[name].append(publish(run, learner, channel, version))
             payload = bytearray(int(found["broadcast"][-1]["bytes"]))
             found["loopback"].append(dict(bytes=float(len(payload)), copy_s=loopback.copy(payload)))
+    for channel in channels.values():
+        channel.close()
     (run.path / "bench.json").write_text(json.dumps(found))
 
 

@@ -1,8 +1,9 @@
 """Doubles of SGLang and its router over real HTTP, that can be told to fail.
 
-`EngineDouble` samples token t with version v and log-probability -(t + 1) / 8, one token each `token_s`, and holds
-while it is paused, as SGLang does in `retract`. The checksum of its one parameter is its version's number.
-tests/integration/test_engine.py compares its answers, field by field, with those of the real server.
+`EngineDouble` samples token t with version v and log-probability -(t + 1) / 8, one token each `token_s`. Paused by
+`retract` it holds; paused by `abort` it answers what it has first, and takes up nothing more. The checksum of its one
+parameter is its version's number. tests/integration/test_engine.py compares its answers, field by field, with those of
+the real server; with `sglang` 0.5.17 it answers as that one did (no spans, no sessions).
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import httpx
 
 GenerateFault = Literal["drop", "500", "hang", "garbage"]
 LoadFault = Literal["refuse", "die", "wrong_version", "hang"]
+Release = Literal["0.5.17", "0.5.23"]
+RELEASES: tuple[Release, ...] = get_args(Release)
 Damage = Literal["weights", "answers"]
 """A load that ends well but leaves another checksum than it should, or other log-probabilities."""
 
@@ -127,12 +131,14 @@ class _Double:
 class EngineDouble(_Double):
     """SGLang. `version` is what it serves; faults are used up one a request, the last `load_fault` stays."""
 
-    def __init__(self, version: int = 0, *, api_key: str | None = None) -> None:
+    def __init__(self, version: int = 0, *, api_key: str | None = None, sglang: Release = "0.5.23") -> None:
         super().__init__(api_key)
+        self.sglang = sglang
+        self.quantization: str | None = None
         self.version = str(version)
         self.model_path = "/initial"
         self.token_s = 0.0
-        self.spans = True
+        self.spans = sglang != "0.5.17"
         self.generate_faults: list[GenerateFault] = []
         self.load_fault: LoadFault | None = None
         self.loads = 0
@@ -141,39 +147,58 @@ class EngineDouble(_Double):
         """What goes wrong unnoticed in the next loads, one after the other."""
         self.damage: Damage | None = None
         self.aborts = 0
-        self._running = threading.Event()
-        self._running.set()
-
-    @property
-    def paused(self) -> bool:
-        return not self._running.is_set()
+        """How often the naming of weights was to abort all requests."""
+        self._abort_rounds = 0
+        """Those, and each pause by `abort`."""
+        self.paused = False
+        self.on_pause: Callable[[str], object] = lambda mode: None
+        self._active = 0
+        """Requests taken up and not answered."""
+        self._changed = threading.Condition()
 
     def route(self, method: str, path: str, request: Any) -> tuple[int, Any] | None:
         if path == "/health":
             return 200, {}
         if path == "/model_info":
             return 200, {"model_path": self.model_path, "weight_version": self.version, "is_generation": True}
+        if path == "/server_info":
+            return 200, {"version": self.sglang, "quantization": self.quantization}
         if path == "/generate":
             return self._generate(request)
         if path == "/pause_generation":
-            self._running.clear()
+            self._pause(request["mode"])
             return 200, {"message": "Generation paused successfully.", "status": "ok"}
         if path == "/continue_generation":
-            self._running.set()
+            with self._changed:
+                self.paused = False
+                self._changed.notify_all()
             return 200, {"message": "Generation continued successfully.", "status": "ok"}
         if path == "/update_weights_from_disk":
             return self._load(request)
         if path == "/update_weight_version":
-            self.version = request["new_version"]
-            self.aborts += request["abort_all_requests"]
+            with self._changed:
+                self.version = request["new_version"]
+                self.aborts += request["abort_all_requests"]
+                self._abort_rounds += request["abort_all_requests"]
+                self._changed.notify_all()
             return 200, {"success": True, "message": "Weight version updated", "new_version": self.version}
         if path == "/weights_checker" and self.shows_checksums:
             return 200, {"success": True, "message": "Success.", "ranks": [self._checksums()]}
         return 404, {"detail": "Not Found"}
 
+    def _pause(self, mode: str) -> None:
+        self.on_pause(mode)
+        with self._changed:
+            self.paused = True
+            if mode == "abort":
+                self._abort_rounds += 1
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._active == 0, 30)
+
     def _checksums(self) -> dict[str, Any]:
         digest = "f" * 16 if self.damage == "weights" else checksum_of(self.version)
-        return {"checksums": {PARAMETER: digest}, "parallelism_info": [{"tp_rank": 0, "tp_size": 1}]}
+        place = {"tp_rank": 0, "tp_size": 1}
+        return {"checksums": {PARAMETER: digest}, "parallelism_info": place if self.sglang == "0.5.17" else [place]}
 
     def _load(self, request: Any) -> tuple[int, Any] | None:
         self.loads += 1
@@ -202,16 +227,28 @@ class EngineDouble(_Double):
         if fault == "hang":
             self._released.wait(30)
             return None
+        with self._changed:
+            rounds = self._abort_rounds
+            self._changed.wait_for(lambda: not self.paused, 30)
+            if self.sglang == "0.5.17" and self._abort_rounds > rounds:
+                return 499, {"error": {"message": "Request 0 was aborted"}}
+            self._active += 1
+        try:
+            return 200, self._sample(request)
+        finally:
+            with self._changed:
+                self._active -= 1
+                self._changed.notify_all()
+
+    def _sample(self, request: Any) -> list[dict[str, Any]]:
         sampling = request["sampling_params"]
         rows = [row for row in request["input_ids"] for _ in range(sampling.get("n", 1))]
-        return 200, self._sample(rows, sampling["max_new_tokens"], request)
-
-    def _sample(self, rows: list[list[int]], num_tokens: int, request: Any) -> list[dict[str, Any]]:
-        started, versions, aborts = time.monotonic(), [], self.aborts
-        for _ in range(num_tokens):
+        started, versions, rounds = time.monotonic(), [], self._abort_rounds
+        for _ in range(sampling["max_new_tokens"]):
             time.sleep(self.token_s)
-            self._running.wait(30)  # last: a paused engine samples nothing
-            if self.aborts > aborts:
+            with self._changed:  # last: a paused engine samples nothing
+                self._changed.wait_for(lambda: not self.paused or self._abort_rounds > rounds, 30)
+            if self._abort_rounds > rounds:
                 break
             versions.append(self.version)
         seconds = time.monotonic() - started
@@ -231,7 +268,7 @@ class EngineDouble(_Double):
             "finish_reason": {"type": "abort" if len(tokens) < wanted else "length", "length": len(tokens)},
             "prompt_tokens": len(row),
             "completion_tokens": len(tokens),
-            "weight_version": versions[-1] if versions else self.version,
+            "weight_version": versions[-1] if versions and self.spans else self.version,
             "input_token_logprobs": scored,
             "output_token_logprobs": [[-(token + 1) / 8, token, None] for token in tokens],
             "e2e_latency": seconds,

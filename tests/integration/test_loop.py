@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from pipeline.journal import read_metrics
 from pipeline.store import BatchStore
@@ -138,6 +139,7 @@ def finished(workshop: Path, name: str, steps: int, **sections: dict[str, Any]) 
 
 
 def test_async_lag_2_with_pp2(workshop: Path) -> None:
+    """Two pipeline stages, each with memory of its own that the engine opens, while answers are under way."""
     run = finished(
         workshop,
         "pp2",
@@ -146,11 +148,15 @@ def test_async_lag_2_with_pp2(workshop: Path) -> None:
         learner=dict(pipeline_parallel=2, micro_batch_tokens=128, optimizer=dict(lr=1e-3, warmup_steps=0)),
         objective=dict(name="clipped", clip_high=0.28),
         advantage=dict(name="fade"),
+        weights=dict(channel="ipc", bucket_mib=1),
     )
     lags = policy_lags(run)
     assert all(lag <= 2 for found in lags.values() for lag in found)
     assert max(lag for found in lags.values() for lag in found) >= 1, "an asynchronous run that is never behind is sync"
     metrics = read_metrics(run)
+    num_bytes = 4 * sum(tensor.numel() for tensor in load_file(workshop / "model" / "model.safetensors").values())
+    assert [line["wire_bytes"] for line in metrics] == [num_bytes] * 7
+    assert all(line["engines_checked"] == 1 for line in metrics), "the engine's checksums are those of what was sent"
     # FADE: nobody solves anything here, so the smoothed solve rate falls from .5, and H* is half the first entropy.
     rates = [line["advantage_solve_rate"] for line in metrics]
     assert rates == sorted(rates, reverse=True)

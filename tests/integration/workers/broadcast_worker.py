@@ -25,12 +25,13 @@ import torch.distributed as dist
 
 warnings.filterwarnings("ignore")
 
-from megatron_bridge.broadcast import BroadcastChannel  # noqa: E402
+from megatron_bridge.broadcast_wire import BroadcastWire  # noqa: E402
 from megatron_bridge.buckets import Bucket, pack  # noqa: E402
 from megatron_bridge.engine_digests import EngineDigests  # noqa: E402
 from megatron_bridge.layout import Layout, initialise  # noqa: E402
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
 from megatron_bridge.publish import ProofPlan  # noqa: E402
+from megatron_bridge.streamed import StreamedChannel  # noqa: E402
 from pipeline.errors import EngineUnavailableError  # noqa: E402
 from pipeline.ports import TensorSpec  # noqa: E402
 from pipeline.recipe import LearnerSection  # noqa: E402
@@ -72,7 +73,7 @@ class Rank:
         nbytes = sum(tensor.nbytes for _, tensor in self.learner.named_weights())
         self.found: dict[str, Any] = {"publishes": {}, "nbytes": nbytes}
 
-    def channel(self) -> BroadcastChannel:
+    def channel(self) -> StreamedChannel:
         shape = self.learner.shape
 
         def new_digests() -> EngineDigests:
@@ -90,12 +91,13 @@ class Rank:
             load_deadline_s=60,
             ranks_per_engine=1,
         )
-        return BroadcastChannel(
+        return StreamedChannel(
             self.learner,
             self.fleet,
             self.run,
             None,
             ProofPlan(rows=ROWS, max_mean_gap_nats=1e-3, new_digests=new_digests),
+            BroadcastWire,
             keep=2,
             bucket_bytes=BUCKET_BYTES,
             deadline_s=self.task["deadline_s"],
@@ -108,7 +110,7 @@ class Rank:
                 for parameter in chunk.parameters():
                     parameter.mul_(1.1)
 
-    def publish(self, channel: BroadcastChannel, version: int, *, publishing: bool = True) -> None:
+    def publish(self, channel: StreamedChannel, version: int, *, publishing: bool = True) -> None:
         """Publish, then compare what each admitted engine says with the learner."""
         measured = channel.publish(version) if publishing else {}
         ours = self.learner.score_tokens(ROWS)
@@ -147,12 +149,16 @@ class Rank:
         self.flip(channel)
         self.refuse(channel)
 
-    def crash(self, channel: BroadcastChannel) -> None:
+    def crash(self, channel: StreamedChannel) -> None:
         """A sender that dies half-way, after it spoilt engine 0: the collector heals, the next publish works."""
         if self.here:
             background = channel._background
             background.run(self.fleet.open_feed())
-            for bucket in pack([("model.norm.weight", torch.zeros(self.learner.shape.hidden_size))], BUCKET_BYTES):
+            for bucket in pack(
+                [("model.norm.weight", torch.zeros(self.learner.shape.hidden_size))],
+                BUCKET_BYTES,
+                channel._wire.new_row,
+            ):
                 channel._wire.send(bucket)
             assert self.fleet._lock is not None
             background.run(self.fleet._lock.aclose())
@@ -162,7 +168,7 @@ class Rank:
         self.publish(channel, 6, publishing=False)
         self.publish(channel, 7)
 
-    def flip(self, channel: BroadcastChannel) -> None:
+    def flip(self, channel: StreamedChannel) -> None:
         """One bit of one bucket changes on its way to engine 1, the last one of a mantissa."""
         send, buckets = channel._wire.send, 0
 
@@ -178,7 +184,7 @@ class Rank:
         self.publish(channel, 8)
         channel._wire.send = send  # type: ignore[method-assign]
 
-    def refuse(self, channel: BroadcastChannel) -> None:
+    def refuse(self, channel: StreamedChannel) -> None:
         """No engine comes as near as is asked here: all ranks raise, and the version before stays published."""
         channel._plan = ProofPlan(rows=ROWS, max_mean_gap_nats=1e-12, new_digests=None)
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch.compose import build_interruption, build_prompts, build_retirement
+from launch.compose import build_interruption, build_prompts, build_retirement, require_engines_here
 from pipeline.character_tokenizer import write_character_tokenizer
 from pipeline.errors import RecipeError
 from pipeline.interruption import Interruption
@@ -73,3 +73,10 @@ def test_prompts_name_their_problems(tokenizer: Tokenizer) -> None:
     again = {prompts.problem(group): prompts.prompt(group).text for group in range(5, 10)}
     assert again == {prompts.problem(group): prompts.prompt(group).text for group in range(5)}
     assert {prompt.problem for prompt in prompts.held_out(3)} == {-1}
+
+
+def test_only_engines_of_this_machine_can_open_memory() -> None:
+    require_engines_here(["http://127.0.0.1:30000", "http://localhost:30001"])
+    away = "http://192.0.2.7:30001"  # an address that is nobody's (RFC 5737)
+    with pytest.raises(RecipeError, match=rf"weights.channel is ipc, but {away} is not on this machine"):
+        require_engines_here(["http://127.0.0.1:30000", away])

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from launch import doctor
 from launch.doctor import GIB, Check, diagnose, render, run_doctor
+from rollout_sglang.interpreter import PYTHON_VARIABLE
 
 
 def test_this_machine_is_diagnosed_completely(tmp_path: Path) -> None:
@@ -117,3 +118,18 @@ def test_exit_code_and_json(
         console.print(render([check]))
     assert "found [this]" in capture.get()
     assert "do [that]" in capture.get()
+
+
+def test_another_interpreter_for_engines_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    assert doctor.check_rollout_python() == []
+    monkeypatch.setenv(PYTHON_VARIABLE, "/opt/engines/python")
+    monkeypatch.setattr(doctor, "require_sglang", lambda: "0.5.17")
+    assert doctor.check_rollout_python() == [Check("rollout python", "ok", "/opt/engines/python: sglang 0.5.17")]
+
+
+def test_an_interpreter_for_engines_that_is_not_there_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "python"))
+    [check] = doctor.check_rollout_python()
+    assert check.status == "fail"
+    assert "mend or unset it" in check.advice

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from launch.model_new import DEFAULT_CHARACTERS, new_model
+from launch.cli import app
+from launch.model_new import DEFAULT_CHARACTERS, new_model, new_model_like
 from megatron_bridge.hf_folder import check_weights
 from megatron_bridge.shape import Experts, ModelShape, read_hf_config
-from pipeline.errors import ModelError
+from pipeline.errors import ModelError, RecipeError
 from pipeline.tokenizer import Tokenizer
 
+SIZES = Path(__file__).parents[3] / "pipeline" / "recipes" / "models" / "qwen3-0.6b"
 SMALL: dict[str, Any] = dict(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, characters="0123456789=")
 
 
@@ -150,3 +153,53 @@ def test_existing_folders(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ModelError, match="not an empty folder"):
         new_model(tmp_path / "file", **SMALL)
+
+
+def config_folder(tmp_path: Path, **changes: Any) -> Path:
+    """The 0.6B sizes that come with the recipes, at two layers and a small vocabulary."""
+    config = json.loads((SIZES / "config.json").read_text()) | dict(num_hidden_layers=2, vocab_size=4096) | changes
+    (tmp_path / "sizes").mkdir()
+    (tmp_path / "sizes" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "sizes"
+
+
+def test_a_model_of_given_sizes(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    new_model_like(tmp_path / "m", config_folder(tmp_path), characters="0123456789=", seed=3)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert not report["mismatched_keys"]
+    assert model.dtype == torch.bfloat16
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    assert "lm_head.weight" not in weights, "the head is tied"
+    assert weights["model.embed_tokens.weight"].shape == (4096, 1024)
+    assert weights["model.layers.1.self_attn.k_proj.weight"].shape == (8 * 128, 1024)
+    assert weights["model.layers.1.mlp.down_proj.weight"].shape == (1024, 3072)
+    config = read_hf_config(tmp_path / "m")
+    assert ModelShape.from_hf(config).rope_theta == 1e6
+    assert "bos_token_id" not in config
+    tokenizer = Tokenizer.load(tmp_path / "m", vocab_size=config["vocab_size"])
+    assert (tokenizer.vocab_size, config["eos_token_id"]) == (13, tokenizer.eos_token_id)
+    check_weights(tmp_path / "m", ModelShape.from_hf(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(architectures=["LlamaForCausalLM"], model_type="llama"), "expected Qwen3 or Qwen3-MoE"),
+        (dict(torch_dtype="float16"), "dtype is 'float16'"),
+        (dict(vocab_size=12), "more than vocab_size 12 rows"),
+    ],
+)
+def test_sizes_that_cannot_be_made(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        new_model_like(tmp_path / "m", config_folder(tmp_path, **changes), characters="0123456789=")
+    assert not (tmp_path / "m").exists()
+
+
+def test_sizes_and_a_config_at_once_are_refused(tmp_path: Path) -> None:
+    refused = CliRunner().invoke(app, ["model", "new", str(tmp_path / "m"), "--config", str(SIZES), "--layers", "2"])
+    assert isinstance(refused.exception, RecipeError)
+    assert "--config says what --layers would" in str(refused.exception)
+    assert not (tmp_path / "m").exists()

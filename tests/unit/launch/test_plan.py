@@ -80,6 +80,23 @@ def test_a_recipe_that_needs_more_gpus_says_so() -> None:
     assert halved["fits"], "as the recipe's head promises"
 
 
+def test_learner_and_engine_share_a_gpu_and_its_memory() -> None:
+    """Qwen3-0.6B with tied embeddings: 440,401,920 numbers in projections, 155,582,464 in the embedding and 65,536 in
+    the norms; keys and values of 65,536 tokens × 28 layers × 8 heads × 128 × 2 × 2 bytes are 7 GiB."""
+    recipe = RECIPES / "one_gpu.yaml"
+    found = plan(recipe, 1, gpu_gib=79.6)
+    assert (found["fits"], found["gpus"]["needed"], found["layouts_for"]["gpus"]) == (True, 1, 1)
+    assert found["model"]["parameters"] == 440_401_920 + 155_582_464 + 65_536
+    engine = 0.70 + 7.0 + 3.0
+    total = found["total_gib_per_rank"]
+    room = "rollout.extra_args=[--mem-fraction-static=0.5, --max-total-tokens=65536]"
+    assert plan(recipe, 1, room, gpu_gib=total + engine + 0.1)["fits"]
+    tight = plan(recipe, 1, room, gpu_gib=total + engine - 0.2)
+    assert not tight["fits_memory"]
+    assert tight["reasons"][0].startswith("a learner rank beside an engine is 0.2 GiB over")
+    assert plan(recipe, 1, "weights.channel=disk")["gpus"]["needed"] == 2
+
+
 def test_a_layout_that_does_not_fit_names_the_largest_item() -> None:
     found = plan(DENSE, 64, "learner.tensor_parallel=8", "learner.pipeline_parallel=1", "learner.data_parallel=1")
     assert not found["fits_memory"]
@@ -132,6 +149,10 @@ def test_engine_arguments_change_the_room() -> None:
     less = RolloutSection(**sizes, extra_args=("--mem-fraction-static=0.5",))
     assert engine_capacity(model, less, 80 * GIB).kv_tokens == int((40 * GIB - plain.weight_bytes) / 65536)
     assert engine_capacity(model, RolloutSection(precision="bf16"), 16 * GIB).kv_tokens == 0
+    bounded = RolloutSection(**sizes, extra_args=("--max-total-tokens", "1000"))
+    found = engine_capacity(model, bounded, 80 * GIB)
+    assert (found.kv_tokens, found.gpu_bytes) == (1000, plain.weight_bytes + 1000 * plain.kv_bytes_per_token)
+    assert engine_capacity(model, bounded, 16 * GIB).kv_tokens == 0
     # 16 ranks and 8 heads: two ranks hold the same head.
     wide = engine_capacity(model, RolloutSection(precision="bf16", tensor_parallel=16), 80 * GIB)
     assert wide.kv_bytes_per_token == 32 * 1024
@@ -143,6 +164,7 @@ def test_engine_arguments_change_the_room() -> None:
         (("--mem-fraction-static", "85"), "'85', expected a number between 0 and 1"),
         (("--mem-fraction-static",), "needs a value"),
         (("--kv-cache-dtype", "int3"), "'int3', expected one of auto"),
+        (("--max-total-tokens=0",), "'0', expected a positive number"),
     ],
 )
 def test_unreadable_engine_arguments(arguments: tuple[str, ...], message: str) -> None:

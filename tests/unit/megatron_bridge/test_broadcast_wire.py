@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,18 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron_bridge.background import Background
-from megatron_bridge.buckets import pack
+from megatron_bridge.broadcast_wire import BroadcastWire, Transfer
 from megatron_bridge.process_groups import EngineGroup
-from megatron_bridge.wire import Transfer, Wire
 from pipeline.errors import DeadlineExceededError
-from rollout_sglang.feed import FedFleet
 from tests.doubles.receiving_double import BucketFault, ReceivingDouble
-
-BUCKET_BYTES = 1 << 12
-DEADLINE_S = 2.0
+from tests.support.feeding import DEADLINE_S, Publish, publisher, same, weights
 
 
 @pytest.fixture
@@ -31,42 +25,10 @@ def engines() -> Iterator[list[ReceivingDouble]]:
         yield [stack.enter_context(ReceivingDouble()) for _ in range(2)]
 
 
-Publish = Callable[[dict[str, Tensor]], Wire]
-
-
 @pytest.fixture
-def publish(engines: list[ReceivingDouble], tmp_path: Path) -> Publish:
-    """Send tensors to both engines, whatever fleet and lock are about; the same wire each time."""
-    background = Background("test")
-    fleet = FedFleet(
-        [engine.url for engine in engines],
-        router_url=None,
-        api_key=None,
-        lock_path=tmp_path / "lock",
-        request_deadline_s=5,
-        load_deadline_s=5,
-        ranks_per_engine=1,
-    )
-    wire = Wire(fleet, background, [0, 1], torch.device("cpu"), DEADLINE_S)
-
-    def send(tensors: dict[str, Tensor]) -> Wire:
-        report = background.run(fleet.open_feed())
-        wire.open(report.failures)
-        for bucket in pack(tensors.items(), BUCKET_BYTES):
-            wire.send(bucket)
-        background.run(fleet.close_feed(1, tmp_path, None, {**report.failures, **wire.failures}))
-        return wire
-
-    return send
-
-
-def weights(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {f"layer.{i}.weight": torch.randn(20 + i, 30, generator=generator) for i in range(8)}
-
-
-def same(received: dict[str, Tensor], sent: dict[str, Tensor]) -> bool:
-    return received.keys() == sent.keys() and all(torch.equal(received[name], sent[name]) for name in sent)
+def publish(engines: list[ReceivingDouble], tmp_path: Path) -> Iterator[Publish]:
+    with publisher(engines, tmp_path, BroadcastWire) as publish:
+        yield publish
 
 
 def test_every_engine_gets_every_bit(engines: list[ReceivingDouble], publish: Publish) -> None:

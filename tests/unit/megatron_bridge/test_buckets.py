@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from megatron_bridge.buckets import Bucket, pack
 
+new_row = partial(torch.empty, dtype=torch.uint8)
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 
 
@@ -37,7 +40,7 @@ def test_every_tensor_arrives_once_in_buckets_that_hold_what_they_may(
         for place, (dtype, rows, columns) in enumerate(kinds)
     }
     found: dict[str, Tensor] = {}
-    for bucket in pack(sent.items(), bucket_bytes):
+    for bucket in pack(sent.items(), bucket_bytes, new_row):
         assert len(bucket.row) <= bucket_bytes or len(bucket.tensors) == 1
         found |= unpacked(bucket)
     assert found.keys() == sent.keys()
@@ -48,7 +51,7 @@ def test_every_tensor_arrives_once_in_buckets_that_hold_what_they_may(
 
 def test_tensors_fill_a_bucket_before_the_next_begins() -> None:
     sent = [(str(place), torch.zeros(10)) for place in range(7)]
-    assert [len(bucket.tensors) for bucket in pack(sent, 100)] == [2, 2, 2, 1]
+    assert [len(bucket.tensors) for bucket in pack(sent, 100, new_row)] == [2, 2, 2, 1]
 
 
 def test_memory_that_is_reused_does_not_matter() -> None:
@@ -59,5 +62,20 @@ def test_memory_that_is_reused_does_not_matter() -> None:
             buffer.fill_(place)
             yield str(place), buffer  # type: ignore[misc]
 
-    (bucket,) = pack(stream(), 1 << 10)  # type: ignore[arg-type]
+    (bucket,) = pack(stream(), 1 << 10, new_row)  # type: ignore[arg-type]
     assert [tensor[0].item() for tensor in unpacked(bucket).values()] == [0, 1, 2]
+
+
+def test_a_row_is_asked_for_once_the_last_bucket_was_taken() -> None:
+    """One row serves all buckets: nothing is written to it before its bucket was sent."""
+    row, sizes = torch.empty(100, dtype=torch.uint8), []
+
+    def same_row(num_bytes: int) -> Tensor:
+        sizes.append(num_bytes)
+        return row[:num_bytes]
+
+    sent = [(str(place), torch.full((10,), float(place))) for place in range(5)]
+    for bucket in pack(sent, 80, same_row):
+        for name, tensor in unpacked(bucket).items():
+            assert tensor[0].item() == int(name)
+    assert sizes == [80, 80, 80]

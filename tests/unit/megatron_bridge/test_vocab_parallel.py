@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_bridge import vocab_parallel
+from megatron_bridge import vocab_chunks
 from megatron_bridge.vocab_parallel import vocab_parallel_logprobs
+from tests.support.vocab_cases import CASES, assert_gradient, assert_values
 
 
 def reference(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -33,7 +34,7 @@ def test_by_hand() -> None:
 def test_values_and_gradient_do_not_depend_on_chunks(
     monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, temperature: float
 ) -> None:
-    monkeypatch.setattr(vocab_parallel, "_CHUNK_ELEMENTS", rows_per_chunk * 11)
+    monkeypatch.setattr(vocab_chunks, "_CHUNK_ELEMENTS", rows_per_chunk * 11)
     generator = torch.Generator().manual_seed(1)
     logits = (5 * torch.randn(7, 2, 11, generator=generator, dtype=torch.float64)).requires_grad_()
     tokens = torch.randint(0, 11, (7, 2), generator=generator)
@@ -96,3 +97,17 @@ def test_large_logits_do_not_overflow() -> None:
     logprobs, entropy = vocab_parallel_logprobs(logits, torch.tensor([[1]]), temperature=1.0, group=None)
     assert logprobs.item() == pytest.approx(-2e4)
     assert entropy.item() == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hard_logits(name: str) -> None:
+    case = CASES[name]()
+    leaf = case.logits.detach().requires_grad_()
+    logits = leaf.view_as(leaf)
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits, case.tokens, temperature=case.temperature, group=None, overwrite_logits=case.overwrite
+    )
+    (gradient,) = torch.autograd.grad(logprobs, logits, case.upstream)
+    exact = CASES[name]()
+    assert_values(exact, logprobs.detach(), entropy)
+    assert_gradient(exact, gradient)

@@ -16,17 +16,17 @@ from pipeline.ports import Sampling
 from rollout_sglang.fleet import ATTEMPTS, Fleet
 from rollout_sglang.locks import exclusive_lock
 from rollout_sglang.protocol import UNKNOWN_ENGINE
-from tests.doubles.sglang_double import EngineDouble, RouterDouble
+from tests.doubles.sglang_double import RELEASES, EngineDouble, RouterDouble
 
 T = TypeVar("T")
 SAMPLING = Sampling(max_new_tokens=2)
 LOADED = Path("/policy/000001")
 
 
-@pytest.fixture
-def engines() -> Iterator[list[EngineDouble]]:
+@pytest.fixture(params=RELEASES)
+def engines(request: pytest.FixtureRequest) -> Iterator[list[EngineDouble]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(EngineDouble()) for _ in range(2)]
+        yield [stack.enter_context(EngineDouble(sglang=request.param)) for _ in range(2)]
 
 
 @pytest.fixture

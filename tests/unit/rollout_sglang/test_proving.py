@@ -15,7 +15,7 @@ from pipeline.ports import Sampling
 from pipeline.proof import Probe, Proof
 from pipeline.records import Completion
 from rollout_sglang.fleet import Fleet
-from tests.doubles.sglang_double import PARAMETER, Damage, EngineDouble, checksum_of
+from tests.doubles.sglang_double import PARAMETER, RELEASES, Damage, EngineDouble, checksum_of
 
 SAMPLING = Sampling(max_new_tokens=2)
 ROWS = ((9, 1, 3), (7, 5))
@@ -24,10 +24,10 @@ DIGESTS: tuple[dict[str, str], ...] = ({PARAMETER: checksum_of(1)},)
 PROOF = Proof(version=1, probe=PROBE, digests=DIGESTS)
 
 
-@pytest.fixture
-def engines() -> Iterator[list[EngineDouble]]:
+@pytest.fixture(params=RELEASES)
+def engines(request: pytest.FixtureRequest) -> Iterator[list[EngineDouble]]:
     with ExitStack() as stack:
-        doubles = [stack.enter_context(EngineDouble()) for _ in range(2)]
+        doubles = [stack.enter_context(EngineDouble(sglang=request.param)) for _ in range(2)]
         for double in doubles:
             double.shows_checksums = True
         yield doubles
@@ -63,7 +63,7 @@ def test_weights_are_checked_before_the_engine_goes_on_and_answers_before_it_is_
 ) -> None:
     measured = asyncio.run(fleet.load(1, tmp_path, PROOF))
     assert requests_of(engines[0]) == [
-        *("pause_generation", "update_weights_from_disk"),
+        *("server_info", "pause_generation", "update_weights_from_disk"),
         *("model_info", "weights_checker", "update_weight_version", "continue_generation", "generate"),
     ]
     assert measured["probe_gap_nats"] == pytest.approx(0)

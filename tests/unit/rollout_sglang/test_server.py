@@ -92,6 +92,19 @@ def test_a_key_that_begins_with_a_dash_is_still_a_key(monkeypatch: pytest.Monkey
     assert parser.parse_args(arguments_with_key([])).api_key == "-dashed"
 
 
+def test_what_is_logged_shows_stars_for_the_key(tmp_path: Path) -> None:
+    code = (
+        "import logging; logging.basicConfig(format='%(message)s');"
+        "from rollout_sglang.stock_server import hide_in_logs;"
+        "hide_in_logs('hunter2'); logging.warning(f\"args api_key='hunter2'\"); logging.warning('%d %s', 3, 'hunter2');"
+        "logging.warning('%d of %d', 1, 2)"
+    )
+    logged = subprocess.run(
+        [sys.executable, "-c", code], env=server_environment(None), capture_output=True, text=True, check=True
+    )
+    assert logged.stderr.splitlines() == ["args api_key='***'", "3 ***", "1 of 2"]
+
+
 def test_a_taken_port_is_named() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

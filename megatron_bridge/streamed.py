@@ -1,13 +1,13 @@
-"""The broadcast weight channel: learner ranks send their own share of the weights straight into the engines.
+"""The streamed weight channel: learner ranks send their own share of the weights straight into the engines.
 
     rank 0            lock, pause, begin ────────────────────────────────────────▶ end, prove, continue ─▶ PUBLISHED
-    every sender             └▶ groups ─▶ (gather ─▶ quantize ─▶ bucket ─▶ broadcast)* ─┘
+    every sender             └▶ groups ─▶ (gather ─▶ quantize ─▶ bucket ─▶ wire)*      ─┘
     first of a stage                                    └─▶ FolderWriter ─▶ policy/000013, after the publish
 
 A pipeline stage streams only what it holds; the stages stream side by side. Every rank of a stage has the gathered
-tensors, so its engines are divided among its ranks: engine e is served by rank e mod (ranks of the stage). Each pair
-of sender and engine has a process group of its own, so an engine that dies or hangs costs its own group and at most
-the deadline; it is skipped for the rest of the publish and quarantined at its end.
+tensors, so its engines are divided among its ranks: engine e is served by rank e mod (ranks of the stage), through its
+wire: process groups (BroadcastWire) or memory that the engine opens (SharedWire). An engine that dies or hangs costs at
+most the deadline; it is skipped for the rest of the publish and quarantined at its end.
 
 The wire is the fast path, the folder is the ledger: engines that restart and the collector that heals load the folder,
 which is complete before the next publish begins and before any checkpoint passes its version.
@@ -34,7 +34,8 @@ from megatron_bridge.engine_digests import EngineDigests
 from megatron_bridge.folder_writer import FolderWriter, gather_manifests
 from megatron_bridge.policy_files import complete_policy
 from megatron_bridge.publish import ProofPlan, prune
-from megatron_bridge.wire import Wire
+from megatron_bridge.quantize import quantize_block
+from megatron_bridge.wire import WireFactory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
 from pipeline.ports import EngineFeed, FeedReport
 from pipeline.proof import Proof
@@ -71,7 +72,7 @@ class _Clock:
             yield item
 
 
-class BroadcastChannel:
+class StreamedChannel:
     """Implements pipeline.ports.WeightChannel. Construction and every method are collective."""
 
     def __init__(
@@ -81,6 +82,7 @@ class BroadcastChannel:
         run: RunDirectory,
         quant: QuantMap | None,
         plan: ProofPlan,
+        new_wire: WireFactory,
         *,
         keep: int,
         bucket_bytes: int,
@@ -111,7 +113,7 @@ class BroadcastChannel:
         self._place = ranks.index(self._council.rank)
         engines = range(self._place, len(feed.urls), len(ranks))
         patience_s = min(deadline_s, learner.section.step_deadline_s / 2)
-        self._wire = Wire(feed, self._background, engines, learner.device, patience_s)
+        self._wire = new_wire(feed, self._background, engines, learner.device, patience_s)
         self._writer: FolderWriter | None = None
         self._write_s = 0.0
 
@@ -164,6 +166,12 @@ class BroadcastChannel:
         waited = self._council.attempt(lambda: writer.wait(self._folder_deadline_s) if writer else 0.0)
         self._write_s = max(waited) or self._write_s
 
+    def close(self) -> None:
+        """See WeightChannel. Calls under way are cancelled."""
+        self._wire.close()
+        self._background.run(self._feed.close())
+        self._background.close()
+
     def _open(self) -> Any:
         if self._council.rank:
             return None
@@ -182,9 +190,9 @@ class BroadcastChannel:
             if self._wire.engines or self._writer:
                 stream = tensors
                 if self._share is not None:
-                    stream = clock.timed("quantize_s", quantize_state(tensors, self._share))
+                    stream = clock.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
                 stream = clock.timed("keep_s", self._kept(stream, digests))
-                for bucket in pack(stream, self._bucket_bytes):
+                for bucket in pack(stream, self._bucket_bytes, self._wire.new_row):
                     sent = time.monotonic()
                     self._wire.send(bucket)
                     clock.seconds["wire_s"] += time.monotonic() - sent

@@ -1,0 +1,92 @@
+"""What differs between the versions of SGLang that we speak with: the one place that knows a server's version.
+
+    since 0.5.19   an answer names the weights of each token, so a request may go on over an update of the weights
+    since 0.5.21   begin_weight_update and end_weight_update stand around an update by tensors: what the engine has
+                   repacked or quantized is made loadable before, and made again after
+
+An older server names only the weights with which a sample ended. Nothing may be under way while they change: it is
+paused by `abort`, which answers every request with what it has, and whoever asked asks again.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline.errors import EngineUnavailableError
+from rollout_sglang.transport import Transport
+
+SPANS_SINCE = (0, 5, 19)
+SESSIONS_SINCE = (0, 5, 21)
+_SESSIONS_SINCE = ".".join(map(str, SESSIONS_SINCE))
+ABORTED = 499
+"""Status of a request that was aborted before the engine took it up; 0.5.17 only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """How one server is spoken with."""
+
+    version: str
+    pause: Literal["retract", "abort"]
+    """How it is paused for new weights."""
+    sessions: bool
+    """Whether updates by tensors stand between begin_weight_update and end_weight_update."""
+    quantizes: bool
+    """Whether the engine quantizes the weights that it is given (`--quantization`)."""
+
+    @property
+    def no_tensors(self) -> str:
+        """Why the engine cannot be sent tensors; empty when it can."""
+        if self.sessions or not self.quantizes:
+            return ""
+        return (
+            f"SGLang {self.version} cannot be sent tensors for weights that it quantizes itself, {_SESSIONS_SINCE} "
+            "can; use weights.channel disk, rollout.precision fp8_block, or a newer SGLang"
+        )
+
+
+class ServerInfo(BaseModel):
+    """GET /server_info, as far as it is read here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    version: str
+    quantization: str | None = None
+
+
+def dialect_of(info: ServerInfo) -> Dialect:
+    """A version that is no release (`0.0.0.dev0`, a build from source) counts as the newest."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", info.version)
+    number = tuple(map(int, found.groups())) if found else (0, 0, 0)
+    released = number if any(number) else SESSIONS_SINCE
+    return Dialect(
+        version=info.version,
+        pause="retract" if released >= SPANS_SINCE else "abort",
+        sessions=released >= SESSIONS_SINCE,
+        quantizes=info.quantization is not None,
+    )
+
+
+class DialectOf:
+    """The dialect of the server behind a transport; the server is asked once."""
+
+    def __init__(self, transport: Transport, deadline_s: float) -> None:
+        self._transport = transport
+        self._deadline_s = deadline_s
+        self._found: Dialect | None = None
+
+    async def __call__(self) -> Dialect:
+        """Raises EngineUnavailableError when the server does not say."""
+        if self._found is None:
+            answer = await self._transport.call("GET", "/server_info", deadline_s=self._deadline_s)
+            try:
+                self._found = dialect_of(ServerInfo.model_validate_json(answer.content))
+            except ValidationError:
+                raise EngineUnavailableError(
+                    f"{self._transport.url}/server_info names no version of SGLang; see what listens there"
+                ) from None
+        return self._found

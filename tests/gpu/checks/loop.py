@@ -1,0 +1,126 @@
+"""The whole loop on one GPU, learner and engine sharing it: 20 steps of the shipped recipe, seconds of each phase.
+
+The recipe is pipeline/recipes/one_gpu.yaml (rehearsal: a tiny one that publishes over the same channel), run by the
+command line as a user would: a random model, a short supervised warm-up, `evenkeel train`. Phases are the learner's:
+waiting for rollouts, scoring, the update, the publish, checkpoints. Medians leave out the first three steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.goals import Figures, Goal
+from tests.gpu.scale import Scale
+
+NAME = "loop"
+AFTER = ("stack.imports", "engine.fp8_block")
+PARTS = ("one",)
+DEADLINE_S = 480.0
+COMMAND_DEADLINE_S, STOP_S = 330.0, 30.0
+STEPS, WARM_STEPS, WARM_UP_STEPS = 20, 3, 40
+PHASES = ("wait", "logprobs", "update", "publish", "save")
+GOALS = (
+    Goal(figure="steps", what="steps that were trained and published", at_least=float(STEPS)),
+    Goal(figure="step_s", what="a step", unit="s"),
+    *(Goal(figure=f"{phase}_s", what=f"of it: {phase}", unit="s") for phase in PHASES),
+    Goal(figure="rollout_tokens_s", what="response tokens a second of the whole loop"),
+    Goal(figure="lowest_ess", what="lowest effective sample size of a step"),
+    Goal(figure="k3", what="mean k3 KL, learner and FP8 engine", unit="nats"),
+    Goal(figure="reward", what="mean reward by step"),
+    Goal(figure="warm_up_s", what="model and supervised warm-up before it", unit="s"),
+)
+
+
+def run(scale: Scale) -> Figures:
+    import time
+
+    from pipeline.journal import read_metrics
+
+    began = time.perf_counter()
+    recipe, overrides = rehearsed(scale) if scale.rehearsal else shipped(scale)
+    scale.keep(warm_up_s=time.perf_counter() - began)
+    try:
+        evenkeel("train", str(recipe), *overrides)
+    finally:  # of a run that broke off, what it did
+        metrics = read_metrics(scale.folder / "runs" / "loop")
+        if len(metrics) > WARM_STEPS:
+            scale.keep(**summary(metrics))
+    return {}
+
+
+def shipped(scale: Scale) -> tuple[Path, list[str]]:
+    """The recipe with a model that was just made and warmed up."""
+    from tests.gpu.engines import ONE_GPU
+    from tests.gpu.machine import ROOT
+
+    base, warm = scale.folder / "base", scale.folder / "warm"
+    evenkeel("model", "new", str(base), "--config", str(ROOT / "pipeline/recipes/models/qwen3-0.6b"))
+    common = ["--set", f"run.root={scale.folder / 'runs'}"]
+    evenkeel(
+        *("sft", str(ONE_GPU), "--out", str(warm), "--steps", str(WARM_UP_STEPS)),
+        *("--set", f"model.path={base}", *common),
+    )
+    return ONE_GPU, ["--set", f"model.path={warm}", "--set", "run.name=loop", "--set", f"run.steps={STEPS}", *common]
+
+
+def rehearsed(scale: Scale) -> tuple[Path, list[str]]:
+    """A tiny recipe of as many steps, over the same channel in the same precisions."""
+    from tests.support.runs import make_model, make_recipe
+
+    return make_recipe(
+        scale.folder,
+        make_model(scale.folder / "tiny"),
+        "loop",
+        run=dict(name="loop", root=str(scale.folder / "runs"), steps=STEPS),
+        rollout=dict(precision="fp8_block"),
+        learner=dict(precision="bf16"),
+        weights=dict(channel="ipc"),
+        evaluation=dict(every=STEPS),
+    ), []
+
+
+def evenkeel(*arguments: str) -> None:
+    """One command of ours, its output in this check's log. Raises RuntimeError when it fails or takes too long; it is
+    then asked to end, so that it ends its own processes."""
+    print("evenkeel", *arguments, flush=True)
+    command = subprocess.Popen([sys.executable, "-m", "launch.cli", *arguments], stdin=subprocess.DEVNULL)
+    try:
+        status = command.wait(COMMAND_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        command.terminate()
+        command.wait(STOP_S)
+        raise RuntimeError(f"evenkeel {arguments[0]} took more than {COMMAND_DEADLINE_S:.0f} s") from None
+    if status:
+        raise RuntimeError(f"evenkeel {arguments[0]} ended with status {status}")
+
+
+def summary(metrics: Sequence[dict[str, Any]]) -> Figures:
+    """From the lines of metrics.jsonl, one a step."""
+    late = metrics[WARM_STEPS:]
+    step_s = (late[-1]["time"] - metrics[WARM_STEPS - 1]["time"]) / len(late)
+    table: list[object] = [["step", *PHASES, "reward", "ess", "k3_kl"]]
+    table += [
+        [line["step"], *(round(line["seconds"].get(phase, 0.0), 4) for phase in PHASES)]
+        + [round(float(line.get(name, 0.0)), 6) for name in ("reward_mean", "ess", "k3_kl")]
+        for line in metrics
+    ]
+    tokens = statistics.fmean(line["num_tokens"] for line in late)
+    return {
+        "steps": float(len(metrics)),
+        "step_s": step_s,
+        **{f"{phase}_s": statistics.median(line["seconds"].get(phase, 0.0) for line in late) for phase in PHASES},
+        "rollout_tokens_s": tokens / step_s,
+        "lowest_ess": min(line["ess"] for line in metrics),
+        "k3": statistics.fmean(line["k3_kl"] for line in metrics),
+        "reward": [float(line["reward_mean"]) for line in metrics],
+        "seconds of each step": table,
+    }
+
+
+def derive(figures: Figures) -> Figures:
+    return {}

@@ -1,0 +1,71 @@
+"""Weights into doubles of engines, over a wire of choice."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_bridge.background import Background
+from megatron_bridge.buckets import pack
+from megatron_bridge.wire import Wire, WireFactory
+from rollout_sglang.feed import FedFleet
+from tests.doubles.receiving_double import ReceivingDouble
+
+BUCKET_BYTES = 1 << 12
+DEADLINE_S = 2.0
+Publish = Callable[[dict[str, Tensor]], Wire]
+
+
+@contextmanager
+def publisher(
+    engines: Sequence[ReceivingDouble], folder: Path, new_wire: WireFactory, *, ranks: int = 1
+) -> Iterator[Publish]:
+    """Sends tensors to all engines, over the same wire each time."""
+    background = Background("test")
+    fleet = FedFleet(
+        [engine.url for engine in engines],
+        router_url=None,
+        api_key=None,
+        lock_path=folder / "lock",
+        request_deadline_s=5,
+        load_deadline_s=5,
+        ranks_per_engine=ranks,
+    )
+    wire = new_wire(fleet, background, range(len(engines)), torch.device("cpu"), DEADLINE_S)
+
+    def send(tensors: dict[str, Tensor]) -> Wire:
+        report = background.run(fleet.open_feed())
+        wire.open(report.failures)
+        for bucket in pack(tensors.items(), BUCKET_BYTES, wire.new_row):
+            wire.send(bucket)
+        background.run(fleet.close_feed(1, folder, None, {**report.failures, **wire.failures}))
+        return wire
+
+    try:
+        yield send
+    finally:
+        wire.close()
+        background.run(fleet.close())
+        background.close()
+        gc.collect()  # a connection that is still open says so in the test that left it, not in a later one
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    """20 kB, more than four buckets."""
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}.weight": torch.randn(20 + i, 30, generator=generator) for i in range(8)}
+
+
+def same(received: dict[str, Tensor], sent: dict[str, Tensor]) -> bool:
+    """Bit by bit, whatever the dtype."""
+    return received.keys() == sent.keys() and all(
+        received[name].dtype == sent[name].dtype
+        and received[name].shape == sent[name].shape
+        and torch.equal(received[name].flatten().view(torch.uint8), sent[name].flatten().view(torch.uint8))
+        for name in sent
+    )

@@ -1,0 +1,230 @@
+"""The harness around the GPU checks, with tiny checks that crash, hang, are cut short and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import RunConflictError
+from tests.gpu import __main__ as command
+from tests.gpu.harness import Session
+from tests.gpu.results import Outcome, Results, load_or_begin
+
+HEAD = '''"""A tiny check. Not shown.
+
+More.
+"""
+import os, signal, subprocess, sys, time
+from tests.gpu.goals import Goal, NotMeasured
+NAME, AFTER, PARTS, DEADLINE_S = {name!r}, {after!r}, {parts!r}, {deadline}
+GOALS = tuple(Goal(figure=part, what=f"what {{part}} shows", at_most=1.0) for part in PARTS)
+def derive(figures): return {{}}
+def run(scale):
+'''
+
+
+class Workshop:
+    """Writes fake checks and runs sessions over them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines: list[str] = []
+        self.modules: list[str] = []
+
+    def check(self, name: str, body: str, *, after: tuple[str, ...] = (), parts: Any = ("one",), deadline: float = 20):
+        """`body` is what `run` does."""
+        text = HEAD.format(name=name, after=after, parts=parts, deadline=deadline)
+        (self.folder / f"fake_{self.folder.name}_{name}.py").write_text(text + f"    {body}\n")
+        self.modules.append(f"fake_{self.folder.name}_{name}")
+
+    def run(self, *, chosen: tuple[str, ...] = (), left_s: float = 60.0, device: str = "GPU A") -> Results:
+        out = self.folder / "gpu.json"
+        fresh = Results(date="2026-11-21", rehearsal=True, machine={"device": device}, versions={"torch": "2.11"})
+        results = load_or_begin(out, fresh)
+        scratch = self.folder / "scratch"
+        session = Session(
+            results=results,
+            path=out,
+            scratch=scratch,
+            commit="abc",
+            ends=time.monotonic() + left_s,
+            say=self.lines.append,
+        )
+        session.measure(self.modules, chosen or tuple(name.rpartition("_")[2] for name in self.modules))
+        return results
+
+    def stored(self) -> Any:
+        return json.loads((self.folder / "gpu.json").read_text())
+
+    def table(self) -> str:
+        return (self.folder / "gpu.md").read_text()
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    folder = tmp_path / f"w{abs(hash(tmp_path)) % 10**8}"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return Workshop(folder)
+
+
+def test_figures_are_judged_and_written(workshop: Workshop) -> None:
+    workshop.check("good", "return {scale.part: 0.5 if scale.part == 'a' else 2.0}", parts=("a", "b"))
+    workshop.run()
+    verdicts = {row["what"]: row["verdict"] for row in workshop.stored()["verdicts"]["good"]}
+    assert verdicts == {"what a shows": "met", "what b shows": "missed"}
+    assert "| what a shows | 0.5 | ≤ 1 | met |" in workshop.table()
+    assert "Goals: 1 met, 1 missed, 0 not measured." in workshop.table()
+    assert "A tiny check. Not shown." in workshop.table()
+    assert "More." not in workshop.table()
+
+
+def test_a_crash_costs_its_own_part_only(workshop: Workshop) -> None:
+    workshop.check("bad", "scale.keep(one=0.25); os.kill(os.getpid(), signal.SIGSEGV)")
+    workshop.check("worse", "raise RuntimeError('CUDA error: an illegal memory access')")
+    workshop.check("good", "return {'one': 0.5}")
+    found = workshop.run()
+    bad, worse = found.checks["bad"]["one"], found.checks["worse"]["one"]
+    assert bad.status == "failed"
+    assert bad.reason.startswith("ended by signal 11")
+    assert bad.figures == {"one": 0.25}, "what it had kept before"
+    assert worse.reason == "ended with status 1: RuntimeError: CUDA error: an illegal memory access"
+    assert found.checks["good"]["one"].status == "measured"
+    assert "illegal memory access" in workshop.table()
+    assert "Traceback" in (workshop.folder / "gpu.log").read_text()
+
+
+def test_a_hang_ends_with_all_of_its_processes(workshop: Workshop) -> None:
+    pids = workshop.folder / "pid"
+    child = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    body = f"scale.keep(one=0.75); open({str(pids)!r}, 'w').write(str({child}.pid)); time.sleep(600)"
+    workshop.check("stuck", body, deadline=4.0)
+    began = time.monotonic()
+    outcome = workshop.run().checks["stuck"]["one"]
+    assert time.monotonic() - began < 30
+    assert outcome.status == "failed"
+    assert "not done within 4 s" in outcome.reason
+    assert outcome.figures == {"one": 0.75}
+    for _ in range(100):
+        if not alive(int(pids.read_text())):
+            return
+        time.sleep(0.05)
+    pytest.fail("the check's own child lives on")
+
+
+def alive(pid: int) -> bool:
+    """A zombie that nobody has reaped yet is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_is_missing_is_said(workshop: Workshop) -> None:
+    workshop.check("poor", "scale.keep(a=0.5)\n    raise NotMeasured('needs a GPU of nine lives')", parts=("one",))
+    found = workshop.run().checks["poor"]["one"]
+    assert (found.status, found.reason, found.figures) == ("not measured", "needs a GPU of nine lives", {"a": 0.5})
+    assert "not measured: needs a GPU of nine lives" in workshop.table()
+
+
+def test_a_second_call_measures_only_what_is_left(workshop: Workshop) -> None:
+    count, broken = workshop.folder / "count", workshop.folder / "broken"
+    workshop.check("twice", f"open({str(count)!r}, 'a').write('x'); return {{'one': 0.5}}")
+    workshop.check("mended", f"assert not os.path.exists({str(broken)!r}), 'broken'; return {{'one': 0.5}}")
+    broken.touch()
+    assert workshop.run().checks["mended"]["one"].status == "failed"
+    broken.unlink()
+    found = workshop.run()
+    assert found.checks["mended"]["one"].status == "measured"
+    assert found.checks["mended"]["one"].reason == ""
+    assert count.read_text() == "x"
+    assert any("twice one: measured before" in line for line in workshop.lines)
+
+
+def test_stale_figures_of_a_failed_try_are_not_kept(workshop: Workshop) -> None:
+    flag = workshop.folder / "flag"
+    workshop.check("again", f"assert os.path.exists({str(flag)!r}) or scale.keep(old=1.0) is None; return {{'one': 0.5}}")
+    assert workshop.run().checks["again"]["one"].figures == {"old": 1.0}
+    flag.touch()
+    assert workshop.run().checks["again"]["one"].figures == {"one": 0.5}
+
+
+def test_what_builds_on_a_failure_is_not_tried(workshop: Workshop) -> None:
+    workshop.check("base", "assert scale.part != 'b', 'no b'; return {scale.part: 0.5}", parts=("a", "b"))
+    workshop.check("same", "return {scale.part: 0.5}", parts=("a", "b", "c"), after=("base",))
+    workshop.check("named", "return {'one': 0.5}", after=("base.a",))
+    workshop.check("any", "return {'one': 0.5}", after=("base",))
+    found = workshop.run().checks
+    assert {part: outcome.status for part, outcome in found["same"].items()} == {
+        "a": "measured",
+        "b": "not measured",
+        "c": "not measured",
+    }
+    assert found["same"]["b"].reason == "builds on base, which failed"
+    assert found["named"]["one"].status == "measured"
+    assert found["any"]["one"].status == "not measured"
+
+
+def test_only_what_is_chosen_runs_and_the_table_names_the_rest(workshop: Workshop) -> None:
+    workshop.check("left", "return {'one': 0.5}")
+    workshop.check("right", "return {'one': 0.5}")
+    assert set(workshop.run(chosen=("right",)).checks) == {"right"}
+    assert "## left" in workshop.table()
+    assert "not measured: not run" in workshop.table()
+
+
+def test_a_call_without_time_leaves_the_rest_for_the_next(workshop: Workshop) -> None:
+    workshop.check("good", "return {'one': 0.5}")
+    assert workshop.run(left_s=0.5).checks == {}
+    assert workshop.run().checks["good"]["one"].status == "measured"
+
+
+def test_the_time_of_the_call_bounds_a_check(workshop: Workshop) -> None:
+    workshop.check("slow", "time.sleep(600)", deadline=500.0)
+    outcome = workshop.run(left_s=3.0).checks["slow"]["one"]
+    assert outcome.seconds < 10
+    assert "not done within" in outcome.reason
+
+
+def test_files_are_whole_after_every_part(workshop: Workshop) -> None:
+    copy = workshop.folder / "copy.json"
+    stored = workshop.folder / "gpu.json"
+    workshop.check("first", "return {'one': 0.5}")
+    workshop.check("second", f"open({str(copy)!r}, 'w').write(open({str(stored)!r}).read()); return {{'one': 0.5}}")
+    workshop.run()
+    seen = json.loads(copy.read_text())
+    assert seen["checks"]["first"]["one"]["figures"] == {"one": 0.5}
+
+
+def test_figures_of_two_machines_are_not_mixed(workshop: Workshop) -> None:
+    workshop.check("good", "return {'one': 0.5}")
+    workshop.run(device="NVIDIA H100")
+    with pytest.raises(RunConflictError, match="device NVIDIA H100, this is NVIDIA H200; choose another --out"):
+        workshop.run(device="NVIDIA H200")
+
+
+def test_figures_that_are_not_finite_survive_the_file(tmp_path: Path) -> None:
+    results = Results(date="d", rehearsal=False, machine={"device": "A"}, versions={})
+    results.checks["c"] = {"one": Outcome(status="measured", figures={"f": math.nan, "g": [1.0, math.inf]})}
+    results.save(tmp_path / "r.json", {})
+    found = load_or_begin(tmp_path / "r.json", Results(date="e", rehearsal=False, machine={"device": "A"}, versions={}))
+    value = found.figures("c")["f"]
+    assert isinstance(value, float)
+    assert math.isnan(value)
+    assert found.date == "d"
+
+
+def test_without_a_gpu_nothing_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "has_cuda", lambda: False)
+    assert command.main(["--out", str(tmp_path)]) == 1
+    assert "error: no CUDA device" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
