@@ -8,10 +8,10 @@ DEMO   := pipeline/recipes/demo.yaml
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench evidence clean
+.PHONY: help install demo test check bench evidence gpu gpu-rehearsal clean
 
 help:  ## Show this list.
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: $(STAMP)  ## Make .venv from the lock file (about 2 minutes; a second call returns at once).
 
@@ -39,6 +39,12 @@ bench: install  ## The loop beside TRL, the learner beside Megatron-Core, publis
 
 evidence: install  ## Measure tests/evidence/matrix.yaml into docs/evidence.md; resumable. QUICK=1: 20 minutes, into runs/.
 	@$(BIN)/python -m tests.evidence $(if $(QUICK),--quick)
+
+gpu:  ## Measure on one GPU what CPUs cannot show, into ops/measurements (PYTHON: that of the learner; ops/gpu/README.md).
+	@./ops/gpu/check.sh --python $(PYTHON) $(ARGS)
+
+gpu-rehearsal: install  ## The same scripts at tiny sizes on the CPU, into runs/: proves them, measures nothing (8 minutes).
+	@$(BIN)/python -m tests.gpu --rehearse --out runs/gpu-rehearsal
 
 clean:  ## Remove .venv and caches; runs are kept.
 	rm -rf $(VENV) .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis

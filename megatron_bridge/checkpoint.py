@@ -71,6 +71,7 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
         ) from error
     for name, chunk in _named_chunks(model):
         fill(chunk, loaded[name])
+    _place_steps(optimizer, loaded["optimizer"])
     optimizer.load_state_dict(loaded["optimizer"])
     _unshare_steps(optimizer)
     if same_ranks:
@@ -84,8 +85,11 @@ def _distributed_parts(optimizer: Any) -> list[Any]:
 
 def _unshare_steps(optimizer: Any) -> None:
     """Megatron-Core 0.16.1 gives all parameters one and the same `step` tensor when it loads, which torch.optim.AdamW
-    then advances once for each parameter."""
+    then advances once for each parameter; and groups the number that torch saved, which TE's kernel wants whole."""
     for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = int(group["step"])
         for state in part.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
@@ -104,6 +108,24 @@ def _keep_steps() -> None:
         original(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
 
     DistributedOptimizer._set_main_param_and_optimizer_states = keep_step
+
+
+def _place_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
+    """torch's Adam keeps the step of each parameter, TE's that of a group. Without the distributed optimizer,
+    Megatron-Core 0.16.1 hands over what was saved as it is."""
+    parts = optimizer.chained_optimizers
+    for number, part in enumerate(parts):
+        if part in _distributed_parts(optimizer):
+            continue
+        state = loaded if len(parts) == 1 else loaded[number]
+        state = state.get("optimizer", state)  # float32 parameters: nothing beside Adam's own
+        steps = [group.pop("step") for group in state["param_groups"] if "step" in group]
+        step = state["state"].pop("common_step", *steps[:1])
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            state["state"]["common_step"] = torch.tensor(float(step))
+        else:
+            for group in state["param_groups"]:
+                group["step"] = int(step)
 
 
 def _sharded_state(

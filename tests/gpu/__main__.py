@@ -48,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
         session = Session(
-            
             results=results,
             path=path,
             scratch=options.scratch or Path(scratch),

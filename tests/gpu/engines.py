@@ -23,8 +23,17 @@ ONE_GPU = ROOT / "pipeline" / "recipes" / "one_gpu.yaml"
 """Its engine arguments are those of the checks too."""
 
 
-def engine_recipe(scale: Scale, model: Path, rollout: str, learner: str, **sections: dict[str, Any]) -> Recipe:
-    """A run of the part's name that serves `model` in precision `rollout`; `sections` are added to."""
+def engine_recipe(
+    scale: Scale,
+    model: Path,
+    rollout: str,
+    learner: str,
+    engine_args: Sequence[str] = (),
+    **sections: dict[str, Any],
+) -> Recipe:
+    """A run of the part's name that serves `model` in precision `rollout`; `sections` are added to.
+
+    On a GPU the engine gets the shipped recipe's arguments and then `engine_args`: SGLang takes the last of a name."""
     data: dict[str, dict[str, Any]] = dict(
         run=dict(name=scale.part, root=str(scale.folder / "runs"), steps=1),
         model=dict(path=str(model)),
@@ -36,7 +45,7 @@ def engine_recipe(scale: Scale, model: Path, rollout: str, learner: str, **secti
             max_new_tokens=scale.of(256, 24),
             context_tokens=scale.of(1024, 128),
             start_deadline_s=scale.of(240.0, 120.0),
-            extra_args=[] if scale.rehearsal else list(load_recipe(ONE_GPU).rollout.extra_args),
+            extra_args=[] if scale.rehearsal else [*load_recipe(ONE_GPU).rollout.extra_args, *engine_args],
         ),
         learner=dict(precision=learner, micro_batch_tokens=scale.of(8192, 1024), optimizer=dict(lr=1e-5)),
     )

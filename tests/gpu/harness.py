@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +27,9 @@ from tests.gpu.machine import ROOT
 from tests.gpu.report import judged, write_report
 from tests.gpu.results import Outcome, Results
 from tests.gpu.scale import Scale
+
+LOG_CHARACTERS = 40_000
+"""Of the log of an engine or a learner that are kept."""
 
 
 class Check(Protocol):
@@ -119,12 +123,9 @@ class Session:
         began = time.monotonic()
         reason = run_child(command + ["--rehearse"] * self.results.rehearsal, log, deadline_s)
         seconds = time.monotonic() - began
-        with self.path.with_suffix(".log").open("a", errors="replace") as all_logs:
-            all_logs.write(f"==== {module} {part} ====\n{log.read_text(errors='replace')}\n")
+        keep_logs(self.path.with_suffix(".log"), f"{module} {part}", log, folder / "runs")
         missing = missing_file(folder, part)
-        outcome = Outcome(
-            status="measured", seconds=round(seconds, 2), commit=self.commit, figures=scale.kept()
-        )
+        outcome = Outcome(status="measured", seconds=round(seconds, 2), commit=self.commit, figures=scale.kept())
         if reason:
             outcome.status, outcome.reason = "failed", reason
         elif missing.exists():
@@ -133,6 +134,17 @@ class Session:
 
     def _tell(self, check: Any, part: str, what: str) -> None:
         self.say(f"[{time.monotonic() - self.began:6.1f} s] {check.NAME} {part}: {what.strip()}")
+
+
+def keep_logs(target: Path, title: str, log: Path, runs: Path) -> None:
+    """Append a part's log and the ends of those of its runs (engines, learner), then remove the runs: with weights and
+    checkpoints of every part a disk would fill."""
+    logs = [log, *sorted(runs.glob("*/logs/*.log"))]
+    with target.open("a", errors="replace") as file:
+        for path in logs:
+            text = path.read_text(errors="replace")
+            file.write(f"==== {title}: {path.name} ====\n{text if path == log else text[-LOG_CHARACTERS:]}\n")
+    shutil.rmtree(runs, ignore_errors=True)
 
 
 def run_child(command: Sequence[str], log: Path, deadline_s: float) -> str:

@@ -46,7 +46,9 @@ def _given(tokens: list[int]) -> Completion:
 
 
 @contextmanager
-def learner(model: Path, *, layers: str | None = None, total_steps: int = 100, **section: Any) -> Iterator[MegatronLearner]:
+def learner(
+    model: Path, *, layers: str | None = None, total_steps: int = 100, **section: Any
+) -> Iterator[MegatronLearner]:
     """One process on this device; `section` as in recipes, `layers` as MegatronLearner.create takes it."""
     chosen: dict[str, Any] = {} if layers is None else {"layers": layers}
     settings = LearnerSection.model_validate(section)

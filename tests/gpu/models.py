@@ -20,7 +20,8 @@ FIRST_CHARACTER = 0x10000
 
 
 def shared_model(scale: Scale, size: str) -> Path:
-    """The folder of a random Qwen3 in bfloat16 with Qwen3's vocabulary (rehearsal: tiny, with few characters)."""
+    """The folder of a random Qwen3 in bfloat16 with Qwen3's vocabulary, of which every id is a character, so that what
+    a random model says can be decoded (rehearsal: tiny, with few characters)."""
     size = scale.of(size, "tiny")
     folder = scale.folder.parent / "models" / size
     if not folder.exists():

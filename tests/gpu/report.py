@@ -29,7 +29,9 @@ class Row:
 
 def judged(results: Results, checks: Sequence[Any]) -> dict[str, list[Row]]:
     """The rows of every check, tried or not."""
-    return {check.NAME: [_row(goal, figures_of(results, check), results, check) for goal in check.GOALS] for check in checks}
+    return {
+        check.NAME: [_row(goal, figures_of(results, check), results, check) for goal in check.GOALS] for check in checks
+    }
 
 
 def figures_of(results: Results, check: Any) -> Figures:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def copy_bandwidth(device: str, num_bytes: int) -> float:
 
 
 def matmul_rate(device: str, size: int, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a square product, bfloat16 or e4m3 with one scale a matrix (output bf16)."""
+    """Floating-point operations a second of a square product: bfloat16, or e4m3 with one scale a matrix."""
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     if dtype is not torch.float8_e4m3fn:
         product: Callable[[], Tensor] = lambda: left @ right  # noqa: E731
@@ -83,6 +83,15 @@ def peak_extra_bytes(action: Callable[[], Any]) -> int:
     action()
     synchronise()
     return int(torch.cuda.max_memory_allocated() - before)
+
+
+def kernel_table(rows: Iterable[Any]) -> list[object]:
+    """Lines of tests.bench.kernels as a table of results."""
+    table: list[object] = [["kernel", "variant", "ms", "÷ copy of as many bytes", "torch ÷ kernel"]]
+    for row in rows:
+        beside = "" if row.torch_over_kernel is None else round(row.torch_over_kernel, 2)
+        table.append([row.kernel, row.variant, round(row.milliseconds, 4), round(row.over_copy, 3), beside])
+    return table
 
 
 def relative_error(found: Tensor, reference: Tensor) -> float:

@@ -1,20 +1,20 @@
 """Log-probability and entropy of tokens from bfloat16 logits: time against reading the logits once, memory, error.
 
 The floor of the forward pass is reading the logits once, of the backward pass reading and writing them once, both at
-the bandwidth of a copy measured in the same process. 8,192 × 151,936 bfloat16 logits are 2.49 GB: at 3 TB/s, 0.83 ms and
-1.66 ms. The reference is log-softmax in float64 of some of the rows; its entropy sums -p·log p.
+the bandwidth of a copy measured in the same process. 8,192 × 151,936 bfloat16 logits are 2.49 GB: at 3 TB/s, 0.83 ms
+and 1.66 ms. The reference is log-softmax in float64 of some of the rows; its entropy sums -p·log p.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.gpu.goals import Figures, Goal
+from tests.gpu.goals import Figures, Goal, NotMeasured
 from tests.gpu.scale import Scale
 
 NAME = "logprob"
 AFTER: tuple[str, ...] = ()
-PARTS = ("one",)
+PARTS = ("one", "variants")
 DEADLINE_S = 150.0
 GOALS = (
     Goal(figure="forward_over_read", what="forward ÷ reading the logits once", at_most=1.5),
@@ -32,6 +32,20 @@ SAMPLED_ROWS = 64
 
 
 def run(scale: Scale) -> Figures:
+    return _variants(scale) if scale.part == "variants" else _one(scale)
+
+
+def _variants(scale: Scale) -> Figures:
+    """Which launch constants of the kernels are fastest here."""
+    if scale.rehearsal:
+        raise NotMeasured("needs a GPU to compare variants of kernels on")
+    from tests.bench.kernels import Bench
+    from tests.gpu.timing import kernel_table
+
+    return {"variants (lanes/warps)": kernel_table(Bench().vocabulary())}
+
+
+def _one(scale: Scale) -> Figures:
     import torch
 
     from megatron_bridge import vocab_chunks

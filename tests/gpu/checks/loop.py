@@ -22,7 +22,7 @@ AFTER = ("stack.imports", "engine.fp8_block")
 PARTS = ("one",)
 DEADLINE_S = 480.0
 COMMAND_DEADLINE_S, STOP_S = 330.0, 30.0
-STEPS, WARM_STEPS, WARM_UP_STEPS = 20, 3, 40
+STEPS, WARM_STEPS, WARM_UP_STEPS = 20, 3, 99
 PHASES = ("wait", "logprobs", "update", "publish", "save")
 GOALS = (
     Goal(figure="steps", what="steps that were trained and published", at_least=float(STEPS)),
@@ -62,8 +62,8 @@ def shipped(scale: Scale) -> tuple[Path, list[str]]:
     evenkeel("model", "new", str(base), "--config", str(ROOT / "pipeline/recipes/models/qwen3-0.6b"))
     common = ["--set", f"run.root={scale.folder / 'runs'}"]
     evenkeel(
-        *("sft", str(ONE_GPU), "--out", str(warm), "--steps", str(WARM_UP_STEPS)),
-        *("--set", f"model.path={base}", *common),
+        *("sft", str(ONE_GPU), "--out", str(warm), "--steps", str(WARM_UP_STEPS), "--batch-size", "64"),
+        *("--lr", "3.0e-4", "--set", f"model.path={base}", *common),
     )
     return ONE_GPU, ["--set", f"model.path={warm}", "--set", "run.name=loop", "--set", f"run.steps={STEPS}", *common]
 

@@ -1,10 +1,10 @@
-"""Log-probabilities of sampled tokens, learner against engine; and how well the learner's emulation foretells FP8's gap.
+"""Log-probabilities of sampled tokens, learner against engine; and how well emulation foretells the gap of FP8.
 
     learner / engine      bf16 / bf16     bf16 / fp8_block     fp8_block / fp8_block
 
 KL is the k3 estimate of KL(engine ‖ learner), the mean of ρ − 1 − log ρ over tokens that the engine sampled. The gap of
-an FP8 engine is split as log π − log π_engine = [log π − log π_Q] + [log π_Q − prefill] + [prefill − decode], where π_Q is
-the BF16 learner on Megatron's own layers with the engine's formats emulated: quantization, kernels, decoding.
+an FP8 engine is split as log π − log π_engine = [log π − log π_Q] + [log π_Q − prefill] + [prefill − decode], where
+π_Q is the BF16 learner on Megatron's own layers with the engine's formats emulated: quantization, kernels, decoding.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ def _goals() -> tuple[Goal, ...]:
         goals += [
             Goal(figure=f"{part}_publish_s", what=f"{part}: publish", unit="s"),
             Goal(figure=f"{part}_gb_s", what=f"{part}: bytes that the engine took ÷ those seconds", unit="GB/s"),
-            Goal(figure=f"{part}_wire_gb_s", what=f"{part}: bytes ÷ seconds on the wire, loading included", unit="GB/s"),
+            Goal(
+                figure=f"{part}_wire_gb_s", what=f"{part}: bytes ÷ seconds on the wire, loading included", unit="GB/s"
+            ),
             Goal(figure=f"{part}_over_copy", what=f"{part}: publish ÷ a device copy of as many bytes"),
         ]
     return tuple(goals)
@@ -46,7 +48,9 @@ def run(scale: Scale) -> Figures:
     from tests.gpu.models import shared_model
 
     model = shared_model(scale, "1.7b")
-    recipe = engine_recipe(scale, model, scale.part, "bf16", weights=dict(channel="ipc", publish_deadline_s=120.0))
+    recipe = engine_recipe(
+        scale, model, scale.part, "bf16", weights=dict(channel="ipc", keep=1, publish_deadline_s=120.0)
+    )
     run_directory = prepare(recipe)
     with Engine(run_directory, recipe) as engine:
         os.environ[API_KEY_VARIABLE] = engine.key

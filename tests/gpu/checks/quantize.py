@@ -13,7 +13,7 @@ from tests.gpu.scale import Scale
 
 NAME = "quantize"
 AFTER: tuple[str, ...] = ()
-PARTS = ("one",)
+PARTS = ("one", "variants")
 DEADLINE_S = 120.0
 GOALS = (
     Goal(figure="block_wrong_bytes", what="bytes that differ from the reference, 128×128 blocks", at_most=0.0),
@@ -26,18 +26,28 @@ GOALS = (
 
 
 def run(scale: Scale) -> Figures:
+    if scale.rehearsal:
+        raise NotMeasured("needs a GPU: elsewhere Triton's kernels run interpreted, in unit tests")
+    return _variants() if scale.part == "variants" else _one(scale)
+
+
+def _variants() -> Figures:
+    """Which launch constants of the kernels are fastest here."""
+    from tests.bench.kernels import Bench
+    from tests.gpu.timing import kernel_table
+
+    return {"variants (warps)": kernel_table(Bench().quantization())}
+
+
+def _one(scale: Scale) -> Figures:
     import torch
 
+    from megatron_bridge import quantize_kernels
     from precision import formats
     from tests.gpu import timing
 
-    weights = samples(scale)
-    if scale.rehearsal:
-        raise NotMeasured("needs a GPU: Triton's kernels run nowhere else at speed; their arithmetic is unit-tested")
-    from megatron_bridge import quantize_kernels
-
     wrong = {"block": 0, "tensor": 0}
-    for weight in weights:
+    for weight in samples(scale):
         for name, kernel, reference in (
             ("block", quantize_kernels.quantize_block, formats.quantize_block),
             ("tensor", quantize_kernels.quantize_tensor, formats.quantize_tensor),
@@ -67,7 +77,11 @@ def samples(scale: Scale) -> list[Any]:
     spiked = plain.clone()
     spiked[0, 0] = 3.0e4
     empty = torch.zeros_like(plain)
-    return [one.to(dtype) for one in (plain, ragged, steep, ties, spiked, empty) for dtype in (torch.bfloat16, torch.float32)]
+    return [
+        one.to(dtype)
+        for one in (plain, ragged, steep, ties, spiked, empty)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
 
 
 def differing_bytes(found: tuple[Any, Any], reference: tuple[Any, Any]) -> int:

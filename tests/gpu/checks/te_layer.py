@@ -1,10 +1,11 @@
 """One whole decoder layer as the learner builds it, against the same weights in float64 on Megatron's own layers.
 
 Compared are what the layer adds to the residual stream, and the gradient of a cross-entropy in each of its parameters.
-With the ε of te_linear, an FP8 product of e4m3 operands is off by 0.035. What the layer adds has passed two such products
-in the attention (0.049) and two in the MLP, of which the first counts twice, once for each factor of SwiGLU (0.060). A
-gradient passes up to four products on its way back, each off by at most 0.055 (e5m2), on top of the activations' own
-error: √(4·0.055² + 0.06²) = 0.125. Bounds are 1.5 times that. A bfloat16 rounding costs 0.0015; there are some ten.
+With the ε of te_linear, an FP8 product of e4m3 operands is off by 0.035. What the layer adds has passed two such
+products in the attention (0.049) and two in the MLP, of which the first counts twice, once for each factor of SwiGLU
+(0.060). A gradient passes up to four products on its way back, each off by at most 0.055 (e5m2), on top of the
+activations' own error: √(4·0.055² + 0.06²) = 0.125. Bounds are 1.5 times that. A bfloat16 rounding costs 0.0015; there
+are some ten.
 """
 
 from __future__ import annotations
@@ -51,9 +52,7 @@ def run(scale: Scale) -> Figures:
     if not model.exists():
         new_model(model, layers=1, **sizes, dtype="bfloat16")
     rows, length = scale.of((4, 513), (4, 33))
-    with learner(
-        model, precision=scale.part, micro_batch_tokens=rows * length, overlap_grad_reduce=False
-    ) as subject:
+    with learner(model, precision=scale.part, micro_batch_tokens=rows * length, overlap_grad_reduce=False) as subject:
         found = compare(subject, rows, length)
     return {f"{scale.part}_{name}": value for name, value in found.items()}
 
@@ -63,13 +62,14 @@ def compare(subject: Any, rows: int, length: int) -> Figures:
     import torch
 
     from megatron_bridge.model import build_chunks
+    from megatron_bridge.te_precision import warm_up_passes
     from megatron_bridge.weights import load_hf
     from tests.gpu.learners import one_micro_batch
     from tests.gpu.timing import relative_error
 
     micro_batch = one_micro_batch(subject, rows, length)
     (chunk,) = subject.model
-    for _ in range(3):  # delayed scaling takes its scales from the passes before
+    for _ in range(1 + warm_up_passes("fp8_delayed")):  # its scales come from the passes before
         chunk.zero_grad_buffer()
         out, gradients = layer_pass(subject, chunk, micro_batch)
     (reference,) = build_chunks(subject.shape, subject.layout, torch.float64, 1.0, layers="megatron")

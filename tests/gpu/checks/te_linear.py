@@ -1,7 +1,7 @@
 """One Transformer Engine linear layer in FP8 against float64: does the library load and compute what it should?
 
-Rounding to a format with m mantissa bits is off by u = step / √12, root mean square, where the step is 2^-m of the power
-of two below a value. With values spread evenly over a binade in the logarithm their root mean square is
+Rounding to a format with m mantissa bits is off by u = step / √12, root mean square, where the step is 2^-m of the
+power of two below a value. With values spread evenly over a binade in the logarithm their root mean square is
 √(3 / (2·ln 2)) = 1.471 of that power of two, so that quantizing a tensor costs, relative to its norm,
 
     ε(m) = 2^-m / √12 / 1.471        e4m3: ε(3) = 0.0245        e5m2: ε(2) = 0.0491
@@ -56,9 +56,7 @@ def _goals() -> tuple[Goal, ...]:
             ("wgrad", product_error(gradient, "e4m3")),
         ):
             bounds = dict(at_least=round(expected / 2, 4), at_most=round(MARGIN * expected, 4))
-            goals.append(
-                Goal(figure=f"{precision}_{what}", what=f"{precision} {what}: ‖out − ref‖ / ‖ref‖", **bounds)
-            )
+            goals.append(Goal(figure=f"{precision}_{what}", what=f"{precision} {what}: ‖out − ref‖ / ‖ref‖", **bounds))
     return tuple(goals)
 
 

@@ -1,8 +1,9 @@
 """20 optimizer steps of a 1.7 B model (Qwen3's shape) in BF16 and in FP8: losses, gradients, step time, utilisation.
 
-Model FLOPs of a position in a row of s tokens (launch.plan_costs.forward_flops): 2 for each parameter it is multiplied by,
-LM head included and embedding not, and 2·L·q·s for causal attention (2·q·s of Q·Kᵀ and as much of P·V, halved by the
-mask; q = heads × head size). Forward and backward are three times that; what is computed again does not count. Here
+Model FLOPs of a position in a row of s tokens (launch.plan_costs.forward_flops): 2 for each parameter that it is
+multiplied by, LM head included and embedding not, and 2·L·q·s for causal attention (2·q·s of Q·Kᵀ and as much of P·V,
+halved by the mask; q = heads × head size). Forward and backward are three times that; what is computed again does not
+count. Here
 
     N = 28 · (2048·(2048 + 2·1024) + 2048·2048 + 3·2048·6144) + 151,936·2048 = 1.720e9,   s = 2048
     3 · (2·1.720e9 + 2·28·2048·2048) = 11.03 GFLOP a token, 361 TFLOP a step of 32,752 tokens
@@ -40,7 +41,12 @@ def _goals() -> tuple[Goal, ...]:
             Goal(figure=f"{part}_speed_up", what=f"step time BF16 ÷ {part}", at_least=1.3),
             Goal(figure=f"{part}_cosine", what=f"cosine of the gradients, BF16 and {part}", at_least=0.98),
             Goal(figure=f"{part}_lowest_cosine", what=f"lowest of a single parameter, {part}"),
-            Goal(figure=f"{part}_loss_gap", what=f"|loss of {part} − of BF16|, last five steps", unit="nats", at_most=0.05),
+            Goal(
+                figure=f"{part}_loss_gap",
+                what=f"|loss of {part} − of BF16|, last five steps",
+                unit="nats",
+                at_most=0.05,
+            ),
         ]
     for part in PARTS:
         goals += [

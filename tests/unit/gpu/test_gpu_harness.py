@@ -37,7 +37,9 @@ class Workshop:
         self.lines: list[str] = []
         self.modules: list[str] = []
 
-    def check(self, name: str, body: str, *, after: tuple[str, ...] = (), parts: Any = ("one",), deadline: float = 20):
+    def check(
+        self, name: str, body: str, *, after: tuple[str, ...] = (), parts: Any = ("one",), deadline: float = 20
+    ) -> None:
         """`body` is what `run` does."""
         text = HEAD.format(name=name, after=after, parts=parts, deadline=deadline)
         (self.folder / f"fake_{self.folder.name}_{name}.py").write_text(text + f"    {body}\n")
@@ -103,7 +105,7 @@ def test_a_crash_costs_its_own_part_only(workshop: Workshop) -> None:
 
 def test_a_hang_ends_with_all_of_its_processes(workshop: Workshop) -> None:
     pids = workshop.folder / "pid"
-    child = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     body = f"scale.keep(one=0.75); open({str(pids)!r}, 'w').write(str({child}.pid)); time.sleep(600)"
     workshop.check("stuck", body, deadline=4.0)
     began = time.monotonic()
@@ -150,7 +152,9 @@ def test_a_second_call_measures_only_what_is_left(workshop: Workshop) -> None:
 
 def test_stale_figures_of_a_failed_try_are_not_kept(workshop: Workshop) -> None:
     flag = workshop.folder / "flag"
-    workshop.check("again", f"assert os.path.exists({str(flag)!r}) or scale.keep(old=1.0) is None; return {{'one': 0.5}}")
+    workshop.check(
+        "again", f"assert os.path.exists({str(flag)!r}) or scale.keep(old=1.0) is None; return {{'one': 0.5}}"
+    )
     assert workshop.run().checks["again"]["one"].figures == {"old": 1.0}
     flag.touch()
     assert workshop.run().checks["again"]["one"].figures == {"one": 0.5}
@@ -201,6 +205,22 @@ def test_files_are_whole_after_every_part(workshop: Workshop) -> None:
     workshop.run()
     seen = json.loads(copy.read_text())
     assert seen["checks"]["first"]["one"]["figures"] == {"one": 0.5}
+
+
+def test_logs_of_runs_are_kept_and_their_weights_are_not(workshop: Workshop) -> None:
+    body = (
+        "logs = scale.folder / 'runs' / 'bf16' / 'logs'; logs.mkdir(parents=True); "
+        "(logs / 'engine-0.log').write_text('x' * 50_000 + 'out of memory'); (logs.parent / 'big').write_text('w'); "
+        "(scale.folder / 'gradients').write_text('g'); raise RuntimeError('no engine')"
+    )
+    workshop.check("engine", body)
+    workshop.run()
+    log = (workshop.folder / "gpu.log").read_text()
+    assert "engine-0.log ====" in log
+    assert "out of memory" in log
+    assert len(log) < 45_000
+    assert not (workshop.folder / "scratch" / "engine" / "runs").exists()
+    assert (workshop.folder / "scratch" / "engine" / "gradients").exists(), "what parts leave for one another"
 
 
 def test_figures_of_two_machines_are_not_mixed(workshop: Workshop) -> None:

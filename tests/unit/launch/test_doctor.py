@@ -96,6 +96,22 @@ def test_gpu_without_transformer_engine_is_a_warning(tmp_path: Path, monkeypatch
     assert doctor.check_accelerator(tmp_path).found == "2 NVIDIA GPUs"
 
 
+@pytest.mark.parametrize(
+    ("version", "status", "found"),
+    [("2.11.0", "ok", "2.11.0"), ("2.12.0", "warn", "2.12.0"), (None, "warn", "of unknown version")],
+)
+def test_transformer_engine_must_be_one_that_megatron_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, status: str, found: str
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "_version", lambda name: version)
+    check = doctor.check_transformer_engine(tmp_path)
+    assert (check.status, check.found) == (status, found)
+    if version == "2.12.0":
+        assert check.advice.startswith("megatron-core asks for <2.12.0,>=2.9.0")
+
+
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_shared_memory(tmp_path / "none").status == "fail"
     usage = namedtuple("usage", "total used free")

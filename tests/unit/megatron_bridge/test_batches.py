@@ -57,6 +57,19 @@ def test_context_and_sequence_parallelism_pad_what_they_must() -> None:
     assert first.padding_share == second.padding_share == pytest.approx(1 - 7 / 16)
 
 
+def test_fp8_pads_what_each_rank_is_left_with() -> None:
+    rows = rows_of([(1, 5), (1, 2)])  # predict from 5 and 2 tokens
+    (alone,) = plans(rows, 64, 1, token_multiple=16)
+    assert alone.micro_batches[0].row_ends.tolist() == [0, 5, 16]
+    # 8 and 4 with pieces of 2 and 1; 16 for each of 2 × 2 ranks is 64 in sum.
+    split, _ = plans(rows, 64, 1, context_ranks=2, sequence_ranks=2, token_multiple=16)
+    assert split.micro_batches[0].row_ends.tolist() == [0, 8, 64]
+    assert split.micro_batches[0].tokens.shape == (1, 32)
+    assert split.padding_share == pytest.approx(1 - 7 / 64)
+    with pytest.raises(RecipeError, match="a sample of 6 tokens, padded to 8, does not fit"):
+        plans(rows, 63, 1, context_ranks=2, sequence_ranks=2, token_multiple=16)
+
+
 def test_context_ranks_hold_pieces_from_both_ends() -> None:
     assert [zigzag_columns([8, 4], 2, rank).tolist() for rank in (0, 1)] == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
     assert zigzag_columns([3, 2], 1, 0).tolist() == [0, 1, 2, 3, 4]
@@ -68,16 +81,20 @@ def test_context_ranks_hold_pieces_from_both_ends() -> None:
     budget=st.integers(48, 200),
     context=st.sampled_from([1, 2, 3]),
     sequence=st.sampled_from([1, 2]),
+    multiple=st.sampled_from([1, 3, 8]),
 )
 def test_every_predicted_token_appears_exactly_once(
-    lengths: list[tuple[int, int]], ranks: int, budget: int, context: int, sequence: int
+    lengths: list[tuple[int, int]], ranks: int, budget: int, context: int, sequence: int, multiple: int
 ) -> None:
     rows = rows_of(lengths)
     wanted = [token for row, (prompt, _) in zip(rows.tokens, lengths, strict=True) for token in row[prompt:]]
     found = np.zeros(len(wanted), np.int64)
     times = np.zeros(len(wanted), np.int64)
-    for plan in plans(rows, budget, ranks, context_ranks=context, sequence_ranks=sequence):
+    split = dict(context_ranks=context, sequence_ranks=sequence, token_multiple=multiple)
+    for plan in plans(rows, budget, ranks, **split):
         for micro in plan.micro_batches:
+            assert micro.tokens.numel() % (sequence * multiple) == 0
+            assert (micro.row_ends.diff() % (2 * context if context > 1 else 1) == 0).all()
             places = micro.index[micro.mask].numpy()
             found[places] = micro.labels[micro.mask].numpy()
             np.add.at(times, places, 1)

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,3 +164,31 @@ def test_weights_that_are_not_there_are_named(model: Path) -> None:
             CorruptCheckpointError, match=r"1 names .*, the first decoder\.layers\.3\.self_attention\.linear_proj"
         ):
             weight_checkpoint.fill(chunk, state)
+
+
+def state(groups: int, **found: Any) -> dict[str, Any]:
+    steps = {name: value for name, value in found.items() if name == "step"}
+    others = {name: value for name, value in found.items() if name != "step"}
+    return {"optimizer": {"param_groups": [dict(lr=0.1, **steps) for _ in range(groups)], "state": {0: {}, **others}}}
+
+
+def part(adam: Any, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(optimizer=adam, **more)
+
+
+def test_steps_go_where_the_optimizer_keeps_them() -> None:
+    """torch's Adam keeps them in each state, `common_step` for short; Transformer Engine's in each group."""
+    ours = part(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    fused = part(SimpleNamespace())
+    sharded = part(SimpleNamespace(), _init_optimizer_states_with_dummy_values=None)
+    loaded = {0: state(2, step=7), 1: state(2, common_step=torch.tensor(7.0)), 2: state(1, step=7)}
+    checkpoint._place_steps(SimpleNamespace(chained_optimizers=[ours, fused, sharded]), loaded)
+    assert loaded == {
+        0: state(2, common_step=torch.tensor(7.0)),
+        1: state(2, step=7),
+        2: state(1, step=7),
+    }
+    assert isinstance(loaded[1]["optimizer"]["param_groups"][0]["step"], int)
+    float32 = state(1, step=7)["optimizer"]  # alone, and without a wrapping
+    checkpoint._place_steps(SimpleNamespace(chained_optimizers=[ours]), float32)
+    assert float32 == state(1, common_step=torch.tensor(7.0))["optimizer"]

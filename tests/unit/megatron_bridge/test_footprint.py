@@ -230,3 +230,30 @@ def test_counts_are_those_of_real_models_on_the_meta_device() -> None:
                     product *= length
                 numbers += product
             assert held_parameters(shape, Layout(**sizes), rank["stage"]).total == numbers, (sizes, rank["stage"])
+
+
+def test_fp8_training_keeps_two_copies_of_matrices_and_inputs_in_one_byte() -> None:
+    """Qwen3-32B by hand: a layer's matrices are 5120 × (8192 + 2 × 1024) + 8192 × 5120 + 3 × 5120 × 25600."""
+    matrices = 64 * (5120 * 10240 + 8192 * 5120 + 3 * 5120 * 25600)
+    assert held_parameters(QWEN3_32B, Layout(tensor=8), 0).matrices == matrices // 8
+    work = Workload(micro_batches=MicroBatches(tokens=4096, count=4))
+    both: dict[str, Any] = dict(tensor_parallel=8, sequence_parallel=True, data_parallel=4)
+    (plain,) = footprints(QWEN3_32B, LearnerSection(precision="bf16", **both), work)
+    (quantized,) = footprints(QWEN3_32B, LearnerSection(precision="fp8_block", **both), work)
+    assert plain.quantized == 0
+    assert "quantized" not in plain.items()
+    assert quantized.static - plain.static == quantized.quantized == quantized.items()["quantized"] == matrices // 4
+    # Two norms' outputs (5120 each) and the product (25600) lose a byte a position and layer, over 8 ranks.
+    assert plain.activations - quantized.activations == 4096 * 64 * (2 * 5120 + 25600) // 8
+    for name in ("parameters", "gradients", "optimizer", "head"):
+        assert getattr(plain, name) == getattr(quantized, name)
+
+
+def test_fp8_training_sends_experts_one_byte() -> None:
+    work = Workload(micro_batches=MicroBatches(tokens=1024, count=1))
+    plain, quantized = (
+        layer_activations(QWEN3_30B_A3B, LearnerSection(precision=precision), work)
+        for precision in ("bf16", "fp8_tensor")
+    )
+    # Two norms; for each of 8 experts the hidden states sent to it and its product.
+    assert plain - quantized == 2 * 2048 + 8 * (2048 + 768)

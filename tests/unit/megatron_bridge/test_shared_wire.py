@@ -114,13 +114,23 @@ def test_a_restarted_engine_and_one_that_is_gone(engines: list[ReceivingDouble],
     assert same(engines[1].received, weights(2))
 
 
-def test_each_rank_of_an_engine_opens_the_row(engines: list[ReceivingDouble], tmp_path: Path) -> None:
-    """All ranks open one row, again and again: it must be there for the last one too."""
+def test_each_rank_of_an_engine_opens_the_row(
+    engines: list[ReceivingDouble], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks open one row, again and again: it is lent to each."""
+    lend, lent = SharedRow.lend, []
+
+    def lend_and_note(row: SharedRow, num_bytes: int, readers: int) -> Call:
+        lent.append(readers)
+        return lend(row, num_bytes, readers)
+
+    monkeypatch.setattr(SharedRow, "lend", lend_and_note)
     with publisher(engines, tmp_path, SharedWire, ranks=3) as publish:
         publish(weights(0))
         assert publish(weights(1)).failures == {}
     assert same(engines[0].received, weights(1))
-    assert engines[0].opened % 3 == 0
+    assert [engine.opened for engine in engines] == [3 * len(lent)] * 2
+    assert set(lent) == {2 * 3}
 
 
 def test_one_row_serves_all_buckets_and_grows_for_the_largest_tensor(

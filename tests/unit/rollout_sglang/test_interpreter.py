@@ -18,15 +18,15 @@ SGLANG = {
     "launch_server.py": """
         import multiprocessing
         def child(queue):
-            queue.put(__import__("os").getpid())
+            queue.put(hasattr(__import__("sys").modules["__mp_main__"], "die_with_parent"))
         def run_server(arguments):
             context = multiprocessing.get_context("spawn")
             queue = context.Queue()
             process = context.Process(target=child, args=(queue,))
             process.start()
-            queue.get(timeout=30)
+            again = queue.get(timeout=30)
             process.join()
-            print("served", arguments)
+            print("served", arguments, "module run again in a child:", again)
     """,
     "srt/__init__.py": "",
     "srt/plugins.py": "def load_plugins(): pass",
@@ -74,7 +74,8 @@ def test_a_foreign_interpreter_runs_the_server_with_its_own_packages(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv(PYTHON_VARIABLE, str(foreign))
     assert require_sglang() == "9.9.9"
-    assert run([*module_command("rollout_sglang.stock_server"), "--port", "1"]) == "served ['--port', '1']\n"
+    served = run([*module_command("rollout_sglang.stock_server"), "--port", "1"])
+    assert served == "served ['--port', '1'] module run again in a child: True\n"
 
 
 def test_what_is_no_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
