@@ -43,7 +43,7 @@ evidence: install  ## Measure tests/evidence/matrix.yaml into docs/evidence.md; 
 gpu:  ## Measure on one GPU what CPUs cannot show, into ops/measurements (PYTHON: that of the learner; ops/gpu/README.md).
 	@./ops/gpu/check.sh --python $(PYTHON) $(ARGS)
 
-gpu-rehearsal: install  ## The same scripts at tiny sizes on the CPU, into runs/: proves them, measures nothing (8 minutes).
+gpu-rehearsal: install  ## The same scripts at tiny sizes on the CPU, into runs/: proves them, measures nothing (4 minutes).
 	@$(BIN)/python -m tests.gpu --rehearse --out runs/gpu-rehearsal
 
 clean:  ## Remove .venv and caches; runs are kept.
