@@ -58,6 +58,7 @@ def run(scale: Scale) -> Figures:
         learner = build_learner(recipe)
         channel = build_channel(run_directory, recipe, learner)
         rounds = [one_publish(learner, channel, version) for version in range(1, ROUNDS + 1)]
+        channel.close()
         shut_down()
     return {f"{scale.part}_{name}": value for name, value in summary(scale, rounds[1:]).items()} | {
         f"{scale.part} seconds": timers(rounds[1:])
