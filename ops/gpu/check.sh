@@ -68,7 +68,8 @@ look() {  # WHAT INTERPRETER STATEMENT: one line, whether or not it holds
 from="from importlib.metadata import version as v"
 look python "$python" 'import sys; print(sys.version.split()[0]); sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' ||
     fail "use Python 3.11 or 3.12: --python EXE"
-look torch "$python" "import torch, triton; print(torch.__version__, 'triton', triton.__version__)" || true
+look torch "$python" 'import torch; print(torch.__version__)' || true
+look triton "$python" 'import triton; print(triton.__version__)' || true
 look device "$python" 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.cuda.get_device_name())' || true
 look learner "$python" "$from; import launch.learn, launch.collect, launch.cli; print('megatron-core', v('megatron-core'))" || {
     look megatron-core "$python" "import megatron.core; print('loads by itself')" || true
