@@ -135,9 +135,8 @@ def check_packages(distribution: str = "evenkeel") -> list[Check]:
 
 def check_package(requirement: Requirement, extra: str) -> Check:
     """Installed, and of a version that satisfies the requirement."""
-    try:
-        version = metadata.version(requirement.name)
-    except metadata.PackageNotFoundError:
+    version = _version(requirement.name)
+    if version is None:
         if extra:
             return Check(
                 requirement.name, "warn", "not installed", f"needed by the {extra}: pip install evenkeel[{extra}]"

@@ -34,6 +34,7 @@ from pipeline.ports import Sampling
 from pipeline.proof import Proof
 from pipeline.recipe import Recipe
 from pipeline.recipe_file import recipe_from
+from pipeline.records import Completion
 from pipeline.rundir import RunDirectory
 from rollout_sglang.client import EngineClient
 from rollout_sglang.interpreter import require_sglang
@@ -203,11 +204,15 @@ class Engine:
             answers = [await client.generate(p, SAMPLES, Sampling(max_new_tokens=NEW_TOKENS)) for p in prompts]
         finally:
             await client.close()
+        return await self.rows(prompts, answers)
+
+    async def rows(self, prompts: Sequence[list[int]], answers: Sequence[Sequence[Completion]]) -> Rows:
+        """What was sampled, with the engine's own log-probabilities: prefilled on the prompts, decoded on the
+        responses. `answers` has the completions of each prompt."""
         pairs = [(p, a) for p, group in zip(prompts, answers, strict=True) for a in group]
-        prefill = await self.prefill([p for p, _ in pairs])
         return Rows(
             tokens=[[*p, *a.tokens] for p, a in pairs],
-            prompt=prefill,
+            prompt=await self.prefill([p for p, _ in pairs]),
             sampled=[np.asarray(a.logprobs, np.float64) for _, a in pairs],
         )
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron_bridge.background import Background
 from megatron_bridge.buckets import Bucket
 from megatron_bridge.process_groups import EngineGroup, connect
-from megatron_bridge.wire import BUCKET_DEADLINE_S
+from megatron_bridge.wire import BUCKET_DEADLINE_S, Wire
 from pipeline.errors import DeadlineExceededError, RetryableError
-from pipeline.ports import EngineFeed, Meeting
+from pipeline.ports import Meeting
 
 _POLL_S = 0.001
 
@@ -41,28 +40,12 @@ class Transfer:
         return False
 
 
-class BroadcastWire:
-    """Implements Wire. Each engine has a group of its own: one that dies or hangs breaks nothing but its own."""
+@dataclass(eq=False)
+class BroadcastWire(Wire):
+    """Each engine has a group of its own: one that dies or hangs breaks nothing but its own."""
 
-    def __init__(
-        self,
-        feed: EngineFeed,
-        background: Background,
-        engines: Sequence[int],
-        device: torch.device,
-        deadline_s: float,
-    ) -> None:
-        """See WireFactory."""
-        self._feed = feed
-        self._background = background
-        self._assigned = tuple(engines)
-        self._device = device
-        self._deadline_s = deadline_s
-        self._groups: dict[int, EngineGroup] = {}
-        self._broken: list[EngineGroup] = []
-        self._left_s: dict[int, float] = {}
-        self.failures: dict[int, str] = {}
-        self.sent_bytes = 0
+    _groups: dict[int, EngineGroup] = field(init=False, default_factory=dict)
+    _broken: list[EngineGroup] = field(init=False, default_factory=list)
 
     @property
     def engines(self) -> tuple[int, ...]:

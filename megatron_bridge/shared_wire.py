@@ -12,45 +12,28 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_bridge.background import Background
 from megatron_bridge.buckets import Bucket
 from megatron_bridge.shared_row import SharedRow
-from megatron_bridge.wire import BUCKET_DEADLINE_S
+from megatron_bridge.wire import BUCKET_DEADLINE_S, Wire
 from pipeline.errors import RetryableError
-from pipeline.ports import EngineFeed
 
 PICKLE_PROTOCOL = 4
 """That of torch's own serializers; every supported Python reads it."""
 
 
-class SharedWire:
-    """Implements Wire."""
+@dataclass(eq=False)
+class SharedWire(Wire):
+    """One row of memory, opened by every engine."""
 
-    def __init__(
-        self,
-        feed: EngineFeed,
-        background: Background,
-        engines: Sequence[int],
-        device: torch.device,
-        deadline_s: float,
-    ) -> None:
-        """See WireFactory."""
-        self._feed = feed
-        self._background = background
-        self._assigned = tuple(engines)
-        self._device = device
-        self._deadline_s = deadline_s
-        self._row: SharedRow | None = None
-        self._left_s: dict[int, float] = {}
-        self.failures: dict[int, str] = {}
-        self.sent_bytes = 0
+    _row: SharedRow | None = field(init=False, default=None)
 
     @property
     def engines(self) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from megatron_bridge.folder_writer import FolderWriter, gather_manifests
 from megatron_bridge.policy_files import complete_policy
 from megatron_bridge.publish import ProofPlan, prune
 from megatron_bridge.quantize import quantize_block
-from megatron_bridge.wire import WireFactory
+from megatron_bridge.wire import Wire
 from pipeline.errors import EngineUnavailableError, NonFiniteError
 from pipeline.ports import EngineFeed, FeedReport
 from pipeline.proof import Proof
@@ -82,7 +82,7 @@ class StreamedChannel:
         run: RunDirectory,
         quant: QuantMap | None,
         plan: ProofPlan,
-        new_wire: WireFactory,
+        new_wire: type[Wire],
         *,
         keep: int,
         bucket_bytes: int,

@@ -30,7 +30,7 @@ def save(directory: Path, chunks: Sequence[Any]) -> None:
     dist.barrier()
     # As in `checkpoint.save`: results stay in this process, so that Megatron starts no manager process for them.
     filesystem_async._results_queue = queue.SimpleQueue()
-    dist_checkpointing.save(dict(sharded_weights(chunks)), str(directory))
+    dist_checkpointing.save(sharded_weights(chunks), str(directory))
 
 
 def load(directory: Path, chunks: Sequence[Any]) -> None:
@@ -40,7 +40,7 @@ def load(directory: Path, chunks: Sequence[Any]) -> None:
     """
     index = CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
     try:
-        loaded = dist_checkpointing.load(dict(sharded_weights(chunks, index.tensors)), str(directory))
+        loaded = dist_checkpointing.load(sharded_weights(chunks, index.tensors), str(directory))
     except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
         raise CorruptCheckpointError(
             f"{directory} does not hold this model's weights ({' '.join(str(error).split())[:300]}); "

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron_bridge import vocab_chunks
 from precision import formats
+from tests.gpu import timing
 
 TOKENS, VOCABULARY = 8192, 151_936
 WEIGHT = (5120, 25_600)
@@ -55,16 +56,13 @@ class Bench:
     """Kernels on one device, against its copy."""
 
     def __init__(self) -> None:
-        from tests.gpu import timing
-
-        self._timing = timing
         self._bytes_per_second = timing.copy_bandwidth("cuda", TOKENS * VOCABULARY * 2)
 
     def row(
         self, kernel: str, variant: str, moved: int, action: Callable[[], Any], torch_s: float | None = None
     ) -> Row:
         """`moved` bytes by `action`."""
-        seconds = self._timing.seconds(action)
+        seconds = timing.seconds(action)
         floor = moved / self._bytes_per_second
         return Row(kernel, variant, seconds * 1e3, seconds / floor, None if torch_s is None else torch_s / seconds)
 
@@ -81,12 +79,12 @@ class Bench:
         def gradient(module: Any, upstream: Tensor) -> None:
             module.write_gradient(logits, wanted, normaliser, upstream, TEMPERATURE, logits)
 
-        torch_s = self._timing.seconds(lambda: vocab_chunks.statistics(logits, wanted, TEMPERATURE))
+        torch_s = timing.seconds(lambda: vocab_chunks.statistics(logits, wanted, TEMPERATURE))
         for lanes, warps in VOCABULARY_VARIANTS:
             with variant(vocab_kernels, _LANES=lanes, _WARPS=warps):
                 forward = lambda: vocab_kernels.statistics(logits, wanted, TEMPERATURE)  # noqa: E731
                 yield self.row("statistics", f"{lanes}/{warps}", logits.nbytes, forward, torch_s)
-        torch_s = self._timing.seconds(lambda: gradient(vocab_chunks, scale))
+        torch_s = timing.seconds(lambda: gradient(vocab_chunks, scale))
         for lanes, warps in VOCABULARY_VARIANTS:
             with variant(vocab_kernels, _LANES=lanes, _WARPS=warps):
                 both = 2 * logits.nbytes
@@ -103,7 +101,7 @@ class Bench:
         moved = weights[0].numel() * 3
         for name in ("quantize_block", "quantize_tensor"):
             kernel, plain = getattr(quantize_kernels, name), getattr(formats, name)
-            torch_s = self._timing.seconds(lambda plain=plain: plain(next(turns)))
+            torch_s = timing.seconds(lambda plain=plain: plain(next(turns)))
             for warps in QUANTIZE_VARIANTS:
                 with variant(quantize_kernels, WARPS=warps):
                     action = lambda kernel=kernel: kernel(next(turns))  # noqa: E731

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from launch.parity import Engine, Rows
 from pipeline.ports import Sampling
 from pipeline.recipe import Recipe
@@ -78,12 +76,7 @@ def generate(
     return answers, time.perf_counter() - began
 
 
-def sampled_rows(engine: Engine, prompts: Sequence[Sequence[int]], num_samples: int, new_tokens: int) -> Rows:
-    """Rows with the engine's own log-probabilities: prefilled on the prompts, decoded on the responses."""
+def sampled_rows(engine: Engine, prompts: Sequence[list[int]], num_samples: int, new_tokens: int) -> Rows:
+    """See Engine.rows."""
     answers, _ = generate(engine, prompts, num_samples, new_tokens)
-    pairs = [(list(prompt), one) for prompt, group in zip(prompts, answers, strict=True) for one in group]
-    return Rows(
-        tokens=[[*prompt, *one.tokens] for prompt, one in pairs],
-        prompt=asyncio.run(engine.prefill([prompt for prompt, _ in pairs])),
-        sampled=[np.asarray(one.logprobs, np.float64) for _, one in pairs],
-    )
+    return asyncio.run(engine.rows(prompts, answers))

@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rollout_sglang.interpreter import module_environment, rollout_python
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch", "tests/gpu")
 DISTRIBUTIONS = ("torch", "triton", "transformer-engine", "megatron-core", "numpy", "transformers")
@@ -37,9 +39,9 @@ def describe_machine() -> dict[str, Any]:
 def describe_versions() -> dict[str, str]:
     """Of Python and of what learner and engine are made of; `missing` where it is not installed."""
     versions = {"python": platform.python_version()} | {name: _version(name) for name in DISTRIBUTIONS}
-    engine = os.environ.get("EVENKEEL_ROLLOUT_PYTHON", sys.executable)
+    engine = rollout_python() or sys.executable
     asked = "from importlib.metadata import version as v; print(v('sglang'), v('torch'), v('transformers'))"
-    found = _said([engine, "-c", asked]).split()
+    found = _said([engine, "-c", asked], module_environment()).split()
     names = ("sglang", "engine torch", "engine transformers")
     return versions | dict(zip(names, found if len(found) == len(names) else ["missing"] * len(names), strict=True))
 
@@ -61,10 +63,12 @@ def _version(distribution: str) -> str:
         return "missing"
 
 
-def _said(command: list[str]) -> str:
+def _said(command: list[str], environment: dict[str, str] | None = None) -> str:
     """Standard output; empty when the program is missing, fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_DEADLINE_S, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=ASK_DEADLINE_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_bridge.background import Background
 from megatron_bridge.buckets import pack
-from megatron_bridge.wire import Wire, WireFactory
+from megatron_bridge.wire import Wire
 from rollout_sglang.feed import FedFleet
 from tests.doubles.receiving_double import ReceivingDouble
 
@@ -23,7 +23,7 @@ Publish = Callable[[dict[str, Tensor]], Wire]
 
 @contextmanager
 def publisher(
-    engines: Sequence[ReceivingDouble], folder: Path, new_wire: WireFactory, *, ranks: int = 1
+    engines: Sequence[ReceivingDouble], folder: Path, new_wire: type[Wire], *, ranks: int = 1
 ) -> Iterator[Publish]:
     """Sends tensors to all engines, over the same wire each time."""
     background = Background("test")
