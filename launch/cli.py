@@ -9,8 +9,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from launch.convert_cli import convert_app
-from launch.scaling_cli import scaling_app
+from launch.convert.commands import convert_app
+from launch.show.scaling import scaling_app
 from pipeline.errors import EvenKeelError, RecipeError
 
 app = typer.Typer(
@@ -61,9 +61,9 @@ def train(
     them at the end. `--replay RUN` instead repeats the learner's part of a finished run into RUN-replay and says
     whether the weights came out bit-identical.
     """
-    from launch.replay import replay_run
-    from launch.train import train_run
-    from pipeline.recipe_file import load_recipe
+    from launch.run.replay import replay_run
+    from launch.run.train import train_run
+    from pipeline.config.loader import load_recipe
 
     if replay is not None:
         emit_or_print(replay_run(replay, overrides or []), as_json)
@@ -92,8 +92,8 @@ def sft(
 
     Reads model, task and learner of the recipe; the learning rate falls linearly to zero after its warm-up.
     """
-    from launch.sft import warm_up
-    from pipeline.recipe_file import load_recipe
+    from launch.run.sft import warm_up
+    from pipeline.config.loader import load_recipe
 
     result = warm_up(
         load_recipe(recipe, overrides or []),
@@ -113,8 +113,8 @@ def show_recipe(
     schema: Annotated[bool, typer.Option("--schema", help="List every key, its type, default and meaning.")] = False,
 ) -> None:
     """Print a recipe with every default spelled out, or the list of known keys."""
-    from pipeline.recipe import Recipe
-    from pipeline.recipe_file import load_recipe
+    from pipeline.config.loader import load_recipe
+    from pipeline.config.recipe import Recipe
 
     if schema:
         print(json.dumps(Recipe.model_json_schema(), indent=1))
@@ -160,7 +160,7 @@ def plan(
 
     For example:  evenkeel plan pipeline/recipes/qwen3_32b.yaml --gpus 64 --gpu-gib 80 --mean-response-tokens 3206
     """
-    from launch.plan import Machine, make_plan
+    from launch.plan.planner import Machine, make_plan
 
     chosen = dict(
         mean_response_tokens=mean_response_tokens,
@@ -180,7 +180,7 @@ def plan(
 @app.command()
 def report(run: RunPath) -> None:
     """Write RUN/report.html: one self-contained page with curves, histograms and a timeline."""
-    from pipeline.report import write_report
+    from pipeline.analysis.html_report import write_report
 
     print(write_report(run))
 
@@ -216,7 +216,7 @@ def model_new(
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
 ) -> None:
     """Write a random Qwen3 or Qwen3-MoE HF checkpoint with a character-level tokenizer. Downloads nothing."""
-    from launch.model_new import new_model, new_model_like
+    from launch.convert.new_model import new_model, new_model_like
 
     if config is not None:
         sizes = (name for name in context.params if name not in ("directory", "characters", "config", "seed"))
@@ -247,7 +247,7 @@ def model_new(
 @runs_app.command("show")
 def runs_show(run: RunPath, as_json: AsJson = False) -> None:
     """What a run reached: pass@1 first and last, steps, wall time, layout, precision."""
-    from pipeline.summary import summary
+    from pipeline.analysis.summary import summary
 
     result = summary(run)
     if as_json:
@@ -263,7 +263,7 @@ def trajectories_show(
     limit: Annotated[int, typer.Option(min=1, help="Samples to print.")] = 8,
 ) -> None:
     """Prompts, completions, rewards and the per-token logprob gap of one batch, as text."""
-    from launch.trajectories import show
+    from launch.show.trajectories import show
 
     show(run, batch, limit)
 
@@ -280,7 +280,7 @@ def verify_parity(
     Exits 1 when the fp32 gap exceeds the tolerance or when emulating the rollout's formats in the learner closes less
     than 90 % of the FP8 gap.
     """
-    from launch.parity import parity
+    from launch.verify.parity import parity
 
     result = parity(model, layouts.split(","), tolerance)
     emit_or_print(result, as_json)
@@ -306,8 +306,8 @@ def verify_layouts(
 
     Makes its own tiny models; needs no engine. Exits 1 when a difference exceeds the tolerance.
     """
-    from launch.layouts import render
-    from launch.layouts import verify_layouts as compare
+    from launch.verify.layouts import render
+    from launch.verify.layouts import verify_layouts as compare
 
     result = compare(models.split(","), layouts.split(",") if layouts else None, tolerance)
     if as_json:
@@ -320,7 +320,7 @@ def verify_layouts(
 @verify_app.command("history")
 def verify_history(run: RunPath, as_json: AsJson = False) -> None:
     """Read every batch: no group lost or duplicated, every token of a version that the schedule allows."""
-    from launch.history import check_history
+    from launch.verify.history import check_history
 
     result = check_history(run)
     emit_or_print(result, as_json)
@@ -331,7 +331,7 @@ def print_summary(result: dict[str, Any]) -> None:
     """A run's headline numbers as a table, and where its report lies."""
     from rich.console import Console
 
-    from launch.runs_show import render
+    from launch.show.runs import render
 
     Console().print(render(result))
     if "report" in result:
@@ -342,7 +342,7 @@ def print_plan(result: dict[str, Any]) -> None:
     """A plan as tables."""
     from rich.console import Console
 
-    from launch.plan_view import render
+    from launch.plan.view import render
 
     Console().print(render(result))
 

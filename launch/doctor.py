@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.errors import EngineStartError
-from rollout_sglang.interpreter import require_sglang, rollout_python
+from rollout_sglang.server.rollout_python import require_sglang, rollout_python
 
 GIB = 2**30
 MIN_MEMORY_GIB, WANTED_MEMORY_GIB = 3.0, 8.0

@@ -1,4 +1,4 @@
-"""The trained policy on Megatron-Core: implements pipeline.ports.Learner.
+"""The trained policy on Megatron-Core: implements pipeline.ports.learner.Learner.
 
     logprobs:  plan ─▶ forward only ─▶ gather ─▶ ratio statistics
     update:    prepare ─▶ plan ─▶ forward + backward ─▶ gather ─▶ all finite? ─▶ clip ─▶ AdamW
@@ -21,25 +21,27 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_bridge import checkpoint, passes, weights
-from megatron_bridge.agree import RankZero
-from megatron_bridge.batches import Plan, Split, TokenRows, plan_micro_batches
-from megatron_bridge.layout import Layout, check_layout, initialise
-from megatron_bridge.model import build_chunks, choose_layers
-from megatron_bridge.optimizer import (
+from megatron_bridge.checkpoint import training_state
+from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+from megatron_bridge.model.build import build_chunks, choose_layers
+from megatron_bridge.model.te_precision import Layers, token_multiple, warm_up_passes
+from megatron_bridge.parallel.layout import Layout, check_layout, initialise
+from megatron_bridge.parallel.rank_sync import RankZero
+from megatron_bridge.step import passes
+from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, plan_micro_batches
+from megatron_bridge.step.optimizer import (
     learning_rate,
     reduced_gradient_norm,
     set_learning_rate,
     step_with_clipping,
     wrap_and_optimise,
 )
-from megatron_bridge.publish import export_policy
-from megatron_bridge.shape import ModelShape, read_hf_config
-from megatron_bridge.te_precision import Layers, token_multiple, warm_up_passes
+from megatron_bridge.weight_sync.disk import export_policy
+from megatron_bridge.weights import convert
+from pipeline.config.recipe import LearnerSection
+from pipeline.data.records import Batch
 from pipeline.errors import NonFiniteError
-from pipeline.ports import Scored, Update
-from pipeline.recipe import LearnerSection
-from pipeline.records import Batch
+from pipeline.ports.learner import Scored, Update
 from precision.objectives.base import Objective, Prepared, ScoredStep
 from precision.ratios import RatioSums
 
@@ -80,7 +82,7 @@ class MegatronLearner:
             layers=self.layers,
             precision=learner.precision,
         )
-        weights.load_hf(chunks, self.shape, model_folder)
+        convert.load_hf(chunks, self.shape, model_folder)
         self.model, self.optimizer = wrap_and_optimise(chunks, learner)
         self.step = 0
         """Optimizer steps taken."""
@@ -155,7 +157,7 @@ class MegatronLearner:
         proximal: NDArray[np.float32] | None = None,
         trained: NDArray[np.bool_] | None = None,
     ) -> Update:
-        """One optimizer step on the whole batch; see pipeline.ports.Learner.
+        """One optimizer step on the whole batch; see pipeline.ports.learner.Learner.
 
         The metrics hold loss, grad_norm (before clipping), lr, entropy (nats per token), padding_share, num_tokens, the
         mean of each of the objective's sums, what it prepared, and the ratio statistics of the training pass.
@@ -193,16 +195,16 @@ class MegatronLearner:
 
     def save(self, directory: Path) -> None:
         """Write model, optimizer, step and RNG state into an empty directory."""
-        checkpoint.save(directory, self.model, self.optimizer, step=self.step, layout=self.layout)
+        training_state.save(directory, self.model, self.optimizer, step=self.step, layout=self.layout)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, whatever layout wrote it. Raises CorruptCheckpointError."""
-        self.step = checkpoint.load(directory, self.model, self.optimizer, layout=self.layout)
+        self.step = training_state.load(directory, self.model, self.optimizer, layout=self.layout)
         self._warm_ups = warm_up_passes(self.section.precision)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every HF tensor by name, in the learner's precision. Collective: every rank must exhaust it."""
-        return weights.export_hf(self.model, self.shape)
+        return convert.export_hf(self.model, self.shape)
 
     def export(self, directory: Path) -> None:
         """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json."""

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.ports import Sampling
-from pipeline.records import Completion
-from rollout_sglang.dialect import ABORTED, DialectOf
+from pipeline.ports.engines import Sampling
 from rollout_sglang.protocol import (
     DISOWNED,
     GENERATED_LIST,
@@ -29,6 +28,7 @@ from rollout_sglang.protocol import (
     completion_of,
     policy_version,
 )
+from rollout_sglang.server.sglang_compat import ABORTED, DialectOf
 from rollout_sglang.transport import Transport
 
 CONTROL_DEADLINE_S = 30.0

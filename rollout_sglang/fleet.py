@@ -24,15 +24,15 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
-from pipeline.ports import Sampling
-from pipeline.proof import Proof
-from pipeline.records import Completion
+from pipeline.ports.engines import Sampling
+from pipeline.ports.weight_check import Proof
 from rollout_sglang.client import EngineClient
-from rollout_sglang.locks import exclusive_lock
 from rollout_sglang.protocol import UNKNOWN_ENGINE, UNPROVED, claimed_version
-from rollout_sglang.proving import Prover, Stopwatch, disown
 from rollout_sglang.router import RouterClient
+from rollout_sglang.weight_verifier import Prover, Stopwatch, disown
+from rollout_sglang.weights.locks import exclusive_lock
 
 ATTEMPTS = 4
 """Failed answers that one `generate` takes before it gives up. Waiting for an engine to come back is not counted."""
@@ -65,7 +65,7 @@ class FleetSettings(TypedDict):
 
 
 class Fleet:
-    """Implements pipeline.ports.Engines over servers at `urls`; with `router_url`, requests go through SGLang's router.
+    """Implements pipeline.ports.engines.Engines over servers at `urls`; with `router_url`, requests go there.
 
     One process may use it from one event loop after another, but not from two at once.
     """

@@ -6,8 +6,8 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
 
+from pipeline.data.records import Completion, FinishReason
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.records import Completion, FinishReason
 
 UNKNOWN_ENGINE = 2**16 - 1
 """Index of the engine of a completion that came through a router, which does not say who answered."""

@@ -71,12 +71,12 @@ look python "$python" 'import sys; print(sys.version.split()[0]); sys.exit(sys.v
 look torch "$python" 'import torch; print(torch.__version__)' || true
 look triton "$python" 'import triton; print(triton.__version__)' || true
 look device "$python" 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.cuda.get_device_name())' || true
-look learner "$python" "$from; import launch.learn, launch.collect, launch.cli; print('megatron-core', v('megatron-core'))" || {
+look learner "$python" "$from; import launch.run.learn, launch.run.collect, launch.cli; print('megatron-core', v('megatron-core'))" || {
     look megatron-core "$python" "import megatron.core; print('loads by itself')" || true
     fail "the learner's side does not load; mend what is MISSING"
 }
 look transformer-engine "$python" "$from; import transformer_engine.pytorch; print(v('transformer-engine'))" || true
 look sglang "$engine" "$from; import sglang.srt.server_args; print(v('sglang'), 'transformers', v('transformers'))" || true
-look engine "$engine" "import rollout_sglang.stock_server; print('its modules load')" || true
+look engine "$engine" "import rollout_sglang.server.launch_server; print('its modules load')" || true
 cd "$root"
 exec "$python" -m tests.gpu --out "$out" "${rest[@]}"

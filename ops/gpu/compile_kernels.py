@@ -21,8 +21,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_bridge import quantize_kernels, vocab_kernels
-from precision.formats import BLOCK
+from megatron_bridge.model import logprobs_triton
+from precision.formats import quantize_triton
+from precision.formats.formats import BLOCK
 
 TARGET = GPUTarget("cuda", 90, 32)
 PTXAS = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
@@ -103,17 +104,17 @@ def compile_all() -> list[Compiled]:
         "quantized": "*fp8e4nv",
         "base2": "fp32",
     }
-    span = {"SPAN": quantize_kernels.SPAN, "num_warps": quantize_kernels.WARPS}
-    block = quantize_kernels.tile(BLOCK)
+    span = {"SPAN": quantize_triton.SPAN, "num_warps": quantize_triton.WARPS}
+    block = quantize_triton.tile(BLOCK)
     return [
         compile_kernel(kernel, dtype, types, tile)
         for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4))
         for kernel, tile in (
-            (vocab_kernels._statistics_kernel, vocab_kernels.tile(VOCABULARY, size)),
-            (vocab_kernels._gradient_kernel, vocab_kernels.tile(VOCABULARY, size)),
-            (quantize_kernels._block_kernel, block),
-            (quantize_kernels._amax_kernel, span),
-            (quantize_kernels._tensor_kernel, span),
+            (logprobs_triton._statistics_kernel, logprobs_triton.tile(VOCABULARY, size)),
+            (logprobs_triton._gradient_kernel, logprobs_triton.tile(VOCABULARY, size)),
+            (quantize_triton._block_kernel, block),
+            (quantize_triton._amax_kernel, span),
+            (quantize_triton._tensor_kernel, span),
         )
     ]
 

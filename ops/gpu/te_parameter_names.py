@@ -25,9 +25,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_bridge.layout import Layout, leave_layout
-from megatron_bridge.model import build_chunks
-from megatron_bridge.shape import ModelShape
+from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.model.build import build_chunks
+from megatron_bridge.parallel.layout import Layout, leave_layout
 
 SIZES: dict[str, Any] = dict(
     num_hidden_layers=2,

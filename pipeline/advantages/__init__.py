@@ -11,6 +11,6 @@ from __future__ import annotations
 
 from pipeline.advantages.estimators import AdvantageEstimator, build_advantages
 from pipeline.advantages.fade import FADE
-from pipeline.advantages.masses import Masses, empirical_masses, masses
+from pipeline.advantages.weight_curves import Masses, empirical_masses, masses
 
 __all__ = ["FADE", "AdvantageEstimator", "Masses", "build_advantages", "empirical_masses", "masses"]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipeline.advantages import formulas
 from pipeline.advantages.fade import FADE
 from pipeline.advantages.formulas import Formula
-from pipeline.recipe_objectives import (
+from pipeline.config.algorithm import (
     AdvantageSection,
     AsymGRPOAdvantage,
     FADEAdvantage,
@@ -21,7 +21,7 @@ from pipeline.recipe_objectives import (
     PassAtKAdvantage,
     PowerAdvantage,
 )
-from pipeline.records import Batch
+from pipeline.data.records import Batch
 
 PLAIN: dict[str, Formula] = {
     "grpo": formulas.grpo,

@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.advantages.formulas import power
+from pipeline.config.algorithm import FADEAdvantage, PowerAdvantage
+from pipeline.data.records import Batch
 from pipeline.errors import CorruptCheckpointError, NonFiniteError
-from pipeline.recipe_objectives import FADEAdvantage, PowerAdvantage
-from pipeline.records import Batch
 
 FIRST_SOLVE_RATE = 0.5
 """p̂ before any step."""

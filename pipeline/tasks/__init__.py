@@ -1,8 +1,8 @@
-"""Tasks: where prompts come from. To add one, write a file here, a section in `pipeline.recipe`, a case below."""
+"""Tasks: where prompts come from. To add one: a file here, a section in `pipeline.config.recipe`, a case below."""
 
 from __future__ import annotations
 
-from pipeline.recipe import JsonlTask, SortDigitsTask, SpellDigitsTask
+from pipeline.config.recipe import JsonlTask, SortDigitsTask, SpellDigitsTask
 from pipeline.tasks.base import Problem, Task
 from pipeline.tasks.jsonl import Jsonl
 from pipeline.tasks.order import PromptOrder

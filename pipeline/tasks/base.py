@@ -41,7 +41,7 @@ class Task(Protocol):
 
     @property
     def reward(self) -> str:
-        """`package.module:function` of the verifier; see `pipeline.verifiers`."""
+        """`package.module:function` of the verifier; see `pipeline.rewards.verifiers`."""
         ...
 
     @property

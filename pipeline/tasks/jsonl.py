@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from pipeline.config.recipe import JsonlTask
 from pipeline.errors import RecipeError
-from pipeline.recipe import JsonlTask
 from pipeline.tasks.base import HELD_OUT_ONE_IN, Problem, check_index, is_held_out
 
-_MATH_VERIFY = "pipeline.verifiers:math_verify"
+_MATH_VERIFY = "pipeline.rewards.verifiers:math_verify"
 
 
 class Jsonl:

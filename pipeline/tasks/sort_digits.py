@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pipeline.recipe import SortDigitsTask
+from pipeline.config.recipe import SortDigitsTask
 from pipeline.tasks.base import GeneratedTask, Problem, uniform_int
 
 
@@ -12,7 +12,7 @@ class SortDigits(GeneratedTask):
     """`min_digits` to `max_digits` digits, the number and each digit uniform."""
 
     characters = "0123456789="
-    reward = "pipeline.verifiers:exact_match"
+    reward = "pipeline.rewards.verifiers:exact_match"
 
     def __init__(self, section: SortDigitsTask, seed: int) -> None:
         super().__init__(name=section.name, seed=seed, num_prompts=section.num_prompts)

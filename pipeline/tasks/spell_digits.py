@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 
-from pipeline.recipe import SpellDigitsTask
+from pipeline.config.recipe import SpellDigitsTask
 from pipeline.tasks.base import GeneratedTask, Problem, uniform_int
 from pipeline.tasks.sort_digits import move_digit
 
@@ -23,7 +23,7 @@ class SpellDigits(GeneratedTask):
     """`min_digits` to `max_digits` digits, the number and each digit uniform."""
 
     characters = "0123456789=" + LETTERS
-    reward = "pipeline.verifiers:exact_match"
+    reward = "pipeline.rewards.verifiers:exact_match"
 
     def __init__(self, section: SpellDigitsTask, seed: int) -> None:
         super().__init__(name=section.name, seed=seed, num_prompts=section.num_prompts)

@@ -9,11 +9,11 @@ that divides by the engine's probability has k in its ratio already, and would c
 it only drops. No factor touches the denominator of the loss: what is dropped still counts as a token.
 """
 
+from precision.corrections.corrected import Correction
 from precision.corrections.icepop import IcePop
 from precision.corrections.mis import MIS
 from precision.corrections.opsm import OPSM
 from precision.corrections.rejection import Rejection
 from precision.corrections.tis import TIS
-from precision.objectives.corrected import Correction
 
 __all__ = ["MIS", "OPSM", "TIS", "Correction", "IcePop", "Rejection"]

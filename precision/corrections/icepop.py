@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precision.corrections.mismatch import check_bounds, measured, mismatch_ratios
+from precision.corrections.engine_ratios import check_bounds, measured, mismatch_ratios
 from precision.objectives.base import ScoredStep
 
 

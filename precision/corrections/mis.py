@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precision.corrections.mismatch import Level, measured, mismatch_ratios
+from precision.corrections.engine_ratios import Level, measured, mismatch_ratios
 from precision.corrections.rejection import Rejection
 from precision.objectives.base import ScoredStep
 

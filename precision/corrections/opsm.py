@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from precision.corrections.mismatch import measured
+from precision.corrections.engine_ratios import measured
 from precision.objectives.base import ScoredStep
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from precision.corrections.mismatch import (
+from precision.corrections.engine_ratios import (
     Level,
     check_bounds,
     check_veto,

@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from precision.corrections.mismatch import measured, mismatch_ratios
+from precision.corrections.engine_ratios import measured, mismatch_ratios
 from precision.objectives.base import ScoredStep
 
 

@@ -1,9 +1,9 @@
 """Objectives: what one optimizer step minimizes. One file each; `base` says what they take and return."""
 
+from precision.corrections.corrected import Corrected
 from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
 from precision.objectives.clipped import Clipped
-from precision.objectives.corrected import Corrected
 from precision.objectives.decoupled import Decoupled
 from precision.objectives.dppo_tv import DPPOTV
 from precision.objectives.gspo import GSPO

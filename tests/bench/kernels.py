@@ -27,8 +27,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron_bridge import vocab_chunks
-from precision import formats
+from megatron_bridge.model import logprobs_torch
+from precision.formats import formats
 from tests.gpu import timing
 
 TOKENS, VOCABULARY = 8192, 151_936
@@ -67,43 +67,43 @@ class Bench:
         return Row(kernel, variant, seconds * 1e3, seconds / floor, None if torch_s is None else torch_s / seconds)
 
     def vocabulary(self) -> Iterator[Row]:
-        """The rows of `vocab_kernels`."""
-        from megatron_bridge import vocab_kernels
+        """The rows of `logprobs_triton`."""
+        from megatron_bridge.model import logprobs_triton
 
         logits = (3 * torch.randn(TOKENS, VOCABULARY, device="cuda", dtype=torch.bfloat16)).contiguous()
         wanted = torch.randint(0, VOCABULARY, (TOKENS,), device="cuda")
-        peak, sums = vocab_chunks.statistics(logits, wanted, TEMPERATURE)
+        peak, sums = logprobs_torch.statistics(logits, wanted, TEMPERATURE)
         normaliser, scale = peak + sums[0].log(), torch.ones_like(peak)
         few = torch.where(torch.arange(TOKENS, device="cuda") % 8 == 0, scale, 0)
 
         def gradient(module: Any, upstream: Tensor) -> None:
             module.write_gradient(logits, wanted, normaliser, upstream, TEMPERATURE, logits)
 
-        torch_s = timing.seconds(lambda: vocab_chunks.statistics(logits, wanted, TEMPERATURE))
+        torch_s = timing.seconds(lambda: logprobs_torch.statistics(logits, wanted, TEMPERATURE))
         for lanes, warps in VOCABULARY_VARIANTS:
-            with variant(vocab_kernels, _LANES=lanes, _WARPS=warps):
-                forward = lambda: vocab_kernels.statistics(logits, wanted, TEMPERATURE)  # noqa: E731
+            with variant(logprobs_triton, _LANES=lanes, _WARPS=warps):
+                forward = lambda: logprobs_triton.statistics(logits, wanted, TEMPERATURE)  # noqa: E731
                 yield self.row("statistics", f"{lanes}/{warps}", logits.nbytes, forward, torch_s)
-        torch_s = timing.seconds(lambda: gradient(vocab_chunks, scale))
+        torch_s = timing.seconds(lambda: gradient(logprobs_torch, scale))
         for lanes, warps in VOCABULARY_VARIANTS:
-            with variant(vocab_kernels, _LANES=lanes, _WARPS=warps):
+            with variant(logprobs_triton, _LANES=lanes, _WARPS=warps):
                 both = 2 * logits.nbytes
-                yield self.row("gradient", f"{lanes}/{warps}", both, lambda: gradient(vocab_kernels, scale), torch_s)
+                yield self.row("gradient", f"{lanes}/{warps}", both, lambda: gradient(logprobs_triton, scale), torch_s)
                 written = logits.nbytes * 9 // 8
-                yield self.row("masked", f"{lanes}/{warps}", written, lambda: gradient(vocab_kernels, few))
+                yield self.row("masked", f"{lanes}/{warps}", written, lambda: gradient(logprobs_triton, few))
 
     def quantization(self) -> Iterator[Row]:
-        """The rows of `quantize_kernels`."""
-        from megatron_bridge import quantize_kernels
+        """The rows of `quantize_triton`."""
+        from precision.formats import quantize_triton
 
         weights = [0.02 * torch.randn(WEIGHT, device="cuda", dtype=torch.bfloat16) for _ in range(NUM_WEIGHTS)]
         turns = itertools.cycle(weights)
         moved = weights[0].numel() * 3
         for name in ("quantize_block", "quantize_tensor"):
-            kernel, plain = getattr(quantize_kernels, name), getattr(formats, name)
+            kernel, plain = getattr(quantize_triton, name), getattr(formats, name)
             torch_s = timing.seconds(lambda plain=plain: plain(next(turns)))
             for warps in QUANTIZE_VARIANTS:
-                with variant(quantize_kernels, WARPS=warps):
+                with variant(quantize_triton, WARPS=warps):
                     action = lambda kernel=kernel: kernel(next(turns))  # noqa: E731
                     yield self.row(name.removeprefix("quantize_"), str(warps), moved, action, torch_s)
 

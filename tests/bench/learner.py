@@ -24,12 +24,12 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from launch.model_new import new_model
-from megatron_bridge.batches import MicroBatch, Split, TokenRows, plan_micro_batches
+from launch.convert.new_model import new_model
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.passes import packed_rows
-from pipeline.recipe import LearnerSection
-from pipeline.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
+from megatron_bridge.step.passes import packed_rows
+from pipeline.config.recipe import LearnerSection
+from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from precision.objectives.p3o import P3O
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")

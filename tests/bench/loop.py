@@ -25,8 +25,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from launch.model_new import new_model
-from pipeline.journal import read_metrics
+from launch.convert.new_model import new_model
+from pipeline.data.event_log import read_metrics
 from tests.support.runs import ROOT, evenkeel_json
 
 GROUP, PROMPTS, WARM_STEPS = 8, 8, 3

@@ -27,12 +27,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from launch.model_new import new_model
-from launch.parity import Engine, prepare
-from launch.processes import run_ranks, torchrun
-from pipeline.recipe import Recipe
-from pipeline.recipe_file import recipe_from
-from rollout_sglang.stock_server import API_KEY_VARIABLE
+from launch.convert.new_model import new_model
+from launch.run.processes import run_ranks, torchrun
+from launch.verify.parity import Engine, prepare
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from tests.bench.publish_ranks import CHANNELS
 from tests.support.runs import environment
 

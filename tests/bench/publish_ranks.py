@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from launch.learn import build_channel, build_learner
-from launch.processes import die_with_parent, run_child
+from launch.run.learn import build_channel, build_learner
+from launch.run.processes import die_with_parent, run_child
 from megatron_bridge.learner import MegatronLearner
-from pipeline.ports import WeightChannel
-from pipeline.rundir import RunDirectory
+from pipeline.data.run_directory import RunDirectory
+from pipeline.ports.weight_update import WeightChannel
 from tests.bench.loopback import Loopback
 
 CHANNELS = ("disk", "broadcast", "ipc")

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from precision.formats import RolloutFormat, fake_quantize_tensor, quantize_block
+from precision.formats.formats import RolloutFormat, fake_quantize_tensor, quantize_block
 
 VOCABULARY = 512
 END = "<|im_end|>"

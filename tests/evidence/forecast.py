@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.analysis.scaling.intervals import Region
+from pipeline.analysis.scaling.sigmoid import Grid, Points, fit_curve
 from pipeline.errors import StoreError
-from pipeline.scaling import Grid, Points, fit_curve
-from pipeline.scaling_intervals import Region
 from tests.evidence.results import Arm
 from tests.evidence.statistics import mean_curve
 

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
+from pipeline.config.loader import load_recipe
+from pipeline.config.recipe import Recipe
+from pipeline.config.section import Section
 from pipeline.errors import RecipeError
-from pipeline.recipe import Recipe
-from pipeline.recipe_file import load_recipe
-from pipeline.recipe_section import Section
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from pipeline.rundir import write_atomically
+from pipeline.data.run_directory import write_atomically
 from tests.evidence import statistics
 from tests.evidence.claims import DECAY, FORECAST_MARGIN, Judged, judge, quantity, show, with_interval
 from tests.evidence.matrix import Column, Experiment, Matrix

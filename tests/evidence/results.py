@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.evaluation import pass_at_k
-from pipeline.history import History
-from pipeline.journal import read_events
+from pipeline.analysis.run_log import History
+from pipeline.data.event_log import read_events
+from pipeline.rollout.evaluation import pass_at_k
 from tests.evidence.matrix import Cell
 from tests.evidence.statistics import Array
 

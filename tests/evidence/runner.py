@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.processes import LoggedProcess, log_tail
+from launch.run.processes import LoggedProcess, log_tail
+from pipeline.config.loader import differing_keys
+from pipeline.data.run_directory import RunDirectory, write_atomically
 from pipeline.errors import DeadlineExceededError, FatalError, RunConflictError
-from pipeline.recipe_file import differing_keys
-from pipeline.rundir import RunDirectory, write_atomically
 from tests.evidence.matrix import REPOSITORY, Cell, Model, as_overrides, model_folder
 from tests.evidence.results import state_of
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import EvenKeelError
-from rollout_sglang.server import has_cuda
+from rollout_sglang.server.start import has_cuda
 from tests.gpu.harness import Session
 from tests.gpu.machine import describe_machine, describe_sources, describe_versions
 from tests.gpu.results import Results, load_or_begin

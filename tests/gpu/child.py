@@ -10,8 +10,8 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.processes import die_with_parent
-from pipeline.rundir import write_atomically
+from launch.run.processes import die_with_parent
+from pipeline.data.run_directory import write_atomically
 from tests.gpu.goals import NotMeasured
 from tests.gpu.scale import Scale
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.parity import Engine, Rows
-from pipeline.ports import Sampling
-from pipeline.recipe import Recipe
-from pipeline.recipe_file import load_recipe, recipe_from
-from pipeline.records import Completion
+from launch.verify.parity import Engine, Rows
+from pipeline.config.loader import load_recipe, recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.data.records import Completion
+from pipeline.ports.engines import Sampling
 from tests.gpu.machine import ROOT
 from tests.gpu.scale import Scale
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from launch.processes import child_environment, log_tail
-from pipeline.rundir import write_atomically
+from launch.run.processes import child_environment, log_tail
+from pipeline.data.run_directory import write_atomically
 from tests.gpu.child import missing_file
 from tests.gpu.goals import Figures, Goal
 from tests.gpu.machine import ROOT

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron_bridge.batches import MicroBatch, Split, TokenRows, plan_micro_batches
-from megatron_bridge.layout import shut_down
 from megatron_bridge.learner import MegatronLearner
-from pipeline.recipe import LearnerSection
-from pipeline.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from megatron_bridge.parallel.layout import shut_down
+from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
+from pipeline.config.recipe import LearnerSection
+from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from precision.objectives.supervised import Supervised
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rollout_sglang.interpreter import module_environment, rollout_python
+from rollout_sglang.server.rollout_python import module_environment, rollout_python
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch", "tests/gpu")

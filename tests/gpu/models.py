@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from launch.model_new import DEFAULT_CHARACTERS, new_model
+from launch.convert.new_model import DEFAULT_CHARACTERS, new_model
 from tests.gpu.scale import Scale
 
 VOCABULARY = 151_936

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.data.run_directory import write_atomically
 from pipeline.errors import RunConflictError
-from pipeline.rundir import write_atomically
 from tests.gpu.goals import Figures
 
 Status = Literal["measured", "not measured", "failed"]

@@ -18,10 +18,10 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from launch.model_new import new_model
-from pipeline.journal import read_events, read_metrics
-from rollout_sglang.process import ServerProcess
-from rollout_sglang.server import EngineSpec, free_port, start
+from launch.convert.new_model import new_model
+from pipeline.data.event_log import read_events, read_metrics
+from rollout_sglang.server.process import ServerProcess
+from rollout_sglang.server.start import EngineSpec, free_port, start
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.support.runs import environment, evenkeel_json, make_model, make_recipe
 

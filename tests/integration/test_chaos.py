@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.journal import read_events, read_metrics
+from pipeline.data.event_log import read_events, read_metrics
 from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
@@ -70,8 +70,8 @@ def restarts(run: Path, process: str) -> int:
 
 def test_every_process_may_die(run: Path, supervisor: psutil.Popen) -> None:
     for steps, words, name in (
-        (2, ["launch.learn"], "learner"),
-        (5, ["launch.collect"], "collector"),
+        (2, ["launch.run.learn"], "learner"),
+        (5, ["launch.run.collect"], "collector"),
         (8, ["rollout_sglang"], "engine-0"),
     ):
         wait_for(lambda steps=steps: len(read_metrics(run)) >= steps, f"step {steps}")

@@ -18,19 +18,19 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from launch.convert import hf_to_fp8, hf_to_megatron, megatron_to_hf
-from launch.inspect_folder import inspect_folder
-from launch.model_new import new_model
-from megatron_bridge.hf_folder import weight_files
-from megatron_bridge.shape import ModelShape
-from megatron_bridge.tensor_files import ShardWriter, TensorSpec, plan_shards
-from pipeline.checkpoints import COMMIT, commit
+from launch.convert.folders import hf_to_fp8, hf_to_megatron, megatron_to_hf
+from launch.convert.inspect import inspect_folder
+from launch.convert.new_model import new_model
+from megatron_bridge.hf.headers import weight_files
+from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.safetensors_stream import ShardWriter, TensorSpec, plan_shards
+from pipeline.config.loader import load_recipe
+from pipeline.config.recipe import RolloutPrecision
+from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import CorruptCheckpointError
-from pipeline.recipe import RolloutPrecision
-from pipeline.recipe_file import load_recipe
-from pipeline.rundir import RunDirectory
+from pipeline.trainer.checkpoints import COMMIT, commit
 from rollout_sglang.client import EngineClient
-from rollout_sglang.server import EngineSpec, free_port, start
+from rollout_sglang.server.start import EngineSpec, free_port, start
 from tests.support.runs import ROOT, environment, evenkeel_json, make_recipe
 
 pytestmark = pytest.mark.timeout(400)

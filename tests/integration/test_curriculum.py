@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
-from pipeline.journal import read_events, read_metrics
-from pipeline.records import Batch
-from pipeline.store import BatchStore
+from pipeline.data.event_log import read_events, read_metrics
+from pipeline.data.records import Batch
+from pipeline.data.store import BatchStore
 from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_prompts, make_recipe
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
@@ -71,7 +71,7 @@ def kill_the_collector(supervisor: psutil.Popen, run: Path) -> None:
         assert time.monotonic() < give_up, "two batches were not committed"
         time.sleep(0.02)
     for child in supervisor.children(recursive=True):
-        if "launch.collect" in child.cmdline():
+        if "launch.run.collect" in child.cmdline():
             child.kill()
             return
     raise AssertionError("no collector to kill")

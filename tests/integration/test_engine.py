@@ -21,15 +21,15 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
+from pipeline.config.recipe import RolloutPrecision
 from pipeline.errors import EngineVersionError, FatalError
-from pipeline.ports import Sampling
-from pipeline.recipe import RolloutPrecision
-from precision.formats import RolloutFormat
+from pipeline.ports.engines import Sampling
+from precision.formats.formats import RolloutFormat
 from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet
-from rollout_sglang.interpreter import require_sglang
-from rollout_sglang.process import ServerProcess
-from rollout_sglang.server import EngineSpec, free_port, start, start_router
+from rollout_sglang.server.process import ServerProcess
+from rollout_sglang.server.rollout_python import require_sglang
+from rollout_sglang.server.start import EngineSpec, free_port, start, start_router
 from tests.doubles.sglang_double import EngineDouble, Release
 from tests.doubles.tiny_model import (
     reference_logprobs,

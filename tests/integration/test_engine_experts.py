@@ -14,10 +14,10 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from launch.model_new import new_model
-from pipeline.ports import Sampling
+from launch.convert.new_model import new_model
+from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
-from rollout_sglang.server import EngineSpec, free_port, start
+from rollout_sglang.server.start import EngineSpec, free_port, start
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

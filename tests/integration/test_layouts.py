@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from launch.layouts import QUANTITIES, Case, compare, read, run_cases, write_model
+from launch.verify.layouts import QUANTITIES, Case, compare, read, run_cases, write_model
+from pipeline.config.layout_names import layout_name, parse_layout
+from pipeline.config.recipe import LearnerSection
 from pipeline.errors import RecipeError
-from pipeline.layout_names import layout_name, parse_layout
-from pipeline.recipe import LearnerSection
 
 TOLERANCE = 1e-5
 CASES = [

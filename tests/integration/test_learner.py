@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_bridge.engine_digests import EngineDigests
-from pipeline.proof import Proof
+from pipeline.ports.weight_check import Proof
+from rollout_sglang.weights.expected_checksums import EngineDigests
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.runs import run_ranks
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from pipeline.journal import read_metrics
-from pipeline.store import BatchStore
+from pipeline.data.event_log import read_metrics
+from pipeline.data.store import BatchStore
 from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]

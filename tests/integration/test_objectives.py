@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.model_new import new_model
+from launch.convert.new_model import new_model
 from tests.support.runs import run_ranks
 
 WORKER = Path(__file__).parent / "workers" / "objectives_worker.py"

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.model_new import new_model
-from megatron_bridge.footprint import NO_ALLOWANCE, Footprint, MicroBatches, Workload, worst_footprint
-from megatron_bridge.shape import ModelShape
-from pipeline.recipe import LearnerSection
+from launch.convert.new_model import new_model
+from launch.plan.footprint import NO_ALLOWANCE, Footprint, MicroBatches, Workload, worst_footprint
+from megatron_bridge.hf.model_config import ModelShape
+from pipeline.config.recipe import LearnerSection
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).parent / "workers" / "memory_worker.py"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.compose import build_interruption, build_prompts, build_retirement, build_tokenizer
-from launch.objectives import build_credit, build_objective
-from pipeline.journal import read_events, read_metrics
-from pipeline.recipe_file import load_recipe
+from launch.build.algorithm import build_credit, build_objective
+from launch.build.components import build_interruption, build_prompts, build_retirement, build_tokenizer
+from pipeline.config.loader import load_recipe
+from pipeline.data.event_log import read_events, read_metrics
 from tests.support.runs import ROOT, evenkeel_json, make_model, make_prompts
 
 RECIPES = ROOT / "pipeline" / "recipes"

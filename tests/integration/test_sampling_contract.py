@@ -21,10 +21,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from pipeline.ports import Sampling
-from pipeline.records import Completion
+from pipeline.data.records import Completion
+from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
-from rollout_sglang.server import EngineSpec, free_port, start
+from rollout_sglang.server.start import EngineSpec, free_port, start
 from tests.doubles.tiny_model import reference_model, write_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

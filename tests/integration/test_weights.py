@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_bridge.shape import ModelShape
+from megatron_bridge.hf.model_config import ModelShape
 
 WORKER = Path(__file__).parent / "workers" / "weights_worker.py"
 ROOT = Path(__file__).parents[2]
@@ -112,8 +112,8 @@ def test_stages_share_the_tensors_without_overlap_and_their_ranks_agree_on_the_o
 def test_the_parameters_of_the_real_ranks_are_a_bijection(found: dict[str, list[dict[str, Any]]], layout: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron-Core warns about packages that a CPU does not have
-        from megatron_bridge.name_map import Place
-        from megatron_bridge.name_proof import RankParameters, check_bijection
+        from megatron_bridge.weights.name_map import Place
+        from tests.support.name_bijection import RankParameters, check_bijection
 
     shape = ModelShape.from_hf(MODELS[LAYOUTS[layout][0]])
     ranks = [

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launch.compose import TaskPrompts
-from pipeline.character_tokenizer import write_character_tokenizer
-from pipeline.collector import Collector, CollectorSettings
-from pipeline.journal import Journal
-from pipeline.ports import Sampling
-from pipeline.recipe import SortDigitsTask
-from pipeline.records import Batch, Completion, FinishReason, LogprobContract
-from pipeline.rewards import Verifiers
-from pipeline.rundir import RunDirectory
+from launch.build.components import TaskPrompts
+from pipeline.config.recipe import SortDigitsTask
+from pipeline.data.event_log import Journal
+from pipeline.data.records import Batch, Completion, FinishReason, LogprobContract
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.ports.engines import Sampling
+from pipeline.rewards.pool import Verifiers
+from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.schedule import Schedule
-from pipeline.store import BatchStore
 from pipeline.tasks import PromptOrder, build_task
-from pipeline.tokenizer import Tokenizer
+from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.tokenizer import Tokenizer
 
 PROMPTS, GROUP = 3, 2
 

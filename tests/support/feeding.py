@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_bridge.background import Background
-from megatron_bridge.buckets import pack
-from megatron_bridge.wire import Wire
-from rollout_sglang.feed import FedFleet
+from megatron_bridge.weight_sync.buckets import pack
+from megatron_bridge.weight_sync.event_loop_thread import Background
+from megatron_bridge.weight_sync.transport import Wire
+from rollout_sglang.weights.weight_update import FedFleet
 from tests.doubles.receiving_double import ReceivingDouble
 
 BUCKET_BYTES = 1 << 12

@@ -18,7 +18,7 @@ RUN_DEADLINE_S = 280
 
 def make_model(folder: Path, layers: int = 2) -> Path:
     """A random Qwen3 of half a million parameters."""
-    from launch.model_new import new_model
+    from launch.convert.new_model import new_model
 
     new_model(folder, layers=layers)
     return folder

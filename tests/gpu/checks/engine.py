@@ -41,7 +41,7 @@ GOALS = _goals()
 def run(scale: Scale) -> Figures:
     import time
 
-    from launch.parity import Engine, prepare
+    from launch.verify.parity import Engine, prepare
     from tests.gpu.engines import engine_recipe, generate, prompts_of
     from tests.gpu.models import shared_model
 

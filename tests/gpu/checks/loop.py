@@ -39,7 +39,7 @@ GOALS = (
 def run(scale: Scale) -> Figures:
     import time
 
-    from pipeline.journal import read_metrics
+    from pipeline.data.event_log import read_metrics
 
     began = time.perf_counter()
     recipe, overrides = rehearsed(scale) if scale.rehearsal else shipped(scale)

@@ -49,7 +49,7 @@ GOALS = _goals()
 
 
 def run(scale: Scale) -> Figures:
-    from launch.parity import Engine, prepare
+    from launch.verify.parity import Engine, prepare
     from tests.gpu.engines import engine_recipe, prompts_of, sampled_rows
     from tests.gpu.models import shared_model
 
@@ -76,7 +76,7 @@ def run(scale: Scale) -> Figures:
 
 def score(model: Path, rows: Sequence[Sequence[int]], quant: Any = None, **section: Any) -> list[Any]:
     """[learner's log-probabilities by row] at `section`; with a quant map on Megatron's layers, and again emulated."""
-    from megatron_bridge.fp8 import emulated
+    from megatron_bridge.step.fp8_emulation import emulated
     from tests.gpu.learners import learner
 
     with learner(model, layers=None if quant is None else "megatron", **section) as subject:
@@ -89,7 +89,7 @@ def score(model: Path, rows: Sequence[Sequence[int]], quant: Any = None, **secti
 
 def emulation(scale: Scale, model: Path, rows: Any, prefill: Any, decoded: Any, budget: int) -> Figures:
     """What the emulating learner says of the engine's gap, before any engine is asked."""
-    from launch.compose import build_quant_map
+    from launch.build.components import build_quant_map
     from tests.gpu.engines import engine_recipe
 
     quant = build_quant_map(engine_recipe(scale, model, "fp8_block", "bf16"))
@@ -126,7 +126,7 @@ def mean_gap(one: Any, other: Any) -> float:
 
 def gaps(learner: Any, engine: Any) -> Figures:
     """k3, mean_gap, max_gap and ess over the sampled tokens."""
-    from precision.mismatch import gap
+    from precision.mismatch.statistics import gap
 
     found = gap(learner, engine)
     return {"k3": found.k3, "mean_gap": found.mean_abs, "max_gap": found.max_abs, "ess": found.ess}

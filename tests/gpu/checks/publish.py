@@ -40,10 +40,10 @@ GOALS = _goals()
 
 
 def run(scale: Scale) -> Figures:
-    from launch.learn import build_channel, build_learner
-    from launch.parity import Engine, prepare
-    from megatron_bridge.layout import shut_down
-    from rollout_sglang.stock_server import API_KEY_VARIABLE
+    from launch.run.learn import build_channel, build_learner
+    from launch.verify.parity import Engine, prepare
+    from megatron_bridge.parallel.layout import shut_down
+    from rollout_sglang.server.launch_server import API_KEY_VARIABLE
     from tests.gpu.engines import engine_recipe
     from tests.gpu.models import shared_model
 

@@ -42,24 +42,23 @@ def _variants() -> Figures:
 def _one(scale: Scale) -> Figures:
     import torch
 
-    from megatron_bridge import quantize_kernels
-    from precision import formats
+    from precision.formats import formats, quantize_triton
     from tests.gpu import timing
 
     wrong = {"block": 0, "tensor": 0}
     for weight in samples(scale):
         for name, kernel, reference in (
-            ("block", quantize_kernels.quantize_block, formats.quantize_block),
-            ("tensor", quantize_kernels.quantize_tensor, formats.quantize_tensor),
+            ("block", quantize_triton.quantize_block, formats.quantize_block),
+            ("tensor", quantize_triton.quantize_tensor, formats.quantize_tensor),
         ):
             wrong[name] += differing_bytes(kernel(weight), reference(weight))
     scale.keep(block_wrong_bytes=float(wrong["block"]), tensor_wrong_bytes=float(wrong["tensor"]))
     weight = torch.randn(16384, 8192, device=scale.device).bfloat16()
     moved = weight.numel() * 3
     bandwidth = timing.copy_bandwidth(scale.device, moved)
-    block_s = timing.seconds(lambda: quantize_kernels.quantize_block(weight))
+    block_s = timing.seconds(lambda: quantize_triton.quantize_block(weight))
     scale.keep(block_gb_s=moved / block_s / 1e9, block_over_copy=block_s / (moved / bandwidth))
-    tensor_s = timing.seconds(lambda: quantize_kernels.quantize_tensor(weight))
+    tensor_s = timing.seconds(lambda: quantize_triton.quantize_tensor(weight))
     reference_s = timing.seconds(lambda: formats.quantize_block(weight))
     return scale.keep(tensor_gb_s=moved / tensor_s / 1e9, reference_over_kernel=reference_s / block_s)
 

@@ -39,7 +39,7 @@ def _imports(scale: Scale) -> Figures:
         name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         scale.keep(device=name, capability=f"{major}.{minor}")
     importlib.import_module("megatron_bridge.learner")
-    importlib.import_module("megatron_bridge.publish")
+    importlib.import_module("megatron_bridge.weight_sync.disk")
     scale.keep(megatron_bridge="yes")
     scale.needs_transformer_engine()
     importlib.import_module("transformer_engine.pytorch")

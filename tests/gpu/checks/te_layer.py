@@ -41,7 +41,7 @@ GOALS = _goals()
 def run(scale: Scale) -> Figures:
     if scale.part != "bf16":
         scale.needs_transformer_engine()
-    from launch.model_new import new_model
+    from launch.convert.new_model import new_model
     from tests.gpu.learners import learner
 
     sizes = scale.of(
@@ -61,9 +61,9 @@ def compare(subject: Any, rows: int, length: int) -> Figures:
     """out and gradient: ‖found − reference‖ / ‖reference‖; worst: the parameter of the largest gradient error."""
     import torch
 
-    from megatron_bridge.model import build_chunks
-    from megatron_bridge.te_precision import warm_up_passes
-    from megatron_bridge.weights import load_hf
+    from megatron_bridge.model.build import build_chunks
+    from megatron_bridge.model.te_precision import warm_up_passes
+    from megatron_bridge.weights.convert import load_hf
     from tests.gpu.learners import one_micro_batch
     from tests.gpu.timing import relative_error
 
@@ -82,8 +82,8 @@ def compare(subject: Any, rows: int, length: int) -> Figures:
 
 def layer_pass(subject: Any, chunk: Any, micro_batch: Any) -> tuple[Any, dict[str, Any]]:
     """What layer 0 of a chunk adds to its input, and the gradients of its parameters by stage name."""
-    from megatron_bridge.name_map import NameMap, parameter_names
-    from megatron_bridge.passes import packed_rows
+    from megatron_bridge.step.passes import packed_rows
+    from megatron_bridge.weights.name_map import NameMap, parameter_names
 
     inner = getattr(chunk, "module", chunk)
     seen: list[Any] = []

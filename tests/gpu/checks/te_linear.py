@@ -111,7 +111,7 @@ def recipe_of(precision: str) -> Any:
     from megatron.core.fp8_utils import get_fp8_recipe
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_bridge.te_precision import fp8_arguments
+    from megatron_bridge.model.te_precision import fp8_arguments
 
     sizes = dict(num_layers=1, hidden_size=4096, num_attention_heads=32)
     return get_fp8_recipe(TransformerConfig(**sizes, bf16=True, **fp8_arguments(precision)))

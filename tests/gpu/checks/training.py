@@ -1,6 +1,6 @@
 """20 optimizer steps of a 1.7 B model (Qwen3's shape) in BF16 and in FP8: losses, gradients, step time, utilisation.
 
-Model FLOPs of a position in a row of s tokens (launch.plan_costs.forward_flops): 2 for each parameter that it is
+Model FLOPs of a position in a row of s tokens (launch.plan.costs.forward_flops): 2 for each parameter that it is
 multiplied by, LM head included and embedding not, and 2·L·q·s for causal attention (2·q·s of Q·Kᵀ and as much of P·V,
 halved by the mask; q = heads × head size). Forward and backward are three times that; what is computed again does not
 count. Here
@@ -88,7 +88,7 @@ def run(scale: Scale) -> Figures:
 
 def model_flops(shape: Any, tokens: int, row_tokens: float) -> float:
     """Forward and backward of so many positions; see the module's head."""
-    from launch.plan_costs import forward_flops
+    from launch.plan.costs import forward_flops
 
     return 3.0 * tokens * forward_flops(shape, row_tokens)
 
@@ -128,7 +128,7 @@ def save_gradients(subject: Any, path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from megatron_bridge.name_map import NameMap, parameter_names
+    from megatron_bridge.weights.name_map import NameMap, parameter_names
 
     found = {}
     for name, parameter in parameter_names(subject.model, NameMap(subject.shape)):

@@ -25,19 +25,19 @@ import torch.distributed as dist
 
 warnings.filterwarnings("ignore")
 
-from megatron_bridge.broadcast_wire import BroadcastWire  # noqa: E402
-from megatron_bridge.buckets import Bucket, pack  # noqa: E402
-from megatron_bridge.engine_digests import EngineDigests  # noqa: E402
-from megatron_bridge.layout import Layout, initialise  # noqa: E402
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from megatron_bridge.publish import ProofPlan  # noqa: E402
-from megatron_bridge.streamed import StreamedChannel  # noqa: E402
+from megatron_bridge.parallel.layout import Layout, initialise  # noqa: E402
+from megatron_bridge.weight_sync.buckets import Bucket, pack  # noqa: E402
+from megatron_bridge.weight_sync.disk import ProofPlan  # noqa: E402
+from megatron_bridge.weight_sync.process_group_transport import BroadcastWire  # noqa: E402
+from megatron_bridge.weight_sync.streaming import StreamedChannel  # noqa: E402
+from pipeline.config.recipe import LearnerSection  # noqa: E402
+from pipeline.data.run_directory import RunDirectory  # noqa: E402
 from pipeline.errors import EngineUnavailableError  # noqa: E402
-from pipeline.ports import TensorSpec  # noqa: E402
-from pipeline.recipe import LearnerSection  # noqa: E402
-from pipeline.rundir import RunDirectory  # noqa: E402
+from pipeline.ports.weight_update import TensorSpec  # noqa: E402
 from precision.objectives import P3O  # noqa: E402
-from rollout_sglang.feed import FedFleet  # noqa: E402
+from rollout_sglang.weights.expected_checksums import EngineDigests  # noqa: E402
+from rollout_sglang.weights.weight_update import FedFleet  # noqa: E402
 
 ROWS = tuple(tuple((7 * row + 3 * place) % 40 for place in range(24)) for row in range(3))
 BUCKET_BYTES = 1 << 18

@@ -13,9 +13,9 @@ warnings.filterwarnings("ignore")
 
 
 def main(model: str, rows: str, out: str, temperature: str) -> None:
-    from megatron_bridge.layout import shut_down
     from megatron_bridge.learner import MegatronLearner
-    from pipeline.recipe import LearnerSection
+    from megatron_bridge.parallel.layout import shut_down
+    from pipeline.config.recipe import LearnerSection
     from precision.objectives import Supervised
 
     learner = MegatronLearner.create(

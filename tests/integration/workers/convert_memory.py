@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from launch.convert import hf_to_fp8
+from launch.convert.folders import hf_to_fp8
 from megatron_bridge import folder_output, fp8_folder  # noqa: F401 (imported before memory is looked at)
 
 

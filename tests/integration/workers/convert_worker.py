@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_bridge.fp8 import emulated
 from megatron_bridge.learner import MegatronLearner
-from pipeline.recipe import LearnerSection
+from megatron_bridge.step.fp8_emulation import emulated
+from pipeline.config.recipe import LearnerSection
+from precision.formats.quant_map import QuantMap
 from precision.objectives.supervised import Supervised
-from precision.quant_map import QuantMap
 
 if __name__ == "__main__":
     model, rows_file, scores_file = sys.argv[1:]

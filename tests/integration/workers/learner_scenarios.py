@@ -13,19 +13,19 @@ import torch
 
 warnings.filterwarnings("ignore")
 
-from megatron_bridge.engine_digests import EngineDigests  # noqa: E402
-from megatron_bridge.fp8 import emulated  # noqa: E402
-from megatron_bridge.layout import Layout, initialise, shut_down  # noqa: E402
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from megatron_bridge.publish import DiskChannel, ProofPlan  # noqa: E402
-from megatron_bridge.vocab_parallel import vocab_parallel_logprobs  # noqa: E402
+from megatron_bridge.model.logprobs import vocab_parallel_logprobs  # noqa: E402
+from megatron_bridge.parallel.layout import Layout, initialise, shut_down  # noqa: E402
+from megatron_bridge.step.fp8_emulation import emulated  # noqa: E402
+from megatron_bridge.weight_sync.disk import DiskChannel, ProofPlan  # noqa: E402
+from pipeline.config.recipe import LearnerSection, OptimizerSection  # noqa: E402
+from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample  # noqa: E402
+from pipeline.data.run_directory import RunDirectory  # noqa: E402
 from pipeline.errors import EngineUnavailableError, NonFiniteError  # noqa: E402
-from pipeline.proof import Proof  # noqa: E402
-from pipeline.recipe import LearnerSection, OptimizerSection  # noqa: E402
-from pipeline.records import Batch, Completion, Group, LogprobContract, Prompt, Sample  # noqa: E402
-from pipeline.rundir import RunDirectory  # noqa: E402
+from pipeline.ports.weight_check import Proof  # noqa: E402
+from precision.formats.quant_map import QuantMap  # noqa: E402
 from precision.objectives import P3O, Supervised  # noqa: E402
-from precision.quant_map import QuantMap  # noqa: E402
+from rollout_sglang.weights.expected_checksums import EngineDigests  # noqa: E402
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
 TEMPERATURE = 0.8

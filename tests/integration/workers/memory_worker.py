@@ -15,10 +15,10 @@ import numpy as np
 
 warnings.filterwarnings("ignore")
 
-from megatron_bridge import cpu  # noqa: E402
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from pipeline.recipe import LearnerSection  # noqa: E402
-from pipeline.records import Batch, LogprobContract  # noqa: E402
+from megatron_bridge.parallel import cpu_backend  # noqa: E402
+from pipeline.config.recipe import LearnerSection  # noqa: E402
+from pipeline.data.records import Batch, LogprobContract  # noqa: E402
 from precision.objectives.clipped import Clipped  # noqa: E402
 
 
@@ -64,7 +64,7 @@ def batch(index: int, rows: int, width: int) -> Batch:
 
 
 def main(model: Path, rows: int, width: int, section: LearnerSection) -> None:
-    cpu.install()  # whose imports are not the model's
+    cpu_backend.install()  # whose imports are not the model's
     base = status("VmRSS")
     learner = MegatronLearner.create(
         model, section, Clipped(clip_low=0.2, clip_high=0.2), temperature=1.0, seed=0, total_steps=2

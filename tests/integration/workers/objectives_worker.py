@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 warnings.filterwarnings("ignore")
 
-from launch.layout_ranks import make_batch, weights  # noqa: E402
-from launch.objectives import build_objective  # noqa: E402
-from megatron_bridge.layout import Layout, initialise, leave_layout  # noqa: E402
+from launch.build.algorithm import build_objective  # noqa: E402
+from launch.verify.layout_ranks import make_batch, weights  # noqa: E402
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from pipeline.layout_names import parse_layout  # noqa: E402
-from pipeline.recipe import LearnerSection, OptimizerSection, Recipe  # noqa: E402
-from pipeline.recipe_file import recipe_from  # noqa: E402
-from pipeline.records import Batch  # noqa: E402
+from megatron_bridge.parallel.layout import Layout, initialise, leave_layout  # noqa: E402
+from pipeline.config.layout_names import parse_layout  # noqa: E402
+from pipeline.config.loader import recipe_from  # noqa: E402
+from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe  # noqa: E402
+from pipeline.data.records import Batch  # noqa: E402
 
 PROXIMAL = dict(name="clipped", anchor="proximal")
 OBJECTIVES: dict[str, dict[str, Any]] = {

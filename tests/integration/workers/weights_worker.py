@@ -18,18 +18,18 @@ from safetensors.torch import load_file
 
 warnings.filterwarnings("ignore")
 
-from megatron_bridge.fp8 import _quantize_input, emulated  # noqa: E402
-from megatron_bridge.layout import Layout, initialise, leave_layout  # noqa: E402
+from megatron_bridge.hf.model_config import ModelShape, read_hf_config  # noqa: E402
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from megatron_bridge.model import build_chunks  # noqa: E402
-from megatron_bridge.name_map import NameMap, Place, parameter_names  # noqa: E402
-from megatron_bridge.name_proof import RankParameters  # noqa: E402
-from megatron_bridge.shape import ModelShape, read_hf_config  # noqa: E402
-from megatron_bridge.weights import export_hf, export_stage, load_hf, load_named, stage_tensors  # noqa: E402
-from pipeline.recipe import LearnerSection  # noqa: E402
-from precision.formats import RolloutFormat  # noqa: E402
+from megatron_bridge.model.build import build_chunks  # noqa: E402
+from megatron_bridge.parallel.layout import Layout, initialise, leave_layout  # noqa: E402
+from megatron_bridge.step.fp8_emulation import _quantize_input, emulated  # noqa: E402
+from megatron_bridge.weights.convert import export_hf, export_stage, load_hf, load_named, stage_tensors  # noqa: E402
+from megatron_bridge.weights.name_map import NameMap, Place, parameter_names  # noqa: E402
+from pipeline.config.recipe import LearnerSection  # noqa: E402
+from precision.formats.formats import RolloutFormat  # noqa: E402
+from precision.formats.quant_map import QuantMap  # noqa: E402
 from precision.objectives import Supervised  # noqa: E402
-from precision.quant_map import QuantMap  # noqa: E402
+from tests.support.name_bijection import RankParameters  # noqa: E402
 
 SCORED = (
     Layout(data=4),

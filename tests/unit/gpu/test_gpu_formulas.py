@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from launch.model_new import new_model
-from launch.parity import Rows
-from megatron_bridge.shape import ModelShape
-from precision import formats
+from launch.convert.new_model import new_model
+from launch.verify.parity import Rows
+from megatron_bridge.hf.model_config import ModelShape
+from precision.formats import formats
 from tests.gpu import models, timing
 from tests.gpu.checks import engine, logprob, loop, parity, publish, quantize, te_linear, training
 from tests.gpu.goals import NotMeasured

@@ -12,7 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[3]
 ROOMS = {"precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch"}
 ADAPTERS_MAY_USE = {
-    *("pipeline.ports", "pipeline.records", "pipeline.errors", "pipeline.recipe", "pipeline.rundir", "pipeline.proof"),
+    *(
+        "pipeline.ports.engines",
+        "pipeline.data.records",
+        "pipeline.errors",
+        "pipeline.config.recipe",
+        "pipeline.data.run_directory",
+        "pipeline.ports.weight_check",
+    ),
 }
 HEAVY = {"torch", "megatron", "sglang", "transformers"}
 
@@ -58,9 +65,9 @@ def test_arrows(room: str) -> None:
         ("precision", "from pipeline.errors import NonFiniteError", ["pipeline.errors"]),
         ("pipeline", "def f():\n    import megatron_bridge.learner", ["megatron_bridge.learner"]),
         ("megatron_bridge", "from rollout_sglang.client import EngineClient", ["rollout_sglang.client"]),
-        ("rollout_sglang", "from pipeline.store import BatchStore", ["pipeline.store"]),
+        ("rollout_sglang", "from pipeline.data.store import BatchStore", ["pipeline.data.store"]),
         ("pipeline", "from precision.ess import token_ess", []),
-        ("rollout_sglang", "from pipeline.ports import Sampling", []),
+        ("rollout_sglang", "from pipeline.ports.engines import Sampling", []),
         ("launch", "import megatron_bridge.learner", []),
     ],
 )
@@ -74,7 +81,9 @@ def modules_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("statement", ["import pipeline.recipe", "import launch.cli", "import pipeline.report"])
+@pytest.mark.parametrize(
+    "statement", ["import pipeline.config.recipe", "import launch.cli", "import pipeline.analysis.html_report"]
+)
 def test_light_imports(statement: str) -> None:
     assert modules_after(statement) & HEAVY == set()
 

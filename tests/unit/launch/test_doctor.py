@@ -13,7 +13,7 @@ from rich.console import Console
 
 from launch import doctor
 from launch.doctor import GIB, Check, diagnose, render, run_doctor
-from rollout_sglang.interpreter import PYTHON_VARIABLE
+from rollout_sglang.server.rollout_python import PYTHON_VARIABLE
 
 
 def test_this_machine_is_diagnosed_completely(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeline.records import Batch, Completion, DroppedGroup, Group, LogprobContract, Prompt, Sample
+from pipeline.data.records import Batch, Completion, DroppedGroup, Group, LogprobContract, Prompt, Sample
 
 CONTRACT = LogprobContract(temperature=0.7, top_p=0.95, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError
-from pipeline.ports import Sampling
+from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from rollout_sglang.protocol import MetaInfo, policy_version, token_versions
 from tests.doubles.sglang_double import PARAMETER, EngineDouble, GenerateFault, checksum_of

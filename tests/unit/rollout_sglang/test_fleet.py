@@ -12,10 +12,10 @@ from typing import TypeVar
 import pytest
 
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError, FatalError
-from pipeline.ports import Sampling
+from pipeline.ports.engines import Sampling
 from rollout_sglang.fleet import ATTEMPTS, Fleet
-from rollout_sglang.locks import exclusive_lock
 from rollout_sglang.protocol import UNKNOWN_ENGINE
+from rollout_sglang.weights.locks import exclusive_lock
 from tests.doubles.sglang_double import RELEASES, EngineDouble, RouterDouble
 
 T = TypeVar("T")

@@ -1,0 +1,162 @@
+"""From a recipe to the objects that the loops take. The only place that knows every room."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+from pipeline.config.recipe import Recipe
+from pipeline.data.records import LogprobContract, Prompt
+from pipeline.errors import ModelError, RecipeError
+from pipeline.ports.engines import Sampling
+from pipeline.rollout.interruption import Interruption
+from pipeline.rollout.solved_prompts import Retirement
+from pipeline.tasks import Problem, Task, build_task
+from pipeline.tasks.order import PromptOrder
+from pipeline.tasks.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from precision.formats.quant_map import QuantMap
+
+
+@dataclass(frozen=True)
+class TaskPrompts:
+    """Group i of a run is problem `order(i)` of its task, as tokens."""
+
+    task: Task
+    tokenizer: Tokenizer
+    order: PromptOrder
+
+    @property
+    def num_problems(self) -> int:
+        return self.task.num_prompts
+
+    def problem(self, group: int) -> int:
+        return self.order.problem(group)
+
+    def prompt(self, group: int) -> Prompt:
+        problem = self.problem(group)
+        return replace(self._tokenised(group, self.task.problem(problem)), problem=problem)
+
+    def held_out(self, count: int) -> Sequence[Prompt]:
+        """Their groups are negative: they are part of no batch."""
+        return [self._tokenised(-1 - index, self.task.held_out(index)) for index in range(count)]
+
+    def _tokenised(self, group: int, problem: Problem) -> Prompt:
+        text = self.tokenizer.user_turn(problem.text) if self.task.chat_template else problem.text
+        return Prompt(group=group, text=problem.text, answer=problem.answer, tokens=tuple(self.tokenizer.encode(text)))
+
+
+def build_tokenizer(recipe: Recipe) -> Tokenizer:
+    """The model's tokenizer, checked against its vocabulary."""
+    config = read_hf_config(recipe.model.path)
+    return Tokenizer.load(recipe.model.path, vocab_size=config["vocab_size"])
+
+
+def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:
+    """The run's prompts. What the tokenizer cannot say of the task or of an interruption, and an interruption that does
+    not fit, fails here, before anything is started."""
+    task = build_task(recipe.task, recipe.run.seed)
+    prompts = TaskPrompts(task, tokenizer, PromptOrder(task.num_prompts, recipe.run.seed))
+    prompts.prompt(0)
+    prompts.held_out(1)
+    build_interruption(recipe, tokenizer)
+    return prompts
+
+
+def build_interruption(recipe: Recipe, tokenizer: Tokenizer) -> Interruption | None:
+    """How responses are cut short, if they are. Raises RecipeError."""
+    section, longest = recipe.rollout.interruption, recipe.rollout.max_new_tokens
+    if section is None:
+        return None
+    try:
+        phrase = tuple(tokenizer.encode(section.phrase))
+    except ModelError as error:
+        raise RecipeError(f"rollout.interruption.phrase: {error}") from error
+    needed = section.to_tokens + len(phrase) + section.answer_tokens
+    if needed > longest:
+        raise RecipeError(
+            f"rollout.interruption: to_tokens {section.to_tokens} + {len(phrase)} tokens of the phrase + answer_tokens "
+            f"{section.answer_tokens} = {needed}, at most rollout.max_new_tokens {longest} fit; raise the latter"
+        )
+    return Interruption(
+        from_tokens=section.from_tokens,
+        to_tokens=section.to_tokens,
+        phrase=phrase,
+        answer_tokens=section.answer_tokens,
+        seed=recipe.run.seed,
+    )
+
+
+def build_retirement(recipe: Recipe) -> Retirement | None:
+    """When problems leave the run for good, if they do."""
+    prompts = recipe.prompts
+    if prompts.retire_at_pass_rate is None:
+        return None
+    return Retirement(
+        at_pass_rate=prompts.retire_at_pass_rate,
+        after_samples=prompts.retire_after_samples or recipe.rollout.group_size,
+    )
+
+
+def build_contract(recipe: Recipe, tokenizer: Tokenizer) -> LogprobContract:
+    """What the run's stored log-probabilities mean."""
+    rollout = recipe.rollout
+    return LogprobContract(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        scaled=True,
+        tokenizer_sha256=tokenizer.sha256,
+    )
+
+
+def build_sampling(recipe: Recipe, temperature: float | None = None) -> Sampling:
+    """Training rollouts; with `temperature`, evaluation over the whole vocabulary."""
+    rollout = recipe.rollout
+    if temperature is not None:
+        return Sampling(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+    )
+
+
+def build_quant_map(recipe: Recipe) -> QuantMap | None:
+    """Which weights the engines hold in FP8, or None for unquantized rollouts."""
+    from precision.formats.quant_map import QuantMap
+
+    if recipe.rollout.precision not in ("fp8_tensor", "fp8_block"):
+        return None
+    shape = ModelShape.from_hf(read_hf_config(recipe.model.path))
+    return QuantMap.for_decoder(
+        shape.num_layers, recipe.rollout.precision, None if shape.experts is None else shape.experts.count
+    )
+
+
+def require_engines_here(urls: Sequence[str]) -> None:
+    """Raises RecipeError unless every engine listens at an address of this machine: only there can it open the
+    learner's memory."""
+    away = [url for url in urls if not _is_here(urlsplit(url).hostname or "")]
+    if away:
+        raise RecipeError(
+            f"weights.channel is ipc, but {', '.join(away)} {'is' if len(away) == 1 else 'are'} not on this machine, "
+            "whose memory the engines must open; use weights.channel: broadcast or disk"
+        )
+
+
+def _is_here(host: str) -> bool:
+    """Whether a socket can be bound to an address of the host."""
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind((address[0], 0))
+                return True
+    return False

@@ -1,0 +1,64 @@
+"""From a recipe to one engine's start parameters, and whether this machine can run such an engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pipeline.config.recipe import Recipe
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError
+from rollout_sglang.server.capacity import option
+from rollout_sglang.server.rollout_python import require_sglang
+from rollout_sglang.server.sglang_compat import ServerInfo, dialect_of
+from rollout_sglang.server.start import EngineSpec, has_cuda
+
+_ON_CPU = {"--attention-backend": "torch_native", "--device": "cpu", "--fp8-gemm-backend": None}
+"""SGLang's arguments that name kernels or a device, and what a CPU has of them."""
+
+
+def check_engines(recipe: Recipe) -> None:
+    """Raises EngineStartError when there is no SGLang to start, RecipeError when that release or this machine cannot do
+    what the recipe asks."""
+    quantization = "fp8" if recipe.rollout.precision == "fp8_tensor" else None
+    dialect = dialect_of(ServerInfo(version=require_sglang(), quantization=quantization))
+    if recipe.weights.channel != "disk" and dialect.no_tensors:
+        raise RecipeError(f"weights.channel is {recipe.weights.channel}: {dialect.no_tensors}")
+    if has_cuda():
+        return
+    asked = {name: option(recipe.rollout.extra_args, name) for name in _ON_CPU}
+    foreign = [f"{name} {value}" for name, value in asked.items() if value not in (None, _ON_CPU[name])]
+    if foreign:
+        raise RecipeError(
+            f"rollout.extra_args has {', '.join(foreign)}, for a CUDA GPU, and this machine has none; run it on one, "
+            "or at a toy size on the CPU with --set rollout.extra_args=[] and a model such as the demo's"
+        )
+
+
+def engine_spec(run: RunDirectory, recipe: Recipe, index: int, port: int, api_key: str) -> EngineSpec:
+    """Engine `index`, serving the newest version that lies in a folder.
+
+    That is the published one, but for the moments after a broadcast: then the engine is fed before it gets requests.
+    """
+    rollout = recipe.rollout
+    version = run.newest_policy(run.published_version())
+    fp32_head = ("--enable-fp32-lm-head",) if recipe.model.fp32_lm_head else ()
+    return EngineSpec(
+        model=run.policy_directory(version),
+        port=port,
+        precision=rollout.precision,
+        dtype=engine_dtype(recipe),
+        log=run.logs / f"engine-{index}.log",
+        version=version,
+        api_key=api_key,
+        tensor_parallel=rollout.tensor_parallel,
+        context_tokens=rollout.context_tokens,
+        seed=recipe.run.seed + index,
+        extra_args=(*fp32_head, *rollout.extra_args),
+    )
+
+
+def engine_dtype(recipe: Recipe) -> Literal["float32", "bfloat16"]:
+    """Of activations, and of the weights that are not quantized. FP8 kernels of a GPU take 16-bit activations only."""
+    rollout = recipe.rollout.precision
+    exact = recipe.learner.precision == "fp32" and rollout != "bf16" and not (rollout != "fp32" and has_cuda())
+    return "float32" if exact else "bfloat16"

@@ -1,0 +1,69 @@
+"""What the versions of a run are proved by: the probe's tokens, how close an engine must come, and its checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from launch.build.components import build_tokenizer
+from launch.build.engines import engine_dtype
+from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+from megatron_bridge.weight_sync.disk import ProofPlan
+from pipeline.config.recipe import Recipe, RolloutPrecision
+from pipeline.ports.weight_check import NUM_ROWS, ROW_TOKENS, probe_rows
+from rollout_sglang.server.start import has_cuda
+from rollout_sglang.weights.expected_checksums import EngineDigests
+
+MAX_GAP_NATS: dict[RolloutPrecision, float] = {"fp32": 0.01, "bf16": 0.15, "fp8_tensor": 0.4, "fp8_block": 0.4}
+"""Default of weights.probe_max_gap_nats, for random tokens, at least 2.5 times the largest mean gap of right weights
+among six tiny models, random and trained, with the formats emulated: bf16 0.023, FP8 0.14. For comparison, in FP8: all
+scales 1.25 times too large 0.47 to 0.65 in trained models (right: 0.06 to 0.14) and 0.08 to 0.19 in random ones (0.01
+to 0.08); one scale, 0.2 to 0.33 and 0.02 to 0.12 in the median. Smaller faults are for the digests to find; where those
+are not known, lower the bound to 1.5 times the probe_gap_nats that the run's metrics show."""
+
+
+def build_proof_plan(recipe: Recipe) -> ProofPlan:
+    """The same for every version of the run."""
+    tokenizer = build_tokenizer(recipe)
+    allowed = recipe.weights.probe_max_gap_nats
+    return ProofPlan(
+        rows=probe_rows(
+            tokenizer.vocab_size,
+            {tokenizer.eos_token_id, tokenizer.pad_token_id},
+            recipe.run.seed,
+            num_rows=max(NUM_ROWS, recipe.learner.data_parallel),
+            row_tokens=min(ROW_TOKENS, recipe.rollout.context_tokens - 1),
+        ),
+        max_mean_gap_nats=MAX_GAP_NATS[learner_sees(recipe)] if allowed is None else allowed,
+        new_digests=digests_maker(recipe),
+    )
+
+
+def learner_sees(recipe: Recipe) -> RolloutPrecision:
+    """The coarser of the two precisions that are compared: a bf16 learner is no nearer to an fp32 engine."""
+    learner: RolloutPrecision = "fp8_tensor" if recipe.learner.precision == "fp8_delayed" else recipe.learner.precision
+    return max(recipe.rollout.precision, learner, key=lambda precision: MAX_GAP_NATS[precision])
+
+
+def digests_maker(recipe: Recipe) -> Callable[[], EngineDigests] | None:
+    """New digests for one version; None for engines on GPUs, which hash by another function."""
+    if has_cuda():
+        return None
+    shape = ModelShape.from_hf(read_hf_config(recipe.model.path))
+    import torch
+
+    def new() -> EngineDigests:
+        return EngineDigests(
+            dtype=getattr(torch, engine_dtype(recipe)),
+            num_kv_heads=shape.num_kv_heads,
+            num_experts=0 if shape.experts is None else shape.experts.count,
+            tied_embeddings=shape.tied_embeddings,
+            tensor_parallel=recipe.rollout.tensor_parallel,
+        )
+
+    return new
+
+
+def digests_of(recipe: Recipe) -> EngineDigests | None:
+    """Digests of one version, to be observed as it is written."""
+    maker = digests_maker(recipe)
+    return None if maker is None else maker()

@@ -1,0 +1,172 @@
+"""`evenkeel convert inspect`: what a model folder is and what it holds, from headers and indexes alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.convert.folders import description_of
+from megatron_bridge.hf.headers import tensor_headers, weight_files
+from megatron_bridge.hf.model_config import read_config
+from pipeline.errors import CorruptCheckpointError, EvenKeelError, ModelError
+from pipeline.trainer.checkpoints import COMMIT
+
+_BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "BOOL": 8}
+_EIGHT_BITS_OR_LESS = frozenset({"F8_E4M3", "F8_E5M2", "F4", "I8", "U8"})
+_SCALE = re.compile(r"\.(weight_scale(_inv)?|input_scale|[kv]_scale)$")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
+
+Headers = dict[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the headers of a folder say."""
+
+    kind: str
+    config: dict[str, Any]
+    tensors: Headers
+    num_files: int
+    problems: tuple[str, ...] = ()
+
+
+def inspect_folder(folder: Path) -> dict[str, Any]:
+    """Kind, architecture, counts and the distinct shapes. Raises ModelError or CorruptCheckpointError for a folder that
+    is unknown or damaged."""
+    contents = _read(folder)
+    if contents.problems:
+        shown = "; ".join(contents.problems[:5])
+        raise ModelError(f"{folder} ({contents.kind}) is damaged: {shown}; fetch or convert it again")
+    weights = {name: header for name, header in contents.tensors.items() if not _SCALE.search(name)}
+    sizes = Counter[str]()
+    for shape, dtype in contents.tensors.values():
+        sizes[dtype] += math.prod(shape) * _bits(dtype) // 8
+    parameters = sum(math.prod(shape) for shape, _ in weights.values())
+    quantized = sum(math.prod(shape) for shape, dtype in weights.values() if dtype in _EIGHT_BITS_OR_LESS)
+    return dict(
+        kind=contents.kind,
+        architecture=(contents.config.get("architectures") or ["unknown"])[0],
+        parameters=parameters,
+        tensors=len(contents.tensors),
+        bytes=sum(sizes.values()),
+        bytes_by_dtype=dict(sorted(sizes.items())),
+        quantized_share=round(quantized / max(1, parameters), 4),
+        files=contents.num_files,
+        shapes=_distinct(contents.tensors),
+    )
+
+
+def _distinct(tensors: Headers) -> list[dict[str, Any]]:
+    """One row for all tensors that differ in layer or expert only."""
+    rows = Counter((_NUMBER.sub("*", name), shape, dtype) for name, (shape, dtype) in tensors.items())
+    return [dict(name=n, shape=list(shape), dtype=dtype, count=count) for (n, shape, dtype), count in rows.items()]
+
+
+def _read(folder: Path) -> Contents:
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder; give a model folder, a policy, or a checkpoint")
+    if (folder / ".metadata").exists() or (folder / COMMIT).exists():
+        return _read_checkpoint(folder)
+    if not (folder / "config.json").exists():
+        raise ModelError(
+            f"{folder} holds neither config.json (a model) nor .metadata (a distributed checkpoint); give the folder "
+            "that does"
+        )
+    config = read_config(folder)
+    headers = tensor_headers(folder)
+    if not headers:
+        raise ModelError(f"{folder} has no tensors in *.safetensors; convert the weights to safetensors")
+    kind = _hf_kind(folder, config)
+    if (folder / "manifest.json").exists():
+        kind += ", with the manifest of a policy"
+    return Contents(kind, config, headers, len(weight_files(folder)), tuple(_problems(folder, headers)))
+
+
+def _hf_kind(folder: Path, config: dict[str, Any]) -> str:
+    quantization = config.get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if method == "modelopt" or (folder / "hf_quant_config.json").exists():
+        return f"HF, ModelOpt {quantization.get('quant_algo', 'quantized')}"
+    if method == "fp8":
+        block = quantization.get("weight_block_size")
+        return f"HF, FP8 in {block[0]}×{block[1]} blocks" if block else "HF, FP8 with a scale for each tensor"
+    return f"HF, quantized by {method}" if method else "HF"
+
+
+def _problems(folder: Path, headers: Headers) -> list[str]:
+    """What the folder's own index and manifest say that its files do not."""
+    problems = []
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        listed = set(json.loads(index.read_text())["weight_map"])
+        problems += [f"{name} is in the index, but in no file" for name in sorted(listed - set(headers))]
+        problems += [f"{name} is not in the index" for name in sorted(set(headers) - listed)]
+    manifest = folder / "manifest.json"
+    if manifest.exists():
+        try:
+            tensors = {
+                name: tuple(entry["shape"]) for name, entry in json.loads(manifest.read_text())["tensors"].items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{manifest} is damaged ({error!r}); convert the model again") from error
+        found = {name: shape for name, (shape, _) in headers.items()}
+        problems += [
+            f"{name} is not as manifest.json says"
+            for name in sorted(tensors.keys() | found.keys())
+            if tensors.get(name) != found.get(name)
+        ]
+    quantized = [name for name, (_, dtype) in headers.items() if dtype == "F8_E4M3"]
+    scales = ("_scale", "_scale_inv")
+    problems += [f"{name} has no scale" for name in quantized if not any(name + s in headers for s in scales)]
+    return problems
+
+
+def _read_checkpoint(folder: Path) -> Contents:
+    from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
+    from megatron_bridge.hf.safetensors_stream import NAMES
+
+    index = CheckpointIndex(folder)
+    weights: Headers = {
+        name: (entry.shape, NAMES.get(entry.dtype, str(entry.dtype)))
+        for name, entry in index.tensors.items()
+        if name.startswith(_MODEL_PREFIXES)
+    }
+    if not weights:
+        raise CorruptCheckpointError(
+            f"{folder} is a distributed checkpoint without a model's weights; give another one"
+        )
+    files = list(folder.glob("*.distcp"))
+    whole = len(weights) == len(index.tensors)
+    kind = "Megatron checkpoint, weights only" if whole else "Megatron checkpoint with optimizer state"
+    try:
+        config = read_config(description_of(folder))
+    except EvenKeelError:
+        config = {}  # a checkpoint that was copied out of its run says nothing about its architecture
+    return Contents(kind, config, weights, len(files), tuple(_commit_problems(folder)))
+
+
+def _commit_problems(folder: Path) -> list[str]:
+    """Files whose size is not that of COMMIT (contents are compared when the checkpoint is used)."""
+    path = folder / COMMIT
+    if not path.exists():
+        return [f"{COMMIT} is missing: it was never completed"]
+    try:
+        files = json.loads(path.read_text())["files"]
+    except (ValueError, KeyError) as error:
+        raise CorruptCheckpointError(f"{path} is damaged ({error!r}); use another checkpoint") from error
+    found = {name: (folder / name).stat().st_size for name in files if (folder / name).is_file()}
+    return [
+        f"{name} has {found.get(name, 0)} bytes, expected {entry['bytes']}"
+        for name, entry in files.items()
+        if found.get(name) != entry["bytes"]
+    ]
+
+
+def _bits(dtype: str) -> int:
+    return _BITS.get(dtype) or int("".join(filter(str.isdigit, dtype)) or 8)

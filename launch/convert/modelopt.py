@@ -1,0 +1,127 @@
+"""`evenkeel convert hf-to-modelopt`: calibrate in a process of its own, store what comes out, check every scale."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from launch.convert.folders import bars, checked_source, require_same_names, run_job
+from launch.run.processes import die_with_parent, run_child
+from megatron_bridge.hf.headers import tensor_headers
+from megatron_bridge.hf.model_config import read_config
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import ModelError
+from pipeline.tasks.tokenizer import Tokenizer
+
+CALIBRATION_ROWS, ROW_TOKENS = 32, 128
+"""Random rows when no prompts are given; prompts are cut to 16 times that length."""
+
+ModelOptFormat = Literal["fp8", "fp8_block"]
+
+
+def hf_to_modelopt(
+    source: Path, out: Path, name: ModelOptFormat, *, calibration: Path | None, kv_cache: bool
+) -> dict[str, Any]:
+    """HF folder → calibrated FP8 folder. Raises ModelError."""
+    from megatron_bridge.hf.modelopt import check_scales, store_export
+    from megatron_bridge.hf.streaming_writer import check_free, check_written, new_folder
+    from precision.formats.quant_map import QuantMap
+    from rollout_sglang.server.block_shapes import check_block_shapes
+
+    started = time.monotonic()
+    check_free(out)
+    config, shape, ignored = checked_source(source)
+    if shape.experts is not None:
+        raise ModelError(f"{shape.architecture} has experts, hf-to-modelopt knows dense models; use hf-to-fp8")
+    if name == "fp8_block":
+        check_block_shapes(config)
+    rows = calibration_rows(source, config, calibration)
+    quant = QuantMap.for_decoder(shape.num_layers, "fp8_block" if name == "fp8_block" else "fp8_tensor")
+    with new_folder(out) as folder, bars() as bar:
+        export = folder / "export"
+        job = dict(source=str(source.resolve()), export=str(export.resolve()), name=name, kv_cache=kv_cache, rows=rows)
+        size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+        with bar("calibrate", size):
+            run_job("launch.convert.modelopt", job, None, size * len(rows))
+        with bar("write", size) as advance:
+            manifest = store_export(export, source, folder, read_config(export), name=name, advance=advance)
+        shutil.rmtree(export)
+        with bar("compare", size) as advance:
+            check_written(folder, manifest, advance)
+        _check_names(folder, shape.tensors())
+        scales = check_scales(folder, quant, shape.num_layers, name=name, kv_cache=kv_cache)
+    return dict(
+        out=str(out),
+        format=f"modelopt {name}",
+        kv_cache="fp8" if kv_cache else "full precision",
+        calibration_rows=len(rows),
+        calibration_tokens=sum(map(len, rows)),
+        scales=scales,
+        left_over=ignored,
+        wall_s=round(time.monotonic() - started, 1),
+    )
+
+
+def calibration_rows(source: Path, config: dict[str, Any], path: Path | None) -> list[list[int]]:
+    """Token rows to calibrate on: the prompts of a JSONL file, or random ones. Raises ModelError."""
+    longest = int(config["max_position_embeddings"])
+    if path is None:
+        generator = random.Random(0)
+        length = min(ROW_TOKENS, longest)
+        return [[generator.randrange(config["vocab_size"]) for _ in range(length)] for _ in range(CALIBRATION_ROWS)]
+    tokenizer = Tokenizer.load(source, vocab_size=config["vocab_size"])
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        texts = [str(line["prompt"] if "prompt" in line else line["text"]) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f'--calibration {path} is not readable as JSONL with a "prompt" or "text" in each line ({error!r})'
+        ) from error
+    rows = [tokenizer.encode(text)[: min(16 * ROW_TOKENS, longest)] for text in texts]
+    rows = [list(row) for row in rows if row]
+    if not rows:
+        raise ModelError(f"--calibration {path} holds no prompts; give at least one")
+    return rows
+
+
+def _check_names(folder: Path, expected: dict[str, tuple[int, ...]]) -> None:
+    """Every weight of the source and nothing but scales beside them. Raises ModelError."""
+    from megatron_bridge.hf.modelopt import SCALES
+
+    found = {
+        name: shape for name, (shape, _) in tensor_headers(folder).items() if name.rpartition(".")[2] not in SCALES
+    }
+    require_same_names(set(expected), set(found))
+    wrong = [f"{name} {list(shape)}" for name, shape in found.items() if shape != expected[name]]
+    if wrong:
+        raise ModelError(f"ModelOpt changed the shape of {', '.join(wrong[:5])}; report the model")
+
+
+def calibrate(run: RunDirectory) -> None:
+    """Body of the child process; job.json names source, export, name, kv_cache and rows."""
+    from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+    from megatron_bridge.hf.modelopt import export_quantized
+    from precision.formats.quant_map import QuantMap
+
+    job = json.loads((run.path / "job.json").read_text())
+    source = Path(job["source"])
+    shape = ModelShape.from_hf(read_hf_config(source))
+    export_quantized(
+        source,
+        Path(job["export"]),
+        job["rows"],
+        name=job["name"],
+        kv_cache=job["kv_cache"],
+        quant=QuantMap.for_decoder(shape.num_layers, "fp8_tensor"),
+    )
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    run_child(directory, "calibration", lambda: calibrate(directory))

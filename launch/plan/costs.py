@@ -1,0 +1,242 @@
+"""Seconds of each phase, by roofline: what must be computed, read and sent, over assumed speeds. Loads no torch.
+
+    learner    matrix work ÷ (peak · MFU) · (1 + pipeline bubble) + communication that nothing hides
+    rollout    tokens ÷ (engine GPUs · tokens a second of each)
+    publish    bytes ÷ bandwidth of the channel
+
+Every speed is an assumption, printed with the plan and to be replaced by what was measured on the cluster.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from launch.plan.footprint import HeldParameters, held_parameters, layer_sizes
+from launch.plan.simulation import Durations
+from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.parallel.layout import Layout
+from pipeline.config.algorithm import scores_step
+from pipeline.config.recipe import LearnerSection, Recipe
+from rollout_sglang.server.capacity import Capacity, EngineModel, weight_bytes
+
+GPUS_PER_NODE = 8
+NVLINK_BYTES_S = 300e9
+"""Reached by collectives between GPUs of a node; NVLink 4 is 450 GB/s each way on paper."""
+NETWORK_BYTES_S = 40e9
+"""Reached by each GPU between nodes, with a 400 Gbit/s port of its own."""
+HBM_BYTES_S = 3.35e12
+"""H100 SXM on paper."""
+DECODE_EFFICIENCY = 0.2
+"""Of HBM bandwidth, over a whole batch with its long tail. Set so that Qwen3-32B's published one-step-off run (NeMo RL
+v0.4: 2048 samples of 3,206 tokens on 32 H100 in 215 s a step) comes out; a fit to one number, not a law."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What the caller may replace."""
+
+    mean_response_tokens: float
+    mean_prompt_tokens: float
+    mfu: float = 0.4
+    """Of peak, in the learner's matrix work, without bubbles and communication."""
+    peak_tflops: float = 989.0
+    """Dense bfloat16 of one GPU: H100 SXM."""
+    rollout_tokens_per_gpu_s: float | None = None
+    """Response tokens a second of one engine GPU; None: by roofline."""
+    disk_gb_s: float = 2.0
+    """Shared file system, for writing and for each engine's reading."""
+    broadcast_gb_s: float = 3.6
+    """Learner to engines, gathering included: Qwen2.5-32B in bfloat16 over NCCL took verl 18 s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Samples of a step and how they are cut up."""
+
+    samples: int
+    prompt_tokens: float
+    response_tokens: float
+    micro_batch_tokens: int
+
+    @staticmethod
+    def of(recipe: Recipe, assumed: Assumptions) -> Traffic:
+        return Traffic(
+            samples=recipe.rollout.prompts_per_batch * recipe.rollout.group_size,
+            prompt_tokens=assumed.mean_prompt_tokens,
+            response_tokens=assumed.mean_response_tokens,
+            micro_batch_tokens=recipe.learner.micro_batch_tokens,
+        )
+
+    @property
+    def sample_tokens(self) -> float:
+        return self.prompt_tokens + self.response_tokens
+
+    def num_micro_batches(self, data_parallel: int) -> int:
+        """Of one data parallel rank: rows are packed without padding."""
+        return max(1, math.ceil(self.samples * self.sample_tokens / (data_parallel * self.micro_batch_tokens)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerTime:
+    """Seconds of one step."""
+
+    compute_s: float
+    """Forward and backward, and what is computed again."""
+    bubble_s: float
+    tensor_s: float
+    pipeline_s: float
+    context_s: float
+    expert_s: float
+    data_s: float
+    """Not hidden behind the backward pass."""
+    score_s: float
+    """The log-probability pass, all of it."""
+
+    @property
+    def update_s(self) -> float:
+        own = (self.compute_s, self.bubble_s, self.tensor_s, self.pipeline_s, self.context_s, self.expert_s)
+        return sum(own) + self.data_s
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Numbers that each position is multiplied by: head and router too, of experts only those taken, no embedding."""
+    total = shape.vocab_size * shape.hidden_size
+    for name, number in layer_sizes(shape).items():
+        if ".experts" in name and shape.experts is not None:
+            total += shape.num_layers * number * shape.experts.per_token // shape.experts.count
+        else:
+            total += shape.num_layers * number
+    return total
+
+
+def mlp_share(shape: ModelShape) -> float:
+    """Of the forward pass, the part that selective recomputation does twice."""
+    ffn = shape.ffn_size if shape.experts is None else shape.experts.ffn_size * shape.experts.per_token
+    return shape.num_layers * 3 * shape.hidden_size * ffn / active_parameters(shape)
+
+
+def forward_flops(shape: ModelShape, context: float) -> float:
+    """Of one position of a sequence of `context` tokens: 2 a parameter, and causal attention's 4·q·context/2."""
+    attention = 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
+    return 2.0 * active_parameters(shape) + attention
+
+
+def learner_time(shape: ModelShape, learner: LearnerSection, traffic: Traffic, assumed: Assumptions) -> LearnerTime:
+    """Of the busiest stage; padding and uneven loads are left out."""
+    layout = Layout.of(learner)
+    tokens = traffic.samples / layout.data * traffic.sample_tokens
+    ranks = layout.tensor * layout.context * layout.pipeline
+    speed = assumed.peak_tflops * 1e12 * assumed.mfu
+    forward = tokens * forward_flops(shape, traffic.sample_tokens) / ranks / speed
+    passes = 3.0 + dict(none=0.0, selective=mlp_share(shape), full=1.0)[learner.recompute]
+    bubble = bubble_share(layout, traffic.num_micro_batches(layout.data))
+    sent = _sent_forward(shape, learner, layout, tokens)
+    compute = passes * forward
+    return LearnerTime(
+        compute_s=compute,
+        bubble_s=bubble * compute,
+        data_s=_gradient_reduction(shape, learner, layout, hidden_s=2 / 3 * compute),
+        score_s=forward * (1 + bubble) + sum(sent.values()),
+        **{f"{name}_s": seconds * (2.0 if name == "pipeline" else passes - 1.0) for name, seconds in sent.items()},
+    )
+
+
+def bubble_share(layout: Layout, num_micro_batches: int) -> float:
+    """Idle over busy time of a pipeline: (PP - 1) / (VPP · micro-batches)."""
+    return (layout.pipeline - 1) / (layout.virtual * num_micro_batches)
+
+
+def _sent_forward(shape: ModelShape, learner: LearnerSection, layout: Layout, tokens: float) -> dict[str, float]:
+    """Seconds of communication of a forward pass over `tokens` positions, by dimension; backward sends as much."""
+    size = learner.parameter_bytes
+    own = tokens / layout.context
+    layers = shape.num_layers / layout.pipeline
+    row = own * size * shape.hidden_size
+    # An all-reduce (or all-gather and reduce-scatter) after attention and one after a dense MLP.
+    reductions = 2 if shape.experts is None else 1
+    tensor = reductions * layers * 2 * row * _others(layout.tensor) / _link(layout.tensor)
+    keys_values = own * size * 2 * shape.num_kv_heads * shape.head_dim / layout.tensor
+    context = layers * keys_values * (layout.context - 1) / _link(layout.tensor * layout.context)
+    split = layout.tensor if layout.sequence else 1
+    stages = layout.virtual if layout.pipeline > 1 else 0
+    expert = 0.0
+    if shape.experts is not None:  # dispatch and combine
+        span = layout.expert * layout.expert_tensor
+        expert = layers * 2 * row / split * shape.experts.per_token * _others(layout.expert) / _link(span)
+    return dict(tensor=tensor, context=context, expert=expert, pipeline=stages * row / split / NETWORK_BYTES_S)
+
+
+def _link(span: int) -> float:
+    """Bytes a second between ranks that are `span` adjacent ones apart at most."""
+    return NVLINK_BYTES_S if span <= GPUS_PER_NODE else NETWORK_BYTES_S
+
+
+def _others(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _gradient_reduction(shape: ModelShape, learner: LearnerSection, layout: Layout, *, hidden_s: float) -> float:
+    """float32 gradients to their owners and new parameters back, over the network; seconds that are not hidden."""
+    own = max((held_parameters(shape, layout, stage) for stage in (0, layout.pipeline - 1)), key=lambda one: one.total)
+    spread = layout.expert * layout.expert_tensor
+    stage_ranks = layout.tensor * layout.context * layout.data
+    seconds = _reduced(own, learner, layout.data * layout.context, stage_ranks // spread) / NETWORK_BYTES_S
+    return max(0.0, seconds - hidden_s) if learner.overlap_grad_reduce else seconds
+
+
+def _reduced(own: HeldParameters, learner: LearnerSection, dense_ranks: int, expert_ranks: int) -> float:
+    """Bytes that a rank sends: scatter 4 and gather back the parameters, or all-reduce 4 twice."""
+    each = 4 + learner.parameter_bytes if learner.distributed_optimizer else 8
+    return each * (own.dense * _others(dense_ranks) + own.expert * _others(expert_ranks))
+
+
+def rollout_tokens_per_gpu_s(shape: ModelShape, capacity: Capacity, recipe: Recipe, assumed: Assumptions) -> float:
+    """Response tokens a second of one engine GPU: as given, or memory traffic of decoding at assumed efficiency.
+
+    A decoding step reads the weights (of experts, those that some sample takes) and the keys and values of every
+    sample under way, half of its response there on average.
+    """
+    if assumed.rollout_tokens_per_gpu_s is not None:
+        return assumed.rollout_tokens_per_gpu_s
+    rollout = recipe.rollout
+    context = assumed.mean_prompt_tokens + assumed.mean_response_tokens / 2
+    samples = min(rollout.prompts_per_batch, rollout.concurrent_prompts) * rollout.group_size
+    running = max(1.0, min(samples / rollout.engines, capacity.kv_tokens / context))
+    weights = capacity.weight_bytes
+    if shape.experts is not None:
+        weights *= 1 - (1 - shape.experts.per_token / shape.experts.count) ** running
+    read = (weights + running * context * capacity.kv_bytes_per_token) / (HBM_BYTES_S * DECODE_EFFICIENCY)
+    compute = (
+        2 * active_parameters(shape) * running / rollout.tensor_parallel / (assumed.peak_tflops * 1e12 * assumed.mfu)
+    )
+    return running / max(read, compute) / rollout.tensor_parallel
+
+
+def publish_seconds(recipe: Recipe, num_bytes: float, assumed: Assumptions) -> float:
+    """disk: written once, then read by all engines at once; broadcast: one stream to all of them; ipc: taken to be as
+    fast, since gathering is most of either."""
+    if recipe.weights.channel != "disk":
+        return num_bytes / (assumed.broadcast_gb_s * 1e9)
+    return 2 * num_bytes / (assumed.disk_gb_s * 1e9)
+
+
+def durations(
+    shape: ModelShape,
+    model: EngineModel,
+    capacity: Capacity,
+    recipe: Recipe,
+    assumed: Assumptions,
+    learner: LearnerSection | None = None,
+) -> Durations:
+    """Phases of the recipe, or of it with another learner layout."""
+    traffic = Traffic.of(recipe, assumed)
+    time = learner_time(shape, learner or recipe.learner, traffic, assumed)
+    rate = rollout_tokens_per_gpu_s(shape, capacity, recipe, assumed)
+    gpus = recipe.rollout.engines * recipe.rollout.tensor_parallel
+    return Durations(
+        rollout_s=traffic.samples * traffic.response_tokens / (rate * gpus),
+        score_s=time.score_s if scores_step(recipe.objective, recipe.correction) else 0.0,
+        update_s=time.update_s,
+        publish_s=publish_seconds(recipe, weight_bytes(model, recipe.rollout), assumed),
+    )

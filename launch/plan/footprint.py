@@ -1,0 +1,355 @@
+"""How many bytes a learner rank needs, worked out from sizes alone. Loads neither torch nor Megatron.
+
+    static      parameters + gradients + optimizer state                        there all the time
+    training    + activations in flight + the head + what a backward step works on
+    scoring     + one layer at a time + the head (forward only)
+    publishing  + whole tensors being gathered + the buckets of the weight channel
+
+A rank needs static + the largest of the other three + an allowance. Every pipeline stage is worked out, because the
+first holds the embedding and the most micro-batches, and the last holds the head.
+
+Bytes a parameter: bfloat16 2, gradients always float32 4, and float32 main copy and two moments 12 in bfloat16 or the
+two moments alone 8 in float32, the last part divided by the data parallel ranks with the distributed optimizer. In
+bfloat16 that is 18, or 6 + 12/DP: the same as Megatron-LM's theoretical memory usage with its default gradients. FP8
+training adds 2 for each number in a layer's matrices: TE keeps them quantized by rows and by columns from one step to
+the next.
+
+Activations count every tensor that autograd keeps: see `layer_activations`. What is not counted: uneven loads of
+experts, NCCL's and cuBLAS's own buffers and fragmentation (the allowance stands for these).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.model.te_precision import is_fp8
+from megatron_bridge.parallel.layout import Layout
+from pipeline.config.recipe import LearnerSection
+
+GIB = 2**30
+CHUNK_BYTES = 3 * (16 << 20)
+"""Full-precision scratch of log-probabilities: three chunks of `vocab_parallel`."""
+
+Kernels = Literal["fused", "local"]
+"""fused: Transformer Engine with flash attention, as on a GPU. local: Megatron's own layers, as on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatches:
+    """What a data parallel rank (its context parallel ranks together) works through in a step."""
+
+    tokens: int
+    """Positions of one micro-batch."""
+    count: int
+    """Micro-batches of a step: no more than these are ever in flight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """What no formula gives: assumed, not measured."""
+
+    runtime_bytes: int = 3 * GIB
+    """CUDA context, NCCL channels and cuBLAS workspaces of one process."""
+    fragmentation: float = 0.1
+    """Of what comes and goes above static, the share that the caching allocator cannot hand out again."""
+
+
+NO_ALLOWANCE = Allowance(runtime_bytes=0, fragmentation=0.0)
+"""A process on a CPU, whose allocator returns what is freed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Everything beside model and layout that memory depends on."""
+
+    micro_batches: MicroBatches
+    kernels: Kernels = "fused"
+    fp32_lm_head: bool = False
+    bucket_bytes: int = 0
+    """Of the weight channel; 0 for the disk channel."""
+    allowance: Allowance = Allowance()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldParameters:
+    """Numbers in the parameters of one rank."""
+
+    dense: int
+    """All but the experts: optimizer state spread over data × context parallel ranks."""
+    expert: int
+    """In experts: optimizer state spread over the ranks that hold the same experts."""
+    matrices: int
+    """In the matrices of layers, which FP8 training multiplies in e4m3; counted in `dense` or `expert` as well."""
+    largest: int
+    """In the largest matrix of a layer, whose gradient exists once more for a moment."""
+    outer: int
+    """In the embedding or head, if this stage has one: likewise."""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes of a rank of one pipeline stage."""
+
+    stage: int
+    held: HeldParameters
+    parameters: int
+    quantized: int
+    """Copies of parameters in FP8; 0 without FP8 training."""
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept for the backward pass, all micro-batches in flight."""
+    head: int
+    """Final norm, logits and what taking their logarithms and gradient needs; last stage only."""
+    working: int
+    """Gradients of activations and of one matrix while a layer is differentiated, and the layer computed again. By
+    then the head is done with."""
+    scoring: int
+    """Above static in the log-probability pass."""
+    publishing: int
+    """Above static while weights are exported."""
+    allowance: int
+
+    @property
+    def static(self) -> int:
+        return self.parameters + self.quantized + self.gradients + self.optimizer
+
+    @property
+    def training(self) -> int:
+        """Above static in a training step."""
+        return self.activations + max(self.head, self.working)
+
+    @property
+    def total(self) -> int:
+        return self.static + max(self.training, self.scoring, self.publishing) + self.allowance
+
+    def items(self) -> dict[str, int]:
+        """What adds up to `total`, by name."""
+        busy = "head" if self.head > self.working else "working"
+        parts = {name: getattr(self, name) for name in ("parameters", "quantized", "gradients", "optimizer")}
+        if not self.quantized:
+            del parts["quantized"]
+        transient = {
+            self.training: {"activations": self.activations, busy: getattr(self, busy)},
+            self.scoring: {"scoring": self.scoring},
+            self.publishing: {"publishing": self.publishing},
+        }
+        return parts | transient[max(transient)] | {"allowance": self.allowance}
+
+
+def footprints(shape: ModelShape, learner: LearnerSection, work: Workload) -> list[Footprint]:
+    """One for each pipeline stage. The layout must have passed `check_layout`."""
+    return [_footprint(shape, learner, work, stage) for stage in range(learner.pipeline_parallel)]
+
+
+def worst_footprint(shape: ModelShape, learner: LearnerSection, work: Workload) -> Footprint:
+    """That of the stage that needs most."""
+    return max(footprints(shape, learner, work), key=lambda one: one.total)
+
+
+def _footprint(shape: ModelShape, learner: LearnerSection, work: Workload, stage: int) -> Footprint:
+    layout = Layout.of(learner)
+    size = learner.parameter_bytes
+    own = held_parameters(shape, layout, stage)
+    last = stage == layout.pipeline - 1
+    head = _head_bytes(shape, layout, work, size) if last else 0
+    whole = _largest_tensor(shape) * size
+    found = dict(
+        parameters=own.total * size,
+        quantized=2 * own.matrices if is_fp8(learner.precision) else 0,
+        gradients=own.total * 4,
+        optimizer=_optimizer_bytes(own, learner, layout),
+        activations=_activations(shape, learner, work, stage),
+        head=head,
+        working=_working_bytes(shape, learner, work, own),
+        scoring=max(head, _tokens(layout, work) * size * _widest(shape, layout)),
+        # A whole tensor is put together from its shards, so that both exist; likewise a bucket, in which the largest
+        # tensor travels alone.
+        publishing=2 * whole + (2 * max(whole, work.bucket_bytes) if work.bucket_bytes else 0),
+    )
+    plain = Footprint(stage=stage, held=own, allowance=0, **found)
+    allowance = work.allowance.runtime_bytes + int(work.allowance.fragmentation * (plain.total - plain.static))
+    return Footprint(stage=stage, held=own, allowance=allowance, **found)
+
+
+def held_parameters(shape: ModelShape, layout: Layout, stage: int) -> HeldParameters:
+    """Numbers held by each rank of a pipeline stage, exactly: a shared embedding lives on the first and last stage."""
+    first, last = stage == 0, stage == layout.pipeline - 1
+    layers = shape.num_layers // layout.pipeline
+    parts = [(layers, layer_sizes(shape))]
+    embedding = shape.vocab_size * shape.hidden_size
+    outer: dict[str, int] = {"final_norm": shape.hidden_size} if last else {}
+    if first:
+        outer["embedding"] = embedding
+    if last and not (first and shape.tied_embeddings):
+        outer["head"] = embedding
+    parts.append((1, outer))
+    dense = expert = matrices = largest = 0
+    for times, sizes in parts:
+        for name, number in sizes.items():
+            held = number // _split(name, layout)
+            if ".experts" in name:
+                expert += times * held
+            else:
+                dense += times * held
+            if name.endswith("proj.weight"):
+                matrices += times * held
+            if sizes is not outer:
+                # Gate and up are one matrix; the experts of a rank are differentiated together.
+                largest = max(largest, 2 * held if "gate_proj" in name else held)
+    widest = embedding // layout.tensor if first or last else 0
+    return HeldParameters(dense=dense, expert=expert, matrices=matrices, largest=largest, outer=widest)
+
+
+@lru_cache(maxsize=32)
+def layer_sizes(shape: ModelShape) -> dict[str, int]:
+    """Name within a decoder layer → numbers in it, with all experts of a kind under one name. All layers are alike."""
+    sizes: dict[str, int] = {}
+    for name, size in shape.tensors().items():
+        if not name.startswith("model.layers.0."):
+            continue
+        short = name.removeprefix("model.layers.0.")
+        if ".experts." in short:
+            short = "mlp.experts." + short.split(".", 3)[3]
+        sizes[short] = sizes.get(short, 0) + math.prod(size)
+    return sizes
+
+
+def _split(name: str, layout: Layout) -> int:
+    """How many ranks of a stage share a parameter: norms and the router are on all of them."""
+    if ".experts" in name:
+        return layout.expert * layout.expert_tensor
+    return 1 if "norm" in name or name == "mlp.gate.weight" else layout.tensor
+
+
+def _optimizer_bytes(own: HeldParameters, learner: LearnerSection, layout: Layout) -> int:
+    each = 8 if learner.precision == "fp32" else 12
+    if not learner.distributed_optimizer:
+        return each * own.total
+    stage_ranks = layout.tensor * layout.context * layout.data
+    dense = each * own.dense / (layout.data * layout.context)
+    return math.ceil(dense + each * own.expert * layout.expert * layout.expert_tensor / stage_ranks)
+
+
+def chunks_in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
+    """Model chunks whose activations a stage holds at once: 1F1B, or Megatron's interleaved schedule."""
+    if layout.pipeline == 1:
+        return 1
+    if layout.virtual == 1:
+        return min(layout.pipeline - stage, num_micro_batches)
+    warm_up = (layout.pipeline - stage - 1) * 2 + (layout.virtual - 1) * layout.pipeline
+    return min(warm_up + 1, num_micro_batches * layout.virtual)
+
+
+def _activations(shape: ModelShape, learner: LearnerSection, work: Workload, stage: int) -> int:
+    layout = Layout.of(learner)
+    layers = shape.num_layers // (layout.pipeline * layout.virtual)
+    chunks = chunks_in_flight(layout, stage, work.micro_batches.count)
+    each = layer_activations(shape, learner, work)
+    return int(_tokens(layout, work) * layers * chunks * each)
+
+
+def layer_activations(shape: ModelShape, learner: LearnerSection, work: Workload) -> float:
+    """Bytes a position that autograd keeps of one decoder layer, on one rank.
+
+    fused (h hidden, q and k widths of all query and key heads, d of one, f ffn; 2 bytes each in bfloat16):
+        4h   input and output of both norms      2q + 2k   rotated queries and keys, values, attention's output
+        q + k more, raw, where they are normed   3f        gate, up and their product
+    local, where nothing is fused, counted tensor by tensor for rows of one length: norms 6h; 5q + 5k of attention, and
+    4d for rotations; 2q + k more with query and key norms; 5f.
+    In FP8 training what a matrix is multiplied by is kept in one byte: both norms' outputs, the product, and what is
+    sent to experts; attention's output stays in two.
+    The selective mode computes the MLP again, and so keeps no f.
+    Split over tensor parallel ranks, but the norms' part only with sequence parallelism.
+    """
+    layout = Layout.of(learner)
+    size = learner.parameter_bytes
+    if learner.recompute == "full":
+        return size * shape.hidden_size / _residual_split(layout)
+    return _kept(shape, learner, work, size)
+
+
+def _kept(shape: ModelShape, learner: LearnerSection, work: Workload, size: int) -> float:
+    layout = Layout.of(learner)
+    h, q, k = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    if work.kernels == "fused":
+        norms, attention, whole = (
+            (3 if is_fp8(learner.precision) else 4) * h,
+            2 * q + 2 * k + (q + k if shape.qk_norm else 0),
+            0,
+        )
+    else:
+        norms, attention, whole = 6 * h, 5 * q + 5 * k + (2 * q + k if shape.qk_norm else 0), 4 * shape.head_dim
+    own = norms / _residual_split(layout) + attention / layout.tensor + whole
+    return size * own + (0 if learner.recompute == "selective" else _mlp_kept(shape, learner, work, size))
+
+
+def _mlp_kept(shape: ModelShape, learner: LearnerSection, work: Workload, size: int) -> float:
+    layout = Layout.of(learner)
+    multiplied = 0.5 if is_fp8(learner.precision) else 1.0  # of `size`: inputs of products
+    copies = 2 + multiplied if work.kernels == "fused" else 5
+    if shape.experts is None:
+        return size * copies * shape.ffn_size / layout.tensor
+    experts = shape.experts
+    sent = multiplied * shape.hidden_size * layout.expert_tensor
+    routed = size * experts.per_token * (sent + copies * experts.ffn_size)
+    return (routed + 2 * 4 * experts.count) / _residual_split(layout)  # float32 router logits and weights
+
+
+def _residual_split(layout: Layout) -> int:
+    return layout.tensor if layout.sequence else 1
+
+
+def _tokens(layout: Layout, work: Workload) -> int:
+    return -(-work.micro_batches.tokens // layout.context)
+
+
+def _head_bytes(shape: ModelShape, layout: Layout, work: Workload, size: int) -> int:
+    """Final norm, gathered hidden states, logits (their gradient is written over them), and the larger of: scratch of
+    their logarithms, the gradient of the matrix."""
+    tokens, matrix = _tokens(layout, work), shape.vocab_size * shape.hidden_size // layout.tensor
+    hidden = (2 if work.kernels == "fused" else 3) * size * shape.hidden_size / _residual_split(layout)
+    gathered = size * shape.hidden_size if layout.sequence else 0
+    converted = 0
+    if work.fp32_lm_head and size != 4:  # hidden states and the matrix in float32 beside the stored ones
+        gathered += 4 * shape.hidden_size
+        converted = 4 * matrix
+    precise = 4 if work.fp32_lm_head else size
+    logits = precise * shape.vocab_size / layout.tensor
+    gradient = matrix * precise + tokens * precise * shape.hidden_size
+    return int(tokens * (hidden + gathered + logits)) + converted + max(CHUNK_BYTES, gradient)
+
+
+def _working_bytes(shape: ModelShape, learner: LearnerSection, work: Workload, own: HeldParameters) -> int:
+    """While a layer is differentiated: what it computed again, gradients around its MLP and of a matrix; or, where
+    other micro-batches are in flight, the gradient of the embedding."""
+    layout, tokens = Layout.of(learner), _tokens(Layout.of(learner), work)
+    size = learner.parameter_bytes
+    layer = tokens * size * _widest(shape, layout) + own.largest * size
+    if learner.recompute == "full":
+        layer += int(tokens * _kept(shape, learner, work, size))
+    if learner.recompute == "selective":
+        layer += int(tokens * _mlp_kept(shape, learner, work, size))
+    return max(layer, own.outer * size if layout.pipeline > 1 else 0)
+
+
+def _widest(shape: ModelShape, layout: Layout) -> int:
+    """Numbers a position around an MLP: gate and up, and the hidden states before and after, gathered."""
+    if shape.experts is None:
+        inner = 2 * shape.ffn_size // layout.tensor
+    else:
+        inner = shape.experts.per_token * (2 * shape.hidden_size + 2 * shape.experts.ffn_size) // layout.tensor
+    return inner + 2 * shape.hidden_size
+
+
+@lru_cache(maxsize=32)
+def _largest_tensor(shape: ModelShape) -> int:
+    return max(math.prod(size) for size in shape.tensors().values())

@@ -1,0 +1,107 @@
+"""The learner program, one process a rank: `torchrun … -m launch.run.learn RUN`; by the supervisor, JobSet or Slurm.
+
+With `--replay SOURCE` it trains on the recorded batches of another run, without engines.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from launch.build.algorithm import build_credit, build_objective
+from launch.build.components import build_contract, build_quant_map, build_tokenizer, require_engines_here
+from launch.build.weight_checks import build_proof_plan
+from launch.run.collect import build_fleet, fleet_settings
+from launch.run.processes import die_with_parent, run_child
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.model.te_precision import Layers
+from megatron_bridge.weight_sync.disk import DiskChannel
+from megatron_bridge.weight_sync.ipc_transport import SharedWire
+from megatron_bridge.weight_sync.process_group_transport import BroadcastWire
+from megatron_bridge.weight_sync.streaming import StreamedChannel
+from pipeline.config.algorithm import scores_step, uses_proximal
+from pipeline.config.recipe import Recipe
+from pipeline.data.event_log import Journal
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.ports.weight_update import WeightChannel
+from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.trainer.loop import Trainer
+from pipeline.trainer.old_logprobs import ProximalLogprobs
+from rollout_sglang.weights.weight_update import FedFleet
+
+
+def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearner:
+    """This rank's part of the model, its optimizer and its objective; `layers` as MegatronLearner.create takes it."""
+    return MegatronLearner.create(
+        recipe.model.path,
+        recipe.learner,
+        objective=build_objective(recipe),
+        temperature=recipe.learner.temperature or recipe.rollout.temperature,
+        seed=recipe.run.seed,
+        total_steps=recipe.run.steps,
+        fp32_lm_head=recipe.model.fp32_lm_head,
+        layers=layers,
+    )
+
+
+def build_channel(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> WeightChannel:
+    """Collective: how this learner's weights reach the run's engines."""
+    quant, plan, section = build_quant_map(recipe), build_proof_plan(recipe), recipe.weights
+    if section.channel == "disk":
+        fleet = build_fleet(run, recipe)
+        return DiskChannel(learner, fleet, run, quant, plan, keep=section.keep, deadline_s=section.publish_deadline_s)
+    urls, _ = run.engines()
+    if section.channel == "ipc":
+        require_engines_here(urls)
+    return StreamedChannel(
+        learner,
+        FedFleet(urls, **fleet_settings(run, recipe), ranks_per_engine=recipe.rollout.tensor_parallel),
+        run,
+        quant,
+        plan,
+        SharedWire if section.channel == "ipc" else BroadcastWire,
+        keep=section.keep,
+        bucket_bytes=section.bucket_mib << 20,
+        deadline_s=section.publish_deadline_s,
+    )
+
+
+def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
+    """Train on every batch that the newest checkpoint has not seen."""
+    recipe = run.recipe()
+    learner = build_learner(recipe)
+    channel = None
+    if publishing:
+        channel = build_channel(run, recipe, learner)
+    shared: dict[str, Any] = dict(
+        run=run,
+        store=BatchStore(batches),
+        learner=learner,
+        schedule=recipe.build_schedule(),
+        contract=build_contract(recipe, build_tokenizer(recipe)),
+        wait_deadline_s=recipe.run.wait_deadline_s,
+    )
+    trainer = Trainer(
+        **shared,
+        proximal=ProximalLogprobs(**shared) if uses_proximal(recipe.objective, recipe.correction) else None,
+        credit=build_credit(recipe),
+        scores_step=scores_step(recipe.objective, recipe.correction),
+        channel=channel,
+        checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep),
+        checkpoint_every=recipe.checkpoint.every,
+        journal=Journal(run.path),
+    )
+    trainer.train()
+    if channel is not None:
+        channel.close()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    replayed = RunDirectory(Path(sys.argv[3])).batches if sys.argv[2:3] == ["--replay"] else None
+    run_child(
+        directory, "learner", lambda: learn(directory, replayed or directory.batches, publishing=replayed is None)
+    )

@@ -1,0 +1,231 @@
+"""What a run is doing right now: a live view on a terminal, plain lines elsewhere.
+
+Reads only what the run writes anyway (metrics.jsonl, events.jsonl), and only the lines that are new. Everything is
+written to stderr; stdout stays free for results.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.analysis.bottleneck import WINDOW_STEPS, bottleneck, phase_shares
+from pipeline.analysis.html_report import count, decimal, duration, percent
+from pipeline.analysis.run_log import number
+from pipeline.data.event_log import parse_line
+
+PHASE_STYLES = {"wait": "bright_black", "logprobs": "cyan", "update": "magenta", "publish": "yellow", "save": "green"}
+BAR_CELLS = 40
+
+
+@dataclass
+class Tail:
+    """The complete lines that a growing JSON-lines file has gained since the last look; torn lines are skipped."""
+
+    path: Path
+    offset: int = 0
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """New lines, oldest first; none while the file does not exist."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            data = file.read()
+        complete = data[: data.rfind(b"\n") + 1]
+        self.offset += len(complete)
+        parsed = (parse_line(line) for line in complete.splitlines())
+        return [line for line in parsed if line is not None]
+
+
+@dataclass
+class Progress:
+    """What the view shows, kept up to date by `take`."""
+
+    steps: int
+    recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS + 1))
+    evaluation: dict[str, Any] | None = None
+    restarts: int = 0
+    doing: str = "starting"
+
+    def take_metrics(self, line: dict[str, Any]) -> None:
+        """One step has ended."""
+        self.recent.append(line)
+        self.doing = f"step {line['step'] + 1} of {self.steps}"
+
+    def take_event(self, event: dict[str, Any]) -> None:
+        """Something happened."""
+        if event.get("kind") == "evaluated":
+            self.evaluation = event
+        elif event.get("kind") == "restarted":
+            self.restarts += 1
+        elif event.get("kind") == "started" and not self.recent:
+            self.doing = f"starting {event.get('process', '')}"
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.recent[-1] if self.recent else {}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps trained."""
+        return int(self.last["step"]) + 1 if self.recent else 0
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds from the end of one step to the end of the next."""
+        if len(self.recent) < 2 or self.recent[-1]["step"] <= self.recent[0]["step"]:
+            return None
+        steps = self.recent[-1]["step"] - self.recent[0]["step"]
+        return float(self.recent[-1]["time"] - self.recent[0]["time"]) / float(steps)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Trained response tokens a second over the recent steps."""
+        if self.step_s is None or self.step_s <= 0:
+            return None
+        tokens = [number(line, "num_tokens") or 0.0 for line in list(self.recent)[1:]]
+        return sum(tokens) / len(tokens) / self.step_s
+
+
+class LiveView:
+    """Context manager; the supervisor calls `refresh` about twice a second.
+
+    On a terminal it redraws one block; elsewhere it prints a line every `every_steps` steps, on each evaluation and on
+    each restart. Lines that a former session of the run wrote are taken in silently.
+    """
+
+    def __init__(self, run_dir: Path, steps: int, *, console: Console | None = None, every_steps: int = 10) -> None:
+        self.console = console or Console(stderr=True)
+        self.progress = Progress(steps)
+        self._metrics, self._events = Tail(run_dir / "metrics.jsonl"), Tail(run_dir / "events.jsonl")
+        self._every_steps = every_steps
+        self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        self._take(says=False)
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.refresh()
+        if self._live is not None:
+            self._live.stop()
+
+    def refresh(self) -> None:
+        """Take in what the run has written since the last call, and show it."""
+        self._take(says=self._live is None)
+        if self._live is not None:
+            self._live.update(render(self.progress), refresh=True)
+
+    def _take(self, *, says: bool) -> None:
+        for event in self._events.new_lines():
+            self.progress.take_event(event)
+            if says and event.get("kind") in ("evaluated", "restarted"):
+                self._say(event_line(event))
+        for line in self._metrics.new_lines():
+            self.progress.take_metrics(line)
+            done = self.progress.num_steps
+            if says and (done == 1 or done % self._every_steps == 0 or done == self.progress.steps):
+                self._say(step_line(self.progress))
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def render(progress: Progress) -> RenderableType:
+    """The block that is drawn on a terminal."""
+    head = Table.grid(padding=(0, 2))
+    left = _remaining(progress)
+    bar = ProgressBar(total=progress.steps, completed=progress.num_steps, width=BAR_CELLS)
+    head.add_row(Text(progress.doing, style="bold"), bar, Text(left, style="dim"))
+    numbers = Table.grid(padding=(0, 3))
+    for pairs in _numbers(progress):
+        numbers.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in pairs))
+    blocks: list[RenderableType] = [head, Text(), numbers]
+    if shares := phase_shares(list(progress.recent)):
+        blocks += [Text(), _phases(shares, progress.step_s), Text(bottleneck(list(progress.recent)), style="italic")]
+    return Padding(Group(*blocks), (1, 1))
+
+
+def step_line(progress: Progress) -> str:
+    """One step as plain text."""
+    last = progress.last
+    shares = phase_shares(list(progress.recent))
+    slowest = max(shares, key=shares.__getitem__) if shares else None
+    parts = [
+        f"step {progress.num_steps}/{progress.steps}",
+        f"reward {decimal(number(last, 'reward_mean'))}",
+        f"pass@1 {_pass_at_1(progress)}",
+        f"ESS {decimal(number(last, 'ess'))}",
+        f"lag {decimal(number(last, 'lag_mean'))}",
+        f"entropy {decimal(number(last, 'entropy'))}",
+        f"{count(progress.tokens_per_s)} tokens/s",
+    ]
+    return ", ".join([*parts, f"mostly {slowest} ({percent(shares[slowest])})"] if slowest else parts)
+
+
+def event_line(event: dict[str, Any]) -> str:
+    """An evaluation or a restart as plain text."""
+    if event["kind"] == "restarted":
+        return f"restarted {event.get('process')}: {event.get('reason', 'no reason given')}"
+    curve = event.get("pass_at_k") or {}
+    k = max((int(k) for k in curve), default=1)
+    many = f", pass@{k} {percent(number(curve, str(k)))}" if k > 1 else ""
+    low, high = (percent(number(event, f"pass_at_1_{end}")) for end in ("low", "high"))
+    return f"version {event['version']}: pass@1 {percent(number(event, 'pass_at_1'))} ({low} to {high}){many}"
+
+
+def _numbers(progress: Progress) -> Sequence[Sequence[tuple[str, str]]]:
+    last = progress.last
+    return (
+        (
+            ("pass@1", _pass_at_1(progress)),
+            ("reward", decimal(number(last, "reward_mean"))),
+            ("entropy", decimal(number(last, "entropy"))),
+            ("tokens/s", count(progress.tokens_per_s)),
+        ),
+        (
+            ("ESS", decimal(number(last, "ess"))),
+            ("lag", f"{decimal(number(last, 'lag_mean'))}, at most {decimal(number(last, 'lag_max'))}"),
+            ("grad norm", decimal(number(last, "grad_norm"))),
+            ("restarts", str(progress.restarts)),
+        ),
+    )
+
+
+def _phases(shares: dict[str, float], step_s: float | None) -> Text:
+    """A bar of BAR_CELLS cells, then seconds or share of each phase."""
+    text = Text()
+    for phase, share in shares.items():
+        text.append("█" * round(share * BAR_CELLS), PHASE_STYLES[phase])
+    for phase, share in shares.items():
+        value = f"{share * step_s:.2f} s" if step_s is not None else percent(share)
+        text.append(f"  {phase} ", PHASE_STYLES[phase]).append(value)
+    return text
+
+
+def _pass_at_1(progress: Progress) -> str:
+    if progress.evaluation is None:
+        return "–"
+    return f"{percent(number(progress.evaluation, 'pass_at_1'))} (v{progress.evaluation.get('version')})"
+
+
+def _remaining(progress: Progress) -> str:
+    if progress.step_s is None:
+        return ""
+    return f"{duration(progress.step_s * max(0, progress.steps - progress.num_steps))} left"

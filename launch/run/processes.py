@@ -1,0 +1,148 @@
+"""Child processes that write to a log, never outlive their parent, and leave a reason behind when they give up."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from pipeline.data.run_directory import RunDirectory, write_atomically
+from pipeline.errors import FATAL_EXIT_CODE, EvenKeelError, FatalError
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.25
+_RAISED = re.compile(r"^(\[rank\d+\]: ?)?(error: |[\w.]*(Error|Exception|Interrupt)\b: )")
+"""A line on which Python, or this program, says what went wrong."""
+
+
+def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when its parent dies, even by SIGKILL. Linux only; elsewhere a no-op."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent:  # the parent died before the request was in place
+        os.kill(os.getpid(), signal_number)
+
+
+@dataclass
+class LoggedProcess:
+    """A running child whose output goes to `log`."""
+
+    name: str
+    log: Path
+    popen: subprocess.Popen[bytes]
+
+    @staticmethod
+    def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> LoggedProcess:
+        """Append to `log`; the child gets SIGTERM when this process dies."""
+        with log.open("ab") as stream:
+            popen = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=dict(env),
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+            )
+        return LoggedProcess(name, log, popen)
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`."""
+        if self.popen.poll() is None:
+            self.popen.terminate()
+            try:
+                self.popen.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                self.popen.wait(grace_s)
+
+
+def child_environment() -> dict[str, str]:
+    """One thread a process unless the user says otherwise: several processes share the cores."""
+    return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
+def torchrun(num_processes: int, module: str, *arguments: str) -> list[str]:
+    """The command that runs `module` once a rank on this machine."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
+        *("--nproc-per-node", str(num_processes), "-m", module, *arguments),
+    ]
+
+
+def log_tail(log: Path, lines: int = 8) -> str:
+    """Why a process ended, for a one-line message: its last exception, or else the last non-empty lines of its log."""
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:
+        return "(no log)"
+    said = [line.strip() for line in text.splitlines() if line.strip()]
+    # torchrun ends a log with a long account of its own, in which its exception comes last and says nothing.
+    raised = [line for line in said if _RAISED.match(line) and "ChildFailedError" not in line]
+    return raised[-1] if raised else " | ".join(said[-lines:])
+
+
+def run_ranks(
+    run: RunDirectory,
+    command: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str],
+    watch: Callable[[], None] = lambda: None,
+    deadline_s: float = math.inf,
+) -> None:
+    """Run ranks to their end, calling `watch` as they go. Raises FatalError with the reason that a rank left, or with
+    the end of the log, when they fail or take longer than `deadline_s`."""
+    fatal_note(run).unlink(missing_ok=True)
+    ranks = LoggedProcess.start(log.stem, command, log, env)
+    give_up = time.monotonic() + deadline_s
+    try:
+        while ranks.popen.poll() is None and time.monotonic() < give_up:
+            watch()
+            time.sleep(_POLL_S)
+    finally:
+        ranks.stop()
+    if ranks.popen.returncode != 0:
+        raise FatalError(read_fatal_note(run) or f"the {log.stem} died: {log_tail(log)}; the same command tries again")
+
+
+def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoReturn:
+    """Body of a supervised program: a FatalError leaves its one line where the supervisor looks for it."""
+    try:
+        body()
+    except FatalError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        note = dict(process=name, error=type(error).__name__, message=str(error), time=time.time())
+        write_atomically(fatal_note(run), json.dumps(note))
+        os._exit(FATAL_EXIT_CODE)  # other ranks may wait in a collective: no orderly goodbye
+    except EvenKeelError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # helper threads and process groups must not keep a finished program alive
+
+
+def fatal_note(run: RunDirectory) -> Path:
+    """Where a child says why it must not be started again."""
+    return run.logs / "fatal.json"
+
+
+def read_fatal_note(run: RunDirectory) -> str | None:
+    """The reason that a child left, or None."""
+    try:
+        note = json.loads(fatal_note(run).read_text())
+    except (OSError, ValueError):
+        return None
+    return f"{note['message']}"

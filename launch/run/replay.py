@@ -1,0 +1,44 @@
+"""`evenkeel train --replay RUN`: the learner's part of a run again, from its recorded batches, without engines.
+
+In sync mode with the same layout the weights come out bit-identical; anything else would mean that training depends on
+something that is not in the run directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.run.live_view import LiveView
+from launch.run.processes import child_environment, run_ranks, torchrun
+from pipeline.config.loader import load_recipe
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import StoreError
+
+
+def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Train into SOURCE-replay (resuming it when it exists) and compare the final weights, tensor by tensor."""
+    original = RunDirectory(source)
+    wanted = manifest(original)
+    recipe = load_recipe(source / "recipe.yaml", [f"run.name={source.name}-replay", *overrides])
+    run = RunDirectory(source.parent / f"{source.name}-replay")
+    with run.claimed():
+        run.freeze(recipe)
+        command = torchrun(recipe.learner.num_processes, "launch.run.learn", str(run.path), "--replay", str(source))
+        with LiveView(run.path, recipe.run.steps) as view:
+            run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)
+    found = manifest(run)
+    differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    return dict(replay=str(run.path), steps=recipe.run.steps, bit_identical=not differing, differing_tensors=differing)
+
+
+def manifest(run: RunDirectory) -> dict[str, Any]:
+    """tensor name → {sha256, shape, dtype} of the final policy."""
+    path = run.model / "manifest.json"
+    try:
+        tensors: dict[str, Any] = json.loads(path.read_text())["tensors"]
+    except OSError as error:
+        raise StoreError(f"{path} is missing: {run.path} was not trained to its end; finish it first") from error
+    return tensors

@@ -1,0 +1,146 @@
+"""`evenkeel sft`: supervised warm-up with the same learner, under torchrun like training.
+
+parent   freezes the recipe, starts the ranks, shows progress
+ranks    demonstrations of the task ──▶ Batch ──▶ learner.update(Supervised) ──▶ checkpoints ──▶ HF folder
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from launch.build.components import build_contract, build_tokenizer
+from launch.run.processes import child_environment, die_with_parent, run_child, run_ranks, torchrun
+from megatron_bridge.hf.model_config import read_hf_config
+from megatron_bridge.parallel.layout import check_layout
+from pipeline.config.recipe import LearnerSection, Recipe
+from pipeline.data.event_log import Journal, read_metrics
+from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.run_directory import RunDirectory, write_atomically
+from pipeline.errors import RecipeError, RunConflictError
+from pipeline.tasks import Task, build_task
+from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.trainer.checkpoints import Checkpoints
+
+CHECKPOINT_EVERY = 100
+WARM_UP_METRICS = ("loss", "entropy", "grad_norm", "lr", "num_tokens", "padding_share")
+
+
+def warm_up(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float, warmup_steps: int) -> dict[str, Any]:
+    """Train on demonstrations and export an HF folder. The same command resumes an interrupted warm-up."""
+    if out.exists():
+        raise RecipeError(f"--out {out} exists already; remove it or name another folder")
+    config = read_hf_config(recipe.model.path)
+    check_layout(config, recipe.learner)
+    optimizer = dict(lr=lr, warmup_steps=warmup_steps, decay="linear", min_lr=0.0)
+    recipe = recipe.model_copy(
+        update=dict(
+            run=recipe.run.model_copy(update=dict(name=f"{recipe.run.name}-sft", steps=steps)),
+            learner=LearnerSection.model_validate(
+                {**recipe.learner.model_dump(), "optimizer": {**recipe.learner.optimizer.model_dump(), **optimizer}}
+            ),
+        )
+    )
+    demonstrations_of(build_task(recipe.task, recipe.run.seed), 0, 1)
+    run = RunDirectory(recipe.directory)
+    started = time.time()
+    with run.claimed():
+        run.freeze(recipe)
+        _freeze_batch_size(run, batch_size)
+        _supervise(run, recipe, out, batch_size)
+    last = read_metrics(run.path)[-1]
+    return dict(model=str(out), steps=steps, loss=last["loss"], wall_s=round(time.time() - started, 1))
+
+
+def _freeze_batch_size(run: RunDirectory, batch_size: int) -> None:
+    """The one setting that is not in the recipe; a warm-up that was begun with another one is not resumed."""
+    path = run.path / "batch_size"
+    if not path.exists():
+        write_atomically(path, f"{batch_size}\n")
+    elif (begun := int(path.read_text())) != batch_size:
+        raise RunConflictError(
+            f"{run.path} was begun with --batch-size {begun}, got {batch_size}; repeat that number or remove the folder"
+        )
+
+
+def _supervise(run: RunDirectory, recipe: Recipe, out: Path, batch_size: int) -> None:
+    command = torchrun(recipe.learner.num_processes, "launch.run.sft", str(run.path), str(out), str(batch_size))
+    columns = TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
+    with Progress(*columns, TimeRemainingColumn()) as progress:
+        bar = progress.add_task("starting", total=recipe.run.steps)
+
+        def watch() -> None:
+            metrics = read_metrics(run.path)
+            if metrics:
+                progress.update(bar, completed=len(metrics), description=f"loss {metrics[-1]['loss']:.3f}")
+
+        run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=watch)
+
+
+def demonstrations_of(task: Task, first: int, count: int) -> list[tuple[str, str]]:
+    """(prompt, target) of problems first … first + count - 1. RecipeError when the task has none."""
+    found = [task.demonstration(index % task.num_prompts) for index in range(first, first + count)]
+    pairs = [pair for pair in found if pair is not None]
+    if len(pairs) < count:
+        raise RecipeError("this task has no demonstrations to warm up on; start from a model that can already answer")
+    return pairs
+
+
+def supervised_batch(
+    step: int, pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, contract: LogprobContract
+) -> Batch:
+    """Demonstrations as a Batch: the response is the target and its end token; every advantage will be 1."""
+    groups = []
+    for index, (prompt, target) in enumerate(pairs):
+        response = (*tokenizer.encode(target), tokenizer.eos_token_id)
+        completion = Completion.given(response, (0.0,) * len(response), step)
+        tokens = tuple(tokenizer.encode(prompt))
+        groups.append(
+            Group(
+                prompt=Prompt(group=index, text=prompt, answer=target, tokens=tokens),
+                samples=(Sample(completion=completion, reward=1.0),),
+            )
+        )
+    return Batch.from_groups(step, groups, contract=contract, dropped=(), next_group=0, recipe_sha256="")
+
+
+def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
+    """Body of one rank."""
+    from megatron_bridge.learner import MegatronLearner
+    from precision.objectives.supervised import Supervised
+
+    recipe = run.recipe()
+    tokenizer = build_tokenizer(recipe)
+    contract = build_contract(recipe, tokenizer)
+    task = build_task(recipe.task, recipe.run.seed)
+    learner = MegatronLearner.create(
+        recipe.model.path,
+        recipe.learner,
+        objective=Supervised(),
+        temperature=1.0,
+        seed=recipe.run.seed,
+        total_steps=recipe.run.steps,
+    )
+    journal, checkpoints = Journal(run.path), Checkpoints(run.checkpoints, keep=1)
+    first, _ = checkpoints.restore(learner)
+    for step in range(first, recipe.run.steps):
+        pairs = demonstrations_of(task, step * batch_size, batch_size)
+        batch = supervised_batch(step, pairs, tokenizer, contract)
+        metrics = learner.update(batch, np.ones(batch.num_samples, np.float32), None).metrics
+        if learner.speaks:
+            journal.metrics(step, **{name: metrics[name] for name in WARM_UP_METRICS})
+        if (step + 1) % CHECKPOINT_EVERY == 0:
+            checkpoints.save(learner, step + 1, {})
+    learner.export(out)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    run_child(directory, "warm-up", lambda: learn_demonstrations(directory, Path(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,73 @@
+"""`evenkeel train`: check everything that can be checked, then supervise the run to its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launch.build.components import build_prompts, build_quant_map, build_tokenizer
+from launch.run.live_view import LiveView
+from launch.run.supervisor import Supervisor
+from megatron_bridge.hf.headers import check_weights
+from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+from megatron_bridge.parallel.layout import check_layout, check_longest_sample
+from pipeline.analysis.html_report import write_report
+from pipeline.analysis.summary import summary
+from pipeline.config.recipe import Recipe
+from pipeline.data.event_log import Journal, read_events
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError
+from pipeline.ports.weight_check import Proof
+from rollout_sglang.server.block_shapes import check_block_shapes
+
+
+def train_run(recipe: Recipe) -> dict[str, Any]:
+    """Start or resume a run; returns its summary once it is finished. Raises FatalError when it cannot be."""
+    run = RunDirectory(recipe.directory)
+    preflight(recipe)
+    with run.claimed():
+        run.freeze(recipe)
+        journal = Journal(run.path)
+        if not is_finished(run):
+            seed_policy(run, recipe)
+            with LiveView(run.path, recipe.run.steps) as view, Supervisor(run, recipe, view, journal) as supervisor:
+                supervisor.supervise()
+            journal.event("finished", steps=recipe.run.steps)
+    return {**summary(run.path), "report": str(write_report(run.path))}
+
+
+def preflight(recipe: Recipe) -> None:
+    """Everything that would otherwise fail minutes later, in a process whose log nobody reads."""
+    config = read_hf_config(recipe.model.path)
+    check_layout(config, recipe.learner)
+    check_longest_sample(recipe.learner, recipe.rollout.context_tokens)
+    if recipe.rollout.precision == "fp8_block":
+        check_block_shapes(config, recipe.rollout.tensor_parallel)
+    tokenizer = build_tokenizer(recipe)
+    check_weights(recipe.model.path, ModelShape.from_hf(config))
+    prompts = build_prompts(recipe, tokenizer)
+    if recipe.evaluation.prompts > prompts.task.num_held_out:
+        raise RecipeError(
+            f"evaluation.prompts is {recipe.evaluation.prompts}, but the task holds out only "
+            f"{prompts.task.num_held_out} prompts; lower it or give more"
+        )
+
+
+def is_finished(run: RunDirectory) -> bool:
+    """Whether the run already reached its last step and evaluated it."""
+    return any(event["kind"] == "finished" for event in read_events(run.path))
+
+
+def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
+    """Version 0 straight from the model folder, so that engines and learner can start side by side.
+
+    No learner has scored a probe of it: engines prove it by their checksums alone.
+    """
+    if run.is_published():
+        return
+    from launch.build.weight_checks import digests_of
+    from megatron_bridge.hf.writer import hf_tensors, write_policy
+
+    source, folder, digests = recipe.model.path, run.policy_directory(0), digests_of(recipe)
+    write_policy(hf_tensors(source), source, folder, build_quant_map(recipe), digests=digests)
+    Proof(version=0, digests=() if digests is None else digests.digests()).save(folder)
+    run.set_published(0)

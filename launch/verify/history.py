@@ -1,0 +1,32 @@
+"""`evenkeel verify history RUN`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from launch.build.components import build_retirement
+from pipeline.analysis.audit import verify_history
+from pipeline.data.run_directory import RunDirectory
+
+
+def check_history(path: Path) -> dict[str, Any]:
+    """Counts of lost and duplicated groups and of tokens with a forbidden version, of groups asked or passed over
+    against their problem's pass rate, read from the batches alone."""
+    recipe = RunDirectory(path).recipe()
+    audit = verify_history(path, recipe.build_schedule(), recipe.run.steps, build_retirement(recipe))
+    return dict(
+        lost=len(audit.lost),
+        duplicated=len(audit.duplicated),
+        version_violations=audit.version_violations,
+        retirement_violations=len(audit.retirement_violations),
+        missing_batches=len(audit.missing),
+        batches=audit.batches,
+        groups=audit.groups,
+        dropped=audit.dropped,
+        zero_variance=audit.zero_variance,
+        retired=audit.retired,
+        tokens=audit.tokens,
+        lag_tokens={str(lag): count for lag, count in audit.lags.items()},
+        ok=audit.sound,
+    )

@@ -1,0 +1,96 @@
+"""One rank of `verify layouts`: every layout of one size, one after another, three steps each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from launch.run.processes import die_with_parent, run_child
+from launch.verify.layouts import MAX_ROW
+from megatron_bridge.hf.model_config import read_hf_config
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.parallel.layout import Layout, check_layout, initialise, leave_layout
+from pipeline.config.recipe import LearnerSection
+from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.run_directory import RunDirectory
+from precision.objectives.p3o import P3O
+
+STEPS, NUM_PROMPTS, SAMPLES = 3, 4, 4
+TEMPERATURE = 0.9
+CONTRACT = LogprobContract(temperature=TEMPERATURE, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+
+
+def measure(folder: Path) -> None:
+    """Write NAME.npz for each case of cases.json: loss, grad_norm, ess [steps taken]; weight_change [parameters]."""
+    for case in json.loads((folder / "cases.json").read_text()):
+        section = LearnerSection(**case["learner"])
+        check_layout(read_hf_config(folder / case["model"]), section)
+        initialise(Layout.of(section), seed=0, deadline_s=section.step_deadline_s)
+        learner = MegatronLearner(folder / case["model"], section, P3O(), temperature=TEMPERATURE, total_steps=STEPS)
+        found = three_steps(learner, folder / f"{case['model']}.checkpoint", case["checkpoint"])
+        if learner.speaks:
+            with (folder / f"{case['name']}.npz.tmp").open("wb") as file:
+                np.savez(file, **found)  # type: ignore[arg-type]
+            (folder / f"{case['name']}.npz.tmp").rename(folder / f"{case['name']}.npz")
+        leave_layout()
+
+
+def three_steps(learner: MegatronLearner, checkpoint: Path, use: str) -> dict[str, NDArray[np.float64]]:
+    """Train on three batches of uneven rows; with `use` the checkpoint is saved, or loaded, after two."""
+    before = weights(learner)
+    rows: list[dict[str, Any]] = []
+    for step in range(STEPS):
+        if step == STEPS - 1 and use == "saved":
+            learner.save(checkpoint)
+        if step == STEPS - 1 and use == "loaded":
+            learner.load(checkpoint)
+        if use != "loaded" or step == STEPS - 1:
+            rows.append(train(learner, step))
+    curves = {name: np.array([row[name] for row in rows], np.float64) for name in ("loss", "grad_norm", "ess")}
+    return curves | {"weight_change": weights(learner) - before}
+
+
+def train(learner: MegatronLearner, step: int) -> dict[str, float]:
+    """One optimizer step."""
+    batch = make_batch(step, vocabulary=learner.shape.vocab_size)
+    scored = learner.logprobs(batch)
+    metrics = learner.update(batch, (batch.reward - batch.reward.mean()).astype(np.float32), scored).metrics
+    return {**metrics, "ess": scored.statistics["ess"]}
+
+
+def weights(learner: MegatronLearner) -> NDArray[np.float64]:
+    """Every HF tensor in the order of names, as one vector."""
+    named = {name: tensor.to("cpu", torch.float64, copy=True).flatten() for name, tensor in learner.named_weights()}
+    vector: NDArray[np.float64] = torch.cat([named[name] for name in sorted(named)]).numpy()
+    return vector
+
+
+def make_batch(seed: int, vocabulary: int) -> Batch:
+    """Rows of 0.7 to 1 times the longest, so that a micro-batch of n of the longest rows holds n rows exactly."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for number in range(NUM_PROMPTS):
+        prompt = tuple(int(token) for token in random.integers(0, vocabulary, random.integers(3, 12)))
+        lengths = [int(random.integers(7 * MAX_ROW // 10, MAX_ROW)) + 1 - len(prompt) for _ in range(SAMPLES)]
+        lengths[0] = MAX_ROW + 1 - len(prompt)
+        samples = tuple(_sample(random, vocabulary, length) for length in lengths)
+        groups.append(Group(prompt=Prompt(group=number, text="", answer="", tokens=prompt), samples=samples))
+    return Batch.from_groups(seed, groups, contract=CONTRACT, dropped=(), next_group=NUM_PROMPTS, recipe_sha256="")
+
+
+def _sample(random: np.random.Generator, vocabulary: int, length: int) -> Sample:
+    tokens = random.integers(0, vocabulary, length).tolist()
+    completion = Completion.given(tokens, random.normal(-np.log(vocabulary), 0.3, length).tolist())
+    return Sample(completion=completion, reward=float(random.normal()))
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    run_child(directory, "layouts", lambda: measure(directory.path))

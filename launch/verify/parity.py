@@ -1,0 +1,231 @@
+"""`evenkeel verify parity`: do learner and engine compute the same log-probabilities?
+
+    fp32 rollouts   engine samples ──rows──▶ learner (each layout) scores the same rows          prompt, sampled
+                    learner trains one step, publishes by disk ──▶ engine scores the rows again  published
+    FP8 rollouts    the same, with the learner scoring plainly and with the rollout's formats emulated
+
+The gap is |log π_learner − log π_engine| per token, in nats. Each layout runs in its own torchrun, as in training. The
+engine is that of EVENKEEL_ROLLOUT_PYTHON, where it is set. For a CPU: kernels of a GPU compute in 16 bits, and no
+tolerance of fp32 holds there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import Progress
+
+from launch.build.engines import engine_spec
+from launch.convert.new_model import new_model
+from launch.run.processes import child_environment, run_ranks, torchrun
+from launch.run.train import seed_policy
+from pipeline.config.layout_names import parse_layout
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.data.records import Completion
+from pipeline.data.run_directory import RunDirectory
+from pipeline.ports.engines import Sampling
+from pipeline.ports.weight_check import Proof
+from rollout_sglang.client import EngineClient
+from rollout_sglang.server.launch_server import API_KEY_VARIABLE
+from rollout_sglang.server.process import ServerProcess, free_port
+from rollout_sglang.server.rollout_python import require_sglang
+from rollout_sglang.server.start import start
+from rollout_sglang.weight_verifier import Prover
+
+NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 16, 24, 24, 2
+FP8_FORMATS = ("fp8_tensor", "fp8_block")
+
+
+@dataclass
+class Rows:
+    """Token rows and what the engine said about them."""
+
+    tokens: list[list[int]]
+    prompt: list[NDArray[np.float64]]
+    """Prefill logprobs of prompt tokens 1 … p-1."""
+    sampled: list[NDArray[np.float64]]
+    """Decode logprobs of the response tokens."""
+
+    def gaps(self, learner: Sequence[NDArray[np.float32]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """|learner − engine| on prompt tokens and on sampled tokens; `learner` rows hold tokens 1 … n-1."""
+        splits = [(row[: len(p)], row[len(p) :]) for row, p in zip(learner, self.prompt, strict=True)]
+        prompt = [np.abs(ours - theirs) for (ours, _), theirs in zip(splits, self.prompt, strict=True)]
+        sampled = [np.abs(ours - theirs) for (_, ours), theirs in zip(splits, self.sampled, strict=True)]
+        return np.concatenate(prompt), np.concatenate(sampled)
+
+
+def parity(model: Path | None, layouts: Sequence[str], tolerance: float) -> dict[str, Any]:
+    """Run the comparisons; see the module's head. Keys: max_abs_logprob_gap, layouts, fp8, ok. Raises EngineStartError
+    when there is no SGLang to compare with."""
+    require_sglang()
+    parsed = {name: parse_layout(name) for name in layouts}
+    with tempfile.TemporaryDirectory(prefix="evenkeel-parity-") as scratch, Progress(transient=True) as progress:
+        folder = Path(scratch)
+        if model is None:
+            model = folder / "model"
+            new_model(model)
+        bar = progress.add_task("parity", total=len(parsed) + len(FP8_FORMATS))
+        fp32 = compare_fp32(folder, model, parsed, lambda: progress.advance(bar))
+        fp8 = {}
+        for name in FP8_FORMATS:
+            fp8[name] = compare_fp8(folder, model, name)
+            progress.advance(bar)
+    worst = max(gap for row in fp32.values() for gap in row.values())
+    closed = min(row["closed_share"] for row in fp8.values())
+    return dict(
+        max_abs_logprob_gap=worst,
+        tolerance=tolerance,
+        layouts=fp32,
+        fp8=fp8,
+        ok=bool(worst <= tolerance and closed >= 0.9),
+    )
+
+
+def compare_fp32(
+    folder: Path, model: Path, layouts: dict[str, dict[str, int]], advance: Any
+) -> dict[str, dict[str, float]]:
+    """Layout → largest gap on prompts, on sampled tokens and after a publish."""
+    recipe = parity_recipe(folder, "fp32", model, "fp32", {})
+    run = prepare(recipe)
+    results = {}
+    with Engine(run, recipe) as engine:
+        rows = asyncio.run(engine.sample())
+        for version, (name, sizes) in enumerate(layouts.items(), start=1):
+            learner = parity_recipe(folder, f"fp32-{name}", model, "fp32", sizes)
+            scores = score_in_ranks(engine, prepare(learner), learner, rows.tokens, publish=version)
+            prompt, sampled = rows.gaps(scores["before"])
+            again = asyncio.run(engine.prefill(rows.tokens))
+            published = [np.abs(o - t).max() for o, t in zip(scores["after"], again, strict=True)]
+            results[name] = dict(
+                prompt=float(prompt.max()), sampled=float(sampled.max()), published=float(max(published))
+            )
+            advance()
+    return results
+
+
+def compare_fp8(folder: Path, model: Path, precision: str) -> dict[str, float]:
+    """Mean gap of the plain and of the emulating learner on sampled tokens and, after a publish, on all tokens; and the
+    share of it that emulation closes, the worse of the two."""
+    recipe = parity_recipe(folder, precision, model, precision, {})
+    run = prepare(recipe)
+    with Engine(run, recipe) as engine:
+        rows = asyncio.run(engine.sample())
+        scores = score_in_ranks(engine, run, recipe, rows.tokens, publish=1)
+        again = asyncio.run(engine.prefill(rows.tokens))
+    plain, emulated = (float(rows.gaps(scores[key])[1].mean()) for key in ("before", "before_emulated"))
+    after, after_emulated = (
+        float(np.mean([np.abs(o - t).mean() for o, t in zip(scores[key], again, strict=True)]))
+        for key in ("after", "after_emulated")
+    )
+    return dict(
+        mean_gap=plain,
+        mean_gap_emulated=emulated,
+        mean_gap_published=after,
+        mean_gap_published_emulated=after_emulated,
+        closed_share=min(1 - emulated / plain, 1 - after_emulated / after),
+    )
+
+
+def parity_recipe(folder: Path, name: str, model: Path, precision: str, sizes: dict[str, int]) -> Recipe:
+    """A run of one step that exists only to be compared."""
+    data = dict(
+        run=dict(name=name, root=str(folder), steps=1),
+        model=dict(path=str(model)),
+        task=dict(name="sort_digits"),
+        rollout=dict(precision=precision, prompts_per_batch=NUM_PROMPTS, group_size=SAMPLES, max_new_tokens=NEW_TOKENS),
+        learner=sizes,
+    )
+    return recipe_from(data, source="verify parity")
+
+
+def prepare(recipe: Recipe) -> RunDirectory:
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    seed_policy(run, recipe)
+    return run
+
+
+class Engine:
+    """One engine serving version 0 of a run, with a client."""
+
+    def __init__(self, run: RunDirectory, recipe: Recipe) -> None:
+        self.recipe, self.run, self.key, self.port = recipe, run, secrets.token_hex(16), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: ServerProcess | None = None
+
+    def __enter__(self) -> Engine:
+        self.process = start(engine_spec(self.run, self.recipe, 0, self.port, self.key))
+        self.process.wait_ready(self.recipe.rollout.start_deadline_s)
+        asyncio.run(self.prove())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None:
+            self.process.stop()
+
+    def client(self) -> EngineClient:
+        return EngineClient(self.url, self.key, index=0, request_deadline_s=self.recipe.rollout.request_deadline_s)
+
+    async def prove(self) -> None:
+        """The engine holds version 0; it names no version before."""
+        client = self.client()
+        try:
+            prover = Prover(self.recipe.weights.publish_deadline_s)
+            await prover.prove(client, 0, Proof.load(self.run.policy_directory(0)))
+        finally:
+            await client.close()
+
+    async def prefill(self, rows: list[list[int]]) -> list[NDArray[np.float64]]:
+        """Logprobs of tokens 1 … n-1 of each row."""
+        client = self.client()
+        try:
+            return [np.asarray(row, np.float64) for row in await client.prompt_logprobs(rows)]
+        finally:
+            await client.close()
+
+    async def sample(self) -> Rows:
+        """Random prompts of token ids, and completions of them."""
+        vocabulary = json.loads((self.recipe.model.path / "config.json").read_text())["vocab_size"]
+        generator = random.Random(0)
+        prompts = [[generator.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+        client = self.client()
+        try:
+            answers = [await client.generate(p, SAMPLES, Sampling(max_new_tokens=NEW_TOKENS)) for p in prompts]
+        finally:
+            await client.close()
+        return await self.rows(prompts, answers)
+
+    async def rows(self, prompts: Sequence[list[int]], answers: Sequence[Sequence[Completion]]) -> Rows:
+        """What was sampled, with the engine's own log-probabilities: prefilled on the prompts, decoded on the
+        responses. `answers` has the completions of each prompt."""
+        pairs = [(p, a) for p, group in zip(prompts, answers, strict=True) for a in group]
+        return Rows(
+            tokens=[[*p, *a.tokens] for p, a in pairs],
+            prompt=await self.prefill([p for p, _ in pairs]),
+            sampled=[np.asarray(a.logprobs, np.float64) for _, a in pairs],
+        )
+
+
+def score_in_ranks(
+    engine: Engine, run: RunDirectory, recipe: Recipe, rows: list[list[int]], publish: int
+) -> dict[str, list[NDArray[np.float32]]]:
+    """Score rows in a learner of the recipe's layout, `before` and `after` it trained a step and published it."""
+    run.write_engines([engine.url], None)
+    (run.path / "rows.json").write_text(json.dumps(rows))
+    command = torchrun(recipe.learner.num_processes, "launch.verify.parity_ranks", str(run.path), str(publish))
+    env = {**child_environment(), API_KEY_VARIABLE: engine.key}
+    run_ranks(run, command, log=run.logs / "parity.log", env=env, deadline_s=recipe.learner.step_deadline_s)
+    with np.load(run.path / "scores.npz", allow_pickle=False) as stored:
+        names = sorted({key.rpartition(".")[0] for key in stored.files})
+        return {name: [stored[f"{name}.{i}"] for i in range(len(rows))] for name in names}

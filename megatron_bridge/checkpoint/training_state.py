@@ -1,0 +1,171 @@
+"""Learner state on disk, in Megatron's distributed format: what one layout saved, any layout loads.
+
+So does any precision but float32 for bfloat16 and FP8, and either kind of layers: see `weight_checkpoint`.
+
+The format's index is a pickle, which is searched for foreign classes before Megatron loads it; so is `common.pt`, which
+is not: load only what you saved.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
+from megatron_bridge.checkpoint.weights_only import chunk_keys, fill, sharded_weights
+from megatron_bridge.parallel.layout import Layout
+from pipeline.errors import CorruptCheckpointError
+
+_RESHARDABLE = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+}
+
+
+def save(directory: Path, model: Sequence[Any], optimizer: Any, *, step: int, layout: Layout) -> None:
+    """Write weights, optimizer state, step and RNG state into an empty directory. Collective."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _sharded_state(model, optimizer)
+    state["learner"] = {"step": step, "layout": asdict(layout), "device": _device()}
+    state["rng"] = _rng_object(_rng_state())
+    # A save that blocks hands its results over inside this process. Left alone, Megatron starts a manager process for
+    # them, which imports the whole program again (seconds) and outlives a rank that is killed.
+    filesystem_async._results_queue = queue.SimpleQueue()
+    dist_checkpointing.save(state, str(directory))
+
+
+def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layout) -> int:
+    """Restore model, optimizer and, when layout and kind of device are those that saved, RNG. Returns the step.
+    Collective.
+
+    Raises CorruptCheckpointError when the directory does not hold such a checkpoint.
+    """
+    index = CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
+    _keep_steps()
+    for part in _distributed_parts(optimizer):
+        # Loading fills tensors in place, and Adam makes its own only in the first step.
+        part._init_optimizer_states_with_dummy_values()
+    state = _sharded_state(model, optimizer, index.tensors)
+    try:
+        saved = dist_checkpointing.load_common_state_dict(str(directory))["learner"]
+        same_ranks = saved["layout"] == asdict(layout) and saved.get("device", _device()) == _device()
+        if same_ranks:
+            state["rng"] = _rng_object(None)
+        loaded = dist_checkpointing.load(state, str(directory))
+    except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
+        raise CorruptCheckpointError(
+            f"{directory} is not a complete checkpoint ({' '.join(str(error).split())[:300]}); use an older one"
+        ) from error
+    for name, chunk in _named_chunks(model):
+        fill(chunk, loaded[name])
+    _place_steps(optimizer, loaded["optimizer"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    _unshare_steps(optimizer)
+    if same_ranks:
+        _restore_rng(loaded["rng"])
+    return int(saved["step"])
+
+
+def _distributed_parts(optimizer: Any) -> list[Any]:
+    return [part for part in optimizer.chained_optimizers if hasattr(part, "_init_optimizer_states_with_dummy_values")]
+
+
+def _unshare_steps(optimizer: Any) -> None:
+    """Megatron-Core 0.16.1 gives all parameters one and the same `step` tensor when it loads, which torch.optim.AdamW
+    then advances once for each parameter; and groups the number that torch saved, which TE's kernel wants whole."""
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = int(group["step"])
+        for state in part.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+
+def _keep_steps() -> None:
+    """Megatron-Core 0.16.1 loads fully reshardable optimizer state without `step`, because Apex and TE keep the step
+    in the parameter group. torch.optim keeps it in the state of each parameter, where it must survive the load."""
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+    if original.__name__ == "keep_step":
+        return
+
+    def keep_step(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, index = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        original(self, model_param, {"step": state["step"], **tensors} if "step" in state else tensors)
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = keep_step
+
+
+def _place_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
+    """torch's Adam keeps the step of each parameter, TE's that of a group. Without the distributed optimizer,
+    Megatron-Core 0.16.1 hands over what was saved as it is."""
+    parts = optimizer.chained_optimizers
+    for number, part in enumerate(parts):
+        if part in _distributed_parts(optimizer):
+            continue
+        state = loaded if len(parts) == 1 else loaded[number]
+        state = state.get("optimizer", state)  # float32 parameters: nothing beside Adam's own
+        steps = [group.pop("step") for group in state["param_groups"] if "step" in group]
+        step = state["state"].pop("common_step", *steps[:1])
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            state["state"]["common_step"] = torch.tensor(float(step))
+        else:
+            for group in state["param_groups"]:
+                group["step"] = int(step)
+
+
+def _sharded_state(
+    model: Sequence[Any], optimizer: Any, stored: Mapping[str, StoredTensor] | None = None
+) -> dict[str, Any]:
+    """To be saved, or filled from the checkpoint that holds `stored`. The optimizer names its tensors after those of
+    the model."""
+    weights = sharded_weights([chunk.module for chunk in model], stored)
+    metadata = {"metadata": _RESHARDABLE} if _distributed_parts(optimizer) else {}
+    named = dict(weights) if len(model) > 1 else weights["model"]
+    return {
+        **weights,
+        "optimizer": optimizer.sharded_state_dict(named, is_loading=stored is not None, **metadata),
+    }
+
+
+def _named_chunks(model: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [(key, chunk.module) for key, chunk in zip(chunk_keys(model), model, strict=True)]
+
+
+def _device() -> str:
+    """States of generators are those of a kind of device."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _rng_object(data: dict[str, Any] | None) -> ShardedObject:
+    """One object for each rank: generators differ over tensor, pipeline and data parallel ranks."""
+    return ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _rng_state() -> dict[str, Any]:
+    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
+    state = {"torch": torch.get_rng_state(), "tracker": {name: value.clone() for name, value in tracker.items()}}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

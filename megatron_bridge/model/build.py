@@ -1,0 +1,282 @@
+"""HF folder → Megatron-Core model: one PolicyModel per process (its pipeline stage).
+
+Layers are Transformer Engine's (TE), or Megatron's own with torch's RMSNorm: see `choose_layers`. What TE layers hold
+is tested by a recorded list of their parameters; what they compute has not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal, NamedTuple
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.model.logprobs import vocab_parallel_logprobs
+from megatron_bridge.model.packed_attention import PackedAttention
+from megatron_bridge.model.te_precision import Layers, fp8_arguments, is_fp8, require_fp8
+from megatron_bridge.parallel.layout import Layout
+from pipeline.config.recipe import LearnerPrecision
+from pipeline.errors import ModelError
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm under the constructor that Megatron-Core's layer specs call."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class FP32OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
+    """The LM head, multiplied in float32 whatever its storage (ScaleRL). The parameter stays as it is."""
+
+    def forward(self, input_: Tensor, weight: Tensor | None = None, **kwargs: Any) -> Any:
+        """`input_` [sequence, batch, hidden] → (logits float32 [sequence, batch, vocab/tp], None)."""
+        head = self.weight if weight is None else weight
+        return super().forward(input_.float(), head.float(), **kwargs)
+
+
+class TokenScores(NamedTuple):
+    """What the last stage says about each label, float32 [batch, sequence]."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Megatron's schedules ask the output of a mixture for it."""
+        return self.logprobs.device
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """A GPTModel whose last stage answers `labels` with their TokenScores.
+
+    Computed from the vocabulary-parallel logits where they are, so that no full-precision copy of them ever exists.
+    """
+
+    temperature: float = 1.0
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> TokenScores:
+        """`labels` int64 [batch, sequence]; `logits` [sequence, batch, vocab/tp], overwritten by the backward pass."""
+        logprobs, entropy = vocab_parallel_logprobs(
+            logits,
+            labels.transpose(0, 1).contiguous(),
+            temperature=self.temperature,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            overwrite_logits=True,
+        )
+        return TokenScores(logprobs.transpose(0, 1).contiguous(), entropy.transpose(0, 1).contiguous())
+
+
+def choose_layers(layers: Layers | None, dtype: torch.dtype) -> Layers:
+    """`layers`, or by default TE's where it is and CUDA is.
+
+    Not in float32: TE multiplies that in TF32, and its fused attention does not take it. Raises ModelError for TE's
+    layers without TE.
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    if layers == "transformer_engine" and not installed:
+        raise ModelError(
+            "layers of Transformer Engine were asked for, but transformer_engine is not installed; "
+            "pip install evenkeel[learner-gpu], or take Megatron's own"
+        )
+    if layers is not None:
+        return layers
+    fits = installed and torch.cuda.is_available() and dtype is not torch.float32
+    return "transformer_engine" if fits else "megatron"
+
+
+def build_chunks(
+    shape: ModelShape,
+    layout: Layout,
+    dtype: torch.dtype,
+    temperature: float,
+    *,
+    recompute: Literal["none", "selective", "full"] = "none",
+    fp32_lm_head: bool = False,
+    layers: Layers | None = None,
+    precision: LearnerPrecision | None = None,
+) -> list[PolicyModel]:
+    """The model chunks of this rank, one for each virtual pipeline stage, randomly initialised.
+
+    Megatron's parallel state must be that of `layout`. `temperature` divides the logits before log-probabilities are
+    taken. `layers` as in `choose_layers`; of `precision` only FP8 matters, which wants bfloat16 as `dtype`. Raises
+    ModelError for what cannot be built here.
+    """
+    layers = choose_layers(layers, dtype)
+    if precision is not None and is_fp8(precision):
+        require_fp8(precision, layers, shape, layout)
+    config = transformer_config(shape, layout, dtype, recompute, layers=layers, precision=precision)
+    chunks = [_chunk(shape, config, stage if layout.virtual > 1 else None) for stage in range(layout.virtual)]
+    for chunk in chunks:
+        chunk.temperature = temperature
+        _mark_experts(chunk)
+        if fp32_lm_head and chunk.post_process:
+            chunk.output_layer.__class__ = FP32OutputLayer
+        if torch.cuda.is_available():
+            chunk.cuda(torch.cuda.current_device())
+    return chunks
+
+
+def _chunk(shape: ModelShape, config: TransformerConfig, virtual_stage: int | None) -> PolicyModel:
+    rope = (
+        {} if shape.rope_scaling is None else {"rope_scaling": True, "rope_scaling_factor": shape.rope_scaling.factor}
+    )
+    return PolicyModel(
+        config=config,
+        transformer_layer_spec=_block_spec(config, shape, virtual_stage),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        vp_stage=virtual_stage,
+        **rope,
+    )
+
+
+def _mark_experts(chunk: PolicyModel) -> None:
+    """Megatron-Core 0.16.1 reduces gradients of experts over *their* replicas only when they are spread over expert
+    parallel ranks. With one such rank and whole experts (expert tensor parallel 1) under tensor parallelism it would
+    leave out the tensor parallel ranks, each of which has seen other tokens, without a word."""
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # not over the ranks that reduce everything else
+
+
+def transformer_config(
+    shape: ModelShape,
+    layout: Layout,
+    dtype: torch.dtype,
+    recompute: Literal["none", "selective", "full"] = "none",
+    *,
+    layers: Layers = "megatron",
+    precision: LearnerPrecision | None = None,
+) -> TransformerConfig:
+    """Megatron's configuration of this architecture in this layout."""
+    on_gpu = torch.cuda.is_available()
+    return TransformerConfig(
+        **_architecture(shape),
+        **fp8_arguments(precision),
+        transformer_impl="transformer_engine" if layers == "transformer_engine" else "local",
+        moe_grouped_gemm=shape.experts is not None and layers == "transformer_engine",
+        **_parallel(layout, on_gpu),
+        **_recompute(recompute, shape),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        # The objective divides by the tokens of the whole step, so gradients are summed, never averaged.
+        calculate_per_token_loss=True,
+        # False would leave parameters without their tensor parallel attributes.
+        perform_initialization=True,
+        use_cpu_initialization=not on_gpu,
+        bias_activation_fusion=on_gpu and shape.experts is None,
+        bias_dropout_fusion=on_gpu,
+        apply_rope_fusion=on_gpu and layers == "transformer_engine",
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,  # the LM head, which is Megatron's own, would need a kernel of Apex
+        cross_entropy_loss_fusion=False,
+        barrier_with_L1_time=False,
+        cuda_graph_scope=[],  # the default warns that it is deprecated
+    )
+
+
+def _architecture(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.ffn_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "qk_layernorm": shape.qk_norm,
+        "add_qkv_bias": shape.qkv_bias,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        **_experts(shape),
+    }
+
+
+def _experts(shape: ModelShape) -> dict[str, Any]:
+    # Micro-batches differ in length; Megatron allows that with this dispatcher only, dense models included.
+    dispatcher = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}
+    if shape.experts is None:
+        return dispatcher
+    return dispatcher | {
+        "num_moe_experts": shape.experts.count,
+        "moe_router_topk": shape.experts.per_token,
+        "moe_ffn_hidden_size": shape.experts.ffn_size,
+        # The softmax over all experts, then the best; dividing their weights by the sum is the softmax over the best.
+        "moe_router_pre_softmax": not shape.experts.normalised,
+        "moe_router_dtype": "fp32",
+        # A policy must stay where its reward puts it: no pull towards even loads.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def _parallel(layout: Layout, on_gpu: bool) -> dict[str, Any]:
+    interleaved = layout.virtual > 1
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "sequence_parallel": layout.sequence,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual if interleaved else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        # gloo sends asynchronously from memory that deallocation would free under it. With virtual stages that is
+        # silent: the loss comes out wrong. There gloo also mixes up batched sends of different chunks.
+        "deallocate_pipeline_outputs": on_gpu,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "batch_p2p_sync": on_gpu,
+    }
+
+
+def _recompute(recompute: Literal["none", "selective", "full"], shape: ModelShape) -> dict[str, Any]:
+    if recompute == "none":
+        return {}
+    if recompute == "selective":
+        # Attention that never stores its scores leaves nothing to gain there: the MLP holds most of a layer.
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp" if shape.experts is None else "moe"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _block_spec(config: TransformerConfig, shape: ModelShape, virtual_stage: int | None) -> ModuleSpec:
+    experts = None if shape.experts is None else shape.experts.count
+    if config.transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=shape.qk_norm
+        )
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    modules = layer.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+    attention = modules.self_attention.submodules
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    attention.core_attention = PackedAttention
+    num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

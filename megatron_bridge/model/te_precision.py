@@ -1,0 +1,118 @@
+"""What each `learner.precision` asks of Transformer Engine (TE), of the model and of packed rows.
+
+FP8 is: BF16 parameters with float32 main copies in the optimizer, and in FP8 the matrix products of the decoder layers,
+all three of a linear (forward, gradient of the input, gradient of the weight). Embedding, norms, rotations, attention,
+router and LM head stay in BF16.
+
+    fp8_tensor    a scale for each tensor, from the tensor itself; gradients in e5m2    TE's Float8CurrentScaling
+    fp8_block     128×128 weights, 1×128 activations and gradients, all in e4m3         TE's Float8BlockScaling
+    fp8_delayed   a scale for each tensor, from the largest magnitude of earlier        TE's DelayedScaling
+                  micro-batches; gradients in e5m2
+
+What FP8 hides: a cast saturates, so an infinity that enters a product leaves it as a finite number; only NaN gets
+through. The guards on loss and gradient norm see what the residual stream carries, which is never cast. Saturated
+values are not counted: scales of fp8_tensor and fp8_block are the tensor's own, so that no finite value saturates,
+and for fp8_delayed counting would read every activation once more.
+
+Not yet run on a GPU. Loads neither torch nor Megatron until asked to check a machine.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.config.recipe import LearnerPrecision
+from pipeline.errors import ModelError
+
+if TYPE_CHECKING:
+    from megatron_bridge.hf.model_config import ModelShape
+    from megatron_bridge.parallel.layout import Layout
+
+Layers = Literal["transformer_engine", "megatron"]
+
+GEMM_MULTIPLE = 16
+"""Every side of an FP8 matrix product: 16 bytes are what cuBLAS asks of a row (docs.nvidia.com/cuda/cublas, "Tensor
+Core Usage"), and each side is the row of one of the three products. Megatron's get_fp8_align_size says the same."""
+BLOCK_MULTIPLE = 128
+"""Tokens that share a scale in the gradient of a weight under fp8_block. Under sequence parallelism TE 2.11 gathers
+activations in FP8 and asserts whole blocks on every rank."""
+
+_RECIPES: dict[LearnerPrecision, dict[str, Any]] = {
+    "fp8_tensor": {"fp8_recipe": "tensorwise", "fp8": "hybrid"},
+    "fp8_block": {"fp8_recipe": "blockwise", "fp8": "e4m3"},
+    # TE's own defaults. Megatron-Core's are the last micro-batch alone, which saturates whatever grows.
+    "fp8_delayed": {
+        "fp8_recipe": "delayed",
+        "fp8": "hybrid",
+        "fp8_amax_history_len": 1024,
+        "fp8_amax_compute_algo": "max",
+    },
+}
+
+
+def is_fp8(precision: LearnerPrecision | None) -> bool:
+    """Whether matrix products run in FP8."""
+    return precision in _RECIPES
+
+
+def fp8_arguments(precision: LearnerPrecision | None) -> dict[str, Any]:
+    """Of Megatron's TransformerConfig; {} without FP8."""
+    return dict(_RECIPES[precision]) if precision in _RECIPES else {}
+
+
+def token_multiple(precision: LearnerPrecision) -> int:
+    """What divides the tokens that each rank holds of a micro-batch between layers; 1 without FP8."""
+    if precision == "fp8_block":
+        return BLOCK_MULTIPLE
+    return GEMM_MULTIPLE if is_fp8(precision) else 1
+
+
+def warm_up_passes(precision: LearnerPrecision) -> int:
+    """Passes, forward and backward, before the first numbers that count.
+
+    Scales of fp8_delayed start at 1, which rounds most gradients of a large batch to zero. A pass sets the scales of
+    what it sees in BF16: the first those of the residual stream, the second those of what lies behind one product (the
+    MLP's inner gradient), the third those behind attention.
+    """
+    return 3 if precision == "fp8_delayed" else 0
+
+
+def require_fp8(precision: LearnerPrecision, layers: Layers, shape: ModelShape, layout: Layout) -> None:
+    """Raise ModelError where this process cannot train this model in FP8."""
+    import torch
+
+    wanted = (9, 0) if precision == "fp8_block" else (8, 9)
+    if not torch.cuda.is_available():
+        found = "there is no CUDA device"
+    elif layers != "transformer_engine":
+        found = "the layers are Megatron's own"
+    elif torch.cuda.get_device_capability() < wanted:
+        found = f"the GPU has compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}"
+    else:
+        _check_sizes(precision, shape, layout)
+        return
+    raise ModelError(
+        f"learner.precision is {precision}, which needs Transformer Engine layers on a GPU of compute capability "
+        f"{'.'.join(map(str, wanted))} or more, but {found}; use bf16, or such a machine with evenkeel[learner-gpu]"
+    )
+
+
+def _check_sizes(precision: LearnerPrecision, shape: ModelShape, layout: Layout) -> None:
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "query width / tensor_parallel": query // layout.tensor,
+        "query, key and value width / tensor_parallel": (query + 2 * key) // layout.tensor,
+    }
+    if shape.experts is None:
+        sizes["intermediate_size / tensor_parallel"] = shape.ffn_size // layout.tensor
+    else:
+        sizes["moe_intermediate_size / expert_tensor_parallel"] = shape.experts.ffn_size // layout.expert_tensor
+    for name, size in sizes.items():
+        blocks = precision == "fp8_block" and layout.sequence and name == "hidden_size"
+        multiple = BLOCK_MULTIPLE if blocks else GEMM_MULTIPLE
+        if size % multiple:
+            raise ModelError(
+                f"learner.precision is {precision}, but the model's {name} is {size}, not a multiple of {multiple}; "
+                "use bf16, or smaller parallel sizes"
+            )

@@ -1,0 +1,221 @@
+"""The parallel layout: what divides what, and the process groups.
+
+    ranks = tensor × context × data × pipeline, tensor parallel ranks adjacent, pipeline stages farthest apart;
+    experts are spread over the same ranks: expert tensor × expert × expert data = tensor × context × data
+
+`check_layout` reads plain data only, so that a recipe can be refused before torch or Megatron are loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.model.te_precision import token_multiple
+from pipeline.config.recipe import LearnerSection
+from pipeline.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Sizes of the parallel dimensions."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    """Model chunks of each pipeline rank."""
+    context: int = 1
+    data: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    sequence: bool = False
+    """Norms and residual stream are split over tensor parallel ranks."""
+
+    @staticmethod
+    def of(learner: LearnerSection) -> Layout:
+        """The layout that a recipe asks for."""
+        return Layout(
+            tensor=learner.tensor_parallel,
+            pipeline=learner.pipeline_parallel,
+            virtual=learner.virtual_pipeline,
+            context=learner.context_parallel,
+            data=learner.data_parallel,
+            expert=learner.expert_parallel,
+            expert_tensor=learner.expert_tensor_parallel,
+            # One rank has nothing to split: the key is without effect, as Megatron has it.
+            sequence=learner.sequence_parallel and learner.tensor_parallel > 1,
+        )
+
+    @property
+    def num_processes(self) -> int:
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Tensor parallel ranks over which the tokens of a micro-batch are split."""
+        return self.tensor if self.sequence else 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches must be a multiple of this: the interleaved schedule works in such groups."""
+        return self.pipeline if self.virtual > 1 else 1
+
+
+def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
+    """Raise LayoutError when the sizes do not divide the model, ModelError when the model is not supported.
+
+    Loads neither torch nor Megatron.
+    """
+    shape, layout = ModelShape.from_hf(hf_config), Layout.of(learner)
+    _check_tensor(shape, layout)
+    _check_pipeline(shape, layout)
+    _check_experts(shape, layout)
+
+
+def check_longest_sample(learner: LearnerSection, context_tokens: int) -> None:
+    """Raise LayoutError when a sample of `context_tokens`, padded as the layout needs, exceeds a micro-batch."""
+    layout = Layout.of(learner)
+    rows = 2 * layout.context if layout.context > 1 else 1
+    multiple = math.lcm(rows, layout.context * token_multiple(learner.precision)) * layout.sequence_ranks
+    padded = -(-(context_tokens - 1) // multiple) * multiple
+    if padded > learner.micro_batch_tokens:
+        raise LayoutError(
+            f"learner.micro_batch_tokens is {learner.micro_batch_tokens}, but the longest sample "
+            f"(rollout.context_tokens {context_tokens}) takes {padded} when it is padded to a multiple of {multiple} "
+            "for context and sequence parallelism and FP8; raise micro_batch_tokens"
+        )
+
+
+def _check_tensor(shape: ModelShape, layout: Layout) -> None:
+    divided = {
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "vocab_size": shape.vocab_size,
+    }
+    if shape.experts is None:
+        divided["intermediate_size"] = shape.ffn_size
+    for name, size in divided.items():
+        if size % layout.tensor:
+            raise LayoutError(
+                f"learner.tensor_parallel is {layout.tensor}, which does not divide the model's {name} {size}; "
+                f"use one of {_divisors_of_all(list(divided.values()))}"
+            )
+
+
+def _check_pipeline(shape: ModelShape, layout: Layout) -> None:
+    if layout.virtual > 1 and layout.pipeline == 1:
+        raise LayoutError(
+            f"learner.virtual_pipeline is {layout.virtual}, but learner.pipeline_parallel is 1: there are no stages to "
+            "interleave; set virtual_pipeline to 1, or raise pipeline_parallel"
+        )
+    chunks, key = layout.pipeline * layout.virtual, "learner.pipeline_parallel"
+    if layout.virtual > 1:
+        key += " × learner.virtual_pipeline"
+    if shape.num_layers % chunks:
+        raise LayoutError(
+            f"{key} is {chunks}, which does not divide the model's num_hidden_layers {shape.num_layers}; "
+            f"use one of {_divisors_of_all([shape.num_layers])}"
+        )
+
+
+def _check_experts(shape: ModelShape, layout: Layout) -> None:
+    experts, spread = shape.experts, layout.expert * layout.expert_tensor
+    if experts is None:
+        if spread > 1:
+            raise LayoutError(
+                f"learner.expert_parallel × expert_tensor_parallel is {spread}, but {shape.architecture} has no "
+                "experts; set both to 1"
+            )
+        return
+    if experts.count % layout.expert:
+        raise LayoutError(
+            f"learner.expert_parallel is {layout.expert}, which does not divide the model's num_experts "
+            f"{experts.count}; use one of {_divisors_of_all([experts.count])}"
+        )
+    if experts.ffn_size % layout.expert_tensor:
+        raise LayoutError(
+            f"learner.expert_tensor_parallel is {layout.expert_tensor}, which does not divide the model's "
+            f"moe_intermediate_size {experts.ffn_size}; use one of {_divisors_of_all([experts.ffn_size])}"
+        )
+    ranks = layout.tensor * layout.context * layout.data
+    if ranks % spread:
+        raise LayoutError(
+            f"learner.expert_parallel × expert_tensor_parallel is {spread}, which does not divide the {ranks} ranks of "
+            "a pipeline stage (tensor × context × data); lower it, or raise learner.data_parallel"
+        )
+    if layout.tensor > 1 and not layout.sequence:
+        raise LayoutError(
+            f"learner.tensor_parallel is {layout.tensor} with experts, which needs learner.sequence_parallel: without "
+            "it every tensor parallel rank would route every token; set it to true"
+        )
+
+
+def _divisors_of_all(sizes: list[int]) -> str:
+    return ", ".join(str(n) for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes))
+
+
+def initialise(layout: Layout, seed: int, deadline_s: float) -> None:
+    """Join the process group that torchrun's environment describes and build the parallel groups.
+
+    gloo without CUDA, nccl with it; every collective ends the process after `deadline_s`. A process started without
+    torchrun's variables is a world of one. Raises LayoutError when the world has another size than the layout.
+    """
+    from datetime import timedelta
+
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+
+    from megatron_bridge.parallel import cpu_backend
+
+    on_cpu = cpu_backend.install()
+    if not torch.distributed.is_initialized():
+        _join_world(layout, "gloo" if on_cpu else "nccl", timedelta(seconds=deadline_s))
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=deadline_s / 60,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _join_world(layout: Layout, backend: str, timeout: Any) -> None:
+    import torch
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world != layout.num_processes:
+        raise LayoutError(
+            f"started with {world} processes, but tensor {layout.tensor} × context {layout.context} × pipeline "
+            f"{layout.pipeline} × data {layout.data} needs {layout.num_processes}; start that many "
+            "(torchrun --nproc-per-node)"
+        )
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group(backend, timeout=timeout)
+    else:
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def leave_layout() -> None:
+    """Leave the parallel groups, and stay in the world: `initialise` may build others."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def shut_down() -> None:
+    """Leave the parallel groups and the process group."""
+    import torch
+
+    leave_layout()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

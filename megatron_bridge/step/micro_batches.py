@@ -1,0 +1,238 @@
+"""Flat, ragged batch → this rank's packed micro-batches, and back.
+
+    samples ──longest first, to the least loaded──▶ data parallel ranks ──likewise──▶ micro-batches of packed rows
+                                                                ──two pieces of every row──▶ context parallel ranks
+
+The partition depends on lengths only, so every rank works out the whole plan by itself and all agree. Rows follow one
+another without padding between them, but for what context and sequence parallelism need to divide them evenly; what FP8
+needs is added to the last. A position predicts the next token: `labels[0, t]` follows `tokens[0, t]`. Every rank gets
+the same number of micro-batches; a rank with too few rows gets some that are masked out entirely.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeline.data.records import Batch
+from pipeline.errors import RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRows:
+    """Sequences of which a tail is to be predicted.
+
+    The predicted tokens of all rows, row after row, are the flat order in which results are given and returned.
+    """
+
+    tokens: Sequence[NDArray[np.int32]]
+    """[rows] of [length] token ids."""
+    starts: NDArray[np.int64]
+    """[rows] index of the first predicted token, at least 1."""
+
+    @staticmethod
+    def of_batch(batch: Batch) -> TokenRows:
+        """Every sample, its response predicted."""
+        rows = [batch.sample_tokens(i) for i in range(batch.num_samples)]
+        return TokenRows(tokens=rows, starts=batch.prompt_lengths.astype(np.int64))
+
+    @staticmethod
+    def whole(rows: Sequence[Sequence[int]]) -> TokenRows:
+        """Every token but the first predicted."""
+        return TokenRows(tokens=[np.asarray(row, np.int32) for row in rows], starts=np.ones(len(rows), np.int64))
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """[rows] tokens."""
+        return np.array([len(row) for row in self.tokens], np.int64)
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """[rows + 1] where each row's predicted tokens start in the flat order."""
+        predicted = np.maximum(self.lengths - self.starts, 0)
+        return np.concatenate([[0], np.cumsum(predicted)]).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Packed rows. Tensors are [1, tokens] (of this context parallel rank) but for `row_ends`."""
+
+    tokens: Tensor
+    """int64; 0 where padded."""
+    labels: Tensor
+    """int64, the token that follows; 0 where padded."""
+    positions: Tensor
+    """int64, within the row."""
+    mask: Tensor
+    """bool, True where the label is a predicted (response) token."""
+    index: Tensor
+    """int64, place of the label in the flat order; 0 where `mask` is False."""
+    row_ends: Tensor
+    """int32 [rows + 1], where the rows begin and end over all context parallel ranks together, from 0."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, padding included."""
+        return int(self.row_ends.diff().max())
+
+    def scatter(self, flat: Tensor) -> Tensor:
+        """Flat values [predicted] laid out as [1, tokens]; 0 where masked out."""
+        if flat.numel() == 0:
+            return torch.zeros(self.mask.shape, dtype=flat.dtype, device=flat.device)
+        return torch.where(self.mask, flat[self.index], 0)
+
+    def gather_into(self, flat: Tensor, values: Tensor) -> None:
+        """Write values [1, tokens] to their places in `flat` [predicted]."""
+        flat[self.index[self.mask]] = values[self.mask].to(flat.dtype)
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same micro-batch on another device; `row_ends` too, for that is where the kernels read it."""
+        return MicroBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One rank's share of a batch."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    padding_share: float
+    """Padded positions ÷ all positions, over all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How a batch is divided over ranks, and what Megatron asks of the pieces."""
+
+    data_ranks: int = 1
+    data_rank: int = 0
+    context_ranks: int = 1
+    context_rank: int = 0
+    sequence_ranks: int = 1
+    """Tensor parallel ranks over which the tokens of a context parallel rank are split."""
+    token_multiple: int = 1
+    """Of the tokens that each rank is left with: what FP8 products ask for."""
+    count_multiple: int = 1
+    """Of the number of micro-batches."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Of a padded row: each context parallel rank holds two pieces of it."""
+        return 2 * self.context_ranks if self.context_ranks > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """Of all rows of a micro-batch together."""
+        whole = self.context_ranks * self.token_multiple
+        return math.lcm(self.row_multiple, whole) * self.sequence_ranks
+
+
+def plan_micro_batches(
+    rows: TokenRows, *, micro_batch_tokens: int, split: Split, chosen: NDArray[np.bool_] | None = None
+) -> Plan:
+    """Partition `rows` over data parallel ranks and micro-batches of at most `micro_batch_tokens` tokens.
+
+    `chosen` [rows] leaves rows out; the places of the others in the flat order stay. Raises RecipeError when a single
+    row does not fit.
+    """
+    included = np.arange(len(rows.tokens)) if chosen is None else np.flatnonzero(chosen)
+    # The last token predicts nothing.
+    widths = _rounded_up(np.maximum(rows.lengths - 1, 1), split.row_multiple)
+    budget = micro_batch_tokens // split.total_multiple * split.total_multiple
+    if len(widths) and widths.max() > budget:
+        raise RecipeError(
+            f"a sample of {rows.lengths.max()} tokens, padded to {widths.max()}, does not fit in "
+            f"learner.micro_batch_tokens {micro_batch_tokens}; raise it"
+        )
+    shares = _balance(included.tolist(), widths, split.data_ranks)
+    groups = _micro_batches(shares, widths, budget, split.count_multiple)
+    padded = [_padded_widths(group, widths, split) for share in groups for group in share]
+    real = int(np.maximum(rows.lengths[included] - 1, 0).sum())
+    return Plan(
+        micro_batches=tuple(_micro_batch(rows, group, widths, split) for group in groups[split.data_rank]),
+        padding_share=1.0 - real / sum(map(sum, padded)),
+    )
+
+
+def zigzag_columns(lengths: Sequence[int], num_ranks: int, rank: int) -> Tensor:
+    """int64: the places that context parallel `rank` holds of rows of these lengths, packed one after another.
+
+    Of 2 × num_ranks pieces of every row it holds number `rank` and number 2 × num_ranks − 1 − `rank`.
+    """
+    if num_ranks == 1:
+        return torch.arange(sum(lengths))
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    held = []
+    for start, length in zip(starts, lengths, strict=False):
+        pieces = (torch.arange(length) + int(start)).chunk(2 * num_ranks)
+        held += [pieces[rank], pieces[2 * num_ranks - 1 - rank]]
+    return torch.cat(held)
+
+
+Count = TypeVar("Count", int, NDArray[np.int64])
+
+
+def _rounded_up(count: Count, multiple: int) -> Count:
+    return -(-count // multiple) * multiple
+
+
+def _balance(rows: Sequence[int], widths: NDArray[np.int64], parts: int) -> list[list[int]]:
+    """Longest row first, each to the part with the fewest tokens so far; ties go to the lower index."""
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    loads = [(0, part) for part in range(parts)]
+    for row in sorted(rows, key=lambda row: (-widths[row], row)):
+        load, part = heapq.heappop(loads)
+        shares[part].append(row)
+        heapq.heappush(loads, (load + int(widths[row]), part))
+    return shares
+
+
+def _micro_batches(
+    shares: list[list[int]], widths: NDArray[np.int64], budget: int, multiple: int
+) -> list[list[list[int]]]:
+    """Rank → micro-batch → rows: the smallest number of micro-batches, the same on all ranks, that keeps the budget."""
+    fullest = max(sum(int(widths[row]) for row in share) for share in shares)
+    count = _rounded_up(max(1, -(-fullest // budget)), multiple)
+    while True:
+        groups = [_balance(share, widths, count) for share in shares]
+        if all(sum(int(widths[row]) for row in group) <= budget for share in groups for group in share):
+            return groups
+        count += multiple
+
+
+def _padded_widths(group: Sequence[int], widths: NDArray[np.int64], split: Split) -> list[int]:
+    """Tokens of each row; the last one takes up what the whole lacks to its multiple. No rows: one that is padding."""
+    lengths = [int(widths[row]) for row in group] or [split.row_multiple]
+    lengths[-1] += -sum(lengths) % split.total_multiple
+    return lengths
+
+
+def _micro_batch(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64], split: Split) -> MicroBatch:
+    padded = _padded_widths(group, widths, split)
+    ends = np.concatenate([[0], np.cumsum(padded)])
+    tokens, labels, index = (np.zeros(ends[-1], np.int64) for _ in range(3))
+    mask = np.zeros(ends[-1], np.bool_)
+    for row, first in zip(group, ends, strict=False):
+        ids, start, end = rows.tokens[row], int(rows.starts[row]), int(rows.lengths[row])
+        if start < 1:
+            raise ValueError(f"row {row} predicts from token {start}; the first token has nothing before it")
+        tokens[first : first + end - 1] = ids[:-1]
+        labels[first : first + end - 1] = ids[1:]
+        if end > start:
+            mask[first + start - 1 : first + end - 1] = True
+            index[first + start - 1 : first + end - 1] = np.arange(rows.offsets[row], rows.offsets[row + 1])
+    positions = np.concatenate([np.arange(width) for width in padded])
+    columns = zigzag_columns(padded, split.context_ranks, split.context_rank)
+    mine = [torch.from_numpy(values)[columns][None] for values in (tokens, labels, positions, mask, index)]
+    return MicroBatch(
+        **dict(zip(("tokens", "labels", "positions", "mask", "index"), mine, strict=True)),
+        row_ends=torch.from_numpy(ends.astype(np.int32)),
+    )

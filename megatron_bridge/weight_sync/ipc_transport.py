@@ -1,0 +1,100 @@
+"""Buckets handed over as memory that the engines open: learner and engines share a machine and its GPUs.
+
+Each rank keeps one row of memory, of a bucket's size or that of the largest tensor, for as long as the channel lives.
+All its engines read the same row, through one CUDA IPC handle whatever the number of tensors; ranks of an engine on
+other GPUs read it by peer access. An engine answers when it has copied its share into its weights, so the row may then
+be written again. One that fell out may still read, and get bytes of two buckets: it claims no version and is fed anew.
+
+Every engine process must see the sender's GPU (CUDA_VISIBLE_DEVICES; in containers also /dev/shm).
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_bridge.weight_sync.buckets import Bucket
+from megatron_bridge.weight_sync.shared_buffer import SharedRow
+from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, Wire
+from pipeline.errors import RetryableError
+
+PICKLE_PROTOCOL = 4
+"""That of torch's own serializers; every supported Python reads it."""
+
+
+@dataclass(eq=False)
+class SharedWire(Wire):
+    """One row of memory, opened by every engine."""
+
+    _row: SharedRow | None = field(init=False, default=None)
+
+    @property
+    def engines(self) -> tuple[int, ...]:
+        """See Wire."""
+        return tuple(self._left_s)
+
+    def open(self, unreachable: Mapping[int, str]) -> None:
+        """See Wire."""
+        self._left_s = {engine: self._deadline_s for engine in self._assigned if engine not in unreachable}
+        self.failures, self.sent_bytes = {}, 0
+
+    def new_row(self, num_bytes: int) -> Tensor:
+        """The same each time, unless it is too small."""
+        if self._row is None or len(self._row) < num_bytes:
+            self.close()
+            self._row = SharedRow(num_bytes, self._device)
+        return self._row.bytes
+
+    def send(self, bucket: Bucket) -> None:
+        """Have all engines that are left load a bucket of `new_row`, at once."""
+        if not self._left_s:
+            return
+        row = self._row
+        assert row is not None, "new_row comes first"
+        assert row.bytes.data_ptr() == bucket.row.data_ptr(), "the bucket was not packed into new_row"
+        lent = row.lend(len(bucket.row), readers=len(self._left_s) * self._feed.ranks_per_engine)
+        pickled = flattened_bucket(bucket, lent)
+        calls = {engine: self._background.start(self._hand_over(engine, pickled)) for engine in self._left_s}
+        for engine, call in calls.items():
+            try:
+                self._left_s[engine] -= call.result()
+                self.sent_bytes += len(bucket.row)
+            except RetryableError as error:
+                self.failures[engine] = str(error)
+                del self._left_s[engine]
+
+    def close(self) -> None:
+        """See Wire."""
+        if self._row is not None:
+            self._row.close()
+        self._row = None
+
+    async def _hand_over(self, engine: int, pickled: bytes) -> float:
+        """Seconds that the engine took."""
+        began = time.monotonic()
+        await self._feed.receive_shared(engine, pickled, min(BUCKET_DEADLINE_S, self._left_s[engine]))
+        return time.monotonic() - began
+
+
+def flattened_bucket(bucket: Bucket, opener: Any) -> bytes:
+    """A bucket as SGLang's /update_weights_from_tensor takes it, where `opener` pickles as its row.
+
+    SGLang reads a pickle here and nothing else. This one names nothing but torch's functions that open shared memory,
+    torch's dtypes and torch.Size, and SimpleNamespace where SGLang itself puts a class of its own.
+    """
+    metadata, start = [], 0
+    for spec in bucket.tensors:
+        shape, dtype = torch.Size(spec.shape), getattr(torch, spec.dtype)
+        end = start + shape.numel() * dtype.itemsize
+        metadata.append(
+            SimpleNamespace(name=spec.name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
+        )
+        start = end
+    return pickle.dumps({"flattened_tensor": opener, "metadata": metadata}, PICKLE_PROTOCOL)

@@ -1,0 +1,107 @@
+"""The audit of a run, from its batches alone: nothing lost, nothing trained twice, nothing staler than agreed, and
+problems retired when, and only when, their pass rate says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pipeline.data.records import Batch
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.rollout.solved_prompts import Attempts, PromptLedger, Retirement
+from pipeline.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What the batches of a run prove. `sound` is what a run must be."""
+
+    missing: tuple[int, ...]
+    """Batches below `steps` that are not committed."""
+    lost: tuple[int, ...]
+    """Groups below the last batch's next_group that are in no batch, in no dropped list, and not open for a later one.
+    """
+    duplicated: tuple[int, ...]
+    """Groups that are in more than one batch or dropped list, or that the last batch leaves open all the same."""
+    version_violations: int
+    """Response tokens of a version that the schedule does not allow in their batch."""
+    retirement_violations: tuple[int, ...]
+    """Groups passed over although their problem had not retired, and groups asked although it had."""
+    batches: int
+    groups: int
+    """Groups trained on or dropped."""
+    dropped: int
+    """Groups dropped: all of the next three kinds."""
+    unfit: int
+    zero_variance: int
+    retired: int
+    tokens: int
+    """Response tokens, forced ones included."""
+    lags: dict[int, int]
+    """batch - version → response tokens, ascending."""
+
+    @property
+    def sound(self) -> bool:
+        wrong = self.missing or self.lost or self.duplicated or self.version_violations or self.retirement_violations
+        return not wrong
+
+
+def verify_history(run_dir: Path, schedule: Schedule, steps: int, retirement: Retirement | None = None) -> Audit:
+    """Read and verify the first `steps` batches of a run. Raises CorruptBatchError."""
+    store = BatchStore(RunDirectory(run_dir).batches)
+    present = [index for index in range(steps) if store.exists(index)]
+    seen: Counter[int] = Counter()
+    lags: Counter[int] = Counter()
+    kinds: Counter[str] = Counter()
+    ledger, misjudged = PromptLedger(retirement), set[int]()
+    tokens = violations = 0
+    groups_to_ask: tuple[int, tuple[int, ...]] = (0, ())
+    for index in present:
+        batch = store.read(index, None)
+        seen.update(np.unique(batch.group).tolist())
+        seen.update(drop.group for drop in batch.dropped)
+        counts = _tokens_by_version(batch)
+        lags.update({index - version: count for version, count in counts.items()})
+        violations += sum(count for version, count in counts.items() if not schedule.allows(index, version))
+        tokens += batch.num_response_tokens
+        kinds.update(drop.kind for drop in batch.dropped)
+        misjudged |= _misjudged(batch, ledger.retired(schedule.required_version(index)))
+        ledger.record(batch)
+        groups_to_ask = batch.next_group, batch.open_groups
+    next_group, open_groups = groups_to_ask
+    reopened = seen.keys() & set(open_groups)
+    return Audit(
+        missing=tuple(sorted(set(range(steps)) - set(present))),
+        lost=tuple(sorted(set(range(next_group)) - seen.keys() - set(open_groups))),
+        duplicated=tuple(sorted(reopened | {group for group, times in seen.items() if times > 1})),
+        version_violations=violations,
+        retirement_violations=tuple(sorted(misjudged)),
+        batches=len(present),
+        groups=len(seen),
+        dropped=kinds.total(),
+        unfit=kinds["unfit"],
+        zero_variance=kinds["zero_variance"],
+        retired=kinds["retired"],
+        tokens=tokens,
+        lags=dict(sorted(lags.items())),
+    )
+
+
+def _misjudged(batch: Batch, retired: Mapping[int, Attempts]) -> set[int]:
+    """Groups of one batch that were asked or passed over against the ledger's verdict."""
+    asked = dict(zip(batch.group.tolist(), batch.problem.tolist(), strict=True))
+    asked |= {drop.group: drop.problem for drop in batch.dropped if drop.kind != "retired"}
+    passed_over = {drop.group: drop.problem for drop in batch.dropped if drop.kind == "retired"}
+    return {group for group, problem in asked.items() if problem in retired} | {
+        group for group, problem in passed_over.items() if problem not in retired
+    }
+
+
+def _tokens_by_version(batch: Batch) -> dict[int, int]:
+    versions, counts = np.unique(batch.policy_version, return_counts=True)
+    return dict(zip(versions.tolist(), counts.tolist(), strict=True))

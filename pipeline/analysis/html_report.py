@@ -1,0 +1,165 @@
+"""One HTML page that tells a run: nothing to install, nothing to fetch, light or dark as the reader's system is.
+
+`write_report` works at any moment: on a run that goes on, that died, or that has not begun.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from pipeline.analysis import figures
+from pipeline.analysis.bottleneck import phase_shares
+from pipeline.analysis.objective_figures import advantage_figures, advantage_text, objective_figures
+from pipeline.analysis.run_log import History
+from pipeline.analysis.summary import summarise
+from pipeline.config.algorithm import P3OSection
+from pipeline.data.run_directory import write_atomically
+
+NOTEWORTHY = ("restarted", "dropped", "retried")
+"""Event kinds that a reader wants to see one by one."""
+
+MAX_LISTED_EVENTS = 200
+
+WIDE = ("", "Log-ratio of a token", "Timeline of the last steps", "Learner, seconds a step")
+"""Titles of the figures that take the whole width."""
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` into the run directory and return its path. Raises StoreError (no run directory)."""
+    history = History.read(run_dir)
+    page = run_dir / "report.html"
+    write_atomically(page, render_page(history))
+    return page
+
+
+def render_page(history: History) -> str:
+    """The page as text."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters.update(percent=percent, decimal=decimal, duration=duration, count=count)
+    template = environment.from_string(resources.files("pipeline.analysis").joinpath("html_report.html.j2").read_text())
+    listed = event_rows(history)
+    return template.render(
+        summary=summarise(history),
+        sections=sections(history),
+        shares=figures.share_bar(phase_shares(history.metrics)),
+        events=listed[-MAX_LISTED_EVENTS:],
+        num_events=len(listed),
+        recipe=history.recipe.to_yaml(),
+        written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    )
+
+
+def sections(history: History) -> list[dict[str, Any]]:
+    """Title, explanation and figures of each part of the page; parts without any figure are left out."""
+    mismatch = [
+        ("Effective sample size", _ess(history)),
+        ("k3 KL to the engine", figures.curve(history, "k3 KL", [("k3_kl", "k3", "blue")], log=True)),
+        ("Staleness, versions", figures.curve(history, "lag", _LAG, floor=0.0)),
+    ]
+    parts: list[tuple[str, str, list[tuple[str, str | None]]]] = [
+        ("Held-out prompts", "Never trained on. The band is the 95 % interval of pass@1.", [("", _held_out(history))]),
+        ("Learning", "", _learning(history)),
+        (
+            "Mismatch between engine and learner",
+            "Every token is scored again by the learner before it is trained on. Equal policies would have ESS 1.",
+            [*mismatch, ("Log-ratio of a token", figures.log_ratio_histogram(history))],
+        ),
+        (
+            "Objective and correction",
+            "Shares are of all sampled tokens, whatever the mean of the loss counts alike.",
+            objective_figures(history),
+        ),
+        ("Advantage", advantage_text(history), advantage_figures(history)),
+        (
+            "Where the time goes",
+            "Numbers in the bars are steps, batches and versions.",
+            [
+                ("Timeline of the last steps", figures.timeline(history)),
+                ("Learner, seconds a step", figures.phase_seconds(history)),
+            ],
+        ),
+    ]
+    return [
+        dict(
+            title=title,
+            text=text,
+            figures=[dict(title=name, svg=svg, wide=name in WIDE) for name, svg in drawn if svg is not None],
+        )
+        for title, text, drawn in parts
+        if any(svg is not None for _, svg in drawn)
+    ]
+
+
+_LAG = [("lag_max", "oldest token", "orange"), ("lag_mean", "mean", "blue")]
+
+
+def _held_out(history: History) -> str | None:
+    return figures.held_out(history)
+
+
+def _ess(history: History) -> str | None:
+    objective = history.recipe.objective
+    weighs_kl = isinstance(objective, P3OSection) and (objective.ess_scope, objective.ess_unit) == ("step", "token")
+    return figures.ess(history, shows_kl_weight=weighs_kl)
+
+
+def _learning(history: History) -> list[tuple[str, str | None]]:
+    reward = [("reward_mean", "mean reward", "blue"), ("solve_rate", "solved", "teal")]
+
+    def share(name: str, metric: str, colour: str) -> str | None:
+        return figures.curve(history, name, [(metric, "share", colour)], percent=True, floor=0.0)
+
+    return [
+        ("Training reward", figures.curve(history, "training reward", reward)),
+        ("Entropy, nats a token", figures.curve(history, "entropy", [("entropy", "entropy", "violet")])),
+        ("Gradient norm", figures.curve(history, "gradient norm", [("grad_norm", "norm", "orange")], log=True)),
+        ("Response length, tokens", figures.curve(history, "length", [("response_tokens_mean", "mean", "teal")])),
+        ("Truncated responses", share("truncated", "truncated_share", "pink")),
+        ("Padding in micro-batches", share("padding", "padding_share", "grey")),
+    ]
+
+
+def event_rows(history: History) -> list[dict[str, str]]:
+    """When (since the first event), what, and the rest of the event in words; neighbours that say the same for the same
+    reason become one row with their number."""
+    rows = []
+    for _, run in groupby(history.of_kind(*NOTEWORTHY), key=lambda event: (event["kind"], event.get("reason"))):
+        same = list(run)
+        first = same[0]
+        rest = [f"{key} {value}" for key, value in first.items() if key not in ("kind", "time", "reason")]
+        rest = rest if len(same) == 1 else [f"{len(same)} times"]
+        reason = [str(first["reason"])] if first.get("reason") else []
+        when = duration(first["time"] - history.events[0]["time"])
+        rows.append(dict(when=when, kind=str(first["kind"]), text=": ".join([", ".join(rest), *reason])))
+    return rows
+
+
+def percent(value: float | None) -> str:
+    """12.3 %, or a dash."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def decimal(value: float | None) -> str:
+    """Four significant digits, or a dash."""
+    return "–" if value is None else f"{value:.4g}"
+
+
+def count(value: float | None) -> str:
+    """Whole number with thin spaces between thousands, or a dash."""
+    return "–" if value is None else f"{value:,.0f}".replace(",", "\u2009")
+
+
+def duration(seconds: float) -> str:
+    """For example 42 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,151 @@
+"""Where the points of a scaling curve come from: run directories, and JSONL files of any origin."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.analysis.run_log import History, number
+from pipeline.analysis.scaling.sigmoid import Floats, Points
+from pipeline.errors import RecipeError, StoreError
+
+COMPUTE_AXES = ("samples", "tokens", "hours")
+"""Compute of a run: samples trained on; response tokens trained on; accelerator-hours of its steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Score over compute as read, sorted by compute."""
+
+    name: str
+    x: str
+    y: str
+    compute: Floats
+    """[n] ≥ 0."""
+    score: Floats
+    """[n]"""
+
+
+def read_curve(source: Path, x: str | None, y: str | None) -> Curve:
+    """A run directory or a JSONL file.
+
+    A run: `x` is one of COMPUTE_AXES (default samples) and `y` a field of its `evaluated` events (default pass_at_1).
+    JSONL: `x` and `y` name fields; lines that lack either are passed over, as a log mixes kinds of line. Raises
+    StoreError when the source cannot be read or holds no point, RecipeError when a field must be chosen first.
+    """
+    if source.is_dir():
+        curve = _run_curve(source, x or "samples", y or "pass_at_1")
+    elif source.is_file():
+        curve = _file_curve(source, x, y)
+    else:
+        raise StoreError(f"{source} does not exist; give the folder of a run or a JSONL file")
+    if curve.compute.min() < 0.0:
+        raise StoreError(f"{source}: {curve.x} goes down to {curve.compute.min():g}, expected compute from 0 upwards")
+    return curve
+
+
+def points_of(curves: Sequence[Curve], *, r0: float | None = None, skip: float = 0.0) -> Points:
+    """The points to fit: all those above `skip` (and above zero) of all curves, which are repeats of one setting.
+
+    `r0` is taken as exact. Otherwise the point of least compute of each curve measures R_0 (of a run: version 0), is
+    no point of the fit, and counts as one measurement with noise; `skip` does not touch it.
+    """
+    compute = np.concatenate([curve.compute for curve in curves])
+    score = np.concatenate([curve.score for curve in curves])
+    keep = (compute > 0.0) & (compute >= skip)
+    if r0 is None:
+        first = np.concatenate([curve.compute == curve.compute.min() for curve in curves])
+        keep &= ~first
+        measured = score[first]
+        return Points.of(compute[keep], score[keep], float(measured.mean()), start_weight=len(measured))
+    return Points.of(compute[keep], score[keep], r0, start_weight=math.inf)
+
+
+def _run_curve(run: Path, x: str, y: str) -> Curve:
+    if x not in COMPUTE_AXES:
+        raise RecipeError(f"--x {x} is not known for a run, expected one of {', '.join(COMPUTE_AXES)}")
+    history = History.read(run)
+    scores = {int(event["version"]): number(event, y) for event in history.evaluations}
+    known = {version: score for version, score in scores.items() if score is not None}
+    if not known:
+        raise StoreError(f"{run} has no evaluation with a number {y!r} yet; train on, or choose another --y")
+    spent = spent_by_version(history, x)
+    missing = [version for version in known if version >= len(spent)]
+    if missing:
+        raise StoreError(f"{run}: version {missing[0]} was evaluated, but its journal ends at version {len(spent) - 1}")
+    versions = sorted(known)
+    return Curve(
+        name=run.name,
+        x=x,
+        y=y,
+        compute=np.array([spent[version] for version in versions]),
+        score=np.array([known[version] for version in versions]),
+    )
+
+
+def spent_by_version(history: History, x: str) -> list[float]:
+    """[versions] compute spent when version v had been trained, from version 0 (which cost nothing).
+
+    `hours` counts every accelerator of the run, learner ranks and engines, over the seconds of its steps, waiting for
+    rollouts included; start-up and the pauses between two sessions are not. On a CPU machine a process is one.
+    """
+    match x:
+        case "samples":
+            committed = {int(event["batch"]): float(event["samples"]) for event in history.of_kind("committed")}
+            each = [committed.get(int(line["step"]), 0.0) for line in history.metrics]
+        case "tokens":
+            each = [number(line, "num_tokens") or 0.0 for line in history.metrics]
+        case _:
+            rollout = history.recipe.rollout
+            accelerators = history.recipe.learner.num_processes + rollout.engines * rollout.tensor_parallel
+            each = [accelerators * _seconds(line) / 3600.0 for line in history.metrics]
+    return list(itertools.accumulate(each, initial=0.0))
+
+
+def _seconds(line: Mapping[str, Any]) -> float:
+    return sum(float(spent) for spent in (line.get("seconds") or {}).values())
+
+
+def _file_curve(path: Path, x: str | None, y: str | None) -> Curve:
+    lines = _read_lines(path)
+    fields = sorted({key for line in lines for key in line if number(line, key) is not None})
+    if x is None or y is None:
+        raise RecipeError(f"{path} is no run: name its fields with --x and --y; it has numbers in {_listed(fields)}")
+    for name in (x, y):
+        if name not in fields:
+            raise StoreError(f"{path} has no number in a field {name!r}, only in {_listed(fields)}")
+    read = [(number(line, x), number(line, y)) for line in lines]
+    known = np.array(sorted((c, r) for c, r in read if c is not None and r is not None), np.float64)
+    if not len(known):
+        raise StoreError(f"{path} has no line with both {x!r} and {y!r}; write them on the same line")
+    return Curve(name=path.stem, x=x, y=y, compute=known[:, 0], score=known[:, 1])
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    lines = []
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"cannot read {path} ({error}); give a JSONL file, one JSON object a line") from error
+    for count, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise StoreError(f"{path}, line {count} is not JSON ({error}); mend or remove it") from error
+        if not isinstance(value, dict):
+            raise StoreError(f"{path}, line {count} is {type(value).__name__}, expected a JSON object")
+        lines.append(value)
+    return lines
+
+
+def _listed(fields: Sequence[str]) -> str:
+    return ", ".join(fields) or "none"

@@ -1,0 +1,103 @@
+"""The numbers of a run that fit in a table: what `evenkeel runs show` prints and the report opens with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.analysis.bottleneck import bottleneck
+from pipeline.analysis.run_log import History, number
+from pipeline.config.algorithm import AdvantageSection, CorrectionSection, ObjectiveSection
+from pipeline.config.layout_names import layout_name
+from pipeline.config.recipe import AsyncSchedule, Recipe, StagedSchedule
+
+PROMPT_COUNTS = ("refills", "zero_variance", "retired_groups", "interrupted")
+"""Of the collector's `committed` events: groups asked in place of others, groups dropped for equal rewards, groups not
+asked because their problem had retired, samples that were told to end."""
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """Headline numbers of one run; a number that is not known yet is None. Raises StoreError (no run directory).
+
+    `wall_s` runs from the first line of the journal to the last, `tokens` counts trained response tokens.
+    """
+    return summarise(History.read(run_dir))
+
+
+def summarise(history: History) -> dict[str, Any]:
+    """As `summary`, of a history that is already in memory."""
+    recipe = history.recipe
+    tokens = sum(history.series("num_tokens")[1])
+    committed = history.of_kind("committed")
+    return dict(
+        name=recipe.run.name,
+        state=_state(history),
+        steps=history.num_steps,
+        steps_planned=recipe.run.steps,
+        **_held_out(history),
+        wall_s=history.wall_s,
+        samples=sum(int(event["samples"]) for event in committed),
+        tokens=int(tokens),
+        tokens_per_s=tokens / history.wall_s if history.wall_s > 0 else None,
+        learner_layout=layout_name(recipe.learner).replace("one", "one process"),
+        learner_precision=recipe.learner.precision,
+        engines=f"{recipe.rollout.engines} × TP{recipe.rollout.tensor_parallel}",
+        rollout_precision=recipe.rollout.precision,
+        objective=describe_choice(recipe.objective),
+        correction=describe_choice(recipe.correction),
+        advantage=describe_choice(recipe.advantage),
+        schedule=describe_schedule(recipe),
+        reward_last=history.last("reward_mean"),
+        ess_last=history.last("ess"),
+        ess_min=min(history.series("ess")[1], default=None),
+        k3_kl_last=history.last("k3_kl"),
+        entropy_last=history.last("entropy"),
+        lag_max=max(history.series("lag_max")[1], default=None),
+        restarts=len(history.of_kind("restarted")),
+        dropped=sum(int(event.get("dropped", 0)) for event in committed),
+        **{key: sum(int(event.get(key, 0)) for event in committed) for key in PROMPT_COUNTS},
+        verifier_failures=int(sum(history.series("verifier_failures")[1])),
+        bottleneck=bottleneck(history.metrics),
+    )
+
+
+def describe_choice(section: ObjectiveSection | CorrectionSection | AdvantageSection) -> str:
+    """Its name, with the keys that are not left at their defaults: `clipped (clip_high 0.28)`."""
+    chosen = section.model_dump(mode="json", exclude={"name"}, exclude_defaults=True)
+    options = ", ".join(key if value is True else f"{key} {value}" for key, value in chosen.items())
+    return f"{section.name} ({options})" if options else section.name
+
+
+def describe_schedule(recipe: Recipe) -> str:
+    """The schedule with its one number."""
+    schedule = recipe.schedule
+    if isinstance(schedule, AsyncSchedule):
+        return f"async, lag {schedule.lag}"
+    if isinstance(schedule, StagedSchedule):
+        return f"staged, µ = {schedule.updates_per_stage}"
+    return schedule.kind
+
+
+def _held_out(history: History) -> dict[str, Any]:
+    """First and last evaluation: pass@1 with its interval, and pass@k of the largest k that was measured."""
+    evaluations = history.evaluations
+    first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
+    k = max((int(k) for k in last.get("pass_at_k") or {}), default=None)
+    values: dict[str, Any] = dict(k=k)
+    for which, event in (("first", first), ("last", last)):
+        values |= {
+            f"version_{which}": event.get("version"),
+            f"pass_at_1_{which}": number(event, "pass_at_1"),
+            f"pass_at_1_{which}_low": number(event, "pass_at_1_low"),
+            f"pass_at_1_{which}_high": number(event, "pass_at_1_high"),
+            f"pass_at_k_{which}": number(event.get("pass_at_k") or {}, str(k)),
+        }
+    return values
+
+
+def _state(history: History) -> str:
+    if not history.events and not history.metrics:
+        return "not started"
+    if history.is_complete:
+        return "finished"
+    return f"unfinished: {history.num_steps} of {history.recipe.run.steps} steps"

@@ -1,0 +1,97 @@
+"""A batch as text for people: what was asked, what was answered, what it earned, and where the two models differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.records import FINISH_REASONS, Batch
+from pipeline.tasks.tokenizer import Tokenizer
+
+_SYMBOLS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
+
+
+def render_batch(
+    batch: Batch,
+    tokenizer: Tokenizer,
+    *,
+    learner_logprobs: NDArray[np.float32] | None = None,
+    samples: Iterable[int] | None = None,
+) -> Iterator[str]:
+    """Lines of text, without line ends: each sample's prompt, response, reward, finish and versions.
+
+    With `learner_logprobs` ([responses], natural log, under the batch's contract) also one line a token with
+    learner minus sampler; a forced token has neither. `samples` selects; the default is all.
+    """
+    if learner_logprobs is not None and learner_logprobs.shape != batch.sampler_logprobs.shape:
+        raise ValueError(f"learner_logprobs is {learner_logprobs.shape}, expected {batch.sampler_logprobs.shape}")
+    dropped = "".join(
+        f"; group {drop.group} dropped: {drop.reason}" for drop in batch.dropped if drop.kind != "retired"
+    )
+    if retired := sum(drop.kind == "retired" for drop in batch.dropped):
+        dropped += f"; {retired} groups of retired problems passed over"
+    yield f"batch {batch.index}: {batch.num_samples} samples, {batch.num_response_tokens} response tokens{dropped}"
+    for sample in range(batch.num_samples) if samples is None else samples:
+        yield ""
+        yield from _render_sample(batch, tokenizer, sample)
+        if learner_logprobs is not None:
+            yield from _render_gaps(batch, tokenizer, sample, learner_logprobs)
+
+
+def visible(text: str) -> str:
+    """One line that shows what it holds: line ends and tabs as symbols, other unprintable characters as escapes."""
+    return "".join(_SYMBOLS.get(c) or (c if c.isprintable() else _escape(c)) for c in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode() if ord(character) > 0x20 else f"\\x{ord(character):02x}"
+
+
+def _render_sample(batch: Batch, tokenizer: Tokenizer, sample: int) -> Iterator[str]:
+    tokens = batch.sample_tokens(sample)
+    prompt, response = np.split(tokens, [int(batch.prompt_lengths[sample])])
+    parts = {name: float(values[sample]) for name, values in batch.reward_parts.items()}
+    explained = ", ".join(f"{name} {value:g}" for name, value in parts.items() if not np.isnan(value))
+    yield f"sample {sample}, group {batch.group[sample]}"
+    yield f"  prompt    {visible(tokenizer.decode(prompt.tolist(), special=True))}"
+    yield f"  response  {visible(tokenizer.decode(response.tolist(), special=True))}"
+    yield f"  reward    {batch.reward[sample]:g}{f' ({explained})' if explained else ''}"
+    yield (
+        f"  finish    {FINISH_REASONS[batch.finish[sample]]} after {len(response)} tokens, "
+        f"engine {batch.engine[sample]}, queued {batch.queued_s[sample]:.3g} s, "
+        f"generated {batch.generated_s[sample]:.3g} s"
+    )
+    span = _responses(batch, sample)
+    yield f"  versions  {_versions(batch.policy_version[span])}"
+    if batch.forced[span].any():
+        forced = response[batch.forced[span]].tolist()
+        yield f"  forced    {visible(tokenizer.decode(forced, special=True))}"
+
+
+def _render_gaps(
+    batch: Batch, tokenizer: Tokenizer, sample: int, learner_logprobs: NDArray[np.float32]
+) -> Iterator[str]:
+    span = _responses(batch, sample)
+    tokens = batch.sample_tokens(sample)[int(batch.prompt_lengths[sample]) :]
+    yield f"  {'token':<16}{'version':>8}{'sampler':>10}{'learner':>10}{'gap':>10}"
+    arrays = (batch.policy_version, batch.forced, batch.sampler_logprobs, learner_logprobs)
+    for token, version, forced, sampler, learner in zip(tokens, *(array[span] for array in arrays), strict=True):
+        text = visible(tokenizer.decode([int(token)], special=True))
+        if forced:
+            yield f"  {text:<16}{version:>8}{'forced':>10}"
+            continue
+        yield f"  {text:<16}{version:>8}{sampler:>10.4f}{learner:>10.4f}{learner - sampler:>+10.4f}"
+
+
+def _responses(batch: Batch, sample: int) -> slice:
+    offsets = batch.response_offsets
+    return slice(int(offsets[sample]), int(offsets[sample + 1]))
+
+
+def _versions(versions: NDArray[np.int32]) -> str:
+    """`3 × 5 tokens, 4 × 2 tokens`: spans in the order sampled."""
+    spans = [(version, len(list(run))) for version, run in groupby(versions.tolist())]
+    return ", ".join(f"{version} × {count} tokens" for version, count in spans) or "none"

@@ -1,0 +1,347 @@
+"""The recipe: one typed YAML file that says everything about a run.
+
+Frozen, unknown keys refused, cross-checked when it is made. Importing this module loads no torch, Megatron or SGLang.
+Files are read by `pipeline.config.loader`; what is learned from a batch is described in `pipeline.config.algorithm`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from pipeline.config.algorithm import (
+    AdvantageSection,
+    CorrectionSection,
+    NoCorrection,
+    ObjectiveSection,
+    P3OSection,
+    PassAtKAdvantage,
+    PlainAdvantage,
+    check_wiring,
+)
+from pipeline.config.section import Probability, Section
+from pipeline.schedule import Schedule
+
+
+class RunSection(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Folder below `root`.")
+    root: Path = Field(Path("runs"), description="Where run directories live.")
+    seed: NonNegativeInt = Field(0, description="Seeds prompt order, model-parallel RNG and evaluation prompts.")
+    steps: PositiveInt = Field(description="Optimizer steps = batches.")
+    wait_deadline_s: PositiveFloat = Field(3600.0, description="Longest wait of one loop for the other.")
+    max_restarts: NonNegativeInt = Field(5, description="Restarts of one process without progress before giving up.")
+
+
+class ModelSection(Section):
+    path: Path = Field(description="HF folder: config.json, safetensors, tokenizer. Qwen3, Qwen3-MoE, Qwen2 or Llama.")
+    fp32_lm_head: bool = Field(
+        False, description="Learner and engines multiply by the LM head in float32 (ScaleRL), whatever their precision."
+    )
+
+
+class RewardSection(Section):
+    workers: PositiveInt = Field(1, description="Verifier processes.")
+    deadline_s: PositiveFloat = Field(10.0, description="A verifier that takes longer is killed; its sample gets 0.")
+
+
+class DigitsTask(Section):
+    """What the generated digit tasks share."""
+
+    min_digits: PositiveInt = 4
+    max_digits: PositiveInt = 16
+    num_prompts: PositiveInt = Field(100_000, description="Prompts of an epoch.")
+    demonstration_noise: Probability = Field(0.1, description="Warm-up only: chance that a target digit is off by one.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_digits > self.max_digits:
+            raise ValueError(f"min_digits {self.min_digits} is above max_digits {self.max_digits}; lower it")
+        return self
+
+
+class SortDigitsTask(DigitsTask):
+    name: Literal["sort_digits"] = "sort_digits"
+
+
+class SpellDigitsTask(DigitsTask):
+    name: Literal["spell_digits"]
+    misspelt_share: Probability = Field(0.6, description="Warm-up only: how often 3, 6 and 8 get a wrong letter.")
+
+
+class JsonlTask(Section):
+    name: Literal["jsonl"]
+    path: Path = Field(description='One JSON object a line: {"prompt": …, "answer": …}.')
+    held_out_path: Path | None = Field(None, description="Evaluation prompts; otherwise 1 in 16 lines is held out.")
+    reward: str = Field("math_verify", description="math_verify or package.module:function(prompt, response, answer).")
+    chat_template: bool = Field(False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
+
+
+TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | JsonlTask, Field(discriminator="name")]
+
+RolloutPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block"]
+LearnerPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "fp8_delayed"]
+
+
+class InterruptionSection(Section):
+    """ScaleRL: an answer that is still being thought about is told to end."""
+
+    from_tokens: PositiveInt = Field(description="A response is cut at a random length from here …")
+    to_tokens: PositiveInt = Field(description="… to here,")
+    phrase: str = Field(
+        "Okay, time is up. Let me stop thinking and formulate an answer now. </think>",
+        min_length=1,
+        description="given this phrase (its tokens are not trained on),",
+    )
+    answer_tokens: PositiveInt = Field(description="and goes on for so many tokens at most.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.from_tokens > self.to_tokens:
+            raise ValueError(f"from_tokens {self.from_tokens} is above to_tokens {self.to_tokens}; lower it")
+        return self
+
+
+class RolloutSection(Section):
+    engines: PositiveInt = Field(1, description="SGLang servers; more than one get SGLang's router in front.")
+    tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine.")
+    precision: RolloutPrecision = Field(
+        "fp32",
+        description="fp8_block: e4m3 weights with a scale for each 128×128 block, made by the learner; activations in "
+        "1×128 groups. fp8_tensor: SGLang quantizes what it is fed; one scale a matrix on a CPU, one a row on a GPU.",
+    )
+    prompts_per_batch: PositiveInt = 32
+    group_size: PositiveInt = Field(8, description="Samples of a prompt.")
+    max_new_tokens: PositiveInt = 22
+    temperature: PositiveFloat = 1.0
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = -1
+    context_tokens: PositiveInt = Field(512, description="Longest prompt + response that an engine accepts.")
+    concurrent_prompts: PositiveInt = Field(64, description="Prompts under way at once over all engines.")
+    port: PositiveInt | None = Field(None, description="First engine's port; the next ones follow. Default: any free.")
+    request_deadline_s: PositiveFloat = 300.0
+    start_deadline_s: PositiveFloat = Field(600.0, description="An engine that is not up by then ends the run.")
+    interruption: InterruptionSection | None = None
+    extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.top_k == 0 or self.top_k < -1:
+            raise ValueError(f"top_k is {self.top_k}; use -1 (whole vocabulary) or a positive number")
+        if self.max_new_tokens >= self.context_tokens:
+            raise ValueError(
+                f"max_new_tokens {self.max_new_tokens} leaves no room for a prompt in context_tokens "
+                f"{self.context_tokens}; raise rollout.context_tokens"
+            )
+        return self
+
+
+class PromptsSection(Section):
+    """Which prompts are asked."""
+
+    refill: bool = Field(
+        False, description="Dynamic sampling (DAPO): groups of equal rewards are dropped and further prompts asked."
+    )
+    max_refills: PositiveInt = Field(3, description="refill: at most so many times prompts_per_batch further prompts.")
+    retire_at_pass_rate: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="Prompts solved at least this often so far are never asked again (ScaleRL .9).",
+    )
+    retire_after_samples: PositiveInt | None = Field(
+        None, description="Samples of a prompt before its pass rate counts; default one group."
+    )
+
+
+class OptimizerSection(Section):
+    lr: PositiveFloat = 4e-4
+    min_lr: float = Field(0.0, ge=0.0)
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: float = Field(0.01, ge=0.0)
+    clip_grad: float = Field(1.0, ge=0.0, description="Global norm; 0 turns clipping off.")
+
+
+class LearnerSection(Section):
+    """Parallel sizes multiply: processes = tensor × context × pipeline × data. Experts share these ranks."""
+
+    tensor_parallel: PositiveInt = 1
+    sequence_parallel: bool = Field(
+        False, description="Split norms and residual stream over tensor parallel ranks; needed by MoE with tensor > 1."
+    )
+    pipeline_parallel: PositiveInt = 1
+    virtual_pipeline: PositiveInt = Field(1, description="Model chunks of each pipeline rank (interleaved schedule).")
+    context_parallel: PositiveInt = Field(1, description="Ranks that share each sequence.")
+    data_parallel: PositiveInt = Field(1, description="Ranks that share the batch.")
+    expert_parallel: PositiveInt = Field(1, description="MoE: ranks that share the experts of a layer.")
+    expert_tensor_parallel: PositiveInt = Field(1, description="MoE: ranks that share each expert.")
+    distributed_optimizer: bool = Field(True, description="Shard optimizer state over data parallel ranks.")
+    overlap_grad_reduce: bool = Field(True, description="Reduce gradients while the backward pass goes on.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="Activations computed again in the backward pass: none, those of the MLP, or of whole layers.",
+    )
+    temperature: PositiveFloat | None = Field(
+        None,
+        description="The policy that is trained is softmax(logits / temperature); default: that of the rollouts. "
+        "Another value makes sampling itself off-policy, as in P3O's experiment (rollouts at 1.2, learner at 1).",
+    )
+    precision: LearnerPrecision = Field(
+        "fp32",
+        description="fp8_*: BF16 parameters, matrix products of layers in FP8 by Transformer Engine, on a GPU only. "
+        "Scales: fp8_tensor one a tensor; fp8_block 128×128 for weights, 1×128 for activations, as engines have them; "
+        "fp8_delayed one a tensor, from earlier micro-batches.",
+    )
+    micro_batch_tokens: PositiveInt = Field(8192, description="Padded tokens of a micro-batch, at most.")
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    step_deadline_s: PositiveFloat = Field(600.0, description="A collective that takes longer ends the process.")
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of one number as parameters, activations and published weights hold it: FP8 trains BF16 parameters."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def num_processes(self) -> int:
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.data_parallel
+
+
+class SyncSchedule(Section):
+    kind: Literal["sync"] = "sync"
+
+
+class AsyncSchedule(Section):
+    kind: Literal["async"]
+    lag: PositiveInt = Field(1, description="Versions that a batch may be behind when it starts.")
+
+
+class StagedSchedule(Section):
+    kind: Literal["staged"]
+    updates_per_stage: PositiveInt = Field(8, description="mu: optimizer steps between two publishes.")
+
+
+ScheduleSection = Annotated[SyncSchedule | AsyncSchedule | StagedSchedule, Field(discriminator="kind")]
+
+
+class WeightsSection(Section):
+    channel: Literal["disk", "broadcast", "ipc"] = Field(
+        "disk",
+        description="disk: engines load a folder. broadcast: learner ranks send to the engines through process groups "
+        "(gloo on a CPU, NCCL on GPUs). ipc: engines open the learner's memory; learner and engines run on one machine "
+        "and see the same GPUs. With the last two the folder is written behind the engines' back, for those that "
+        "restart.",
+    )
+    bucket_mib: PositiveInt = Field(
+        256, description="broadcast, ipc: tensors sent together, at most; a rank needs as much memory."
+    )
+    keep: PositiveInt = Field(2, description="Published policies kept on disk, beside the one that is served.")
+    publish_deadline_s: PositiveFloat = Field(600.0, description="Longest wait for one engine to serve new weights.")
+    probe_max_gap_nats: PositiveFloat | None = Field(
+        None,
+        description="An engine whose prefill log-probabilities of the probe differ from the learner's by more than "
+        "this, in the mean, gets no requests. Default: by rollout.precision.",
+    )
+
+
+class CheckpointSection(Section):
+    every: PositiveInt = Field(20, description="Steps between checkpoints; the last step always saves one.")
+    keep: PositiveInt = 2
+
+
+class EvaluationSection(Section):
+    every: PositiveInt = Field(20, description="Steps between evaluations; the first and the last always run.")
+    prompts: PositiveInt = Field(64, description="Held-out prompts.")
+    samples: PositiveInt = Field(8, description="Samples of a prompt: pass@k is known up to this k.")
+    temperature: PositiveFloat = 1.0
+
+
+class Recipe(Section):
+    """Everything about a run. See the description of each field, or `evenkeel recipe` for the resolved file."""
+
+    run: RunSection
+    model: ModelSection
+    task: TaskSection
+    reward: RewardSection = Field(default_factory=RewardSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    learner: LearnerSection = Field(default_factory=LearnerSection)
+    prompts: PromptsSection = Field(default_factory=PromptsSection)
+    objective: ObjectiveSection = Field(default_factory=P3OSection)
+    correction: CorrectionSection = Field(default_factory=NoCorrection)
+    advantage: AdvantageSection = Field(default_factory=PlainAdvantage)
+    schedule: ScheduleSection = Field(default_factory=SyncSchedule)
+    weights: WeightsSection = Field(default_factory=WeightsSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> Self:
+        least = self.advantage.k + 1 if isinstance(self.advantage, PassAtKAdvantage) else 2
+        if self.rollout.group_size < least:
+            raise ValueError(
+                f"rollout.group_size is {self.rollout.group_size}, but advantage {self.advantage.name} compares "
+                f"samples of one prompt; use at least {least}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_counts_twice(self) -> Self:
+        check_wiring(self.objective, self.correction, self.advantage)
+        return self
+
+    @model_validator(mode="after")
+    def _batch_feeds_every_rank(self) -> Self:
+        samples = self.rollout.prompts_per_batch * self.rollout.group_size
+        if samples < self.learner.data_parallel:
+            raise ValueError(
+                f"a batch of {self.rollout.prompts_per_batch} prompts × {self.rollout.group_size} samples cannot feed "
+                f"learner.data_parallel {self.learner.data_parallel}; raise rollout.prompts_per_batch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _micro_batch_holds_a_sample(self) -> Self:
+        if self.learner.micro_batch_tokens < self.rollout.context_tokens:
+            raise ValueError(
+                f"learner.micro_batch_tokens {self.learner.micro_batch_tokens} is below rollout.context_tokens "
+                f"{self.rollout.context_tokens}: the longest sample would not fit; raise the first or lower the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stage_fits_in_the_run(self) -> Self:
+        if isinstance(self.schedule, StagedSchedule) and self.schedule.updates_per_stage > self.run.steps:
+            raise ValueError(
+                f"schedule.updates_per_stage {self.schedule.updates_per_stage} exceeds run.steps {self.run.steps}; "
+                "lower it, or train longer"
+            )
+        return self
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.run.root / self.run.name
+
+    def build_schedule(self) -> Schedule:
+        """The schedule as the function that both loops ask."""
+        return Schedule(steps=self.run.steps, **self.schedule.model_dump())
+
+    def to_yaml(self) -> str:
+        """The resolved recipe, every default spelled out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def sha256(self) -> str:
+        """Digest of the resolved recipe, stored with every batch."""
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,170 @@
+"""What a stored batch must look like: arrays, dtypes, attributes, digest, and how the ragged arrays must agree.
+
+Pure functions over `Batch`; the file itself is the business of `pipeline.data.store`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.records import FINISH_REASONS, Batch, DroppedGroup, LogprobContract
+
+SCHEMA_VERSION = 2
+ADDED_IN_2 = ("forced", "problem")
+"""Arrays that files of schema 1 lack: there, no token was forced, and nobody noted the problems."""
+
+PER_TOKEN: dict[str, str] = {
+    "tokens": "int32",
+    "sample_offsets": "int64",
+    "sampler_logprobs": "float32",
+    "policy_version": "int32",
+    "forced": "bool",
+}
+"""Arrays whose length is counted in tokens (or is one longer than the samples), with their dtypes."""
+
+PER_SAMPLE: dict[str, str] = {
+    "prompt_lengths": "int32",
+    "group": "int64",
+    "problem": "int64",
+    "reward": "float32",
+    "finish": "uint8",
+    "truncated": "bool",
+    "engine": "uint16",
+    "queued_s": "float32",
+    "generated_s": "float32",
+}
+"""Arrays [n], with their dtypes. `reward_parts` is stored beside them as float32 [parts, n]."""
+
+
+def attributes_of(batch: Batch) -> dict[str, Any]:
+    """What is stored as JSON beside the arrays."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "index": batch.index,
+        "recipe_sha256": batch.recipe_sha256,
+        "contract": asdict(batch.contract),
+        "dropped": [asdict(dropped) for dropped in batch.dropped],
+        "next_group": batch.next_group,
+        "open_groups": _ranges(batch.open_groups),
+        "reward_part_names": sorted(batch.reward_parts),
+    }
+
+
+def _ranges(numbers: Sequence[int]) -> list[list[int]]:
+    """Ascending numbers as [start, stop) pairs: a long stage has tens of thousands of groups under way."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([number, number + 1])
+    return ranges
+
+
+def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
+    """What is stored as arrays, by name."""
+    arrays = {name: getattr(batch, name) for name in (*PER_TOKEN, *PER_SAMPLE)}
+    if batch.reward_parts:
+        arrays["reward_parts"] = np.stack([batch.reward_parts[name] for name in sorted(batch.reward_parts)])
+    return arrays
+
+
+def array_names(attributes: Mapping[str, Any]) -> list[str]:
+    """Which arrays a batch stored with these attributes must have. Raises ValueError for an unreadable schema."""
+    version = attributes.get("schema_version")
+    if version not in (1, SCHEMA_VERSION):
+        raise ValueError(
+            f"schema version {version}, this program reads 1 and {SCHEMA_VERSION}: "
+            "if the file is whole, read it with the program that wrote it"
+        )
+    names = [name for name in (*PER_TOKEN, *PER_SAMPLE) if version > 1 or name not in ADDED_IN_2]
+    return names + ["reward_parts"] * bool(attributes["reward_part_names"])
+
+
+def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Batch:
+    """The inverse of storing. Raises KeyError or TypeError when something is missing or of another kind."""
+    names = attributes["reward_part_names"]
+    parts = arrays["reward_parts"] if names else np.empty((0, 0), np.float32)
+    if len(parts) != len(names):
+        raise ValueError(f"reward_parts has {len(parts)} rows, expected one for each of {names}")
+    fields: dict[str, Any] = {name: array for name, array in arrays.items() if name != "reward_parts"}
+    if attributes["schema_version"] == 1:
+        fields["forced"] = np.zeros(len(arrays["sampler_logprobs"]), np.bool_)
+        fields["problem"] = np.full(len(arrays["group"]), -1, np.int64)
+    return Batch(
+        index=attributes["index"],
+        contract=LogprobContract(**attributes["contract"]),
+        dropped=tuple(DroppedGroup(**dropped) for dropped in attributes["dropped"]),
+        next_group=attributes["next_group"],
+        open_groups=tuple(group for start, stop in attributes.get("open_groups", ()) for group in range(start, stop)),
+        recipe_sha256=attributes["recipe_sha256"],
+        reward_parts=dict(zip(names, parts, strict=True)),
+        **fields,
+    )
+
+
+def content_sha256(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Digest of the attributes and of every array's raw little-endian bytes, in a fixed order."""
+    digest = hashlib.sha256(json.dumps(attributes, sort_keys=True).encode())
+    rows = [arrays[name] for name in array_names(attributes) if name != "reward_parts"]
+    for array in [*rows, *arrays.get("reward_parts", ())]:
+        digest.update(f"{array.dtype.name}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data)
+    return digest.hexdigest()
+
+
+def check_batch(batch: Batch) -> None:
+    """Raises ValueError, naming the array, unless all arrays have their dtype and agree with one another."""
+    for name, dtype in (PER_TOKEN | PER_SAMPLE).items():
+        array = getattr(batch, name)
+        if array.dtype != np.dtype(dtype) or array.ndim != 1:
+            raise ValueError(f"{name} is {array.dtype.name} with {array.ndim} axes, expected {dtype} with 1")
+    samples = batch.num_samples
+    for name in PER_SAMPLE:
+        if len(getattr(batch, name)) != samples:
+            raise ValueError(f"{name} has {len(getattr(batch, name))} entries, expected {samples}, one a sample")
+    for name, part in batch.reward_parts.items():
+        if part.dtype != np.float32 or part.shape != (samples,):
+            raise ValueError(f"reward part {name} is {part.dtype.name}{part.shape}, expected float32 ({samples},)")
+    _check_offsets(batch)
+    _check_groups(batch)
+
+
+def _check_offsets(batch: Batch) -> None:
+    offsets, samples = batch.sample_offsets, batch.num_samples
+    if len(offsets) != samples + 1:
+        raise ValueError(f"sample_offsets has {len(offsets)} entries, expected {samples + 1}")
+    if offsets[0] != 0 or offsets[-1] != len(batch.tokens) or np.any(np.diff(offsets) < 0):
+        raise ValueError(f"sample_offsets does not rise from 0 to the {len(batch.tokens)} tokens")
+    if np.any(batch.prompt_lengths < 0) or np.any(batch.response_lengths < 0):
+        raise ValueError("a prompt is longer than its sample")
+    responses = int(batch.response_lengths.sum())
+    for name in ("sampler_logprobs", "policy_version", "forced"):
+        if len(getattr(batch, name)) != responses:
+            raise ValueError(f"{name} has {len(getattr(batch, name))} entries, expected {responses} response tokens")
+    if np.any(batch.tokens < 0):
+        raise ValueError("a token id is negative")
+    if np.any(batch.sampler_logprobs[batch.forced] != 0.0):
+        raise ValueError("a forced token has a log-probability, expected 0.0: no engine sampled it")
+
+
+def _check_groups(batch: Batch) -> None:
+    if np.any(batch.finish >= len(FINISH_REASONS)):
+        raise ValueError(f"finish holds {int(batch.finish.max())}, expected an index into {FINISH_REASONS}")
+    starts = np.flatnonzero(np.diff(batch.group)) + 1
+    runs = batch.group[np.concatenate([[0], starts])] if batch.num_samples else batch.group
+    if len(np.unique(runs)) != len(runs):
+        raise ValueError("samples of a group are not adjacent")
+    own = {*runs.tolist(), *(dropped.group for dropped in batch.dropped)}
+    highest = max([*own, *batch.open_groups], default=-1)
+    if highest >= batch.next_group:
+        raise ValueError(f"group {highest} is not below next_group {batch.next_group}")
+    if list(batch.open_groups) != sorted(set(batch.open_groups) - own):
+        raise ValueError(f"open_groups {batch.open_groups} are not ascending, or hold a group of this very batch")

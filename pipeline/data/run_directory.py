@@ -1,0 +1,213 @@
+"""Where everything of a run lies, and the few small files that processes share.
+
+    runs/NAME/
+      recipe.yaml              resolved and frozen at the first start
+      batches/000012.zarr.zip  the ledger (pipeline.data.store)
+      policy/000012/           HF safetensors of version 12; policy/PUBLISHED names the version that the engines serve
+      logprobs/000012.npy      the learner's log-probabilities of batch 12, as it met them (float32 [responses])
+      logprobs/000012-proximal.npy   … and when the batch's stage began, where pi_old is needed
+      checkpoints/000012/      Megatron distributed checkpoint + COMMIT, written last
+      model/                   the final policy in full precision
+      engines.json             where the engines listen (never their key)
+      metrics.jsonl  events.jsonl  logs/  report.html
+
+Small files are replaced atomically (temporary name, fsync, rename), so a reader sees the old or the new, never half.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from pipeline.config.loader import differing_keys, recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.errors import RunConflictError, StoreError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` with `text`, durably: fsync of the file, rename, fsync of the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make renames inside `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Names of the files of one run."""
+
+    path: Path
+
+    @property
+    def batches(self) -> Path:
+        return self.path / "batches"
+
+    @property
+    def policies(self) -> Path:
+        return self.path / "policy"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logprobs(self) -> Path:
+        return self.path / "logprobs"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def model(self) -> Path:
+        """The final policy in full precision, an HF folder."""
+        return self.path / "model"
+
+    @property
+    def feeding_lock(self) -> Path:
+        """Held by whoever gives weights to engines."""
+        return self.policies / ".feeding.lock"
+
+    def policy_directory(self, version: int) -> Path:
+        """HF folder of one published version, in the rollout's format."""
+        return self.policies / f"{version:06d}"
+
+    def newest_policy(self, at_most: int) -> int:
+        """The newest version, `at_most` or older, whose folder is complete. Raises StoreError when there is none."""
+        versions = [int(path.name) for path in self.policies.iterdir() if re.fullmatch(r"\d{6,}", path.name)]
+        allowed = [version for version in versions if version <= at_most]
+        if not allowed:
+            raise StoreError(f"{self.policies} holds no policy up to version {at_most}; start the run anew")
+        return max(allowed)
+
+    def checkpoint_directory(self, step: int) -> Path:
+        """The checkpoint from which training goes on at `step`."""
+        return self.checkpoints / f"{step:06d}"
+
+    def is_published(self) -> bool:
+        """Whether the run has any policy yet."""
+        return self._pointer.exists()
+
+    def published_version(self) -> int:
+        """The version that every admitted engine serves. Raises StoreError when the run was never initialised."""
+        pointer = self._pointer
+        try:
+            return int(pointer.read_text())
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{pointer} does not name a version; start the run with `evenkeel train`") from error
+
+    def set_published(self, version: int) -> None:
+        """Announce that every admitted engine serves `version`."""
+        write_atomically(self._pointer, f"{version}\n")
+
+    @property
+    def _pointer(self) -> Path:
+        return self.policies / "PUBLISHED"
+
+    def write_learner_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
+        """Keep what the learner thought of batch `step` before it trained on it."""
+        _write_array(self.logprobs / f"{step:06d}.npy", logprobs)
+
+    def learner_logprobs(self, step: int) -> NDArray[np.float32] | None:
+        """What `write_learner_logprobs` kept, or None when batch `step` is not trained yet."""
+        return _read_array(self.logprobs / f"{step:06d}.npy", "remove it, training does not need it")
+
+    def write_proximal_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
+        """Keep what the learner thought of batch `step` when the batch's stage began."""
+        _write_array(self.logprobs / f"{step:06d}-proximal.npy", logprobs)
+
+    def proximal_logprobs(self, step: int) -> NDArray[np.float32] | None:
+        """What `write_proximal_logprobs` kept, or None when the batch's stage has not begun."""
+        return _read_array(
+            self.logprobs / f"{step:06d}-proximal.npy",
+            "remove it and the checkpoints after its stage began: the stage is then trained again",
+        )
+
+    def freeze(self, recipe: Recipe) -> Recipe:
+        """Store the recipe at the first start; refuse another one later (RunConflictError names the keys)."""
+        frozen = self.path / "recipe.yaml"
+        for directory in (self.batches, self.policies, self.logprobs, self.checkpoints, self.logs):
+            directory.mkdir(parents=True, exist_ok=True)
+        if not frozen.exists():
+            write_atomically(frozen, recipe.to_yaml())
+        elif difference := differing_keys(self.recipe(), recipe):
+            raise RunConflictError(
+                f"{self.path} was started with another recipe ({'; '.join(difference)}); "
+                "give the run another run.name or restore the values"
+            )
+        return recipe
+
+    def recipe(self) -> Recipe:
+        """The frozen recipe. Raises StoreError when there is none, RecipeError when it was damaged."""
+        frozen = self.path / "recipe.yaml"
+        try:
+            data = yaml.safe_load(frozen.read_text())
+        except OSError as error:
+            raise StoreError(f"{self.path} is not a run directory: it has no recipe.yaml") from error
+        return recipe_from(data, source=str(frozen))
+
+    def write_engines(self, urls: list[str], router: str | None) -> None:
+        """Announce where the engines listen."""
+        write_atomically(self.path / "engines.json", json.dumps(dict(engines=urls, router=router)) + "\n")
+
+    def engines(self) -> tuple[list[str], str | None]:
+        """URLs of the engines, and of the router when there is one."""
+        try:
+            data = json.loads((self.path / "engines.json").read_text())
+        except OSError as error:
+            raise StoreError(f"{self.path}/engines.json is missing; start the run with `evenkeel train`") from error
+        return list(data["engines"]), data["router"]
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Hold the run: two supervisors on one directory would each think that it owns the ledger."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunConflictError(
+                    f"{self.path} is being trained by another process; wait for it, stop it, or use another run.name"
+                ) from error
+            yield
+
+
+def _write_array(path: Path, values: NDArray[np.float32]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        np.save(file, values, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def _read_array(path: Path, remedy: str) -> NDArray[np.float32] | None:
+    if not path.exists():
+        return None
+    try:
+        return np.asarray(np.load(path, allow_pickle=False), np.float32)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path} is damaged ({error}); {remedy}") from error

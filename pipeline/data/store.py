@@ -1,0 +1,197 @@
+"""The batch store: one batch = one zipped Zarr v3 group = one file, committed by fsync and rename.
+
+Zarr promises nothing across chunks: after a killed write an array still opens, and what is missing reads as fill
+values. So a batch is built in memory, written to a temporary name, made durable, and only then given its name; and a
+read verifies the zip's checksums, a crc32c per chunk, one digest over everything, and that the ragged arrays agree.
+
+The collector is the only writer of a run; any number of processes may read and wait.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.codecs import Crc32cCodec, ZstdCodec
+from zarr.core.buffer import Buffer
+from zarr.storage import MemoryStore, ZipStore
+
+from pipeline.data.batch_format import array_names, arrays_of, attributes_of, batch_from, check_batch, content_sha256
+from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.run_directory import fsync_directory
+from pipeline.errors import ContractMismatchError, CorruptBatchError, DeadlineExceededError, StoreError
+
+_NAME = re.compile(r"^(\d{6,})\.zarr\.zip$")
+_TEMPORARY_SUFFIX = ".partial"
+_CHUNK_ELEMENTS = 1 << 20
+_ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+class BatchStore:
+    """The committed batches of a run; `directory` is the run's `batches` folder, made on first use."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def path(self, index: int) -> Path:
+        """Where batch `index` lies once it is committed."""
+        return self.directory / f"{index:06d}.zarr.zip"
+
+    def exists(self, index: int) -> bool:
+        """Whether batch `index` is committed."""
+        return self.path(index).is_file()
+
+    def committed(self) -> list[int]:
+        """Indices of all committed batches, ascending."""
+        matches = (_NAME.match(name) for name in os.listdir(self.directory))
+        return sorted(int(match[1]) for match in matches if match)
+
+    @property
+    def next_index(self) -> int:
+        """The first batch that is not committed: a file that was taken away is made again."""
+        return next(i for i, found in enumerate([*self.committed(), -1]) if i != found)
+
+    def groups_to_ask(self) -> tuple[int, tuple[int, ...]]:
+        """`next_group` and `open_groups` (see Batch) before batch `next_index` is made. Raises CorruptBatchError when
+        the batch before it, which says so, fails its checks."""
+        index = self.next_index
+        if index == 0:
+            return 0, ()
+        newest = self.read(index - 1, None)
+        return newest.next_group, newest.open_groups
+
+    def commit(self, batch: Batch) -> Path:
+        """Make `batch` durable and visible, in that order. Raises StoreError if it is committed already or if its
+        arrays do not agree with one another."""
+        path = self.path(batch.index)
+        if path.exists():
+            raise StoreError(f"{path} is committed already; batches are never rewritten, continue with the next one")
+        try:
+            check_batch(batch)
+        except ValueError as error:
+            raise StoreError(f"refused to commit batch {batch.index}: {error}; mend the code that built it") from error
+        temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY_SUFFIX}")
+        with temporary.open("wb") as file:
+            _write_zip(file, _encode(batch))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+        fsync_directory(self.directory)
+        return path
+
+    def read(self, index: int, contract: LogprobContract | None) -> Batch:
+        """Read and verify batch `index`; `contract` of None reads under whatever contract it was sampled.
+
+        Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check,
+        ContractMismatchError when it was sampled under another contract.
+        """
+        path = self.path(index)
+        if not path.is_file():
+            raise StoreError(f"batch {index} is not committed: no file {path}; start the collector to make it")
+        try:
+            batch = _decode(path)
+            if batch.index != index:
+                raise ValueError(f"the file holds batch {batch.index}")
+        except MemoryError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise CorruptBatchError(
+                f"{path} fails its checks ({reason}); stop the run, delete this batch and every later one, and start "
+                "again: the collector makes them anew"
+            ) from error
+        if contract is not None and batch.contract != contract:
+            _refuse_contract(path, found=batch.contract, expected=contract)
+        return batch
+
+    def wait(self, index: int, contract: LogprobContract | None, *, deadline_s: float, poll_s: float = 0.05) -> Batch:
+        """Read batch `index` as soon as it is committed. Raises DeadlineExceededError after `deadline_s`, and what
+        `read` raises."""
+        _poll(lambda: self.exists(index), f"batch {index} in {self.directory}", deadline_s, poll_s)
+        return self.read(index, contract)
+
+    def remove_partial(self) -> list[str]:
+        """Delete what killed commits left behind; for the collector, before its first commit. Returns the names."""
+        names = sorted(name for name in os.listdir(self.directory) if name.endswith(_TEMPORARY_SUFFIX))
+        for name in names:
+            (self.directory / name).unlink(missing_ok=True)
+        return names
+
+
+def _poll(ready: Callable[[], bool], what: str, deadline_s: float, poll_s: float) -> None:
+    give_up = time.monotonic() + deadline_s
+    while not ready():
+        if time.monotonic() >= give_up:
+            raise DeadlineExceededError(
+                f"waited {deadline_s:g} s for {what}, which never came; look at the collector's log"
+            )
+        time.sleep(poll_s)
+
+
+def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobContract) -> None:
+    theirs, ours = asdict(found), asdict(expected)
+    differing = ", ".join(f"{key} {theirs[key]!r} (expected {ours[key]!r})" for key in ours if theirs[key] != ours[key])
+    raise ContractMismatchError(
+        f"{path} was sampled under another logprob contract: {differing}; train it with the recipe and tokenizer that "
+        "sampled it, or start a run under a new name"
+    )
+
+
+def _encode(batch: Batch) -> dict[str, bytes]:
+    """Zarr keys and values of one batch."""
+    content: dict[str, Buffer] = {}
+    attributes, arrays = attributes_of(batch), arrays_of(batch)
+    group = zarr.create_group(
+        MemoryStore(content),
+        zarr_format=3,
+        attributes={**attributes, "content_sha256": content_sha256(attributes, arrays)},
+    )
+    for name, array in arrays.items():
+        _add_array(group, name, array)
+    return {key: buffer.to_bytes() for key, buffer in sorted(content.items())}
+
+
+def _add_array(group: zarr.Group, name: str, data: np.ndarray[Any, Any]) -> None:
+    group.create_array(
+        name,
+        data=data,
+        chunks=tuple(min(max(size, 1), _CHUNK_ELEMENTS) for size in data.shape),
+        compressors=[ZstdCodec(level=1), Crc32cCodec()],
+    )
+
+
+def _write_zip(file: Any, content: dict[str, bytes]) -> None:
+    """The same content gives the same bytes: keys are sorted and the dates are constant."""
+    with zipfile.ZipFile(file, "w", compression=zipfile.ZIP_STORED) as archive:
+        for key, value in content.items():
+            archive.writestr(zipfile.ZipInfo(key, date_time=_ZIP_EPOCH), value)
+
+
+def _decode(path: Path) -> Batch:
+    """Raises whatever the damage makes zipfile, Zarr, JSON or the checks raise."""
+    with ZipStore(path, mode="r") as store:
+        group = zarr.open_group(store, mode="r", zarr_format=3)
+        attributes = dict(group.attrs)
+        expected = attributes.pop("content_sha256", None)
+        arrays = {name: _read_array(group, name) for name in array_names(attributes)}
+    batch = batch_from(attributes, arrays)
+    check_batch(batch)
+    if content_sha256(attributes, arrays) != expected:
+        raise ValueError("content digest differs: a chunk is missing or foreign")
+    return batch
+
+
+def _read_array(group: zarr.Group, name: str) -> np.ndarray[Any, Any]:
+    member = group.get(name)
+    if not isinstance(member, zarr.Array):
+        raise ValueError(f"array {name} is missing")
+    return np.asarray(member[...])

@@ -1,0 +1,87 @@
+"""The port of the learner loop to the trained policy: implemented by `megatron_bridge.learner`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.records import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """The no-grad pass over a batch at the weights before the update.
+
+    `statistics` are global (the same on every rank): ess, k3_kl, ratio_max … of the whole step;
+    `histogram` counts tokens by log-ratio, bins of precision.ratios.
+    """
+
+    statistics: dict[str, float]
+    histogram: list[float]
+    logprobs: NDArray[np.float32] = field(repr=False)
+    """[responses] natural log, in the batch's order; where a token was forced it means nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One optimizer step: what it measured, the same on every rank."""
+
+    metrics: dict[str, float]
+    """loss, grad_norm, lr, entropy, num_tokens, padding_share, the objective's sums as means, ratio statistics."""
+    histogram: list[float]
+    """As in Scored."""
+    logprobs: NDArray[np.float32] = field(repr=False)
+    """[responses] the learner's log-probabilities at the weights before the step, in the batch's order; NaN where the
+    step did not look."""
+
+
+class Learner(Protocol):
+    """The trained policy. Every method is collective: all ranks call it, in the same order."""
+
+    @property
+    def speaks(self) -> bool:
+        """True on the one rank that writes metrics and events."""
+        ...
+
+    def logprobs(self, batch: Batch) -> Scored:
+        """Score the batch at the present weights, without gradients."""
+        ...
+
+    def update(
+        self,
+        batch: Batch,
+        advantages: NDArray[np.float32],
+        scored: Scored | None,
+        *,
+        proximal: NDArray[np.float32] | None = None,
+        trained: NDArray[np.bool_] | None = None,
+    ) -> Update:
+        """One optimizer step; `advantages` is [samples] or [responses].
+
+        `proximal` are the learner's log-probabilities [responses] when the batch's stage began, by default those of
+        `scored`. `trained` [samples] names the samples that are run through the model, by default all; the others still
+        count in the denominators.
+
+        Raises NonFiniteError, before anything is changed, when loss or gradient is not finite.
+        """
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write model, optimizer and RNG state into an empty directory (no commit marker: the caller's business)."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote, whatever layout wrote it."""
+        ...
+
+    def export(self, directory: Path) -> None:
+        """Write the weights as a full-precision HF safetensors folder with config, tokenizer and manifest.json."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        ...

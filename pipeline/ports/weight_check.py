@@ -1,0 +1,126 @@
+"""What an engine must show before it gets requests: that it holds the weights of a policy version.
+
+An engine that names a version only claims it. A reload can go wrong without an error (scales of the weights before, a
+partial update, other weights under the right name), so each published version comes with two things to compare:
+
+    digests  what the engine's checksum of each of its parameters should be: bit by bit, where they are known
+    probe    the learner's log-probabilities of a few fixed tokens: the engine's own must be as close as its
+             precision allows, whatever kernels it runs
+
+Both lie in the policy folder, so that an engine which was restarted is proved by the same file as one that was fed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.run_directory import write_atomically
+from pipeline.errors import StoreError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROOF_FILE = "proof.json"
+NUM_ROWS, ROW_TOKENS = 4, 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Fixed rows of tokens and what the learner says about them at the published weights."""
+
+    rows: tuple[tuple[int, ...], ...]
+    """Token ids."""
+    logprobs: tuple[tuple[float, ...], ...]
+    """For each row, the learner's natural log-probabilities of tokens 1 … n-1 at temperature 1, as engines prefill."""
+    max_mean_gap_nats: float
+    """Largest mean |log π_learner − log π_engine| over all tokens at which the engine is believed."""
+
+    def mean_gap_nats(self, engine: Sequence[NDArray[np.float32]]) -> float:
+        """Mean |log π_learner − log π_engine|; infinite when anything the engine says is not finite.
+
+        `engine` holds [n - 1] log-probabilities for each row. Raises ValueError for other shapes.
+        """
+        pairs = zip(self.logprobs, engine, strict=True)
+        gaps = [np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)) for ours, theirs in pairs]
+        mean = float(np.concatenate(gaps).mean())
+        return mean if np.isfinite(mean) else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What proves one version. Without a probe (version 0 is made without a learner) the digests alone do."""
+
+    version: int
+    probe: Probe | None = None
+    digests: tuple[Mapping[str, str], ...] = ()
+    """For each tensor parallel rank of an engine: name of the engine's parameter → 16 hexadecimal digits, as SGLang's
+    `/weights_checker` answers them. Empty where they cannot be known."""
+
+    def save(self, folder: Path) -> None:
+        """Write `proof.json` into the policy folder, atomically."""
+        write_atomically(folder / PROOF_FILE, json.dumps(asdict(self)) + "\n")
+
+    @staticmethod
+    def load(folder: Path) -> Proof | None:
+        """The proof of a policy folder, None where there is none. Raises StoreError when it is damaged."""
+        path = folder / PROOF_FILE
+        try:
+            data = json.loads(path.read_text())
+            probe = data["probe"]
+            return Proof(
+                version=int(data["version"]),
+                probe=None if probe is None else _probe_from(probe),
+                digests=tuple(dict(rank) for rank in data["digests"]),
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{path} is damaged ({error}); remove it, or publish the version again") from error
+
+
+class ChecksumRecorder(Protocol):
+    """Works out, from the tensors that a publish sends, the checksums that an engine will report for them."""
+
+    def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same stream of (HF name, tensor), observed as it passes."""
+        ...
+
+    def observe(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor, in the format in which the engine gets it."""
+        ...
+
+    def digests(self) -> tuple[dict[str, str], ...]:
+        """For each rank of an engine: parameter → checksum. Raises ValueError when a part of one never came."""
+        ...
+
+
+def _probe_from(data: Mapping[str, object]) -> Probe:
+    rows, logprobs, allowed = data["rows"], data["logprobs"], data["max_mean_gap_nats"]
+    if not isinstance(rows, list) or not isinstance(logprobs, list) or not isinstance(allowed, float | int):
+        raise ValueError("its probe has fields of other kinds")
+    return Probe(
+        rows=tuple(tuple(int(token) for token in row) for row in rows),
+        logprobs=tuple(tuple(float(value) for value in row) for row in logprobs),
+        max_mean_gap_nats=float(allowed),
+    )
+
+
+def probe_rows(
+    vocab_size: int, special: Collection[int], seed: int, *, num_rows: int = NUM_ROWS, row_tokens: int = ROW_TOKENS
+) -> tuple[tuple[int, ...], ...]:
+    """Rows of random token ids, none of them special; the same for the same arguments.
+
+    Random ids, because they reach all over the embedding and are far from what any policy would say: differences in
+    the weights show in them no less than in text.
+    """
+    draw = random.Random(seed)
+    plain = sorted(set(range(vocab_size)) - set(special)) or range(vocab_size)
+    return tuple(tuple(draw.choice(plain) for _ in range(row_tokens)) for _ in range(num_rows))

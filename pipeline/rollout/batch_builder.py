@@ -1,0 +1,117 @@
+"""One batch under way: which groups it asks, which of them it keeps.
+
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), if the recipe wants it: a group whose rewards are all equal says
+nothing about which answers are better; it is dropped and another one asked in its place, up to a bound. Past the bound
+the batch is filled up with what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pipeline.data.records import DroppedGroup, Group, Prompt
+from pipeline.rollout.group_allocator import GroupAllocator
+from pipeline.rollout.solved_prompts import Attempts
+
+
+class PromptSource(Protocol):
+    """What each group of the run asks, and the held-out prompts."""
+
+    @property
+    def num_problems(self) -> int:
+        """Of one epoch."""
+        ...
+
+    def problem(self, group: int) -> int:
+        """Which problem the group asks, 0 ≤ problem < num_problems; it comes once an epoch."""
+        ...
+
+    def prompt(self, group: int) -> Prompt: ...
+
+    def held_out(self, count: int) -> Sequence[Prompt]: ...
+
+
+@dataclass(kw_only=True)
+class Assembly:
+    """The groups of batch `index`. `kept` and `dropped` are final after `fill_up`."""
+
+    index: int
+    prompts: PromptSource
+    allocator: GroupAllocator
+    retired: Mapping[int, Attempts]
+    """Problems that are not asked any more. One of `prompts` at least must be missing here."""
+    wanted: int
+    """Groups that the batch should hold."""
+    max_refills: int
+    """How often `wanted` further groups may be asked; 0 keeps every group, whatever its rewards."""
+    solved_reward: float
+    asked: int = 0
+    kept: list[Group] = field(default_factory=list)
+    dropped: list[DroppedGroup] = field(default_factory=list)
+    _reserve: list[Group] = field(default_factory=list)
+
+    def next_prompt(self) -> Prompt | None:
+        """Another prompt to ask, or None past the bound. Groups of retired problems are passed over."""
+        if self.asked == (1 + self.max_refills) * self.wanted:
+            return None
+        self.asked += 1
+        while True:
+            group = self.allocator.take(self.index)
+            problem = self.prompts.problem(group)
+            if problem not in self.retired:
+                return self.prompts.prompt(group)
+            reason = f"problem {problem} has retired: {self.retired[problem]}"
+            self.dropped.append(DroppedGroup(group=group, reason=reason, kind="retired", problem=problem))
+
+    def keep(self, group: Group) -> bool:
+        """Whether the group has its place in the batch; otherwise another one should be asked."""
+        wanted = self.max_refills == 0 or is_informative(group)
+        (self.kept if wanted else self._reserve).append(group)
+        return wanted
+
+    def drop(self, prompt: Prompt, reason: str) -> bool:
+        """A prompt that cannot be asked. As `keep`: without refills its place stays empty."""
+        self.dropped.append(DroppedGroup(group=prompt.group, reason=reason, problem=prompt.problem))
+        return self.max_refills == 0
+
+    def fill_up(self) -> None:
+        """Nothing more is asked: take groups of equal rewards for the places that are still free, drop the others."""
+        self._reserve.sort(key=_number)
+        free = self.wanted - len(self.kept)
+        self.kept = sorted([*self.kept, *self._reserve[:free]], key=_number)
+        self.dropped = sorted([*self.dropped, *self._uninformative(free)], key=_number)
+
+    def _uninformative(self, first: int) -> Iterator[DroppedGroup]:
+        for group in self._reserve[first:]:
+            reward, samples = group.samples[0].reward, len(group.samples)
+            yield DroppedGroup(
+                group=group.prompt.group,
+                reason=f"zero variance: all rewards {reward}",
+                kind="zero_variance",
+                problem=group.prompt.problem,
+                samples=samples,
+                solved=samples * (reward >= self.solved_reward),
+            )
+
+    def figures(self) -> dict[str, int]:
+        """For the journal; after `fill_up`."""
+        kinds = [drop.kind for drop in self.dropped]
+        return dict(
+            dropped=kinds.count("unfit"),
+            informative=sum(map(is_informative, self.kept)),
+            refills=max(0, self.asked - self.wanted),
+            zero_variance=kinds.count("zero_variance"),
+            retired_groups=kinds.count("retired"),
+            retired_problems=len(self.retired),
+        )
+
+
+def is_informative(group: Group) -> bool:
+    """Whether its rewards differ: otherwise every advantage that compares them is 0."""
+    return len({sample.reward for sample in group.samples}) > 1
+
+
+def _number(entry: Group | DroppedGroup) -> int:
+    return entry.group if isinstance(entry, DroppedGroup) else entry.prompt.group

@@ -1,0 +1,283 @@
+"""The collector loop: prompts in, committed batches out.
+
+    task ──prompts──▶ engines ──completions──▶ verifiers ──groups──▶ store.commit(batch)
+
+    produce(batch)   consumes: nothing but the ledger (a dead collector starts again from the committed batches)
+                     waits for: policy/PUBLISHED ≥ required_version(batch), then the batch before it to be committed
+                     unblocked by: the learner's publish
+    evaluate         runs between batches of a version that is due, and once after the last step
+
+Up to `schedule.batches_in_flight` batches are under way at once; the engines are asked for the oldest batch first. A
+completion that holds a token older than the schedule allows is thrown away and sampled again: nothing stale is ever
+committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipeline.data.event_log import Journal, read_events
+from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.errors import DeadlineExceededError, PromptsExhaustedError
+from pipeline.ports.engines import Engines, Sampling
+from pipeline.rewards.pool import Verifiers
+from pipeline.rollout.batch_builder import Assembly, PromptSource
+from pipeline.rollout.evaluation import summarise
+from pipeline.rollout.group_allocator import GroupAllocator
+from pipeline.rollout.group_sampler import Sampler
+from pipeline.rollout.interruption import Interruption
+from pipeline.rollout.priority_semaphore import Slots, gather_or_cancel
+from pipeline.rollout.solved_prompts import PromptLedger, Retirement
+from pipeline.schedule import Schedule
+from pipeline.tasks.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorSettings:
+    """The recipe's numbers that this loop reads."""
+
+    prompts_per_batch: int
+    group_size: int
+    sampling: Sampling
+    concurrent_prompts: int
+    max_prompt_tokens: int
+    evaluate_every: int
+    evaluation_prompts: int
+    evaluation_samples: int
+    evaluation_sampling: Sampling
+    wait_deadline_s: float
+    """Longest wait for an answer or a publish; past it the collector ends (and the supervisor starts it again)."""
+    recipe_sha256: str
+    interruption: Interruption | None = None
+    max_refills: int = 0
+    """Dynamic sampling: how often `prompts_per_batch` further groups may be asked for a batch."""
+    retirement: Retirement | None = None
+    solved_reward: float = 1.0
+    poll_s: float = 0.02
+    retry_s: float = 0.2
+
+
+@dataclass
+class Collector:
+    """See the module's head for the data flow."""
+
+    run: RunDirectory
+    store: BatchStore
+    schedule: Schedule
+    engines: Engines
+    prompts: PromptSource
+    tokenizer: Tokenizer
+    verifiers: Verifiers
+    contract: LogprobContract
+    journal: Journal
+    settings: CollectorSettings
+    _sampler: Sampler = field(init=False)
+    _ledger: PromptLedger = field(init=False)
+    _allocator: GroupAllocator = field(init=False)
+    _evaluated: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sampler = Sampler(
+            engines=self.engines,
+            slots=Slots(self.settings.concurrent_prompts),
+            heal=self._heal,
+            journal=self.journal,
+            interruption=self.settings.interruption,
+            deadline_s=self.settings.wait_deadline_s,
+            retry_s=self.settings.retry_s,
+        )
+        self._evaluated = {event["version"] for event in read_events(self.run.path) if event["kind"] == "evaluated"}
+
+    async def collect(self) -> None:
+        """Commit every batch that the run still lacks, then evaluate the final policy."""
+        await self._heal()
+        index = self._resume()
+        under_way: deque[_UnderWay] = deque()
+        try:
+            while index < self.schedule.steps or under_way:
+                while index < self.schedule.steps and len(under_way) < self.schedule.batches_in_flight:
+                    entered = asyncio.Event()
+                    task = asyncio.create_task(self._produce(index, entered, under_way[-1] if under_way else None))
+                    under_way.append(_UnderWay(task, entered))
+                    index += 1
+                await under_way[0].task
+                under_way.popleft()
+        finally:
+            for batch in under_way:
+                batch.task.cancel()
+            await asyncio.gather(*(batch.task for batch in under_way), return_exceptions=True)
+        await self._evaluate(await self._wait_published(self.schedule.steps), self.schedule.steps)
+
+    def _resume(self) -> int:
+        """Take up what the committed batches say; the index of the next one."""
+        self._allocator = GroupAllocator(*self.store.groups_to_ask())
+        self._ledger = PromptLedger(self.settings.retirement)
+        committed = self.store.next_index
+        for index in range(committed if self.settings.retirement else 0):
+            self._ledger.record(self.store.read(index, None))
+        return committed
+
+    async def _produce(self, index: int, entered: asyncio.Event, previous: _UnderWay | None) -> None:
+        """Generate, score and commit one batch."""
+        required = self.schedule.required_version(index)
+        version = await self._wait_published(required)
+        if previous is not None:
+            await previous.entered.wait()  # the oldest batch takes its groups first
+        assembly = self._assembly(index, required)
+        prompts = [prompt for _ in range(assembly.wanted) if (prompt := assembly.next_prompt())]
+        entered.set()
+        if index % self.settings.evaluate_every == 0:
+            await self._evaluate(version, index)
+        started = time.time()
+        self.journal.event("issued", batch=index, first_group=prompts[0].group, groups=len(prompts), version=version)
+        await gather_or_cancel([self._fill_place(assembly, prompt) for prompt in prompts])
+        assembly.fill_up()
+        generated = time.time()
+        if previous is not None:
+            await asyncio.shield(previous.task)  # batches are committed in order, so the ledger never has a hole
+        ready = time.time()
+        batch = await self._commit(assembly)
+        self.journal.event(
+            "committed",
+            batch=index,
+            samples=batch.num_samples,
+            **assembly.figures(),
+            interrupted=int(batch.interrupted.sum()),
+            started=started,
+            seconds=dict(generate=generated - started, hold=ready - generated, commit=time.time() - ready),
+        )
+
+    def _assembly(self, index: int, required: int) -> Assembly:
+        """A batch with no group yet. Raises PromptsExhaustedError when no problem is left to ask."""
+        retired = self._ledger.retired(required)
+        if len(retired) >= self.prompts.num_problems:
+            raise PromptsExhaustedError(
+                f"all {len(retired)} problems have retired before batch {index} of {self.schedule.steps}: the policy "
+                "solves them; raise prompts.retire_at_pass_rate or give the task more prompts"
+            )
+        return Assembly(
+            index=index,
+            prompts=self.prompts,
+            allocator=self._allocator,
+            retired=retired,
+            wanted=self.settings.prompts_per_batch,
+            max_refills=self.settings.max_refills,
+            solved_reward=self.settings.solved_reward,
+        )
+
+    async def _fill_place(self, assembly: Assembly, first: Prompt) -> None:
+        """Ask one prompt after the other until the batch keeps one, or may ask no more."""
+        prompt: Prompt | None = first
+        while prompt is not None and not await self._ask(assembly, prompt):
+            prompt = assembly.next_prompt()
+
+    async def _ask(self, assembly: Assembly, prompt: Prompt) -> bool:
+        """Whether the prompt's place in the batch is settled."""
+        settings = self.settings
+        if len(prompt.tokens) > settings.max_prompt_tokens:
+            reason = f"prompt has {len(prompt.tokens)} tokens, at most {settings.max_prompt_tokens} fit"
+            self.journal.event("dropped", batch=assembly.index, group=prompt.group, reason=reason)
+            return assembly.drop(prompt, reason)
+        completions = await self._sampler.sample(
+            prompt,
+            settings.group_size,
+            settings.sampling,
+            turn=(assembly.index, prompt.group),
+            allowed=lambda version: self.schedule.allows(assembly.index, version),
+        )
+        return assembly.keep(Group(prompt=prompt, samples=await self._score(prompt, completions)))
+
+    async def _commit(self, assembly: Assembly) -> Batch:
+        next_group, open_groups = self._allocator.settle(assembly.index)
+        batch = Batch.from_groups(
+            assembly.index,
+            assembly.kept,
+            contract=self.contract,
+            dropped=assembly.dropped,
+            next_group=next_group,
+            open_groups=open_groups,
+            recipe_sha256=self.settings.recipe_sha256,
+        )
+        self._ledger.record(batch)  # first: once it is committed, the learner may be quick to unblock a later batch
+        await asyncio.to_thread(self.store.commit, batch)
+        return batch
+
+    async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
+        """Verify every completion; a failed verifier costs only its sample."""
+        verdicts = await gather_or_cancel(
+            [self.verifiers.score(prompt.text, self.tokenizer.decode(c.tokens), prompt.answer) for c in completions]
+        )
+        return tuple(
+            Sample(completion=completion, reward=verdict.reward, reward_parts=verdict.parts)
+            for completion, verdict in zip(completions, verdicts, strict=True)
+        )
+
+    async def _evaluate(self, version: int, index: int) -> None:
+        """Held-out pass@k of a published version, once per version however often the collector is started; its turn
+        at the engines is just before that of batch `index`."""
+        if version in self._evaluated:
+            return
+        self._evaluated.add(version)  # at once: the batch after next may find the same version due
+        started = time.time()
+        held_out = self.prompts.held_out(self.settings.evaluation_prompts)
+        samples = self.settings.evaluation_samples
+        solved = await gather_or_cancel([self._solve(prompt, samples, index) for prompt in held_out])
+        self.journal.event(
+            "evaluated",
+            version=version,
+            prompts=len(held_out),
+            samples=samples,
+            seconds=time.time() - started,
+            started=started,
+            correct=solved,
+            **summarise(solved, samples),
+        )
+
+    async def _solve(self, prompt: Prompt, samples: int, index: int) -> int:
+        """How many of `samples` attempts at a held-out prompt are right."""
+        answers = await self._sampler.sample(
+            prompt,
+            samples,
+            self.settings.evaluation_sampling,
+            turn=(index, prompt.group),
+            allowed=lambda _version: True,
+        )
+        return sum(sample.reward >= self.settings.solved_reward for sample in await self._score(prompt, answers))
+
+    async def _wait_published(self, version: int) -> int:
+        """Wait until the engines serve at least `version`; the learner publishes, or dies and is started again. While
+        it trains, it is waited for: a long stage has many steps between two publishes."""
+        trained, deadline = self._trained(), time.monotonic() + self.settings.wait_deadline_s
+        while (published := self.run.published_version()) < version:
+            if time.monotonic() > deadline:
+                before, trained = trained, self._trained()
+                if trained == before:
+                    raise DeadlineExceededError(
+                        f"version {version} was not published within {self.settings.wait_deadline_s:.0f} s "
+                        f"(published: {published}), nor was a step trained; see logs/learner.log"
+                    )
+                deadline = time.monotonic() + self.settings.wait_deadline_s
+            await asyncio.sleep(self.settings.poll_s)
+        return published
+
+    def _trained(self) -> int:
+        """Grows with every step that the learner trains, also again after a resume: it writes a line of metrics."""
+        metrics = self.journal.metrics_path
+        return metrics.stat().st_size if metrics.exists() else 0
+
+    async def _heal(self) -> None:
+        version = self.run.published_version()
+        await self.engines.heal(version, self.run.policy_directory(version))
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    task: asyncio.Task[None]
+    entered: asyncio.Event
+    """Set once the batch has taken its first groups."""

@@ -1,0 +1,101 @@
+"""The samples of one prompt, whatever the engines do meanwhile.
+
+slots ──turn──▶ engines ──answers──▶ is every token of an allowed version? ──no──▶ heal, ask for what is missing
+                   ▲                                                                             │
+                   └─────────────────────────────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.data.event_log import Journal
+from pipeline.data.records import Completion, Prompt
+from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
+from pipeline.ports.engines import Engines, Sampling
+from pipeline.rollout.interruption import Interruption
+from pipeline.rollout.priority_semaphore import Slots, Turn, gather_or_cancel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Asks the engines for as many prompts at once as there are slots."""
+
+    engines: Engines
+    slots: Slots
+    heal: Callable[[], Awaitable[None]]
+    """Called after a failure, before the prompt is asked again."""
+    journal: Journal
+    interruption: Interruption | None
+    deadline_s: float
+    """How long a prompt may fail."""
+    retry_s: float
+
+    async def sample(
+        self, prompt: Prompt, wanted: int, sampling: Sampling, *, turn: Turn, allowed: Callable[[int], bool]
+    ) -> list[Completion]:
+        """`wanted` completions whose every token has an allowed version; several versions in one are welcome.
+
+        What is missing is sampled again until nothing has come for `deadline_s`, so a dead engine or a policy that
+        moved on costs time and nothing else. Raises DeadlineExceededError.
+        """
+        accepted: dict[int, Completion] = {}
+        give_up: float | None = None
+        while missing := [member for member in range(wanted) if member not in accepted]:
+            async with self.slots.taken(turn):
+                answers = await self._ask(prompt, missing, sampling)
+            fresh = {m: a for m, a in zip(missing, answers, strict=True) if _is_fresh(a, allowed)}
+            accepted |= {member: answer for member, answer in fresh.items() if isinstance(answer, Completion)}
+            if len(fresh) == len(missing):
+                break
+            if fresh or give_up is None:  # the clock starts at a failure: waiting for a slot may take hours
+                give_up = time.monotonic() + self.deadline_s
+            await self._recover(prompt, answers, give_up)
+        return [accepted[member] for member in range(wanted)]
+
+    async def _ask(
+        self, prompt: Prompt, members: Sequence[int], sampling: Sampling
+    ) -> Sequence[Completion | RetryableError]:
+        """An answer, or why there is none, for each of the prompt's samples that is asked for."""
+        if self.interruption is not None:
+            cuts = [(member, self.interruption) for member in members]
+            return await gather_or_cancel([self._interrupted(prompt, *cut, sampling) for cut in cuts])
+        try:
+            return await self.engines.generate(prompt.tokens, len(members), sampling)
+        except RetryableError as error:
+            return [error] * len(members)
+
+    async def _interrupted(
+        self, prompt: Prompt, member: int, interruption: Interruption, sampling: Sampling
+    ) -> Completion | RetryableError:
+        """One sample: up to its cut and, if it is still going on there, from the phrase to its end."""
+        to_cut = replace(sampling, max_new_tokens=interruption.cut_after(prompt.group, member))
+        to_end = replace(sampling, max_new_tokens=interruption.answer_tokens)
+        try:
+            [thought] = await self.engines.generate(prompt.tokens, 1, to_cut)
+            if thought.finish != "length":
+                return thought
+            continued = (*prompt.tokens, *thought.tokens, *interruption.phrase)
+            [answer] = await self.engines.generate(continued, 1, to_end)
+        except RetryableError as error:
+            return error
+        return interruption.join(thought, answer)
+
+    async def _recover(self, prompt: Prompt, answers: Sequence[Completion | RetryableError], give_up: float) -> None:
+        """Write down what went wrong, see to the engines, and pause. Raises DeadlineExceededError past `give_up`."""
+        refused = EngineVersionError("samples were aborted or of a stale version")
+        error = next((answer for answer in answers if isinstance(answer, RetryableError)), refused)
+        if time.monotonic() > give_up:
+            raise DeadlineExceededError(
+                f"group {prompt.group} was not answered within {self.deadline_s:.0f} s: {error}; see logs/engine-*.log"
+            ) from error
+        self.journal.event("retried", group=prompt.group, reason=str(error))
+        await self.heal()
+        await asyncio.sleep(self.retry_s)
+
+
+def _is_fresh(answer: Completion | RetryableError, allowed: Callable[[int], bool]) -> bool:
+    return isinstance(answer, Completion) and answer.finish != "abort" and all(map(allowed, set(answer.versions)))

@@ -1,0 +1,45 @@
+"""Forced-length interruptions: a response that is still going on at a random length is told to come to its answer.
+
+ScaleRL (arXiv 2510.13786, section 2) cuts thoughts between 10,000 and 12,000 tokens with "Okay, time is up. Let me stop
+thinking and formulate an answer now. </think>". The phrase's tokens are forced: the model reads them, no engine sampled
+them, so nothing is learned from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from pipeline.data.records import Completion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """When responses are cut, what they are told, and how long their answers may be."""
+
+    from_tokens: int
+    to_tokens: int
+    """The cut is drawn from from_tokens … to_tokens, both included."""
+    phrase: tuple[int, ...]
+    """Token ids."""
+    answer_tokens: int
+    seed: int
+
+    def cut_after(self, group: int, sample: int) -> int:
+        """After how many tokens sample `sample` of a group is cut: the same, however often it is sampled again."""
+        digest = hashlib.sha256(f"interruption/{self.seed}/{group}/{sample}".encode()).digest()
+        return self.from_tokens + int.from_bytes(digest[:8], "little") % (self.to_tokens - self.from_tokens + 1)
+
+    def join(self, thought: Completion, answer: Completion) -> Completion:
+        """One completion: what was thought, the phrase, and the answer, which says how it ended."""
+        said = len(self.phrase)
+        return Completion(
+            tokens=(*thought.tokens, *self.phrase, *answer.tokens),
+            logprobs=(*thought.logprobs, *(0.0,) * said, *answer.logprobs),
+            versions=(*thought.versions, *thought.versions[-1:] * said, *answer.versions),
+            finish=answer.finish,
+            engine=answer.engine,
+            queued_s=thought.queued_s + answer.queued_s,
+            generated_s=thought.generated_s + answer.generated_s,
+            forced=(*(False,) * len(thought.tokens), *(True,) * said, *(False,) * len(answer.tokens)),
+        )

@@ -1,0 +1,56 @@
+"""Start stock SGLang on a machine without CUDA: `python -m rollout_sglang.cpu.cpu_server <SGLang's own arguments>`.
+
+What a CPU without SGLang's kernels needs: settings of the environment, stubs for missing GPU packages, and FP8 linear
+layers emulated. All of it happens while this module is run, so that a child that re-imports it (multiprocessing's
+`spawn` runs the module again as `__mp_main__`) is equipped like its parent.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+
+from rollout_sglang.server.launch_server import die_with_parent, serve
+
+CPU_ENVIRONMENT: Mapping[str, str] = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    # Decoding is many small matrix products: threads only wait for one another.
+    "OMP_NUM_THREADS": "1",
+    # torch.compile would look for the kernels that are stubs here.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Only our model families are imported, not SGLang's two hundred; the rest is still found when asked for.
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "rollout_sglang.cpu.sglang_models",
+}
+
+
+def prepare() -> None:
+    """Equip this process, before it imports anything of SGLang."""
+    for name, value in CPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from rollout_sglang.cpu.stubs import install_stubs
+
+    install_stubs()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from rollout_sglang.cpu import attention, fp8
+
+    fp8.register_hooks()
+    attention.register_hooks()
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
+
+
+def _fork_children(*_: object) -> None:
+    """SGLang asks for `spawn`, which CUDA needs. Without CUDA a fork saves every child a dozen seconds of imports."""
+    multiprocessing.set_start_method("fork", force=True)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+
+if __name__ in ("__main__", "__mp_main__"):
+    prepare()
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

@@ -1,0 +1,136 @@
+"""How many tokens of keys and values an engine has room for. Loads neither torch nor SGLang.
+
+    room of a GPU   = memory × mem_fraction_static - weights
+    bytes a token   = 2 · layers · kv_heads · head_dim · bytes, ÷ min(TP, kv_heads) on each GPU
+
+SGLang's `--mem-fraction-static` is the share of a GPU for weights and keys and values together; what is left serves
+activations and CUDA graphs. It is taken of the memory that is free when an engine starts; `--max-total-tokens` bounds
+the room, so that an engine that shares its GPU has the same after every start. With more ranks than key/value heads
+every rank still holds one head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.config.recipe import RolloutSection
+from pipeline.errors import LayoutError, RecipeError
+
+DEFAULT_MEM_FRACTION = 0.85
+"""Used when the recipe's extra_args do not say; SGLang itself chooses by GPU and settings."""
+
+KV_CACHE_BYTES = {"fp8_e5m2": 1.0, "fp8_e4m3": 1.0, "bf16": 2.0, "bfloat16": 2.0, "fp4_e2m1": 0.5}
+"""Values of --kv-cache-dtype; `auto` is the engine's dtype."""
+
+BLOCK_SCALE_BYTES = 4 / (128 * 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """What an engine's memory depends on."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    linear: int
+    """Numbers in the matrices that fp8 rollouts quantize, experts included."""
+    other: int
+    """Numbers in everything else: embedding, head, norms, router."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Of one engine."""
+
+    mem_fraction: float
+    weight_bytes: float
+    """On each of its GPUs."""
+    kv_bytes_per_token: float
+    """On each of its GPUs."""
+    kv_tokens: int
+    """0 when the weights alone do not fit."""
+
+    @property
+    def gpu_bytes(self) -> float:
+        """Weights, keys and values on each of its GPUs."""
+        return self.weight_bytes + self.kv_tokens * self.kv_bytes_per_token
+
+
+def engine_capacity(model: EngineModel, rollout: RolloutSection, gpu_bytes: float) -> Capacity:
+    """Capacity of one engine of `rollout.tensor_parallel` GPUs with `gpu_bytes` each.
+
+    Raises LayoutError when key/value heads and GPUs do not divide each other, RecipeError for unreadable extra_args.
+    """
+    ranks, heads = rollout.tensor_parallel, model.num_kv_heads
+    if heads % ranks and ranks % heads:
+        raise LayoutError(
+            f"rollout.tensor_parallel is {ranks}, which neither divides nor is a multiple of the model's "
+            f"num_key_value_heads {heads}; use {heads} or a divisor of it"
+        )
+    fraction = _mem_fraction(rollout.extra_args)
+    weights = weight_bytes(model, rollout) / ranks
+    per_token = 2 * model.num_layers * heads * model.head_dim * _kv_bytes(rollout) / min(ranks, heads)
+    tokens = max(0, int((gpu_bytes * fraction - weights) / per_token))
+    most = _max_total_tokens(rollout.extra_args)
+    return Capacity(
+        mem_fraction=fraction,
+        weight_bytes=weights,
+        kv_bytes_per_token=per_token,
+        kv_tokens=tokens if most is None else min(tokens, most),
+    )
+
+
+def weight_bytes(model: EngineModel, rollout: RolloutSection) -> float:
+    """All weights in the rollout's formats: what the engines hold together, and what a publish moves."""
+    dtype = dtype_bytes(rollout)
+    linear = {"fp8_block": 1 + BLOCK_SCALE_BYTES, "fp8_tensor": 1.0}.get(rollout.precision, dtype)
+    return model.linear * linear + model.other * dtype
+
+
+def dtype_bytes(rollout: RolloutSection) -> float:
+    """Of activations and of what is not quantized; FP8 engines on GPUs compute the rest in bfloat16."""
+    return 4.0 if rollout.precision == "fp32" else 2.0
+
+
+def _kv_bytes(rollout: RolloutSection) -> float:
+    chosen = option(rollout.extra_args, "--kv-cache-dtype")
+    if chosen in (None, "auto"):
+        return dtype_bytes(rollout)
+    if chosen not in KV_CACHE_BYTES:
+        known = ", ".join(["auto", *KV_CACHE_BYTES])
+        raise RecipeError(f"rollout.extra_args: --kv-cache-dtype is {chosen!r}, expected one of {known}")
+    return KV_CACHE_BYTES[chosen]
+
+
+def _mem_fraction(extra_args: Sequence[str]) -> float:
+    text = option(extra_args, "--mem-fraction-static")
+    if text is None:
+        return DEFAULT_MEM_FRACTION
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if not 0.0 < fraction < 1.0:
+        raise RecipeError(f"rollout.extra_args: --mem-fraction-static is {text!r}, expected a number between 0 and 1")
+    return fraction
+
+
+def _max_total_tokens(extra_args: Sequence[str]) -> int | None:
+    text = option(extra_args, "--max-total-tokens")
+    if text is not None and not (text.isdecimal() and int(text)):
+        raise RecipeError(f"rollout.extra_args: --max-total-tokens is {text!r}, expected a positive number")
+    return None if text is None else int(text)
+
+
+def option(extra_args: Sequence[str], name: str) -> str | None:
+    """The value of `--name value` or `--name=value`; the last one wins, as with argparse. RecipeError without one."""
+    found: str | None = None
+    for place, argument in enumerate(extra_args):
+        if argument.startswith(f"{name}="):
+            found = argument.partition("=")[2]
+        elif argument == name:
+            if place + 1 == len(extra_args):
+                raise RecipeError(f"rollout.extra_args ends with {name}, which needs a value; add it")
+            found = extra_args[place + 1]
+    return found

@@ -1,0 +1,91 @@
+"""Which Python runs engines and router: this one, or the one that EVENKEEL_ROLLOUT_PYTHON names.
+
+Learner and engine may need different releases of torch or transformers. Another interpreter needs SGLang and nothing of
+ours: this package's modules are run in it from where they lie here (see run_module.py), and what was on this
+interpreter's PYTHONPATH stays out. It may be a script that ends with `exec … python "$@"`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import rollout_sglang
+from pipeline.errors import EngineStartError
+from rollout_sglang.server import run_module
+
+PYTHON_VARIABLE = "EVENKEEL_ROLLOUT_PYTHON"
+_ASK_DEADLINE_S = 60.0
+_ASK = (
+    "import importlib.metadata, importlib.util, json;"
+    "found = importlib.util.find_spec('sglang') is not None;"
+    "print(json.dumps(importlib.metadata.version('sglang') if found else None))"
+)
+"""Imports nothing: SGLang takes seconds."""
+
+
+def rollout_python() -> str | None:
+    """The other interpreter; None when it is this one."""
+    return os.environ.get(PYTHON_VARIABLE) or None
+
+
+def module_command(module: str) -> list[str]:
+    """The argv that runs a module of this package, in which its own arguments follow."""
+    python = rollout_python()
+    if python is None:
+        return [sys.executable, "-m", module]
+    return [python, "-P", str(Path(run_module.__file__)), module]
+
+
+def module_environment() -> dict[str, str]:
+    """The environment for `module_command`."""
+    environment = dict(os.environ)
+    paths = environment.pop("PYTHONPATH", "").split(os.pathsep)
+    if rollout_python() is not None:
+        environment.pop("PYTHONHOME", None)
+        return environment
+    root = str(Path(rollout_sglang.__path__[0]).parent)
+    return environment | {"PYTHONPATH": os.pathsep.join(path for path in (root, *paths) if path)}
+
+
+def sglang_version() -> str | None:
+    """Of the interpreter that runs engines; None when it has no SGLang.
+
+    Raises EngineStartError when EVENKEEL_ROLLOUT_PYTHON names no Python.
+    """
+    python = rollout_python()
+    if python is None:
+        try:
+            return metadata.version("sglang")
+        except metadata.PackageNotFoundError:
+            return None
+    if shutil.which(python) is None:
+        raise EngineStartError(f"{PYTHON_VARIABLE} is {python!r}, expected a Python executable; mend or unset it")
+    command = [python, "-P", "-c", _ASK]
+    try:
+        asked = subprocess.run(
+            command, env=module_environment(), capture_output=True, text=True, timeout=_ASK_DEADLINE_S, check=True
+        )
+        version: str | None = json.loads(asked.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        said = [str(error), *(getattr(error, "stderr", None) or "").strip().splitlines()][-1]
+        raise EngineStartError(
+            f"{PYTHON_VARIABLE} is {python!r}, which does not run as Python 3.11 or newer ({said}); mend or unset it"
+        ) from None
+    return version
+
+
+def require_sglang() -> str:
+    """The version of SGLang that engines will run. Raises EngineStartError when there is none."""
+    version = sglang_version()
+    if version is None:
+        raise EngineStartError(
+            f"{rollout_python() or sys.executable} has no sglang; install evenkeel[rollout] there, or name a Python "
+            f"that has it by {PYTHON_VARIABLE}"
+        )
+    return version

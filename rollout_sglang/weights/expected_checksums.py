@@ -1,0 +1,176 @@
+"""What SGLang's checksums of its parameters will be, computed from the tensors that it is given.
+
+    HF tensors, as written or sent ─▶ joined and cut as the engine holds them ─▶ in its dtype ─▶ sha256, 16 digits
+
+`POST /weights_checker` of an engine on a CPU hashes the bytes of each parameter (managers/mm_utils.py tensor_hash);
+e4m3 weights with block scales are hashed as the bfloat16 values that they stand for (utils/weight_checker.py). A
+tensor is hashed as it passes and not kept, unless an earlier part of the same parameter has yet to come.
+
+Not computed, so that only the probe proves it: the rounding to e4m3 that an fp8_tensor engine does itself (its checksum
+is that of the weights it was given), and anything on a GPU, where the engine hashes by another function.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precision.formats.formats import E4M3, dequantize_block
+
+VOCABULARY_MULTIPLE = 64
+"""Engines pad the rows of embedding and head to this, with zeros (layers/vocab_parallel_embedding.py)."""
+_DIGITS = 16
+_SCALE = "_scale_inv"
+_HEAD = "lm_head.weight"
+
+_JOINED = {
+    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+}
+"""HF module → the engine's module and its parts, in the order in which their rows lie."""
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "experts.w2_weight")
+_SPLIT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_VOCABULARY = ("model.embed_tokens.weight", _HEAD)
+
+
+@dataclass
+class _Parameter:
+    """An engine parameter under way: a running hash for each rank, and parts that wait for an earlier one."""
+
+    parts: tuple[str, ...]
+    hashes: list[Any]
+    hashed: int = 0
+    waiting: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Place(NamedTuple):
+    parameter: str
+    part: str
+    parts: tuple[str, ...]
+
+
+class EngineDigests:
+    """Digests of one policy, as an engine of `tensor_parallel` ranks reports them."""
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype,
+        num_kv_heads: int,
+        num_experts: int = 0,
+        tied_embeddings: bool = False,
+        tensor_parallel: int = 1,
+    ) -> None:
+        """`dtype` is the engine's (`--dtype`), to which it casts what is not e4m3."""
+        self._dtype = dtype
+        self._kv_shards = min(tensor_parallel, num_kv_heads)
+        self._ranks = tensor_parallel
+        self._num_experts = num_experts
+        self._tied = tied_embeddings
+        self._parameters: dict[str, _Parameter] = {}
+        self._blocks: dict[str, dict[str, Tensor]] = defaultdict(dict)
+
+    def watch(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same stream, observed as it passes."""
+        for name, tensor in stream:
+            self.observe(name, tensor)
+            yield name, tensor
+
+    def observe(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor, by its HF name, in the format in which the engine gets it."""
+        if self._tied and name == _HEAD:
+            return
+        if tensor.dtype is E4M3 or name.endswith(_SCALE):
+            self._observe_block(name, tensor)
+        else:
+            self._take(name, tensor.detach().to("cpu", self._dtype))
+
+    def digests(self) -> tuple[dict[str, str], ...]:
+        """For each rank, engine parameter → digest. Raises ValueError when a part of one never came."""
+        missing = sorted(
+            f"{name} ({', '.join(one.parts[one.hashed :])})"
+            for name, one in self._parameters.items()
+            if one.hashed < len(one.parts)
+        )
+        missing += [f"{name} or its scale" for name in self._blocks]
+        if missing:
+            raise ValueError(f"{len(missing)} parameters are incomplete, first {missing[0]}; pass the whole policy")
+        return tuple(
+            {name: one.hashes[rank].hexdigest()[:_DIGITS] for name, one in self._parameters.items()}
+            for rank in range(self._ranks)
+        )
+
+    def _observe_block(self, name: str, tensor: Tensor) -> None:
+        """e4m3 values and their scales come one after the other; together they are one weight."""
+        pair = self._blocks[name.removesuffix(_SCALE)]
+        pair["scale" if name.endswith(_SCALE) else "values"] = tensor.detach().to("cpu", copy=True)
+        if len(pair) == 2:
+            name = name.removesuffix(_SCALE)
+            del self._blocks[name]
+            self._take(name, dequantize_block(pair["values"], pair["scale"]).to(torch.bfloat16))
+
+    def _take(self, name: str, tensor: Tensor) -> None:
+        place = _expert_place(name, self._num_experts) or _place(name)
+        one = self._parameters.get(place.parameter)
+        if one is None:
+            hashes = [hashlib.sha256() for _ in range(self._ranks)]
+            one = self._parameters[place.parameter] = _Parameter(place.parts, hashes)
+        if place.part != one.parts[one.hashed]:
+            one.waiting[place.part] = tensor.clone()  # an exporter may reuse the memory
+            return
+        part: Tensor | None = tensor
+        while part is not None:
+            self._hash(one, one.parts[one.hashed], place.parameter, part)
+            one.hashed += 1
+            part = one.waiting.pop(one.parts[one.hashed], None) if one.waiting else None
+
+    def _hash(self, one: _Parameter, part: str, parameter: str, tensor: Tensor) -> None:
+        for rank, running in enumerate(one.hashes):
+            shard = self._shard(part, parameter, tensor, rank).contiguous()
+            running.update(shard.flatten().view(torch.uint8).numpy().data)
+
+    def _shard(self, part: str, parameter: str, tensor: Tensor, rank: int) -> Tensor:
+        """What `rank` holds of a part of an engine parameter."""
+        if parameter in _VOCABULARY:
+            padding = -tensor.shape[0] % VOCABULARY_MULTIPLE
+            padded = torch.cat([tensor, tensor.new_zeros(padding, tensor.shape[1])]) if padding else tensor
+            return padded.tensor_split(self._ranks)[rank]
+        if self._ranks == 1:
+            return tensor
+        if parameter.endswith(_SPLIT_BY_COLUMNS):
+            return tensor.tensor_split(self._ranks, dim=1)[rank]
+        if part in ("k_proj", "v_proj"):  # with more ranks than key-value heads, ranks share a head
+            return tensor.tensor_split(self._kv_shards)[rank * self._kv_shards // self._ranks]
+        return tensor.tensor_split(self._ranks)[rank] if part.endswith(_SPLIT_BY_ROWS) else tensor
+
+
+def _place(name: str) -> _Place:
+    """Where a HF tensor goes in the engine."""
+    module, _, kind = name.rpartition(".")
+    before, _, projection = module.rpartition(".")
+    if projection not in _JOINED:
+        return _Place(name, name, (name,))
+    joined, parts = _JOINED[projection]
+    return _Place(f"{before}.{joined}.{kind}", projection, parts)
+
+
+def _expert_place(name: str, num_experts: int) -> _Place | None:
+    """Experts lie one after the other: gate and up of each in one parameter, down in another. None for other names."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    experts, number, projection = match.groups()
+    parameter, projections = ("w2_weight", ("down",)) if projection == "down" else ("w13_weight", ("gate", "up"))
+    parts = tuple(f"{expert}.{one}_proj" for expert in range(num_experts) for one in projections)
+    return _Place(f"{experts}.{parameter}", f"{number}.{projection}_proj", parts)

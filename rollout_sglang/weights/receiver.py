@@ -1,0 +1,133 @@
+"""One SGLang server taking weights over a process group: the calls from `begin_weight_update`, where it has one, to the
+end."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from pipeline.errors import EngineUnavailableError, EngineVersionError
+from pipeline.ports.weight_update import Meeting, TensorSpec
+from rollout_sglang.protocol import DISOWNED, UNPROVED, Updated
+from rollout_sglang.server.sglang_compat import DialectOf
+from rollout_sglang.transport import Transport
+
+
+class Receiver:
+    """The weight update calls of a server at `url`.
+
+    Methods raise EngineUnavailableError when the server refuses, drops or never answers, and EngineVersionError when it
+    answers that it could not do it. None is tried again: a repeated call would wait for a second broadcast.
+    """
+
+    def __init__(self, url: str, api_key: str | None, *, control_deadline_s: float) -> None:
+        self.url = url
+        self._deadline_s = control_deadline_s
+        self._transport = Transport(url, api_key)
+        self._dialect = DialectOf(self._transport, control_deadline_s)
+
+    async def begin(self) -> None:
+        """Make a paused engine's weights loadable and take its version away. Requests under way keep waiting."""
+        dialect = await self._dialect()
+        if dialect.no_tensors:
+            raise EngineVersionError(f"{self.url}: {dialect.no_tensors}")
+        if dialect.sessions:
+            await self._open_session()
+        await self._name(DISOWNED)
+
+    async def _open_session(self) -> None:
+        if not (await self._ask("/begin_weight_update", {})).success:
+            # A sender that died left its session open.
+            await self._do("/end_weight_update", {})
+            await self._do("/begin_weight_update", {})
+
+    async def join(self, meeting: Meeting, world_size: int, deadline_s: float) -> None:
+        """The engine's ranks join the group as ranks 1, 2, …"""
+        request = {
+            "master_address": meeting.address,
+            "master_port": meeting.port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "group_name": meeting.group,
+            "backend": meeting.backend,
+        }
+        await self._do("/init_weights_update_group", request, deadline_s)
+
+    async def is_member(self, group: str) -> bool:
+        """Whether the server still has the group; asked with an update of no tensors, for which nothing is sent.
+
+        A server without sessions would end if it had no such group: there the group is left, to be joined anew.
+        """
+        if not (await self._dialect()).sessions:
+            await self._ask("/destroy_weights_update_group", {"group_name": group})
+            return False
+        return (await self._ask("/update_weights_from_distributed", _update(group, ()))).success
+
+    async def leave(self, group: str) -> None:
+        """Forget the group."""
+        await self._do("/destroy_weights_update_group", {"group_name": group})
+
+    async def receive(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        """Take part in one broadcast of the flattened tensors, load them, and drop what was cached with others."""
+        # With every bucket, though the last would do: no sender knows which that is for the engine, and it costs less
+        # than one call of /flush_cache, which gives memory back to the system besides.
+        request = _update(group, tensors) | {"load_format": "flattened_bucket", "flush_cache": True}
+        await self._do("/update_weights_from_distributed", request, deadline_s)
+
+    async def receive_shared(self, bucket: bytes, ranks: int, deadline_s: float) -> None:
+        """Open a bucket in the memory of another process of the machine (one copy of the pickle for each rank), load
+        its tensors, and drop what was cached with others."""
+        request = {
+            "serialized_named_tensors": [base64.b64encode(bucket).decode()] * ranks,
+            "load_format": "flattened_bucket",
+            "flush_cache": True,
+        }
+        await self._do("/update_weights_from_tensor", request, deadline_s)
+
+    async def end(self, version: int, deadline_s: float) -> None:
+        """All tensors came: finish the weights (quantize, repack), claim `version` unproved."""
+        if (await self._dialect()).sessions:
+            await self._do("/end_weight_update", {}, deadline_s)
+        await self._name(f"{UNPROVED}{version}")
+
+    async def give_up(self) -> None:
+        """Not all tensors came: close the session only."""
+        if (await self._dialect()).sessions:
+            await self._ask("/end_weight_update", {})
+
+    async def close(self) -> None:
+        """Release the connections."""
+        await self._transport.close()
+
+    async def _name(self, version: str) -> None:
+        await self._do("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    async def _do(self, path: str, request: dict[str, Any], deadline_s: float | None = None) -> None:
+        answer = await self._ask(path, request, deadline_s)
+        if not answer.success:
+            raise EngineVersionError(f"{self.url}{path} failed: {' '.join(answer.message.split())[:300]}; see its log")
+
+    async def _ask(self, path: str, request: dict[str, Any], deadline_s: float | None = None) -> Updated:
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        answer = await self._transport.call(
+            "POST", path, deadline_s=deadline_s, json=request, accept=(400,), repeatable=False
+        )
+        try:
+            return Updated.model_validate_json(answer.content)
+        except ValidationError:
+            raise EngineUnavailableError(
+                f"{self.url}{path} answered something else than SGLang's protocol; check the version of the server"
+            ) from None
+
+
+def _update(group: str, tensors: Sequence[TensorSpec]) -> dict[str, Any]:
+    return {
+        "names": [tensor.name for tensor in tensors],
+        "dtypes": [tensor.dtype for tensor in tensors],
+        "shapes": [list(tensor.shape) for tensor in tensors],
+        "group_name": group,
+        "flush_cache": False,
+    }

@@ -1,0 +1,215 @@
+"""Real SGLang servers open memory of this process and load what lies in it, bit by bit.
+
+The whole loop by this channel is in test_loop.py and test_chaos.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_bridge.hf.writer import hf_tensors, write_policy
+from megatron_bridge.weight_sync.buckets import Bucket, pack
+from megatron_bridge.weight_sync.event_loop_thread import Background
+from megatron_bridge.weight_sync.ipc_transport import SharedWire
+from pipeline.config.recipe import RolloutPrecision
+from pipeline.ports.engines import Sampling
+from pipeline.ports.weight_check import Proof
+from pipeline.ports.weight_update import FeedReport
+from precision.formats.quant_map import QuantMap, quantize_state
+from rollout_sglang.server.process import ServerProcess
+from rollout_sglang.server.start import EngineSpec, free_port, start
+from rollout_sglang.weights.expected_checksums import EngineDigests
+from rollout_sglang.weights.weight_update import FedFleet
+from tests.doubles.receiving_double import ReceivingDouble
+from tests.doubles.tiny_model import write_checkpoint
+from tests.support.runs import ROOT, environment
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+BUCKET_BYTES = 1 << 16
+DEADLINE_S = 30.0
+PRECISIONS: tuple[RolloutPrecision, ...] = ("bf16", "fp8_block")
+SENDER = "from tests.integration.test_shared import die_half_way; import sys; die_half_way(*sys.argv[1:])"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running server and the checkpoints whose weights it is sent."""
+
+    process: ServerProcess
+    url: str
+    precision: RolloutPrecision
+    checkpoints: tuple[Path, Path]
+    lock: Path
+
+    def policy(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        """As a learner in bf16 would send it; versions take turns between two checkpoints."""
+        tensors = ((name, tensor.bfloat16()) for name, tensor in hf_tensors(self.checkpoints[version % 2]))
+        return tensors if self.precision == "bf16" else quantize_state(tensors, QuantMap.for_decoder(2, self.precision))
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
+    root = tmp_path_factory.mktemp("shared")
+    first, second = (write_checkpoint(root / f"checkpoint-{seed}", seed) for seed in (0, 1))
+    found: dict[str, Engine] = {}
+    with ExitStack() as stack:
+        for precision in PRECISIONS:
+            quant = None if precision == "bf16" else QuantMap.for_decoder(2, precision)
+            model = root / precision / "model"
+            write_policy(hf_tensors(first), first, model, quant)
+            spec = EngineSpec(
+                model=model,
+                port=free_port(),
+                precision=precision,
+                dtype="bfloat16",
+                log=root / f"{precision}.log",
+                version=0,
+            )
+            process = start(spec)
+            stack.callback(process.kill)
+            found[precision] = Engine(process, spec.url, precision, (first, second), root / precision / "lock")
+        for engine in found.values():
+            engine.process.wait_ready(300)
+        yield found
+
+
+class Sender:
+    """A learner rank with its fleet, as far as weights are concerned."""
+
+    def __init__(self, urls: Sequence[str], lock: Path, background: Background) -> None:
+        self.background = background
+        self.fleet = FedFleet(
+            urls,
+            router_url=None,
+            api_key=None,
+            lock_path=lock,
+            request_deadline_s=60,
+            load_deadline_s=60,
+            ranks_per_engine=1,
+        )
+        self.wire = SharedWire(self.fleet, background, range(len(urls)), torch.device("cpu"), DEADLINE_S)
+
+    def send(self, tensors: Iterator[tuple[str, Tensor]], before: Callable[[Bucket, int], None] | None = None) -> None:
+        """Open, and send all; `before` sees each bucket and its place."""
+        opened = self.background.run(self.fleet.open_feed())
+        self.wire.open(opened.failures)
+        for place, bucket in enumerate(pack(tensors, BUCKET_BYTES, self.wire.new_row)):
+            if before is not None:
+                before(bucket, place)
+            self.wire.send(bucket)
+
+    def prove(self, version: int, digests: EngineDigests | None) -> FeedReport:
+        proof = None if digests is None else Proof(version=version, digests=digests.digests())
+        closing = self.fleet.close_feed(version, Path("/nowhere"), proof, self.wire.failures)
+        return self.background.run(closing)
+
+    def publish(self, engine: Engine, version: int) -> FeedReport:
+        """Every parameter's checksum is that of what was sent, or the engine is not admitted."""
+        digests = EngineDigests(dtype=torch.bfloat16, num_kv_heads=2)
+        self.send(digests.watch(engine.policy(version)))
+        return self.prove(version, digests)
+
+
+@contextmanager
+def sender_to(urls: Sequence[str], lock: Path) -> Iterator[Sender]:
+    background = Background("sender")
+    sender = Sender(urls, lock, background)
+    try:
+        yield sender
+    finally:
+        sender.wire.close()
+        background.run(sender.fleet.close())
+        background.close()
+
+
+def die_half_way(url: str, lock: str, checkpoint: str) -> None:
+    """A sender that has sent two buckets; it prints the file of its memory and waits for its end."""
+    sender = Sender([url], Path(lock), Background("sender"))
+
+    def halt(_: Bucket, place: int) -> None:
+        if place == 2:
+            assert sender.wire._row is not None
+            print(sender.wire._row.file, sender.wire.failures, flush=True)
+            sys.stdin.read()
+
+    sender.send(((name, tensor.bfloat16()) for name, tensor in hf_tensors(Path(checkpoint))), halt)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_bit_arrives_while_requests_are_under_way(engines: dict[str, Engine], precision: str) -> None:
+    engine = engines[precision]
+    sampling = Sampling(max_new_tokens=400, temperature=1.0)
+    with sender_to([engine.url], engine.lock) as sender:
+        assert sender.publish(engine, 1).failures == {}
+        waiting = sender.background.start(sender.fleet.generate([5, 6, 7], 4, sampling))
+        time.sleep(0.2)
+        report = sender.publish(engine, 2)
+        assert report.failures == {}
+        assert report.measured["engines_checked"] == 1, "checksums were compared"
+        versions = [sample.versions for sample in waiting.result(60)]
+        assert all(list(one) == sorted(one) for one in versions)
+        assert {1, 2} in [set(one) for one in versions], "answers went on with the weights that came"
+        assert sender.wire.sent_bytes == sum(tensor.nbytes for _, tensor in engine.policy(2))
+
+
+def test_a_flipped_bit_is_never_served(engines: dict[str, Engine]) -> None:
+    engine = engines["fp8_block"]
+
+    def flip(bucket: Bucket, place: int) -> None:
+        if place == 1:
+            bucket.row[8] ^= 1
+
+    with sender_to([engine.url], engine.lock) as sender:
+        digests = EngineDigests(dtype=torch.bfloat16, num_kv_heads=2)
+        sender.send(digests.watch(engine.policy(3)), flip)
+        assert sender.wire.failures == {}
+        assert sender.prove(3, digests).failures.keys() == {0}
+        assert sender.publish(engine, 4).failures == {}
+
+
+def test_a_sender_that_dies_half_way_leaves_an_engine_that_can_be_fed(engines: dict[str, Engine]) -> None:
+    engine = engines["bf16"]
+    command = [sys.executable, "-c", SENDER, engine.url, str(engine.lock), str(engine.checkpoints[1])]
+    dying = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with dying:
+        assert dying.stdout is not None
+        file, failures = dying.stdout.readline().split(maxsplit=1)
+        assert failures.strip() == "{}"
+        assert Path(file).exists()
+        dying.kill()
+    with sender_to([engine.url], engine.lock) as sender:
+        assert sender.background.run(sender.fleet.versions()) == {engine.url: None}, "half-fed, it claims no version"
+        assert sender.publish(engine, 3).failures == {}
+        assert sender.background.run(sender.fleet.versions()) == {engine.url: 3}
+    assert not Path(file).exists(), "the dead sender's memory is gone, though the engine had it open"
+
+
+def test_an_engine_that_is_killed_between_buckets_costs_nothing_but_itself(engines: dict[str, Engine]) -> None:
+    """Last of all: it is not started again."""
+    engine = engines["bf16"]
+    with ReceivingDouble() as double, sender_to([engine.url, double.url], engine.lock) as sender:
+
+        def kill(_: Bucket, place: int) -> None:
+            if place == 2:
+                engine.process.kill()
+
+        sender.send(engine.policy(5), kill)
+        assert sender.wire.failures.keys() == {0}
+        assert sender.wire.engines == (1,)
+        sent = dict(engine.policy(5))
+        assert double.received.keys() == sent.keys()
+        assert all(torch.equal(double.received[name], sent[name]) for name in sent)
+        assert sender.prove(5, None).failures.keys() == {0}

@@ -1,0 +1,127 @@
+"""Proof that a name map is a bijection: all ranks together hold every number of every Hugging Face tensor once.
+
+Works on names and shapes alone, so that a model of any size is checked without its memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import parallel_state
+
+from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.weights.name_map import OUTPUT_LAYER, NameMap, Piece, Place, parameter_names
+from pipeline.errors import ModelError
+
+_COPY = " (copy of the last stage)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankParameters:
+    """What one rank of the learner holds."""
+
+    stage: int
+    """Pipeline rank."""
+    place: Place
+    sizes: Mapping[str, tuple[int, ...]]
+    """Stage name → shape, in the order of `named_parameters()` over the rank's chunks."""
+
+    @staticmethod
+    def here(chunks: Iterable[Any], shape: ModelShape) -> RankParameters:
+        """This process, by Megatron's parallel state. The chunks may be on the meta device."""
+        return RankParameters(
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            place=Place.here(),
+            sizes={name: tuple(parameter.shape) for name, parameter in parameter_names(chunks, NameMap(shape))},
+        )
+
+
+def check_bijection(shape: ModelShape, ranks: Iterable[RankParameters]) -> int:
+    """Prove that the ranks of a whole learner hold every number of every Hugging Face tensor exactly once.
+
+    Ranks that hold the same rectangle (replicas) count once, if every rectangle of a tensor has equally many of them.
+    The output layer of a tied model must be a second exact copy of the embedding. Returns the count of numbers, a
+    tied embedding once. Raises ModelError naming the parameter or tensor that breaks it.
+    """
+    names = NameMap(shape)
+    holders: dict[str, Counter[Piece]] = {}
+    owner: dict[str, tuple[int, str]] = {}
+    stages: dict[int, list[str]] = {}
+    for rank in ranks:
+        listed = list(rank.sizes)
+        if stages.setdefault(rank.stage, listed) != listed:
+            raise ModelError(
+                f"pipeline stage {rank.stage}: ranks list their parameters differently, first at "
+                f"{_first_difference(stages[rank.stage], listed)}; expected one order on all ranks of a stage"
+            )
+        for name, size in rank.sizes.items():
+            _require_size(name, size, names.size(name, rank.place), rank)
+            for piece in names.pieces(name, rank.place):
+                copy = piece.name + _COPY if shape.tied_embeddings and name == OUTPUT_LAYER else piece.name
+                holders.setdefault(copy, Counter())[piece] += 1
+                _require_owner(copy, (rank.stage, name), owner, names.is_expert(name))
+    missing = [name for name in names.tensors if name not in holders]
+    if missing:
+        raise ModelError(
+            f"{len(missing)} of {len(names.tensors)} tensors of {shape.architecture} are held by no rank, the first "
+            f"{missing[0]}; expected each on one pipeline stage"
+        )
+    for name, pieces in holders.items():
+        _require_tiling(name, pieces, names.tensors[name.removesuffix(_COPY)])
+    return shape.num_parameters
+
+
+def _require_size(name: str, size: tuple[int, ...], expected: tuple[int, ...], rank: RankParameters) -> None:
+    if tuple(size) != expected:
+        raise ModelError(
+            f"pipeline stage {rank.stage}, tensor rank {rank.place.tensor_rank}: {name} has shape {list(size)}, but "
+            f"its Hugging Face tensors make {list(expected)}; a name is wrong, or the model is of another shape"
+        )
+
+
+def _require_owner(tensor: str, mine: tuple[int, str], owner: dict[str, tuple[int, str]], expert: bool) -> None:
+    """Experts of one tensor may go by another local number on another rank, but never on another stage."""
+    first = owner.setdefault(tensor, mine)
+    if first != mine and not (expert and first[0] == mine[0]):
+        raise ModelError(
+            f"{tensor} is held twice: by {first[1]} on pipeline stage {first[0]} and by {mine[1]} on stage {mine[0]}; "
+            "expected one parameter for each tensor"
+        )
+
+
+def _require_tiling(name: str, pieces: Counter[Piece], size: tuple[int, ...]) -> None:
+    """Distinct rectangles lie within the tensor, do not overlap, have its area in sum, and equally many holders."""
+    rectangles = [(*piece.rows, *(piece.columns or (0, 1))) for piece in pieces]
+    rows, columns = size[0], size[1] if len(size) > 1 else 1
+    inside = all(0 <= r0 < r1 <= rows and 0 <= c0 < c1 <= columns for r0, r1, c0, c1 in rectangles)
+    area = sum((r1 - r0) * (c1 - c0) for r0, r1, c0, c1 in rectangles)
+    if not inside or area != rows * columns or _overlap(rectangles):
+        raise ModelError(
+            f"{name} {list(size)} is covered by {area} numbers in {len(rectangles)} pieces with gaps or overlaps; "
+            f"expected each of its {rows * columns} numbers exactly once"
+        )
+    if len(set(pieces.values())) > 1:
+        raise ModelError(
+            f"pieces of {name} are held by {sorted(set(pieces.values()))} ranks; expected equally many of each"
+        )
+
+
+def _overlap(rectangles: Sequence[tuple[int, int, int, int]]) -> bool:
+    ordered = sorted(rectangles)
+    for place, (_, bottom, left, right) in enumerate(ordered):
+        for top, _, other_left, other_right in ordered[place + 1 :]:
+            if top >= bottom:
+                break
+            if left < other_right and other_left < right:
+                return True
+    return False
+
+
+def _first_difference(left: Sequence[str], right: Sequence[str]) -> str:
+    for ours, theirs in zip(left, right, strict=False):
+        if ours != theirs:
+            return f"{ours} against {theirs}"
+    return f"parameter {min(len(left), len(right))}, where one list ends"

@@ -1,0 +1,82 @@
+"""What only shows when recipe and tokenizer meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.build.components import build_interruption, build_prompts, build_retirement, require_engines_here
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.errors import RecipeError
+from pipeline.rollout.interruption import Interruption
+from pipeline.rollout.solved_prompts import Retirement
+from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    """Token 0 pads, 1 ends, 2 to 11 are the digits, 12 is `=`."""
+    write_character_tokenizer(tmp_path, "0123456789=")
+    return Tokenizer.load(tmp_path)
+
+
+def recipe(*, max_new_tokens: int = 22, interruption: dict[str, Any] | None = None, **sections: Any) -> Recipe:
+    rollout = dict(max_new_tokens=max_new_tokens, interruption=interruption)
+    data = dict(
+        run=dict(name="r", steps=2, seed=7), model=dict(path="m"), task=dict(name="sort_digits"), rollout=rollout
+    )
+    return recipe_from({**data, **sections}, source="test")
+
+
+def cut(**changes: Any) -> dict[str, Any]:
+    return dict(from_tokens=4, to_tokens=8, phrase="=12=", answer_tokens=10) | changes
+
+
+def test_interruption_speaks_in_tokens(tokenizer: Tokenizer) -> None:
+    assert build_interruption(recipe(), tokenizer) is None
+    assert build_interruption(recipe(interruption=cut()), tokenizer) == Interruption(
+        from_tokens=4, to_tokens=8, phrase=(12, 3, 4, 12), answer_tokens=10, seed=7
+    )
+
+
+def test_interruption_must_fit(tokenizer: Tokenizer) -> None:
+    """8 + 4 + 10 = 22 tokens fit into 22, not into 21; a phrase of one more token does not fit into 22."""
+    with pytest.raises(RecipeError, match=r"8 \+ 4 tokens of the phrase \+ answer_tokens 10 = 22, at most .* 21 fit"):
+        build_interruption(recipe(max_new_tokens=21, interruption=cut()), tokenizer)
+    with pytest.raises(RecipeError, match=r"= 23, at most rollout.max_new_tokens 22 fit"):
+        build_prompts(recipe(interruption=cut(phrase="=123=")), tokenizer)
+
+
+def test_a_phrase_that_the_tokenizer_does_not_know(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RecipeError, match=r"rollout.interruption.phrase: .*character 'O' has no token"):
+        build_interruption(recipe(interruption=cut(phrase="Okay")), tokenizer)
+
+
+def test_retirement() -> None:
+    """Without a number of its own, a pass rate counts after one group."""
+    assert build_retirement(recipe()) is None
+    assert build_retirement(recipe(prompts=dict(retire_at_pass_rate=0.9))) == Retirement(
+        at_pass_rate=0.9, after_samples=8
+    )
+    prompts = dict(retire_at_pass_rate=1.0, retire_after_samples=3)
+    assert build_retirement(recipe(prompts=prompts)) == Retirement(at_pass_rate=1.0, after_samples=3)
+
+
+def test_prompts_name_their_problems(tokenizer: Tokenizer) -> None:
+    prompts = build_prompts(recipe(task=dict(name="sort_digits", num_prompts=5)), tokenizer)
+    assert prompts.num_problems == 5
+    assert sorted(prompts.prompt(group).problem for group in range(5)) == [0, 1, 2, 3, 4]
+    again = {prompts.problem(group): prompts.prompt(group).text for group in range(5, 10)}
+    assert again == {prompts.problem(group): prompts.prompt(group).text for group in range(5)}
+    assert {prompt.problem for prompt in prompts.held_out(3)} == {-1}
+
+
+def test_only_engines_of_this_machine_can_open_memory() -> None:
+    require_engines_here(["http://127.0.0.1:30000", "http://localhost:30001"])
+    away = "http://192.0.2.7:30001"  # an address that is nobody's (RFC 5737)
+    with pytest.raises(RecipeError, match=rf"weights.channel is ipc, but {away} is not on this machine"):
+        require_engines_here(["http://127.0.0.1:30000", away])

@@ -1,0 +1,225 @@
+"""Conversions in one process: FP8 folders against quantization of whole matrices, and what is refused first."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from launch.convert.folders import fp8_map, hf_to_fp8, hf_to_megatron, megatron_to_hf
+from launch.convert.modelopt import calibration_rows
+from launch.convert.new_model import new_model
+from megatron_bridge.hf.fp8 import dequantized_tensors, write_fp8_folder
+from megatron_bridge.hf.headers import weight_files
+from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+from megatron_bridge.hf.modelopt import check_scales
+from megatron_bridge.hf.streaming_writer import check_written, new_folder
+from pipeline.errors import CorruptCheckpointError, EvenKeelError, LayoutError, ModelError, NonFiniteError
+from precision.formats.formats import quantize_tensor
+from precision.formats.quant_map import fake_quantize_state, quantize_state
+
+WEIGHTS = "model.safetensors"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Two layers; the feed-forward size makes blocks of several rows of blocks."""
+    new_model(tmp_path / "source", dtype="bfloat16")
+    return tmp_path / "source"
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name].flatten().view(torch.uint8), tensor.flatten().view(torch.uint8)), name
+
+
+def test_blocks_are_those_of_the_whole_matrices_though_read_in_pieces(source: Path, tmp_path: Path) -> None:
+    config = read_hf_config(source)
+    quant = fp8_map(config, ModelShape.from_hf(config), "block128")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    written: list[int] = []
+    # 128 rows at a time, and shards of less than a layer.
+    manifest = write_fp8_folder(source, folder, quant, advance=written.append, shard_bytes=100_000, piece_bytes=1)
+    check_written(folder, manifest, lambda _: None)
+    assert len(weight_files(folder)) > 3
+    assert_same(stored(folder), dict(quantize_state(load_file(source / WEIGHTS).items(), quant)))
+    assert sum(written) == sum(tensor.nbytes for tensor in stored(folder).values())
+    assert json.loads((folder / "config.json").read_text())["quantization_config"]["weight_block_size"] == [128, 128]
+
+
+def test_what_an_engine_stacks_shares_a_scale(source: Path, tmp_path: Path) -> None:
+    result = hf_to_fp8(source, tmp_path / "out", "tensor", verify_logprobs=False)
+    assert result["quantized_tensors"] == 14
+    found, plain = stored(tmp_path / "out"), load_file(source / WEIGHTS)
+    parts = [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"]
+    scales = {float(found[f"{part}.weight_scale"]) for part in parts}
+    assert scales == {float(quantize_tensor(torch.cat([plain[f"{part}.weight"] for part in parts]))[1])}
+    config = read_hf_config(source)
+    quant = fp8_map(config, ModelShape.from_hf(config), "tensor")
+    values = dict(dequantized_tensors(tmp_path / "out", torch.bfloat16))
+    assert_same(values, dict(fake_quantize_state(plain.items(), quant)))
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def rename(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.self_attn.query.weight"] = tensors.pop(Q_PROJ)
+
+
+def remove(tensors: dict[str, Tensor]) -> None:
+    del tensors[Q_PROJ]
+
+
+def reshape(tensors: dict[str, Tensor]) -> None:
+    tensors[Q_PROJ] = tensors[Q_PROJ][:-1].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (rename, ["q_proj.weight is missing", "query.weight is not part of"]),
+        (remove, ["q_proj.weight is missing"]),
+        (reshape, ["q_proj.weight has shape [255, 128], expected [256, 128]"]),
+    ],
+)
+def test_a_tensor_that_does_not_belong_is_named_before_any_work(
+    source: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], named: list[str]
+) -> None:
+    edit(source, change)
+    out = tmp_path / "out"
+    conversions: list[Callable[[], object]] = [
+        lambda: hf_to_fp8(source, out, "block128", verify_logprobs=False),
+        lambda: hf_to_megatron(source, out, tensor=1, pipeline=1, expert=1, dtype="keep", verify_logprobs=False),
+    ]
+    for convert in conversions:
+        with pytest.raises(ModelError) as error:
+            convert()
+        assert all(part in str(error.value) for part in named)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_failure_midway_leaves_nothing_behind(source: Path, tmp_path: Path) -> None:
+    edit(source, lambda tensors: tensors[Q_PROJ].fill_(float("nan")))
+    with pytest.raises(NonFiniteError, match=Q_PROJ):
+        hf_to_fp8(source, tmp_path / "out", "block128", verify_logprobs=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_out_must_be_new_or_empty_and_remains_of_the_dead_are_removed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (tmp_path / "out.tmp-999999999").mkdir()
+    ours = tmp_path / f"out.tmp-{os.getppid()}"
+    ours.mkdir()
+    with new_folder(out) as folder:
+        (folder / "file").write_text("x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", ours.name]
+    with pytest.raises(ModelError, match="not an empty folder"), new_folder(out):
+        raise AssertionError("unreachable")
+
+
+def test_what_lies_on_disk_is_compared_with_what_was_written(source: Path, tmp_path: Path) -> None:
+    config = read_hf_config(source)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    quant = fp8_map(config, ModelShape.from_hf(config), "block128")
+    manifest = write_fp8_folder(source, folder, quant, advance=lambda _: None)
+    file = folder / "model-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ModelError, match="differs from what was written"):
+        check_written(folder, manifest, lambda _: None)
+
+
+def test_a_tied_model_may_store_its_head_twice_but_not_another_one(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    new_model(source, tie=True)
+    edit(source, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    result = hf_to_fp8(source, tmp_path / "out", "block128", verify_logprobs=False)
+    assert result["left_over"] == ["lm_head.weight"]
+    edit(source, lambda tensors: tensors["lm_head.weight"].add_(1))
+    with pytest.raises(ModelError, match=r"lm_head\.weight is not model\.embed_tokens"):
+        hf_to_fp8(source, tmp_path / "other", "block128", verify_logprobs=False)
+
+
+def test_layout_dtype_and_widths_are_checked_first(source: Path, tmp_path: Path) -> None:
+    def megatron(**sizes: int) -> None:
+        arguments = dict(tensor=1, pipeline=1, expert=1) | sizes
+        hf_to_megatron(source, tmp_path / "out", **arguments, dtype="keep", verify_logprobs=False)
+
+    with pytest.raises(LayoutError, match="--tensor-parallel is 3"):
+        megatron(tensor=3)
+    with pytest.raises(LayoutError, match="no experts"):
+        megatron(expert=2)
+    edit(source, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].float()}))
+    with pytest.raises(ModelError, match="BF16, F32, and --dtype keep"):
+        megatron()
+    new_model(tmp_path / "narrow", ffn=192)
+    with pytest.raises(ModelError, match="intermediate_size"):
+        hf_to_fp8(tmp_path / "narrow", tmp_path / "out", "block128", verify_logprobs=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [None, "no checkpoint"])
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path, content: str | None) -> None:
+    folder = tmp_path / "checkpoint"
+    if content is not None:
+        folder.mkdir()
+    with pytest.raises(CorruptCheckpointError, match="not a folder" if content is None else "lies in no run"):
+        megatron_to_hf(folder, tmp_path / "out", verify_logprobs=False)
+
+
+def test_calibration_prompts(source: Path, tmp_path: Path) -> None:
+    config = read_hf_config(source)
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "123="}\n\n{"text": "7"}\n')
+    assert list(map(len, calibration_rows(source, config, path))) == [4, 1]
+    rows = calibration_rows(source, config, None)
+    assert rows == calibration_rows(source, config, None)
+    assert {token for row in rows for token in row} <= set(range(config["vocab_size"]))
+    for text in ("{}", "[1]", "plain", ""):
+        path.write_text(text)
+        with pytest.raises(ModelError, match="--calibration"):
+            calibration_rows(source, config, path)
+    assert issubclass(ModelError, EvenKeelError)
+
+
+@pytest.mark.parametrize(("value", "problem"), [(1.0, r"in \[1, 1\]"), (0.0, r"in \[0, 0\]"), (None, "is missing")])
+def test_scales_that_nobody_calibrated_are_refused(
+    source: Path, tmp_path: Path, value: float | None, problem: str
+) -> None:
+    out = tmp_path / "out"
+    hf_to_fp8(source, out, "block128", verify_logprobs=False)
+    config = read_hf_config(source)
+    quant = fp8_map(config, ModelShape.from_hf(config), "block128")
+    scales = {f"model.layers.{i}.self_attn.{p}_proj.{p}_scale": torch.tensor(0.02) for i in range(2) for p in "kv"}
+    if value is None:
+        scales.popitem()
+    else:
+        scales["model.layers.1.self_attn.v_proj.v_scale"] = torch.tensor(value)
+    save_file(scales, out / "kv.safetensors")
+    (out / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match=f"layers.1.self_attn.v_proj.v_scale {problem}|v_scale lies {problem}"):
+        check_scales(out, quant, 2, name="fp8_block", kv_cache=True)
+    ranges = check_scales(out, quant, 2, name="fp8_block", kv_cache=False) if value is None else {}
+    assert value is not None or ranges["k_scale"] == dict(min=pytest.approx(0.02), max=pytest.approx(0.02))

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launch.run.live_view import LiveView, Tail, render
+from pipeline.data.event_log import Journal
+
+WriteRun = Callable[..., Path]
+SECONDS = {"wait": 3.0, "update": 1.0}
+
+
+def plain_console() -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=False, width=100), out
+
+
+def log_step(journal: Journal, step: int, time: float) -> None:
+    journal.metrics(
+        step,
+        time=time,
+        reward_mean=0.25,
+        ess=0.9876,
+        lag_mean=0.5,
+        lag_max=1.0,
+        entropy=0.75,
+        grad_norm=0.3,
+        num_tokens=1000,
+        seconds=SECONDS,
+    )
+
+
+def test_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    tail = Tail(path)
+    assert tail.new_lines() == []
+    path.write_text('{"step": 0}\n{"st')
+    assert tail.new_lines() == [{"step": 0}]
+    assert tail.new_lines() == []
+    with path.open("a") as file:
+        file.write('ep": 1}\n{"torn\n{"step": 2}\n')
+    assert tail.new_lines() == [{"step": 1}, {"step": 2}]
+
+
+def test_plain_lines_every_n_steps_and_on_events(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    console, out = plain_console()
+    with LiveView(tmp_path, 20, console=console, every_steps=4) as view:
+        for step in range(9):
+            log_step(journal, step, 100.0 + 2.0 * step)
+            view.refresh()
+        journal.event(
+            "evaluated",
+            version=9,
+            pass_at_1=0.412,
+            pass_at_1_low=0.35,
+            pass_at_1_high=0.47,
+            pass_at_k={"1": 0.4, "8": 0.8},
+        )
+        journal.event("restarted", process="collector", reason="exit code -9")
+        view.refresh()
+    lines = out.getvalue().splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "step 1/20",
+        "step 4/20",
+        "step 8/20",
+        "version 9: pass@1 41.2 % (35.0 % to 47.0 %)",
+        "restarted collector: exit code -9",
+    ]
+    assert lines[3].endswith("pass@8 80.0 %")
+    assert lines[2] == (
+        "step 8/20, reward 0.25, pass@1 –, ESS 0.9876, lag 0.5, entropy 0.75, 500 tokens/s, mostly wait (75.0 %)"
+    )
+
+
+def test_lines_of_a_former_session_are_not_repeated(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for step in range(4):
+        log_step(journal, step, float(step))
+    journal.event("evaluated", version=4, pass_at_1=0.3)
+    console, out = plain_console()
+    with LiveView(tmp_path, 20, console=console, every_steps=1) as view:
+        assert out.getvalue() == ""
+        assert view.progress.num_steps == 4
+        log_step(journal, 4, 4.0)
+    assert out.getvalue().startswith("step 5/20")
+    assert "pass@1 30.0 % (v4)" in out.getvalue()
+
+
+def test_terminal_block_shows_numbers_phases_and_verdict(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=110, color_system=None)
+    with LiveView(tmp_path, 20, console=console) as view:
+        for step in range(6):
+            log_step(journal, step, 100.0 + 4.0 * step)
+        journal.event("evaluated", version=5, pass_at_1=0.6)
+        view.refresh()
+        with console.capture() as capture:
+            console.print(render(view.progress))
+    text = capture.get()
+    for expected in (
+        "step 6 of 20",
+        "56 s left",
+        "pass@1 60.0 % (v5)",
+        "ESS 0.9876",
+        "tokens/s 250",
+        "lag 0.5, at most 1",
+        "wait 3.00 s",
+        "update 1.00 s",
+        "rollouts: the learner waits 75 % of each step",
+    ):
+        assert expected in text
+
+
+def test_a_run_without_files_renders(tmp_path: Path) -> None:
+    console, out = plain_console()
+    with LiveView(tmp_path, 3, console=console) as view:
+        view.refresh()
+        console.print(render(view.progress))
+    assert "starting" in out.getvalue()
+
+
+@pytest.mark.parametrize("steps", [1, 500])
+def test_memory_is_bounded(tmp_path: Path, steps: int) -> None:
+    journal = Journal(tmp_path)
+    for step in range(steps):
+        log_step(journal, step, float(step))
+    view = LiveView(tmp_path, 500, console=plain_console()[0])
+    view.refresh()
+    assert view.progress.num_steps == steps
+    assert len(view.progress.recent) == min(steps, 21)

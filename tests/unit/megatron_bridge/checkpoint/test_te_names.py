@@ -1,0 +1,94 @@
+"""Models of Transformer Engine layers, as ops/gpu/te_parameter_names.py recorded them, against both name maps.
+
+The recording machine had Transformer Engine and no GPU: its constructors ran, its kernels did not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+from megatron_bridge.checkpoint.dcp_reader import StoredTensor
+from megatron_bridge.checkpoint.dcp_to_hf import find_sources
+from megatron_bridge.checkpoint.weights_only import _is_extra, sharded_weights
+from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.model.build import build_chunks
+from megatron_bridge.parallel.layout import Layout, initialise, shut_down
+from megatron_bridge.weights.name_map import NameMap, Place
+from pipeline.errors import ModelError
+from tests.support.name_bijection import RankParameters, check_bijection
+
+RECORDED = json.loads((Path(__file__).parents[3] / "golden" / "te_parameter_names.json").read_text())
+CASES: list[Any] = [pytest.param(case, id=f"{case['model']} TP{case['tensor']}") for case in RECORDED["cases"]]
+
+
+def held(case: dict[str, Any]) -> tuple[ModelShape, list[RankParameters]]:
+    shape, size = ModelShape.from_hf(case["config"]), case["tensor"]
+    experts = {} if shape.experts is None else dict(expert_size=size)
+    ranks = []
+    for rank, parameters in enumerate(case["ranks"]):
+        place = Place(tensor_rank=rank, tensor_size=size, **(dict(expert_rank=rank) if experts else {}), **experts)
+        sizes = {NameMap(shape).stage_name(name, [0, 1]): tuple(size) for name, size in parameters.items()}
+        ranks.append(RankParameters(stage=0, place=place, sizes=sizes))
+    return shape, ranks
+
+
+def test_every_kind_of_model_was_recorded() -> None:
+    kinds = {"Qwen3", "Qwen3 tied", "Qwen2", "Qwen3-MoE"}
+    assert {(case["model"], case["tensor"]) for case in RECORDED["cases"]} == {(k, n) for k in kinds for n in (1, 2)}
+    fused = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+    assert all(fused in rank for case in RECORDED["cases"] for rank in case["ranks"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_hold_every_number_of_every_tensor_once(case: dict[str, Any]) -> None:
+    shape, ranks = held(case)
+    assert len(ranks) == case["tensor"]
+    assert check_bijection(shape, ranks) == shape.num_parameters
+
+
+def test_a_parameter_too_many_would_be_noticed() -> None:
+    shape, (rank,) = held(RECORDED["cases"][0])
+    more = RankParameters(stage=0, place=rank.place, sizes={**rank.sizes, "decoder.layers.0.mlp.extra.weight": (1,)})
+    with pytest.raises(ModelError, match=r"mlp\.extra\.weight has no counterpart"):
+        check_bijection(shape, [more])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_of_them_can_be_converted(case: dict[str, Any], tmp_path: Path) -> None:
+    shape = ModelShape.from_hf(case["config"])
+    stored = {name: StoredTensor(tuple(size), torch.bfloat16, ()) for name, size in case["stored"].items()}
+    sources = find_sources(tmp_path, stored, shape)
+    assert sorted(name for source in sources for name in source.names) == sorted(shape.tensors())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_else_is_in_a_state_dict_but_pickles_that_are_left_out(case: dict[str, Any]) -> None:
+    assert case["extra"]
+    assert all(_is_extra(name) for name in case["extra"])
+    assert not any(_is_extra(name) for rank in case["ranks"] for name in rank)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    initialise(Layout(), seed=0, deadline_s=30.0)
+    yield
+    shut_down()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
+@pytest.mark.parametrize("case", [case for case in RECORDED["cases"] if case["tensor"] == 1], ids=lambda c: c["model"])
+def test_megatrons_own_layers_store_the_same_tensors(case: dict[str, Any]) -> None:
+    chunks = build_chunks(ModelShape.from_hf(case["config"]), Layout(), torch.bfloat16, 1.0, layers="megatron")
+    sharded = sharded_weights(chunks, case["stored"])
+    apply_factories(sharded)
+    found = {one.key: list(one.global_shape) for one in nested_values(sharded) if isinstance(one, ShardedTensor)}
+    assert found == case["stored"]

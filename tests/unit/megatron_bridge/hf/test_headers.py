@@ -1,0 +1,90 @@
+"""What is said about a folder whose tensors are not those of its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_bridge.hf.headers import check_weights
+from megatron_bridge.hf.model_config import ModelShape
+from pipeline.errors import ModelError
+
+SHAPE = ModelShape.from_hf(
+    dict(
+        architectures=["Qwen3MoeForCausalLM"],
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        vocab_size=16,
+        max_position_embeddings=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=4,
+    )
+)
+UP, DOWN = (f"model.layers.0.mlp.experts.1.{part}_proj.weight" for part in ("up", "down"))
+Tensors = dict[str, Tensor]
+
+
+def write(folder: Path, change: Callable[[Tensors], object]) -> Path:
+    tensors = {name: torch.zeros(size) for name, size in SHAPE.tensors().items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as refused:
+        check_weights(folder, SHAPE)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_whole_folder_passes(tmp_path: Path) -> None:
+    check_weights(write(tmp_path, lambda tensors: None), SHAPE)
+
+
+def test_a_renamed_tensor_is_called_renamed(tmp_path: Path) -> None:
+    message = refusal(write(tmp_path, lambda tensors: tensors.update({UP + "s": tensors.pop(UP)})))
+    assert f"{UP} is missing; {UP}s is not part of Qwen3MoeForCausalLM; {UP}s looks like a renamed {UP}" in message
+
+
+def test_another_shape_is_not_called_renamed(tmp_path: Path) -> None:
+    message = refusal(write(tmp_path, lambda tensors: tensors.update({UP + "s": tensors.pop(UP)[:2].clone()})))
+    assert f"{UP} is missing" in message
+    assert "renamed" not in message
+
+
+def test_missing_and_misshapen_are_named_together(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        del tensors[UP]
+        tensors[DOWN] = tensors[DOWN].T.contiguous()
+
+    message = refusal(write(tmp_path, change))
+    assert f"{UP} is missing" in message
+    assert f"{DOWN} has shape [4, 8], expected [8, 4]" in message
+
+
+def test_a_foreign_folder_shows_five_problems_and_counts_the_rest(tmp_path: Path) -> None:
+    message = refusal(write(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors)[3:12]]))
+    assert message.count("is missing") == 5
+    assert "and 4 more" in message
+
+
+def test_block_fp8_weights_are_called_that_and_what_to_do_is_said(tmp_path: Path) -> None:
+    def quantize(tensors: Tensors) -> None:
+        tensors[UP] = tensors[UP].to(torch.float8_e4m3fn)
+        tensors[f"{UP}_scale_inv"] = torch.ones(1, 1)
+
+    message = refusal(write(tmp_path, quantize))
+    assert "block-quantized FP8 weights (1 e4m3 tensors, 1 weight_scale_inv, such as " in message
+    assert "give the bf16 folder" in message
+    assert "missing" not in message

@@ -1,0 +1,70 @@
+"""What is read from config.json: sizes, the experts of a mixture, and the exact number of parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_bridge.hf.model_config import Experts, ModelShape
+from pipeline.errors import ModelError
+
+MODELS = Path(__file__).parents[4] / "pipeline" / "recipes" / "models"
+QWEN3_32B: dict[str, Any] = json.loads((MODELS / "qwen3-32b" / "config.json").read_text())
+QWEN3_30B_A3B: dict[str, Any] = json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text())
+
+
+def test_parameters_are_counted_exactly() -> None:
+    # The published sizes: 32.76 B and 30.53 B parameters.
+    assert ModelShape.from_hf(QWEN3_32B).num_parameters == 32_762_123_264
+    assert ModelShape.from_hf(QWEN3_30B_A3B).num_parameters == 30_532_122_624
+
+
+def test_a_tied_embedding_counts_once() -> None:
+    untied = ModelShape.from_hf(QWEN3_32B).num_parameters
+    tied = ModelShape.from_hf(QWEN3_32B | dict(tie_word_embeddings=True)).num_parameters
+    assert untied - tied == 151936 * 5120
+
+
+def test_experts_are_read_and_their_tensors_listed() -> None:
+    shape = ModelShape.from_hf(QWEN3_30B_A3B)
+    assert shape.experts == Experts(count=128, per_token=8, ffn_size=768, normalised=True)
+    assert shape.qk_norm
+    assert not shape.qkv_bias
+    tensors = shape.tensors()
+    assert len(tensors) == 3 + 48 * (8 + 1 + 128 * 3)
+    assert tensors["model.layers.47.mlp.gate.weight"] == (128, 2048)
+    assert tensors["model.layers.0.mlp.experts.127.up_proj.weight"] == (768, 2048)
+    assert tensors["model.layers.0.mlp.experts.0.down_proj.weight"] == (2048, 768)
+    assert "model.layers.0.mlp.gate_proj.weight" not in tensors
+
+
+def test_both_spellings_of_the_number_of_experts() -> None:
+    newer = {key: value for key, value in QWEN3_30B_A3B.items() if key != "num_experts"} | dict(num_local_experts=128)
+    assert ModelShape.from_hf(newer) == ModelShape.from_hf(QWEN3_30B_A3B)
+
+
+def test_a_dense_model_has_no_experts() -> None:
+    assert ModelShape.from_hf(QWEN3_32B).experts is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(decoder_sparse_step=2), r"decoder_sparse_step is 2, but only 1 is supported"),
+        (dict(mlp_only_layers=[0]), r"mlp_only_layers is \[0\], but only \[\] is supported"),
+        (dict(num_experts=0), r"num_experts is 0, expected a positive whole number"),
+        (dict(num_experts_per_tok=129), r"num_experts_per_tok is 129, expected at most num_experts 128"),
+        (dict(moe_intermediate_size=None), r"moe_intermediate_size is None"),
+        (
+            dict(quantization_config={"quant_method": "fp8"}),
+            r"quantization_config says 'fp8'.* give the bf16 folder .*rollout\.precision",
+        ),
+    ],
+)
+def test_what_cannot_be_reproduced_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as refused:
+        ModelShape.from_hf(QWEN3_30B_A3B | change)
+    assert "\n" not in str(refused.value)

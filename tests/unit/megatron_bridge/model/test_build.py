@@ -1,0 +1,88 @@
+"""What the model does beyond Megatron's own: head in float32, activations computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.model.build import PolicyModel, build_chunks
+from megatron_bridge.parallel.layout import Layout, initialise, shut_down
+
+# Megatron-Core's own layers are built and called in ways that it calls deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": 64,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    initialise(Layout(), seed=0, deadline_s=30.0)
+    yield
+    shut_down()
+
+
+def build(**settings: Any) -> PolicyModel:
+    shape = ModelShape.from_hf(CONFIG | settings.pop("config", {}))
+    (model,) = build_chunks(shape, Layout(), settings.pop("dtype", torch.float32), 1.0, **settings)
+    return model
+
+
+def score(model: PolicyModel) -> torch.Tensor:
+    tokens = torch.arange(12)[None] * 5
+    ends = torch.tensor([0, 7, 12], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=7, max_seqlen_kv=7)
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    logprobs, _ = model(tokens, positions, None, labels=tokens, packed_seq_params=packed)
+    assert isinstance(logprobs, torch.Tensor)
+    return logprobs
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_can_multiply_in_float32(tied: bool) -> None:
+    model = build(dtype=torch.bfloat16, fp32_lm_head=True, config={"tie_word_embeddings": tied})
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(_: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> None:
+        seen.update(hidden=inputs[0], logits=output[0].clone())  # the backward pass overwrites them
+
+    model.output_layer.register_forward_hook(keep)
+    score(model).sum().backward()
+    head = model.embedding.word_embeddings.weight if tied else model.output_layer.weight
+    assert seen["hidden"].dtype == head.dtype == torch.bfloat16
+    torch.testing.assert_close(seen["logits"], seen["hidden"].float() @ head.float().T, atol=1e-7, rtol=1e-5)
+    assert head.grad is not None
+    assert head.grad.dtype == torch.bfloat16
+
+
+def test_without_it_the_head_keeps_the_dtype_of_the_model() -> None:
+    model = build(dtype=torch.bfloat16)
+    dtypes: list[torch.dtype] = []
+    model.output_layer.register_forward_hook(lambda _m, _i, output: dtypes.append(output[0].dtype))
+    score(model)
+    assert dtypes == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("config", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(("recompute", "layers", "mlps"), [("none", 1, 1), ("selective", 1, 2), ("full", 2, 2)])
+def test_recompute_runs_what_it_names_twice(config: dict[str, Any], recompute: Any, layers: int, mlps: int) -> None:
+    model = build(recompute=recompute, config=config)
+    calls = {"layer": 0, "mlp": 0}
+    layer = model.decoder.layers[0]
+    layer.register_forward_hook(lambda *_: calls.update(layer=calls["layer"] + 1))
+    inner = layer.mlp.router if config else layer.mlp.linear_fc1
+    inner.register_forward_hook(lambda *_: calls.update(mlp=calls["mlp"] + 1))
+    score(model).sum().backward()
+    assert calls == {"layer": layers, "mlp": mlps}

@@ -1,0 +1,153 @@
+"""What FP8 training changes around the products, on real learners in float32: padding, warm-up passes, scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from launch.verify.layout_ranks import TEMPERATURE, make_batch, train, weights
+from launch.verify.layouts import write_model
+from megatron_bridge import learner as learner_module
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.parallel.layout import leave_layout
+from megatron_bridge.step import passes
+from megatron_bridge.step.fp8_emulation import emulated
+from pipeline.config.recipe import LearnerSection, OptimizerSection
+from pipeline.errors import ModelError
+from precision.formats.quant_map import QuantMap
+from precision.objectives.p3o import P3O
+
+# Megatron-Core calls much of itself and of torch deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
+]
+
+MICRO_BATCH_TOKENS = 192
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder / "dense", experts=False)
+    write_model(folder / "experts", experts=True)
+    return folder
+
+
+@contextmanager
+def learner(model: Path, **section: Any) -> Iterator[MegatronLearner]:
+    # A large eps, so that the step is a smooth function of the gradient.
+    settings = dict(
+        micro_batch_tokens=MICRO_BATCH_TOKENS, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4)
+    )
+    try:
+        yield MegatronLearner.create(
+            model, LearnerSection(**settings | section), P3O(), temperature=TEMPERATURE, seed=0, total_steps=3
+        )
+    finally:
+        leave_layout()
+
+
+def after_two_steps(model: Path, prepare: Callable[[MegatronLearner], None] = lambda _: None) -> NDArray[np.float64]:
+    """loss, grad_norm and ess of two steps, then every weight."""
+    with learner(model) as trained:
+        prepare(trained)
+        rows = [train(trained, step) for step in range(2)]
+        seen = [[row[name] for row in rows] for name in ("loss", "grad_norm", "ess")]
+        return np.concatenate([*seen, weights(trained)])
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+@pytest.mark.parametrize("multiple", [16, 64])
+def test_padding_changes_neither_loss_nor_gradients(
+    models: Path, monkeypatch: pytest.MonkeyPatch, model: str, multiple: int
+) -> None:
+    plain = after_two_steps(models / model)
+    totals: set[int] = set()
+    original = passes.packed_rows
+
+    def watched(micro_batch: Any, device: Any) -> Any:
+        totals.add(int(micro_batch.row_ends[-1]))
+        return original(micro_batch, device)
+
+    monkeypatch.setattr(learner_module, "token_multiple", lambda precision: multiple)
+    monkeypatch.setattr(passes, "packed_rows", watched)
+    padded = after_two_steps(models / model)
+    assert totals
+    assert all(total % multiple == 0 for total in totals)
+    assert np.abs(padded - plain).max() < 2e-6
+    assert np.abs(plain[:6]).min() > 1e-4  # what is compared is there
+
+
+def test_warm_up_passes_leave_nothing_but_scales(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    original = passes.warm_up
+
+    def counted(*arguments: Any) -> None:
+        original(*arguments)
+        gradients = [p.main_grad.abs().max().item() for chunk in arguments[0] for p in chunk.module.parameters()]
+        calls.append(int(max(gradients) > 0.0))
+
+    monkeypatch.setattr(passes, "warm_up", counted)
+    plain = after_two_steps(models / "dense")
+    assert calls == []
+    monkeypatch.setattr(learner_module, "warm_up_passes", lambda precision: 3)
+    assert np.array_equal(after_two_steps(models / "dense"), plain)
+    assert calls == [1, 1, 1]  # forward and backward, once for a run
+
+
+def test_a_checkpoint_that_is_loaded_warms_up_again(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_module, "warm_up_passes", lambda precision: 2)
+    monkeypatch.setattr(learner_module.checkpoint, "load", lambda *_, **__: 5)
+    with learner(models / "dense") as trained:
+        assert trained._warm_ups == 2
+        trained.score_tokens([[1, 2, 3]])
+        assert trained._warm_ups == 0
+        trained.load(tmp_path)
+        assert (trained._warm_ups, trained.step) == (2, 5)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_scoring_keeps_nothing_for_a_backward_pass(models: Path, recompute: str) -> None:
+    batch = make_batch(0, vocabulary=13)
+    with learner(models / "dense") as plain:
+        wanted = plain.token_logprobs(batch)
+    modes: set[bool] = set()
+    with learner(models / "dense", recompute=recompute) as trained:
+        (chunk,) = trained.model
+        layer = chunk.module.decoder.layers[0]
+        layer.register_forward_hook(lambda module, *_: modes.add(module.training))
+        assert np.array_equal(trained.token_logprobs(batch), wanted)
+        assert modes == {False}
+        train(trained, 0)
+        assert modes == {False, True}
+        assert chunk.training
+
+
+@pytest.mark.parametrize("precision", ["fp8_tensor", "fp8_block", "fp8_delayed"])
+def test_a_learner_without_a_gpu_refuses_fp8(models: Path, precision: str) -> None:
+    with (
+        pytest.raises(ModelError, match=rf"learner\.precision is {precision}, .* there is no CUDA device"),
+        learner(models / "dense", precision=precision),
+    ):
+        pass
+
+
+def test_emulation_refuses_transformer_engine_layers(models: Path) -> None:
+    with learner(models / "dense") as scored:
+        assert scored.layers == "megatron"
+        scored.layers = "transformer_engine"
+        with (
+            pytest.raises(ModelError, match=r"needs Megatron's own layers.*layers=\"megatron\""),
+            emulated(scored, QuantMap.for_decoder(4, "fp8_block", None)),
+        ):
+            pass
+    assert torch.is_grad_enabled()

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, plan_micro_batches, zigzag_columns
+from pipeline.errors import RecipeError
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=40)
+
+
+def rows_of(lengths: list[tuple[int, int]]) -> TokenRows:
+    """(prompt, response) lengths → rows whose tokens are all different, from 1 on."""
+    ids = iter(range(1, 10_000))
+    rows = [np.array([next(ids) for _ in range(prompt + response)], np.int32) for prompt, response in lengths]
+    return TokenRows(tokens=rows, starts=np.array([prompt for prompt, _ in lengths], np.int64))
+
+
+def plans(rows: TokenRows, budget: int, ranks: int, **split: int) -> list[Plan]:
+    """One plan for each data parallel rank and, with `context_ranks`, for each context parallel rank of it."""
+    return [
+        plan_micro_batches(
+            rows,
+            micro_batch_tokens=budget,
+            split=Split(data_ranks=ranks, data_rank=rank, context_rank=context_rank, **split),
+        )
+        for rank in range(ranks)
+        for context_rank in range(split.get("context_ranks", 1))
+    ]
+
+
+def test_by_hand() -> None:
+    rows = rows_of([(2, 2), (1, 1)])  # 1 2 | 3 4   and   5 | 6
+    (plan,) = plans(rows, 64, 1)
+    (micro,) = plan.micro_batches
+    assert micro.row_ends.tolist() == [0, 3, 4]
+    assert micro.longest == 3
+    assert micro.tokens.tolist() == [[1, 2, 3, 5]]
+    assert micro.labels.tolist() == [[2, 3, 4, 6]]
+    assert micro.positions.tolist() == [[0, 1, 2, 0]]
+    assert micro.mask.tolist() == [[False, True, True, True]]
+    assert micro.index[micro.mask].tolist() == [0, 1, 2]
+    assert micro.scatter(torch.tensor([7.0, 8.0, 9.0])).tolist() == [[0, 7, 8, 9]]
+    assert plan.padding_share == 0.0
+
+
+def test_context_and_sequence_parallelism_pad_what_they_must() -> None:
+    rows = rows_of([(1, 5), (1, 2)])  # predict from 5 and 2 tokens: 8 and 4 with pieces of 2 and 1, then 16 for the sum
+    first, second = plans(rows, 64, 1, context_ranks=2, sequence_ranks=4)
+    assert first.micro_batches[0].row_ends.tolist() == [0, 8, 16]
+    assert first.micro_batches[0].tokens.tolist() == [[1, 2, 0, 0, 7, 8, 0, 0]]
+    assert second.micro_batches[0].tokens.tolist() == [[3, 4, 5, 0, 0, 0, 0, 0]]
+    assert first.micro_batches[0].positions.tolist() == [[0, 1, 6, 7, 0, 1, 6, 7]]
+    assert first.padding_share == second.padding_share == pytest.approx(1 - 7 / 16)
+
+
+def test_fp8_pads_what_each_rank_is_left_with() -> None:
+    rows = rows_of([(1, 5), (1, 2)])  # predict from 5 and 2 tokens
+    (alone,) = plans(rows, 64, 1, token_multiple=16)
+    assert alone.micro_batches[0].row_ends.tolist() == [0, 5, 16]
+    # 8 and 4 with pieces of 2 and 1; 16 for each of 2 × 2 ranks is 64 in sum.
+    split, _ = plans(rows, 64, 1, context_ranks=2, sequence_ranks=2, token_multiple=16)
+    assert split.micro_batches[0].row_ends.tolist() == [0, 8, 64]
+    assert split.micro_batches[0].tokens.shape == (1, 32)
+    assert split.padding_share == pytest.approx(1 - 7 / 64)
+    with pytest.raises(RecipeError, match="a sample of 6 tokens, padded to 8, does not fit"):
+        plans(rows, 63, 1, context_ranks=2, sequence_ranks=2, token_multiple=16)
+
+
+def test_context_ranks_hold_pieces_from_both_ends() -> None:
+    assert [zigzag_columns([8, 4], 2, rank).tolist() for rank in (0, 1)] == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    assert zigzag_columns([3, 2], 1, 0).tolist() == [0, 1, 2, 3, 4]
+
+
+@given(
+    lengths=LENGTHS,
+    ranks=st.integers(1, 4),
+    budget=st.integers(48, 200),
+    context=st.sampled_from([1, 2, 3]),
+    sequence=st.sampled_from([1, 2]),
+    multiple=st.sampled_from([1, 3, 8]),
+)
+def test_every_predicted_token_appears_exactly_once(
+    lengths: list[tuple[int, int]], ranks: int, budget: int, context: int, sequence: int, multiple: int
+) -> None:
+    rows = rows_of(lengths)
+    wanted = [token for row, (prompt, _) in zip(rows.tokens, lengths, strict=True) for token in row[prompt:]]
+    found = np.zeros(len(wanted), np.int64)
+    times = np.zeros(len(wanted), np.int64)
+    split = dict(context_ranks=context, sequence_ranks=sequence, token_multiple=multiple)
+    for plan in plans(rows, budget, ranks, **split):
+        for micro in plan.micro_batches:
+            assert micro.tokens.numel() % (sequence * multiple) == 0
+            assert (micro.row_ends.diff() % (2 * context if context > 1 else 1) == 0).all()
+            places = micro.index[micro.mask].numpy()
+            found[places] = micro.labels[micro.mask].numpy()
+            np.add.at(times, places, 1)
+            # a label follows its token: ids were given out in order
+            assert torch.equal(micro.labels[micro.mask], micro.tokens[micro.mask] + 1)
+    assert found.tolist() == wanted
+    assert (times == 1).all()
+
+
+@given(
+    lengths=LENGTHS,
+    ranks=st.integers(1, 4),
+    budget=st.integers(48, 200),
+    sequence=st.sampled_from([1, 4]),
+    count=st.sampled_from([1, 2, 3]),
+)
+def test_ranks_keep_step_within_the_budget(
+    lengths: list[tuple[int, int]], ranks: int, budget: int, sequence: int, count: int
+) -> None:
+    parts = plans(rows_of(lengths), budget, ranks, sequence_ranks=sequence, count_multiple=count)
+    assert len({len(plan.micro_batches) for plan in parts}) == 1
+    assert len(parts[0].micro_batches) % count == 0
+    assert len({plan.padding_share for plan in parts}) == 1
+    micros = [micro for plan in parts for micro in plan.micro_batches]
+    assert all(micro.tokens.numel() <= budget and micro.tokens.numel() % sequence == 0 for micro in micros)
+    assert all(micro.row_ends[-1] == micro.tokens.numel() for micro in micros)
+    real = sum(prompt + response - 1 for prompt, response in lengths)
+    assert parts[0].padding_share == pytest.approx(1 - real / sum(micro.tokens.numel() for micro in micros))
+
+
+def test_no_more_micro_batches_than_the_budget_asks() -> None:
+    (plan,) = plans(rows_of([(1, 10)] * 6), 30, 1)
+    assert [micro.tokens.numel() for micro in plan.micro_batches] == [30, 30]
+
+
+@given(lengths=LENGTHS, ranks=st.integers(1, 4))
+def test_scatter_and_gather_are_inverse(lengths: list[tuple[int, int]], ranks: int) -> None:
+    rows = rows_of(lengths)
+    flat = torch.arange(1.0, rows.offsets[-1] + 1)
+    total = torch.zeros_like(flat)
+    for plan in plans(rows, 64, ranks):
+        for micro in plan.micro_batches:
+            micro.gather_into(total, micro.scatter(flat))
+    assert torch.equal(total, flat)
+
+
+@given(lengths=LENGTHS, ranks=st.integers(2, 4))
+def test_load_is_balanced_to_one_row(lengths: list[tuple[int, int]], ranks: int) -> None:
+    loads = [
+        sum(int((micro.tokens > 0).sum()) for micro in plan.micro_batches)
+        for plan in plans(rows_of(lengths), 64, ranks)
+    ]
+    assert max(loads) - min(loads) <= max(prompt + response for prompt, response in lengths)
+
+
+def test_a_rank_without_rows_gets_a_masked_micro_batch() -> None:
+    busy, idle = plans(rows_of([(2, 3)]), 64, 2)
+    assert len(busy.micro_batches) == len(idle.micro_batches) == 1
+    assert idle.micro_batches[0].tokens.shape == (1, 1)
+    assert not idle.micro_batches[0].mask.any()
+    assert idle.micro_batches[0].scatter(torch.tensor([float("nan")] * 3)).tolist() == [[0.0]]
+
+
+def test_a_row_that_does_not_fit_is_refused() -> None:
+    plans(rows_of([(2, 9)]), 10, 1)
+    with pytest.raises(RecipeError, match=r"12 tokens, padded to 11, does not fit in learner\.micro_batch_tokens 10"):
+        plans(rows_of([(2, 10)]), 10, 1)
+    with pytest.raises(RecipeError, match=r"11 tokens, padded to 12, does not fit in learner\.micro_batch_tokens 11"):
+        plans(rows_of([(2, 9)]), 11, 1, context_ranks=2)
+
+
+def test_the_first_token_cannot_be_predicted() -> None:
+    with pytest.raises(ValueError, match="row 0 predicts from token 0"):
+        plans(rows_of([(0, 3)]), 64, 1)
+
+
+def test_whole_rows() -> None:
+    rows = TokenRows.whole([[4, 5, 6], [7, 8]])
+    assert rows.offsets.tolist() == [0, 2, 3]
+
+
+@given(lengths=LENGTHS, ranks=st.integers(1, 4), context=st.sampled_from([1, 2]), data=st.data())
+def test_rows_left_out_leave_the_places_of_the_others(
+    lengths: list[tuple[int, int]], ranks: int, context: int, data: st.DataObject
+) -> None:
+    """Each predicted token of a chosen row comes once, at its place among all rows; the others never come; every rank
+    has as many micro-batches as the others, down to none of its own rows."""
+    rows = rows_of(lengths)
+    chosen = np.array(data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))))
+    split = [(rank, piece) for rank in range(ranks) for piece in range(context)]
+    found = [
+        plan_micro_batches(
+            rows,
+            micro_batch_tokens=96,
+            split=Split(data_ranks=ranks, data_rank=rank, context_ranks=context, context_rank=piece),
+            chosen=chosen,
+        )
+        for rank, piece in split
+    ]
+    assert len({len(plan.micro_batches) for plan in found}) == 1
+    places = [place for plan in found for m in plan.micro_batches for place in m.index[m.mask].tolist()]
+    labels = [label for plan in found for m in plan.micro_batches for label in m.labels[m.mask].tolist()]
+    flat = np.concatenate([row[start:] for row, start in zip(rows.tokens, rows.starts, strict=True)])
+    expected = np.flatnonzero(np.repeat(chosen, np.diff(rows.offsets))).tolist()
+    assert sorted(places) == expected
+    assert [flat[place] for place in places] == labels

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_bridge.step.optimizer import learning_rate, set_learning_rate
+from pipeline.config.recipe import OptimizerSection
+
+
+def rates(steps: int, **section: Any) -> list[float]:
+    return [learning_rate(step, OptimizerSection(lr=1.0, **section), steps) for step in range(steps)]
+
+
+def test_warm_up_reaches_the_rate_at_its_last_step() -> None:
+    assert rates(6, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_linear_decay_ends_at_the_minimum() -> None:
+    assert rates(5, warmup_steps=0, decay="linear", min_lr=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_cosine_decay_is_half_way_in_the_middle() -> None:
+    assert rates(5, warmup_steps=2, decay="cosine") == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_a_run_that_is_all_warm_up() -> None:
+    assert rates(2, warmup_steps=5, decay="cosine") == [0.2, 0.4]
+
+
+def test_multipliers_of_groups_are_kept() -> None:
+    groups: list[dict[str, Any]] = [{"wd_mult": 1.0, "lr_mult": 1.0}, {"wd_mult": 0.0, "lr_mult": 0.5}]
+    set_learning_rate(SimpleNamespace(param_groups=groups), 0.1, 0.01)
+    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(0.1, 0.01), (0.05, 0.0)]

@@ -1,0 +1,303 @@
+"""The name map: hand-computed pieces, mbridge as an independent opinion, and the proof at the size of real models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mbridge.core.llm_bridge import LLMBridge
+from mbridge.core.parallel_states import ParallelStates
+from mbridge.models.qwen2moe import Qwen2MoEBridge
+
+from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.parallel.layout import check_layout
+from megatron_bridge.weights.name_map import NameMap, Piece, Place
+from pipeline.config.recipe import LearnerSection
+from pipeline.errors import LayoutError, ModelError
+from tests.support.name_bijection import RankParameters, _require_tiling, check_bijection
+
+ROOT = Path(__file__).parents[4]
+
+MODELS = ROOT / "pipeline" / "recipes" / "models"
+QWEN3_32B: dict[str, Any] = json.loads((MODELS / "qwen3-32b" / "config.json").read_text())
+QWEN25_32B = QWEN3_32B | dict(
+    architectures=["Qwen2ForCausalLM"], intermediate_size=27648, num_attention_heads=40, vocab_size=152064
+)
+QWEN3_30B_A3B: dict[str, Any] = json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text())
+TINY = dict(
+    hidden_size=6,
+    intermediate_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=2,
+    vocab_size=12,
+    max_position_embeddings=8,
+)
+TINY_BIASED = ModelShape.from_hf(TINY | dict(architectures=["Qwen2ForCausalLM"]))
+TINY_EXPERTS = ModelShape.from_hf(
+    TINY | dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4)
+)
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen3-32B TP8": (QWEN3_32B, dict(tensor=8)),
+    "Qwen3-32B TP4 PP4": (QWEN3_32B, dict(tensor=4, pipeline=4)),
+    "Qwen3-32B TP8 PP2": (QWEN3_32B, dict(tensor=8, pipeline=2)),
+    "Qwen3-32B tied TP4 PP4 VPP2": (QWEN3_32B | dict(tie_word_embeddings=True), dict(tensor=4, pipeline=4, virtual=2)),
+    "Qwen2.5-32B TP8": (QWEN25_32B, dict(tensor=8)),
+    "Qwen2.5-32B TP4 PP4": (QWEN25_32B, dict(tensor=4, pipeline=4)),
+    "Qwen2.5-32B TP8 PP2": (QWEN25_32B, dict(tensor=8, pipeline=2)),
+    "Qwen3-30B-A3B TP4 PP4 EP4": (QWEN3_30B_A3B, dict(tensor=4, pipeline=4, expert=4, sequence=True)),
+    "Qwen3-30B-A3B TP4 EP8": (QWEN3_30B_A3B, dict(tensor=4, data=2, expert=8, sequence=True)),
+}
+BILLIONS = {"Qwen3-32B": 32_762_123_264, "Qwen2.5-32B": 32_763_876_352, "Qwen3-30B-A3B": 30_532_122_624}
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, list[RankParameters]]:
+    """What real Megatron models of every rank hold, built without memory."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "meta_models.py")],
+        input=json.dumps(list(CASES.values())),
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return {
+        case: [
+            RankParameters(
+                stage=rank["stage"],
+                place=Place(**rank["place"]),
+                sizes={name: tuple(size) for name, size in rank["sizes"].items()},
+            )
+            for rank in json.loads(line)
+        ]
+        for case, line in zip(CASES, done.stdout.splitlines(), strict=True)
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_real_models_hold_every_number_exactly_once(built: dict[str, list[RankParameters]], case: str) -> None:
+    shape = ModelShape.from_hf(CASES[case][0])
+    sizes = CASES[case][1]
+    assert len(built[case]) == sizes.get("tensor", 1) * sizes.get("pipeline", 1) * sizes.get("data", 1)
+    counted = check_bijection(shape, built[case])
+    assert counted == shape.num_parameters
+    if "tied" not in case:
+        assert counted == BILLIONS[case.split(" ")[0]]
+
+
+@pytest.mark.parametrize("case", ["Qwen3-32B TP8", "Qwen3-30B-A3B TP4 EP8"])
+def test_names_of_transformer_engine_layers_are_a_bijection_too(
+    built: dict[str, list[RankParameters]], case: str
+) -> None:
+    norm = ".mlp.linear_fc1.layer_norm_weight" if "A3B" not in case else ".pre_mlp_layernorm.weight"
+
+    def of_te(name: str) -> str:
+        fused = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+        return fused.replace(".pre_mlp_layernorm.weight", norm)
+
+    ranks = [replace(rank, sizes={of_te(name): size for name, size in rank.sizes.items()}) for rank in built[case]]
+    check_bijection(ModelShape.from_hf(CASES[case][0]), ranks)
+
+
+def test_tensor_parallel_8_does_not_divide_4_key_value_heads() -> None:
+    with pytest.raises(LayoutError, match="num_key_value_heads 4"):
+        check_layout(QWEN3_30B_A3B, LearnerSection(tensor_parallel=8, sequence_parallel=True))
+
+
+Sizes = dict[str, tuple[int, ...]]
+
+
+def _swap(first: str, second: str) -> Callable[[Sizes], Sizes]:
+    other = {first: second, second: first}
+    return lambda sizes: {other.get(name, name): size for name, size in sizes.items()}
+
+
+def _drop(start: str) -> Callable[[Sizes], Sizes]:
+    return lambda sizes: {name: size for name, size in sizes.items() if not name.startswith(start)}
+
+
+def _rename(old: str, new: str) -> Callable[[Sizes], Sizes]:
+    return lambda sizes: {name.replace(old, new): size for name, size in sizes.items()}
+
+
+LAYER = "decoder.layers.3."
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "ranks", "message"),
+    [
+        (
+            "Qwen3-32B TP8",
+            _swap(LAYER + "self_attention.linear_qkv.weight", LAYER + "self_attention.linear_proj.weight"),
+            range(8),
+            r"stage 0, tensor rank 0: decoder\.layers\.3\.self_attention\.linear_\w+\.weight has shape .* make",
+        ),
+        (
+            "Qwen3-32B TP8",
+            _swap("decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.5.mlp.linear_fc1.weight"),
+            [6],
+            r"ranks list their parameters differently, first at decoder\.layers\.3\.mlp\.linear_fc1\.weight against "
+            r"decoder\.layers\.5\.mlp",
+        ),
+        ("Qwen3-32B TP8 PP2", _drop(LAYER), range(8), r"11 of 707 tensors .* the first model\.layers\.3\.input_layer"),
+        (
+            "Qwen3-32B TP8 PP2",
+            _rename("decoder.layers.40.", "decoder.layers.3."),
+            range(8, 16),
+            r"model\.layers\.3\.\S+ is held twice: by decoder\.layers\.3\.\S+ on pipeline stage 0 and by .* on stage 1",
+        ),
+        (
+            "Qwen3-32B TP8",
+            _rename("linear_fc2", "linear_fc3"),
+            range(8),
+            r"parameter decoder\.layers\.0\.mlp\.linear_fc3\.weight has no counterpart",
+        ),
+        (
+            "Qwen3-30B-A3B TP4 EP8",
+            _rename("mlp.experts.linear_fc1.weight3", "mlp.experts.linear_fc1.weight16"),
+            range(8),
+            r"decoder\.layers\.0\.mlp\.experts\.linear_fc1\.weight128 has no counterpart",
+        ),
+    ],
+)
+def test_a_broken_map_is_named(
+    built: dict[str, list[RankParameters]],
+    case: str,
+    change: Callable[[Sizes], Sizes],
+    ranks: Any,
+    message: str,
+) -> None:
+    broken = [
+        replace(rank, sizes=change(dict(rank.sizes))) if number in ranks else rank
+        for number, rank in enumerate(built[case])
+    ]
+    with pytest.raises(ModelError, match=message) as refused:
+        check_bijection(ModelShape.from_hf(CASES[case][0]), broken)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("missing", [0, 5])
+def test_a_missing_rank_is_a_gap(built: dict[str, list[RankParameters]], missing: int) -> None:
+    ranks = [rank for number, rank in enumerate(built["Qwen3-32B TP8"]) if number != missing]
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight .* gaps or overlaps; expected each of its 777912320"):
+        check_bijection(ModelShape.from_hf(QWEN3_32B), ranks)
+
+
+def test_two_ranks_that_claim_the_same_place_are_noticed(built: dict[str, list[RankParameters]]) -> None:
+    ranks = [*built["Qwen3-32B TP8"], built["Qwen3-32B TP8"][0]]
+    with pytest.raises(ModelError, match=r"held by \[1, 2\] ranks; expected equally many"):
+        check_bijection(ModelShape.from_hf(QWEN3_32B), ranks)
+
+
+@pytest.mark.parametrize(
+    ("rows", "whole"),
+    [
+        ([(0, 2), (2, 5)], True),
+        ([(0, 3), (2, 4)], False),  # five rows in sum, but row 2 twice and row 4 never
+        ([(0, 2), (3, 5)], False),
+        ([(1, 6)], False),
+    ],
+)
+def test_pieces_must_tile_the_tensor(rows: list[tuple[int, int]], whole: bool) -> None:
+    pieces = Counter({Piece("w", span, (0, 2)): 1 for span in rows})
+    if whole:
+        _require_tiling("w", pieces, (5, 2))
+        return
+    with pytest.raises(ModelError, match=r"w \[5, 2\] .* gaps or overlaps; expected each of its 10 numbers"):
+        _require_tiling("w", pieces, (5, 2))
+
+
+def test_pieces_by_hand() -> None:
+    names = NameMap(TINY_BIASED)
+    second = Place(tensor_rank=1, tensor_size=2)
+    qkv = "model.layers.1.self_attn."
+    # 2 key/value heads of size 2, each with 2 query heads: rank 1 has the second group.
+    assert names.pieces("decoder.layers.1.self_attention.linear_qkv.weight", second) == (
+        Piece(qkv + "q_proj.weight", (4, 8), (0, 6)),
+        Piece(qkv + "k_proj.weight", (2, 4), (0, 6)),
+        Piece(qkv + "v_proj.weight", (2, 4), (0, 6)),
+    )
+    assert names.pieces("decoder.layers.1.self_attention.linear_qkv.bias", Place()) == (
+        Piece(qkv + "q_proj.bias", (0, 4), None),
+        Piece(qkv + "k_proj.bias", (0, 2), None),
+        Piece(qkv + "v_proj.bias", (0, 2), None),
+        Piece(qkv + "q_proj.bias", (4, 8), None),
+        Piece(qkv + "k_proj.bias", (2, 4), None),
+        Piece(qkv + "v_proj.bias", (2, 4), None),
+    )
+    assert names.pieces("decoder.layers.0.mlp.linear_fc2.weight", second) == (
+        Piece("model.layers.0.mlp.down_proj.weight", (0, 6), (4, 8)),
+    )
+    assert names.size("decoder.layers.0.mlp.linear_fc1.weight", second) == (8, 6)
+
+
+def test_experts_are_counted_from_the_ranks_first_and_cut_by_expert_tensor_ranks() -> None:
+    names = NameMap(TINY_EXPERTS)
+    local = names.stage_name("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", [1])
+    grouped = names.stage_name("decoder.layers.0.mlp.experts.linear_fc1.weight1", [1])
+    assert local == grouped == "decoder.layers.1.mlp.experts.linear_fc1.weight1"
+    place = Place(tensor_rank=1, tensor_size=2, expert_rank=1, expert_size=2, expert_tensor_size=2)
+    assert names.pieces(local, place) == (
+        Piece("model.layers.1.mlp.experts.3.gate_proj.weight", (0, 2), (0, 6)),
+        Piece("model.layers.1.mlp.experts.3.up_proj.weight", (0, 2), (0, 6)),
+    )
+    assert names.pieces("decoder.layers.1.mlp.router.weight", place) == (
+        Piece("model.layers.1.mlp.gate.weight", (0, 4), (0, 6)),
+    )
+
+
+class _Mbridge(Qwen2MoEBridge):  # type: ignore[misc]
+    """mbridge's own conversion of values, the independent opinion."""
+
+    _MLP_MAPPING = {**LLMBridge._MLP_MAPPING, **Qwen2MoEBridge._MLP_MAPPING}  # noqa: RUF012
+
+    def _build_config(self) -> Any:
+        return SimpleNamespace(gated_linear_unit=True)
+
+
+def _halved(name: str, size: torch.Size) -> list[int]:
+    """Megatron's row-parallel linears have half of the columns at tensor parallel size 2, routers are whole."""
+    axis = 1 if "linear_proj" in name or "linear_fc2" in name else 0
+    return [n // 2 if dim == axis and "router" not in name else n for dim, n in enumerate(size)]
+
+
+@pytest.mark.parametrize("shape", [TINY_BIASED, TINY_EXPERTS], ids=["dense", "experts"])
+def test_every_rank_gets_what_mbridge_would_load(shape: ModelShape) -> None:
+    fields = SimpleNamespace(
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    mbridge = _Mbridge(fields, dtype=torch.float32, parallel_states=ParallelStates(tp_size=2, etp_size=2))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(size, generator=generator) for name, size in shape.tensors().items()}
+    attention = ["self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"]
+    dense = ["self_attention.linear_qkv.bias", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+    experts = [f"mlp.experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(4)] + ["mlp.router.weight"]
+    layer = attention + (experts if shape.experts else dense)
+    names = NameMap(shape)
+    for name in [f"decoder.layers.1.{part}" for part in layer] + ["output_layer.weight"]:
+        hf_names = mbridge._weight_name_mapping_mcore_to_hf(name)
+        merged = mbridge._weight_to_mcore_format(name, [tensors[hf_name] for hf_name in hf_names])
+        places = [Place(tensor_rank=r, tensor_size=2, expert_tensor_rank=r, expert_tensor_size=2) for r in range(2)]
+        parameter = torch.empty(_halved(name, merged.shape))
+        split = mbridge._weight_split_across_tp(name, merged, parameter, 2)
+        for theirs, place in zip(split, places, strict=True):
+            ours = torch.cat([tensors[piece.name][piece.index] for piece in names.pieces(name, place)])
+            assert torch.equal(ours, theirs), name

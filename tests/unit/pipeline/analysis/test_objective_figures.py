@@ -1,0 +1,111 @@
+"""Whatever a recipe learns with, its report renders and shows what objective, correction and advantage measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.build.algorithm import build_objective
+from pipeline.advantages import build_advantages
+from pipeline.analysis import objective_figures
+from pipeline.analysis.html_report import render_page
+from pipeline.analysis.objective_figures import CORRECTION_MEASURES, FADE_MEASURES, OBJECTIVE_MEASURES, Measure
+from pipeline.analysis.run_log import History
+from pipeline.analysis.summary import summarise
+from pipeline.config.algorithm import PowerAdvantage
+from pipeline.config.recipe import Recipe
+from pipeline.data.event_log import Journal
+from pipeline.data.run_directory import RunDirectory
+from tests.support.objective_runs import run
+from tests.support.scored_steps import scored_step
+
+WriteRun = Callable[..., Path]
+
+PROXIMAL = dict(name="clipped", anchor="proximal")
+COMBINATIONS: list[dict[str, dict[str, Any]]] = [
+    dict(objective=dict(name="p3o"), advantage=dict(name="grpo")),
+    dict(objective=dict(name="p3o", ess_unit="sequence"), advantage=dict(name="rloo", batch_normalised=True)),
+    dict(objective=dict(name="p4o"), advantage=dict(name="asym_grpo")),
+    dict(objective=PROXIMAL | dict(dual_clip=2.0), correction=dict(name="tis"), advantage=dict(name="fade")),
+    dict(objective=PROXIMAL, correction=dict(name="mis"), advantage=dict(name="maxrl", aggregation="sequence")),
+    dict(objective=PROXIMAL, correction=dict(name="icepop"), advantage=dict(name="power", delta=0.5)),
+    dict(objective=dict(name="gspo", anchor="proximal"), correction=dict(name="rejection")),
+    dict(objective=dict(name="cispo"), correction=dict(name="opsm"), advantage=dict(name="dr_grpo")),
+    dict(objective=dict(name="mu_grpo"), advantage=dict(name="f_grpo", zero_variance="drop")),
+    dict(objective=dict(name="decoupled"), advantage=dict(name="pass_at_k", k=7)),
+    dict(objective=dict(name="m2po"), advantage=dict(name="rloo", aggregation="constant")),
+    dict(objective=dict(name="dppo_tv")),
+    dict(objective=dict(name="topr"), advantage=dict(name="dr_grpo", aggregation="prompt")),
+]
+
+NOT_DRAWN = {"clip_hits", "k3", "kl"}
+"""The sum of two that are drawn, and what the page shows as k3 KL."""
+
+
+def names(values: dict[str, dict[str, Any]]) -> str:
+    return "-".join(section["name"] for section in values.values())
+
+
+def measured_by(recipe: Recipe) -> dict[str, float]:
+    """What a real step writes: two responses with ratios far from 1."""
+    step = scored_step([[0.3, -0.8, 1.1], [0.9, -1.4]], [1.0, -1.0], proximal=[[0.2, -0.5, 0.9], [0.8, -1.2]])
+    outcome = run(build_objective(recipe), step)
+    estimator = build_advantages(recipe.advantage)
+    estimator.observe(solve_rate=0.4, entropy=1.5)
+    sums = {name: value / 5 for name, value in outcome.sums.items()}
+    return sums | dict(outcome.prepared.measured) | estimator.measured()
+
+
+@pytest.mark.parametrize("sections", COMBINATIONS, ids=names)
+def test_every_choice_renders_and_leaves_no_measure_out(write_run: WriteRun, sections: dict[str, Any]) -> None:
+    path = write_run(0, overrides=sections)
+    measured = measured_by(RunDirectory(path).recipe())
+    for step in range(2):
+        Journal(path).metrics(step, solve_rate=0.4, entropy=1.5, **measured)
+    history = History.read(path)
+    page = render_page(history)
+    assert 'aria-label="masses"' in page
+    drawn = {metric for measure in measures() if f'aria-label="{measure.title}"' in page for metric in keys(measure)}
+    assert set(measured) - NOT_DRAWN <= drawn
+    assert summarise(history)["objective"].startswith(sections["objective"]["name"])
+    assert sections.get("correction", dict(name="none"))["name"] in page
+
+
+def measures() -> Iterator[Measure]:
+    yield from (*OBJECTIVE_MEASURES, *CORRECTION_MEASURES, *FADE_MEASURES)
+
+
+def keys(measure: Measure) -> list[str]:
+    return [metric for metric, _, _ in measure.lines]
+
+
+def test_every_drawn_metric_is_one_that_something_measures(write_run: WriteRun) -> None:
+    """Otherwise a renamed measure would leave the page silently."""
+    measured = {"solve_rate", "entropy"}
+    for number, sections in enumerate(COMBINATIONS):
+        measured |= set(measured_by(RunDirectory(write_run(0, name=f"r{number}", overrides=sections)).recipe()))
+    assert {metric for measure in measures() for metric in keys(measure)} <= measured
+
+
+def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> None:
+    path = write_run(3, overrides=dict(advantage=dict(name="fade")))
+    Journal(path).metrics(3, advantage_alpha=2.0, advantage_delta=0.5)
+    Journal(path).metrics(4, advantage_alpha=2.5, advantage_delta=0.75)
+    history = History.read(path)
+    assert objective_figures.present_section(history) == PowerAdvantage(name="power", alpha=2.5, delta=0.75)
+    assert "newest alpha and delta" in objective_figures.advantage_text(history)
+    svg = str(objective_figures.mass_curves(history))
+    assert ">successes</text>" in svg
+    assert ">failures</text>" in svg
+
+
+def test_a_symmetric_advantage_has_one_line_and_no_schedule(write_run: WriteRun) -> None:
+    history = History.read(write_run(3, overrides=dict(advantage=dict(name="maxrl"), rollout=dict(group_size=4))))
+    svg = str(objective_figures.mass_curves(history))
+    assert ">both</text>" in svg
+    assert ">failures</text>" not in svg
+    assert "groups of 4." in objective_figures.advantage_text(history)
+    assert [title for title, _ in objective_figures.advantage_figures(history)] == ["Weight by solve rate"]

@@ -1,0 +1,166 @@
+"""Points from runs and from JSONL files: what compute a version cost, what R_0 is, what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.analysis.scaling.curves import Curve, points_of, read_curve
+from pipeline.config.loader import recipe_from
+from pipeline.data.event_log import Journal
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError, StoreError
+
+
+def jsonl(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Four steps; 100, 110, 120, 130 samples; 1,000, 1,100, … tokens; 10 s, 20 s, 30 s, 40 s; evaluated at 0, 2, 4.
+
+    Two learner processes (TP2) and three engines of two accelerators each: eight accelerators.
+    """
+    data: dict[str, Any] = dict(
+        run=dict(name="demo", steps=4, root=str(tmp_path)),
+        model=dict(path="m"),
+        task={"name": "sort_digits"},
+        learner=dict(tensor_parallel=2),
+        rollout=dict(engines=3, tensor_parallel=2),
+    )
+    directory = RunDirectory(tmp_path / "demo")
+    directory.freeze(recipe_from(data, source="test"))
+    journal = Journal(directory.path)
+    for step in range(4):
+        journal.event("committed", batch=step, samples=100 + 10 * step, dropped=0)
+        journal.metrics(
+            step, num_tokens=1000 + 100 * step, seconds={"wait": 4.0 * (step + 1), "update": 6.0 * (step + 1)}
+        )
+    for version, value in ((4, 0.75), (0, 0.25), (2, 0.5)):
+        journal.event("evaluated", version=version, pass_at_1=value, pass_at_1_low=value - 0.1)
+    return directory.path
+
+
+@pytest.mark.parametrize(
+    ("x", "spent"),
+    [
+        # Version 2 follows batches 0 and 1, version 4 all four.
+        (None, [0, 210, 460]),
+        ("tokens", [0, 2100, 4600]),
+        # 8 accelerators × (10 + 20) s = 240 s; × 100 s = 800 s.
+        ("hours", [0, 240 / 3600, 800 / 3600]),
+    ],
+)
+def test_compute_of_a_run(run: Path, x: str | None, spent: list[float]) -> None:
+    curve = read_curve(run, x, None)
+    np.testing.assert_allclose(curve.compute, spent)
+    np.testing.assert_array_equal(curve.score, [0.25, 0.5, 0.75])
+    assert (curve.name, curve.x, curve.y) == ("demo", x or "samples", "pass_at_1")
+
+
+def test_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"no recipe\.yaml"):
+        read_curve(tmp_path, None, None)
+
+
+def test_another_field_of_the_evaluations(run: Path) -> None:
+    np.testing.assert_allclose(read_curve(run, None, "pass_at_1_low").score, [0.15, 0.4, 0.65])
+
+
+def test_a_step_trained_again_counts_once(run: Path) -> None:
+    Journal(run).metrics(3, num_tokens=2000)
+    assert read_curve(run, "tokens", None).compute[-1] == 1000 + 1100 + 1200 + 2000
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "error", "message"),
+    [
+        ("steps", None, RecipeError, "--x steps is not known for a run, expected one of samples, tokens, hours"),
+        (None, "pass", StoreError, "no evaluation with a number 'pass'"),
+    ],
+)
+def test_bad_axes_of_a_run(run: Path, x: str | None, y: str | None, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_curve(run, x, y)
+
+
+def test_an_evaluation_beyond_the_journal(run: Path) -> None:
+    Journal(run).event("evaluated", version=9, pass_at_1=0.9)
+    with pytest.raises(StoreError, match="version 9 was evaluated, but its journal ends at version 4"):
+        read_curve(run, None, None)
+
+
+def test_jsonl_sorts_and_passes_over_other_lines(tmp_path: Path) -> None:
+    lines = [dict(c=3, r=0.3), dict(note="hello"), dict(c=1, r=0.1), dict(c=2, r=None), dict(c=4)]
+    curve = read_curve(jsonl(tmp_path / "log.jsonl", lines), "c", "r")
+    np.testing.assert_array_equal(curve.compute, [1, 3])
+    np.testing.assert_array_equal(curve.score, [0.1, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("text", "x", "y", "error", "message"),
+    [
+        ('{"c": 1, "r": 2}\n', None, "r", RecipeError, "name its fields with --x and --y; it has numbers in c, r"),
+        ('{"c": 1, "r": 2}\n', "c", "s", StoreError, "no number in a field 's', only in c, r"),
+        ('{"c": 1}\n{"r": 2}\n', "c", "r", StoreError, "no line with both 'c' and 'r'"),
+        ('{"c": 1, "r": 2}\nnot json\n', "c", "r", StoreError, "line 2 is not JSON"),
+        ("[1, 2]\n", "c", "r", StoreError, "line 1 is list, expected a JSON object"),
+        ('{"c": -1, "r": 2}\n', "c", "r", StoreError, "c goes down to -1"),
+        ("", "c", "r", StoreError, "only in none"),
+        ('{"c": true, "r": NaN}\n', "c", "r", StoreError, "only in none"),
+    ],
+)
+def test_bad_jsonl(
+    tmp_path: Path, text: str, x: str | None, y: str | None, error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(text)
+    with pytest.raises(error, match=message):
+        read_curve(path, x, y)
+
+
+def test_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(StoreError, match="cannot read"):
+        read_curve(path, "c", "r")
+
+
+def curve(compute: list[float], score: list[float]) -> Curve:
+    return Curve(name="n", x="c", y="r", compute=np.array(compute), score=np.array(score))
+
+
+def test_the_first_point_of_each_repeat_measures_the_start() -> None:
+    repeats = [curve([0, 1, 2, 3], [0.1, 0.2, 0.3, 0.4]), curve([0, 1, 2], [0.3, 0.2, 0.3])]
+    points = points_of(repeats)
+    assert points.start == pytest.approx(0.2)  # the mean of .1 and .3
+    assert points.start_weight == 2
+    np.testing.assert_array_equal(points.compute, [1, 1, 2, 2, 3])
+
+
+def test_a_given_start_is_exact_and_leaves_all_points_above_zero() -> None:
+    points = points_of([curve([0, 1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4, 0.5])], r0=0.15)
+    assert (points.start, points.start_weight, len(points.compute)) == (0.15, math.inf, 4)
+    late = points_of([curve([1, 2, 3, 4], [0.2, 0.3, 0.4, 0.5])], r0=0.15)
+    assert len(late.compute) == 4
+
+
+def test_skip_leaves_the_start_alone() -> None:
+    points = points_of([curve([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.3, 0.4, 0.5, 0.6])], skip=2.0)
+    assert points.start == 0.1
+    np.testing.assert_array_equal(points.compute, [2, 3, 4, 5])
+    with pytest.raises(StoreError, match="3 points are left to fit, expected at least 4"):
+        points_of([curve([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.3, 0.4, 0.5, 0.6])], skip=3.0)
+
+
+def test_a_late_first_point_is_no_point_of_the_fit() -> None:
+    points = points_of([curve([1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5])])
+    assert points.start == 0.1
+    np.testing.assert_array_equal(points.compute, [2, 3, 4, 5])

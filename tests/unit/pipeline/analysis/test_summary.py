@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launch.show.runs import render, summary
+from pipeline.data.event_log import Journal
+from pipeline.errors import StoreError
+
+
+def text_of(table: object) -> str:
+    console = Console(width=120, record=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_finished_run(write_run: Callable[..., Path]) -> None:
+    numbers = summary(write_run(24))
+    assert numbers["pass_at_1_first"] == 0.125
+    assert (numbers["pass_at_1_last_low"], numbers["pass_at_1_last"], numbers["pass_at_1_last_high"]) == (
+        0.4375,
+        0.5,
+        0.5625,
+    )
+    assert (numbers["k"], numbers["pass_at_k_first"], numbers["pass_at_k_last"]) == (8, 0.375, 0.75)
+    assert (numbers["version_first"], numbers["version_last"]) == (0, 24)
+    assert (numbers["steps"], numbers["steps_planned"], numbers["state"]) == (24, 24, "finished")
+    # Journal from START to the end of step 23: 10 s, 23 steps of 2 s before it, and its own 2 s.
+    assert numbers["wall_s"] == pytest.approx(10 + 23 * 2 + 2)
+    assert (numbers["samples"], numbers["tokens"]) == (24 * 256, 48_000)
+    assert numbers["tokens_per_s"] == pytest.approx(48_000 / 58)
+    assert numbers["ess_last"] == pytest.approx(0.976)
+    assert numbers["ess_min"] == pytest.approx(0.976)
+    assert numbers["bottleneck"] == "rollouts: the learner waits 60 % of each step; add engines or allow lag"
+    assert (numbers["restarts"], numbers["dropped"]) == (0, 0)
+    json.dumps(numbers, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (dict(kind="sync"), "sync"),
+        (dict(kind="async", lag=3), "async, lag 3"),
+        (dict(kind="staged", updates_per_stage=4), "staged, µ = 4"),
+    ],
+)
+def test_layout_precision_objective_and_schedule(
+    write_run: Callable[..., Path], schedule: dict[str, object], text: str
+) -> None:
+    overrides = dict(
+        learner=dict(tensor_parallel=2, pipeline_parallel=3),
+        rollout=dict(precision="fp8_block", engines=2),
+        objective=dict(name="clipped"),
+        schedule=schedule,
+    )
+    numbers = summary(write_run(2, overrides=overrides))
+    assert numbers["learner_layout"] == "TP2×PP3"
+    assert numbers["rollout_precision"] == "fp8_block"
+    assert (numbers["engines"], numbers["objective"], numbers["schedule"]) == ("2 × TP1", "clipped", text)
+
+
+def test_choices_are_named_with_what_is_not_default(write_run: Callable[..., Path]) -> None:
+    overrides = dict(
+        objective=dict(name="clipped", clip_high=0.28, anchor="proximal"),
+        correction=dict(name="tis", cap=2.0),
+        advantage=dict(name="dr_grpo", aggregation="prompt", batch_normalised=True),
+    )
+    numbers = summary(write_run(2, overrides=overrides))
+    assert numbers["objective"] == "clipped (clip_high 0.28, anchor proximal)"
+    assert numbers["correction"] == "tis"
+    assert numbers["advantage"] == "dr_grpo (aggregation prompt, batch_normalised)"
+    text = " ".join(text_of(render(numbers)).split())
+    assert "advantage dr_grpo (aggregation prompt, batch_normalised), correction tis" in text
+
+
+def test_a_step_trained_again_counts_once(write_run: Callable[..., Path]) -> None:
+    run = write_run(5)
+    Journal(run).metrics(4, num_tokens=3000, ess=0.5)
+    numbers = summary(run)
+    assert (numbers["steps"], numbers["tokens"], numbers["ess_last"]) == (5, 4 * 2000 + 3000, 0.5)
+
+
+def test_restarts_and_drops_are_counted_and_shown(write_run: Callable[..., Path]) -> None:
+    run = write_run(3)
+    journal = Journal(run)
+    journal.event("restarted", process="learner", reason="exit code -9")
+    journal.event("committed", batch=3, samples=248, dropped=1)
+    numbers = summary(run)
+    assert (numbers["restarts"], numbers["dropped"], numbers["state"]) == (1, 1, "unfinished: 3 of 24 steps")
+    assert "restarts 1, dropped groups 1" in text_of(render(numbers))
+
+
+def test_prompts_that_were_not_asked_as_they_came_are_counted_and_shown(write_run: Callable[..., Path]) -> None:
+    run = write_run(2)
+    assert "all asked as they came" in text_of(render(summary(run)))
+    journal = Journal(run)
+    for refills in (3, 4):
+        journal.event(
+            "committed", batch=2, samples=8, refills=refills, zero_variance=2, retired_groups=1, interrupted=0
+        )
+    numbers = summary(run)
+    assert (numbers["refills"], numbers["zero_variance"], numbers["retired_groups"]) == (7, 4, 2)
+    assert "refills 7, groups without contrast 4, groups of retired problems 2" in text_of(render(numbers))
+
+
+def test_a_run_that_has_not_begun(write_run: Callable[..., Path]) -> None:
+    numbers = summary(write_run(0))
+    assert (numbers["state"], numbers["steps"], numbers["wall_s"]) == ("not started", 0, 0.0)
+    assert numbers["pass_at_1_first"] is None
+    assert numbers["ess_last"] is None
+    assert "– → –" in text_of(render(numbers))
+
+
+def test_table_shows_the_numbers(write_run: Callable[..., Path]) -> None:
+    text = text_of(render(summary(write_run(24))))
+    for expected in (
+        "12.5 % → 50.0 % (95 %: 43.8 % to 56.2 %)",
+        "37.5 % → 75.0 %",
+        "24 of 24",
+        "58 s",
+        "one process, fp32",
+    ):
+        assert expected in text
+
+
+def test_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="does not exist"):
+        summary(tmp_path / "nothing")
+    with pytest.raises(StoreError, match=r"no recipe\.yaml"):
+        summary(tmp_path)

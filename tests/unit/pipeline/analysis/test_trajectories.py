@@ -1,0 +1,112 @@
+"""Batches as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.analysis.trajectories import render_batch, visible
+from pipeline.data.records import Batch, DroppedGroup
+from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.tokenizer import Tokenizer
+
+MakeBatch = Callable[..., Batch]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    write_character_tokenizer(tmp_path, "0123456789=\n")
+    return Tokenizer.load(tmp_path)
+
+
+def test_golden(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    """Token 1 ends, tokens 2 … 11 are the digits 0 … 9, 12 is "=", 13 a line end."""
+    batch = make_batch(4, first_group=5, num_groups=1, dropped=(6,), versions=(3, 3, 4))
+    assert list(render_batch(batch, tokenizer, samples=[0, 2])) == [
+        "batch 4: 3 samples, 4 response tokens; group 6 dropped: too long",
+        "",
+        "sample 0, group 5",
+        "  prompt    <|end|>5",
+        "  response  =⏎",
+        "  reward    1",
+        "  finish    stop after 3 tokens, engine 0, queued 0.25 s, generated 1.5 s",
+        "  versions  3 × 2 tokens, 4 × 1 tokens",
+        "",
+        "sample 2, group 5",
+        "  prompt    <|end|>5",
+        "  response  =",
+        "  reward    0 (format 0.5, odd/name ü 1)",
+        "  finish    length after 1 tokens, engine 2, queued 0.25 s, generated 1.5 s",
+        "  versions  3 × 1 tokens",
+    ]
+
+
+def test_an_empty_response(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    lines = list(render_batch(make_batch(0), tokenizer, samples=[1]))
+    assert lines[4:] == [
+        "  response  ",
+        "  reward    0",
+        "  finish    abort after 0 tokens, engine 1, queued 0.25 s, generated 1.5 s",
+        "  versions  none",
+    ]
+
+
+def test_gaps_between_learner_and_sampler(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    batch = make_batch(0, num_groups=2)
+    learner = batch.sampler_logprobs + np.arange(8, dtype=np.float32) / 8
+    lines = list(render_batch(batch, tokenizer, learner_logprobs=learner, samples=[3]))
+    assert lines[-4:] == [
+        "  token            version   sampler   learner       gap",
+        "  6                      0   -0.5000    0.0000   +0.5000",
+        "  7                      0   -1.0000   -0.3750   +0.6250",
+        "  8                      0   -1.5000   -0.7500   +0.7500",
+    ]
+    with pytest.raises(ValueError, match=r"learner_logprobs is \(3,\), expected \(8,\)"):
+        list(render_batch(batch, tokenizer, learner_logprobs=learner[:3]))
+
+
+def test_forced_tokens_are_shown_as_such(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    batch = make_batch(0, num_groups=1)
+    forced = np.array([False, True, False, False])
+    lines = list(
+        render_batch(replace(batch, forced=forced), tokenizer, samples=[0], learner_logprobs=np.zeros(4, "f4"))
+    )
+    assert lines[-5:] == [
+        "  forced    6",
+        "  token            version   sampler   learner       gap",
+        "  5                      0   -0.5000    0.0000   +0.5000",
+        "  6                      0    forced",
+        "  7                      0   -1.5000    0.0000   +1.5000",
+    ]
+
+
+def test_groups_of_retired_problems_are_counted(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    retired = [DroppedGroup(group=group, reason="…", kind="retired") for group in (2, 3)]
+    batch = replace(make_batch(0, dropped=(4,)), dropped=(*retired, DroppedGroup(group=4, reason="too long")))
+    first = next(render_batch(batch, tokenizer))
+    assert first.endswith("; group 4 dropped: too long; 2 groups of retired problems passed over")
+
+
+def test_all_samples_are_shown_by_default(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    text = "\n".join(render_batch(make_batch(0), tokenizer))
+    assert [f"sample {i}, group {i // 3}" in text for i in range(6)] == [True] * 6
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a b", "a b"),
+        ("a\n\tb\r", "a⏎⇥b␍"),
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("\x00", "\\x00"),
+        ("\u202eevil\u200b", "\\u202eevil\\u200b"),
+        ("é漢🙂", "é漢🙂"),
+    ],
+)
+def test_nothing_invisible_reaches_the_terminal(text: str, shown: str) -> None:
+    assert visible(text) == shown
+    assert visible(text).isprintable()

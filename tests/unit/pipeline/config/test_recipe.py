@@ -1,0 +1,172 @@
+"""The recipe refuses what cannot work, in one line that names key, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipeline.config.loader import differing_keys, load_recipe, recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.errors import RecipeError
+
+RECIPES = sorted((Path(__file__).parents[4] / "pipeline" / "recipes").glob("*.yaml"))
+
+
+def data(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = dict(run=dict(name="r", steps=8), model=dict(path="m"), task=dict(name="sort_digits"))
+    for key, value in changes.items():
+        base[key] = {**base.get(key, {}), **value}
+    return base
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (dict(run=dict(stepz=3)), ["run.stepz", "unknown key"]),
+        (dict(task=dict(name="nonsense")), ["task", "sort_digits"]),
+        (dict(task=dict(min_digits=9, max_digits=4)), ["min_digits 9", "max_digits 4"]),
+        (dict(rollout=dict(group_size=1)), ["group_size is 1", "at least 2"]),
+        (dict(rollout=dict(prompts_per_batch=1, group_size=2), learner=dict(data_parallel=4)), ["data_parallel 4"]),
+        (dict(rollout=dict(context_tokens=512), learner=dict(micro_batch_tokens=256)), ["256", "512"]),
+        (dict(rollout=dict(max_new_tokens=512)), ["max_new_tokens 512", "context_tokens"]),
+        (dict(rollout=dict(top_k=0)), ["top_k is 0"]),
+        (dict(schedule=dict(kind="staged", updates_per_stage=9)), ["updates_per_stage 9", "run.steps 8"]),
+        (dict(schedule=dict(kind="async", lag=0)), ["schedule.async.lag", "greater than 0"]),
+        (dict(learner=dict(optimizer=dict(lr=float("nan")))), ["learner.optimizer.lr"]),
+        (dict(correction=dict(name="tis")), ["correction tis", "objective p3o", "twice", "clipped or gspo"]),
+        (
+            dict(correction=dict(name="icepop"), objective=dict(name="gspo")),
+            ["correction icepop", "objective gspo", "objective.anchor=proximal"],
+        ),
+        (dict(correction=dict(name="opsm"), objective=dict(name="topr")), ["opsm", "clipped, gspo or cispo", "topr"]),
+        (dict(advantage=dict(name="grpo", aggregation="prompt")), ["aggregation is prompt", "objective p3o"]),
+        (dict(advantage=dict(name="fade", zero_variance="drop")), ["zero_variance is drop", "objective p3o"]),
+        (dict(objective=dict(name="p3o", ess_unit="sequence", ess_scope="micro_batch")), ["ess_scope step"]),
+        (dict(objective=dict(name="mu_grpo", trigger="above")), ["kappa 0.3", "trigger above", "1.5"]),
+        (dict(objective=dict(name="decoupled", behaviour_cap=0.5)), ["behaviour_cap", "1"]),
+        (dict(objective=dict(name="dppo_tv", threshold=1.5)), ["threshold", "1.5"]),
+        (
+            dict(objective=dict(name="gspo", anchor="proximal"), correction=dict(name="icepop", low=5.0)),
+            ["low 5.0", "high 5.0"],
+        ),
+        (dict(objective=dict(name="topr", clip_low=2.0)), ["clip_low 2.0", "clip_high 1.0"]),
+    ],
+)
+def test_refusals(changes: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe_from(data(**changes), source="file.yaml")
+    message = str(caught.value)
+    assert message.startswith("file.yaml: ")
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(data()))
+    recipe = load_recipe(path, ["learner.optimizer.betas=[0.8, 0.9]", "schedule.kind=async", "schedule.lag=2"])
+    assert recipe.learner.optimizer.betas == (0.8, 0.9)
+    assert recipe.build_schedule().required_version(5) == 3
+
+
+def test_a_file_extends_another_and_a_new_choice_takes_its_section_whole(tmp_path: Path) -> None:
+    """Keys merge at any depth; GRPO's clip is not carried over into CISPO, P3O's estimator stays with P3O."""
+    base = data(objective=dict(name="clipped", clip_low=0.1), schedule=dict(kind="async", lag=3))
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    (tmp_path / "sub").mkdir()
+    changes: dict[str, Any] = dict(
+        extends="../base.yaml", run=dict(name="other"), objective=dict(name="cispo"), schedule=dict(lag=2)
+    )
+    (tmp_path / "sub" / "r.yaml").write_text(yaml.safe_dump(changes))
+    recipe = load_recipe(tmp_path / "sub" / "r.yaml")
+    assert (recipe.run.name, recipe.run.steps) == ("other", 8)
+    assert recipe.objective.name == "cispo"
+    assert recipe.build_schedule().required_version(5) == 3
+
+
+def test_an_override_of_the_choice_clears_the_section_whatever_the_order(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(data(objective=dict(name="p3o", kl_estimator="importance"))))
+    overrides = ["objective.clip_low=0.5", "objective.name=clipped"]
+    for order in (overrides, overrides[::-1]):
+        objective = load_recipe(path, order).objective
+        assert (objective.name, getattr(objective, "clip_low", None)) == ("clipped", 0.5)
+    assert load_recipe(path, ["objective.name=p3o"]).objective == load_recipe(path).objective
+
+
+@pytest.mark.parametrize(
+    ("files", "parts"),
+    [
+        (dict(r=dict(extends="gone.yaml")), ["gone.yaml", "extended by", "r.yaml"]),
+        (dict(r=dict(extends="a.yaml"), a=dict(extends="r.yaml")), ["a.yaml", "extends r.yaml", "circle"]),
+        (dict(r=dict(extends=3)), ["r.yaml", "extends is 3"]),
+    ],
+)
+def test_bad_bases(tmp_path: Path, files: dict[str, Any], parts: list[str]) -> None:
+    for name, content in files.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["run.steps", "=3", "run.steps.deep=3"])
+def test_bad_overrides(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(data()))
+    with pytest.raises(RecipeError, match="--set"):
+        load_recipe(path, [override])
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "3"])
+def test_files_that_are_no_recipe(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=r"r\.yaml"):
+        load_recipe(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot read recipe"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_resolved_recipe_reads_back_as_itself() -> None:
+    recipe = recipe_from(data(), source="t")
+    again = recipe_from(yaml.safe_load(recipe.to_yaml()), source="t")
+    assert again == recipe
+    assert again.sha256() == recipe.sha256()
+
+
+def test_differing_keys_are_named() -> None:
+    ours, theirs = (recipe_from(data(rollout=dict(group_size=n)), source="t") for n in (8, 4))
+    assert differing_keys(ours, theirs) == ["rollout.group_size: 8 → 4"]
+    assert ours.sha256() != theirs.sha256()
+
+
+def test_frozen() -> None:
+    recipe = recipe_from(data(), source="t")
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.run.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_shipped_recipes_are_valid(path: Path) -> None:
+    assert isinstance(load_recipe(path), Recipe)
+
+
+def test_every_key_is_listed() -> None:
+    """The golden list of recipe keys: a new key is a decision, so it must be added here too."""
+    golden = (Path(__file__).parent / "recipe_keys.txt").read_text().split()
+    assert sorted(keys(Recipe.model_json_schema())) == golden
+
+
+def keys(schema: dict[str, Any]) -> set[str]:
+    """section.key of every definition in a JSON schema."""
+    definitions = {**schema["$defs"], "Recipe": schema}
+    return {f"{name}.{key}" for name, body in definitions.items() for key in body.get("properties", {})}

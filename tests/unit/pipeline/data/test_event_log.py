@@ -1,0 +1,126 @@
+"""Journals: one write a line, torn lines cost themselves only, and numbers are finite."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.data.event_log import EVENT_KINDS, Journal, read_events, read_metrics
+from pipeline.errors import NonFiniteError, StoreError
+
+
+def test_lines_come_back_in_order_with_their_time(tmp_path: Path) -> None:
+    journal, before = Journal(tmp_path), time.time()
+    journal.event("issued", batch=0, first_group=0)
+    journal.event("dropped", group=3, reason="zu lang: é\n")
+    journal.event("issued", batch=1)
+    events = read_events(tmp_path)
+    assert [event["kind"] for event in events] == ["issued", "dropped", "issued"]
+    assert events[1]["reason"] == "zu lang: é\n"
+    assert all(before <= event["time"] <= time.time() for event in events)
+    assert [event["batch"] for event in read_events(tmp_path, "issued")] == [0, 1]
+
+
+def test_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for step, loss in ((0, 1.0), (1, 2.0), (2, 3.0), (1, 20.0)):
+        journal.metrics(step, loss=loss)
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(0, 1.0), (1, 20.0), (2, 3.0)]
+
+
+def test_numpy_values_paths_and_nesting(tmp_path: Path) -> None:
+    Journal(tmp_path).metrics(
+        0,
+        ess=np.float32(0.5),
+        count=np.int64(3),
+        flag=np.bool_(True),
+        histogram=np.array([1.5, 2.0]),
+        seconds={"wait": np.float64(0.25)},
+        spans=[(0, 1)],
+        path=Path("a/b"),
+        nothing=None,
+    )
+    (line,) = read_metrics(tmp_path)
+    del line["time"]
+    assert line == dict(
+        step=0, ess=0.5, count=3, flag=True, histogram=[1.5, 2.0], seconds={"wait": 0.25}, spans=[[0, 1]], path="a/b",
+        nothing=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        (dict(loss=float("nan")), "loss is nan"),
+        (dict(loss=np.float32("inf")), "loss is inf"),
+        (dict(seconds={"wait": float("-inf")}), r"seconds\.wait is -inf"),
+        (dict(histogram=np.array([0.0, np.nan])), r"histogram\[1\] is nan"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, fields: dict[str, object], where: str) -> None:
+    journal = Journal(tmp_path)
+    with pytest.raises(NonFiniteError, match=where):
+        journal.metrics(0, **fields)
+    assert read_metrics(tmp_path) == []
+
+
+def test_unknown_kinds_and_values_are_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    with pytest.raises(ValueError, match="'exploded' is unknown, expected one of issued"):
+        journal.event("exploded")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="what is a set"):
+        journal.event("saved", what={1})
+    for kind in EVENT_KINDS:
+        journal.event(kind)  # type: ignore[arg-type]
+    assert len(read_events(tmp_path)) == len(EVENT_KINDS)
+
+
+def test_there_is_nothing_before_the_first_line(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == read_events(tmp_path) == []
+
+
+def test_a_line_torn_anywhere_costs_only_itself(tmp_path: Path) -> None:
+    Journal(tmp_path).metrics(0, loss=1.5, text="é")
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    for length in range(1, len(whole)):
+        path.write_bytes(whole + whole[:length])
+        assert [line["step"] for line in read_metrics(tmp_path)] == [0]
+        Journal(tmp_path).metrics(1, loss=2.5)
+        lines = read_metrics(tmp_path)
+        assert [(line["step"], line["loss"]) for line in lines] == [(0, 1.5), (1, 2.5)]
+
+
+def test_opening_again_changes_nothing_when_no_line_is_torn(tmp_path: Path) -> None:
+    Journal(tmp_path).metrics(0)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    Journal(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    monkeypatch.setattr("pipeline.data.event_log.os.write", lambda descriptor, data: len(data) - 1)
+    with pytest.raises(StoreError, match="free some disk space"):
+        journal.metrics(0)
+
+
+def test_several_processes_append_to_one_file(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from pipeline.data.event_log import Journal\n"
+        "journal = Journal(Path(sys.argv[1]))\n"
+        "for number in range(200): journal.event('issued', process=sys.argv[2], number=number, padding='x' * 3000)\n"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path), name]) for name in "abc"]
+    assert [writer.wait(timeout=120) for writer in writers] == [0, 0, 0]
+    for line in (tmp_path / "events.jsonl").read_text().splitlines():
+        json.loads(line)
+    events = read_events(tmp_path)
+    for name in "abc":
+        assert [event["number"] for event in events if event["process"] == name] == list(range(200))

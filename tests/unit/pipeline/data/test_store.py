@@ -1,0 +1,410 @@
+"""The ledger: what is committed comes back bit for bit, and damage never comes back as data."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from zarr.storage import ZipStore
+
+from pipeline.data.batch_format import PER_SAMPLE, PER_TOKEN, arrays_of, attributes_of, content_sha256
+from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.store import BatchStore
+from pipeline.errors import ContractMismatchError, CorruptBatchError, DeadlineExceededError, StoreError
+
+MakeBatch = Callable[..., Batch]
+SCHEMA_1 = Path(__file__).parents[3] / "golden" / "store" / "schema_1.zarr.zip"
+
+
+def assert_same(left: Batch, right: Batch) -> None:
+    """Equal field by field and bit by bit, NaN included."""
+    for field in fields(Batch):
+        ours, theirs = getattr(left, field.name), getattr(right, field.name)
+        if field.name == "reward_parts":
+            assert ours.keys() == theirs.keys()
+            pairs = [(ours[name], theirs[name]) for name in ours]
+        elif isinstance(ours, np.ndarray):
+            pairs = [(ours, theirs)]
+        else:
+            assert ours == theirs, field.name
+            continue
+        for mine, other in pairs:
+            assert (mine.dtype, mine.shape, mine.tobytes()) == (other.dtype, other.shape, other.tobytes()), field.name
+
+
+def test_round_trip_keeps_every_bit(tmp_path: Path, make_batch: MakeBatch, contract: LogprobContract) -> None:
+    store, batch = BatchStore(tmp_path / "batches"), make_batch(12, dropped=(2, 5), next_group=6)
+    path = store.commit(batch)
+    assert path == tmp_path / "batches" / "000012.zarr.zip"
+    assert os.listdir(store.directory) == ["000012.zarr.zip"]
+    found = store.read(12, contract)
+    assert_same(found, batch)
+    assert found.response_lengths.tolist() == [3, 0, 1, 3, 0, 1]
+    assert np.isnan(found.reward_parts["format"][:2]).all()
+    assert found.reward_parts["odd/name ü"][2] == 1.0
+
+
+@pytest.mark.parametrize("num_groups", [0, 1])
+def test_round_trip_of_a_batch_whose_groups_were_all_dropped(
+    tmp_path: Path, make_batch: MakeBatch, num_groups: int
+) -> None:
+    store, batch = BatchStore(tmp_path), make_batch(0, num_groups=num_groups, dropped=(1, 2), next_group=3)
+    store.commit(batch)
+    assert_same(store.read(0, None), batch)
+
+
+@given(data=st.data())
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_round_trip_of_any_batch(tmp_path: Path, make_batch: MakeBatch, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6))
+    count, responses = len(lengths), sum(response for _, response in lengths)
+    floats = st.floats(width=32)
+    batch = replace(
+        make_batch(0, num_groups=0),
+        tokens=np.arange(sum(map(sum, lengths)), dtype=np.int32),
+        sample_offsets=np.cumsum([0, *map(sum, lengths)], dtype=np.int64),
+        prompt_lengths=np.array([prompt for prompt, _ in lengths], np.int32),
+        group=np.sort(np.arange(count, dtype=np.int64) // 2),
+        sampler_logprobs=np.array(data.draw(st.lists(floats, min_size=responses, max_size=responses)), np.float32),
+        policy_version=np.arange(responses, dtype=np.int32),
+        forced=np.zeros(responses, np.bool_),
+        problem=np.full(count, -1, np.int64),
+        reward=np.array(data.draw(st.lists(floats, min_size=count, max_size=count)), np.float32),
+        reward_parts={"a": np.full(count, np.nan, np.float32), "": np.zeros(count, np.float32)},
+        finish=np.arange(count, dtype=np.uint8) % 3,
+        truncated=np.arange(count) % 2 == 0,
+        engine=np.full(count, 65535, np.uint16),
+        queued_s=np.zeros(count, np.float32),
+        generated_s=np.ones(count, np.float32),
+        next_group=count,
+    )
+    store = BatchStore(tmp_path)
+    store.path(0).unlink(missing_ok=True)
+    store.commit(batch)
+    assert_same(store.read(0, None), batch)
+
+
+def test_the_file_is_a_zarr_group_that_anyone_can_open(tmp_path: Path, make_batch: MakeBatch) -> None:
+    path = BatchStore(tmp_path).commit(make_batch(3, dropped=(2,)))
+    with ZipStore(path, mode="r") as archive:
+        group = zarr.open_group(archive, mode="r")
+        assert sorted(group.array_keys()) == sorted([*PER_TOKEN, *PER_SAMPLE, "reward_parts"])
+        assert {name: str(group[name].dtype) for name in PER_TOKEN} == PER_TOKEN
+        assert group.attrs["next_group"] == 3
+        assert group.attrs["dropped"] == [
+            {"group": 2, "reason": "too long", "kind": "unfit", "problem": -1, "samples": 0, "solved": 0}
+        ]
+        assert group.attrs["contract"]["temperature"] == 0.7
+        assert all("Crc32c" in str(array.compressors) for _, array in group.arrays())
+
+
+def test_equal_batches_give_equal_bytes(tmp_path: Path, make_batch: MakeBatch) -> None:
+    first, second = (BatchStore(tmp_path / name).commit(make_batch()) for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_committed_batch_is_never_overwritten(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    before = store.commit(make_batch(0)).read_bytes()
+    with pytest.raises(StoreError, match="committed already"):
+        store.commit(make_batch(0, num_groups=1))
+    assert store.path(0).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(reward=np.zeros(6)), "reward is float64"),
+        (dict(reward=np.zeros(5, np.float32)), "reward has 5 entries, expected 6"),
+        (dict(sample_offsets=np.array([0, 5, 3, 6, 9, 11, 14], np.int64)), "sample_offsets does not rise"),
+        (dict(sample_offsets=np.array([0, 5, 7, 10], np.int64)), "sample_offsets has 4 entries"),
+        (dict(prompt_lengths=np.array([2, 3, 2, 2, 2, 2], np.int32)), "prompt is longer than its sample"),
+        (dict(prompt_lengths=np.array([1, 2, 2, 2, 2, 2], np.int32)), "sampler_logprobs has 8 entries, expected 9"),
+        (dict(policy_version=np.zeros(7, np.int32)), "policy_version has 7 entries"),
+        (dict(finish=np.array([0, 0, 3, 0, 0, 0], np.uint8)), "finish holds 3"),
+        (dict(group=np.array([0, 1, 0, 0, 1, 1], np.int64)), "not adjacent"),
+        (dict(next_group=1), "group 1 is not below next_group 1"),
+        (dict(open_groups=(2,)), "group 2 is not below next_group 2"),
+        (dict(open_groups=(1,)), "a group of this very batch"),
+        (dict(open_groups=(6, 5), next_group=7), "not ascending"),
+        (dict(forced=np.ones(8, np.bool_)), "a forced token has a log-probability"),
+        (dict(forced=np.zeros(7, np.bool_)), "forced has 7 entries"),
+        (dict(reward_parts={"a": np.zeros(2, np.float32)}), "reward part a is float32"),
+    ],
+)
+def test_arrays_that_disagree_are_not_committed(
+    tmp_path: Path, make_batch: MakeBatch, change: dict[str, object], message: str
+) -> None:
+    store = BatchStore(tmp_path)
+    with pytest.raises(StoreError, match=message):
+        store.commit(replace(make_batch(0), **change))
+    assert os.listdir(tmp_path) == []
+
+
+def test_ragged_arrays_that_disagree_are_not_read(
+    tmp_path: Path, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A foreign writer may give a wrong batch a right digest."""
+    store = BatchStore(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.data.store.check_batch", lambda batch: None)
+        store.commit(replace(make_batch(0), policy_version=np.zeros(7, np.int32)))
+    with pytest.raises(CorruptBatchError, match="policy_version has 7 entries"):
+        store.read(0, None)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
+    """Change the members of a zip; the new one is a whole and valid zip."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    change(members)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def test_a_missing_chunk_is_not_read_as_zeros(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    path = store.commit(make_batch(0))
+    rewrite(path, lambda members: members.pop("sampler_logprobs/c/0"))  # type: ignore[arg-type, return-value]
+    with ZipStore(path, mode="r") as archive:
+        assert not np.any(zarr.open_group(archive, mode="r")["sampler_logprobs"][:])  # what Zarr alone would say
+    with pytest.raises(CorruptBatchError, match="content digest"):
+        store.read(0, None)
+
+
+def test_a_chunk_with_a_flipped_bit_fails_its_own_checksum(tmp_path: Path, make_batch: MakeBatch) -> None:
+    def flip(members: dict[str, bytes]) -> None:
+        chunk = bytearray(members["tokens/c/0"])
+        chunk[len(chunk) // 2] ^= 1
+        members["tokens/c/0"] = bytes(chunk)
+
+    store = BatchStore(tmp_path)
+    rewrite(store.commit(make_batch(0)), flip)
+    with pytest.raises(CorruptBatchError, match="checksum"):
+        store.read(0, None)
+
+
+def test_a_changed_attribute_fails_the_digest(tmp_path: Path, make_batch: MakeBatch) -> None:
+    def relabel(members: dict[str, bytes]) -> None:
+        members["zarr.json"] = members["zarr.json"].replace(b'"temperature": 0.7', b'"temperature": 0.8')
+
+    store = BatchStore(tmp_path)
+    rewrite(store.commit(make_batch(0)), relabel)
+    with pytest.raises(CorruptBatchError, match="content digest"):
+        store.read(0, None)
+
+
+def test_another_schema_version_is_named(tmp_path: Path, make_batch: MakeBatch) -> None:
+    def age(members: dict[str, bytes]) -> None:
+        members["zarr.json"] = members["zarr.json"].replace(b'"schema_version": 2', b'"schema_version": 7')
+
+    store = BatchStore(tmp_path)
+    rewrite(store.commit(make_batch(0)), age)
+    with pytest.raises(CorruptBatchError, match="schema version 7, this program reads 1 and 2"):
+        store.read(0, None)
+
+
+def test_a_file_of_schema_1_is_read_and_checked(tmp_path: Path, make_batch: MakeBatch) -> None:
+    """Written before there were forced tokens, problems and open groups; every other bit as today."""
+    store = BatchStore(tmp_path)
+    shutil.copy(SCHEMA_1, store.path(5))
+    assert_same(store.read(5, None), make_batch(5, dropped=(2,), next_group=3))
+    rewrite(store.path(5), lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}))
+    with pytest.raises(CorruptBatchError, match="content digest"):
+        store.read(5, None)
+
+
+def test_forced_tokens_and_open_groups_come_back(tmp_path: Path, make_batch: MakeBatch) -> None:
+    """Six samples of 3, 0, 1, 3, 0, 1 tokens; the third and the sixth to the last token are forced."""
+    batch = make_batch(0, next_group=20, open_groups=(2, 3, 4, 6, 17, 18, 19))
+    forced = np.array([0, 0, 1, 0, 0, 0, 1, 0], np.bool_)
+    batch = replace(batch, forced=forced, sampler_logprobs=np.where(forced, np.float32(0.0), batch.sampler_logprobs))
+    store = BatchStore(tmp_path)
+    path = store.commit(batch)
+    assert_same(store.read(0, None), batch)
+    assert (batch.num_response_tokens, batch.num_sampled_tokens) == (8, 6)
+    assert batch.interrupted.tolist() == [True, False, False, True, False, False]
+    with ZipStore(path, mode="r") as archive:
+        assert zarr.open_group(archive, mode="r").attrs["open_groups"] == [[2, 5], [6, 7], [17, 20]]
+
+
+def test_a_file_under_another_batchs_name_is_refused(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    store.commit(make_batch(0)).rename(store.path(1))
+    with pytest.raises(CorruptBatchError, match=r"000001.zarr.zip fails its checks \(the file holds batch 0\)"):
+        store.read(1, None)
+
+
+def test_every_truncation_is_detected(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    path = store.commit(make_batch(0))
+    whole = path.read_bytes()
+    lengths = {0, 1, 22, len(whole) - 1, len(whole) - 22, *random.Random(0).sample(range(len(whole)), 150)}
+    for length in sorted(lengths):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CorruptBatchError, match=r"000000\.zarr\.zip fails its checks .* delete this batch"):
+            store.read(0, None)
+
+
+@given(position=st.integers(0, 2**32), bit=st.integers(0, 7))
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_flipped_bit_is_detected_or_harmless(tmp_path: Path, make_batch: MakeBatch, position: int, bit: int) -> None:
+    store, batch = BatchStore(tmp_path), make_batch(0)
+    if not store.exists(0):
+        (tmp_path / "whole").write_bytes(store.commit(batch).read_bytes())
+    damaged = bytearray((tmp_path / "whole").read_bytes())
+    damaged[position % len(damaged)] ^= 1 << bit
+    store.path(0).write_bytes(damaged)
+    try:
+        found = store.read(0, None)
+    except CorruptBatchError:
+        return
+    assert_same(found, batch)
+
+
+def test_another_contract_is_refused_by_its_differing_fields(
+    tmp_path: Path, make_batch: MakeBatch, contract: LogprobContract
+) -> None:
+    store = BatchStore(tmp_path)
+    store.commit(make_batch(0))
+    with pytest.raises(ContractMismatchError, match=r"temperature 0\.7 \(expected 1\.0\), scaled True \(expected"):
+        store.read(0, replace(contract, temperature=1.0, scaled=False))
+    assert store.read(0, contract).index == 0
+
+
+def test_listing_ignores_what_is_not_a_batch(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    assert (store.committed(), store.next_index, store.groups_to_ask()) == ([], 0, (0, ()))
+    for index in (0, 1, 3):
+        store.commit(
+            make_batch(index, first_group=10 * index, next_group=10 * index + 10, open_groups=(10 * index + 9,))
+        )
+    for name in ("notes.txt", "000002.zarr.zip.bak", ".000002.zarr.zip.77.partial"):
+        (tmp_path / name).touch()
+    assert store.committed() == [0, 1, 3]
+    assert (store.next_index, store.groups_to_ask()) == (2, (20, (19,)))  # batch 2 was taken away: it is made again
+    assert store.remove_partial() == [".000002.zarr.zip.77.partial"]
+    assert store.remove_partial() == []
+    assert store.committed() == [0, 1, 3]
+
+
+def test_indices_beyond_six_digits_sort_by_number(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    for index in (1_000_000, 999_999):
+        store.commit(make_batch(index))
+    assert store.committed() == [999_999, 1_000_000]
+
+
+def test_a_missing_batch_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="batch 4 is not committed"):
+        BatchStore(tmp_path).read(4, None)
+
+
+def test_wait_returns_as_soon_as_the_batch_is_there(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    writer = threading.Timer(0.2, store.commit, [make_batch(0)])
+    writer.start()
+    started = time.monotonic()
+    assert_same(store.wait(0, None, deadline_s=20.0, poll_s=0.01), make_batch(0))
+    assert time.monotonic() - started < 10.0
+    writer.join()
+
+
+def test_wait_has_a_deadline(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineExceededError, match=r"waited 0\.05 s for batch 2"):
+        BatchStore(tmp_path).wait(2, None, deadline_s=0.05, poll_s=0.01)
+
+
+def test_commit_and_read_inside_an_event_loop(tmp_path: Path, make_batch: MakeBatch) -> None:
+    async def run() -> Batch:
+        store = BatchStore(tmp_path)
+        await asyncio.to_thread(store.commit, make_batch(0))
+        store.commit(make_batch(1))
+        return store.read(1, None)
+
+    assert asyncio.run(run()).index == 1
+
+
+COMMITTER = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+import pipeline.data.store
+from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.store import BatchStore
+
+store, moment = BatchStore(Path(sys.argv[1])), sys.argv[2]
+
+def batch(index):
+    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+    return Batch.from_groups(index, [], contract=contract, dropped=[], next_group=0, recipe_sha256="")
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if moment == "loop":
+    print("ready", flush=True)
+    for index in range(100_000):
+        store.commit(batch(index))
+store.commit(batch(0))
+if moment == "half a write":
+    def half(file, content):
+        file.write(b"PK" + bytes(1000))
+        file.flush()
+        die()
+    pipeline.data.store._write_zip = half
+else:
+    setattr(os, moment, die)
+store.commit(batch(1))
+"""
+
+
+@pytest.mark.parametrize("moment", ["half a write", "fsync", "rename"])
+def test_a_kill_during_commit_leaves_no_visible_half_batch(tmp_path: Path, moment: str) -> None:
+    died = subprocess.run([sys.executable, "-c", COMMITTER, str(tmp_path), moment], timeout=120, check=False)
+    assert died.returncode == -signal.SIGKILL
+    store = BatchStore(tmp_path)
+    assert store.committed() == [0]
+    assert store.read(0, None).index == 0
+    assert len(store.remove_partial()) == 1
+    assert os.listdir(tmp_path) == ["000000.zarr.zip"]
+
+
+def test_kills_at_any_moment_leave_only_whole_batches(tmp_path: Path) -> None:
+    for attempt, delay_s in enumerate((0.02, 0.11, 0.23)):
+        directory = tmp_path / str(attempt)
+        with subprocess.Popen(
+            [sys.executable, "-c", COMMITTER, str(directory), "loop"], stdout=subprocess.PIPE
+        ) as committer:
+            assert committer.stdout is not None
+            assert committer.stdout.readline() == b"ready\n"
+            time.sleep(delay_s)
+            committer.kill()
+        store = BatchStore(directory)
+        assert store.committed() == list(range(len(store.committed())))
+        for index in store.committed():
+            assert store.read(index, None).index == index
+
+
+def test_the_digest_tells_apart_what_only_differs_in_one_place(make_batch: MakeBatch) -> None:
+    batch = make_batch(0)
+    minus_zero = replace(batch, reward=np.where(batch.reward == 0, np.float32(-0.0), batch.reward))
+    others = [minus_zero, replace(batch, next_group=9), replace(batch, reward_parts={}), replace(batch, index=1)]
+    assert len({content_sha256(attributes_of(b), arrays_of(b)) for b in (batch, *others)}) == 5

@@ -1,0 +1,62 @@
+"""What proves a version: kept in the policy folder, compared in nats."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.errors import StoreError
+from pipeline.ports.weight_check import PROOF_FILE, Probe, Proof, probe_rows
+
+PROBE = Probe(rows=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.5), (-0.1234567,)), max_mean_gap_nats=0.25)
+
+
+def test_a_proof_comes_back_from_its_folder_as_it_was(tmp_path: Path) -> None:
+    for proof in (
+        Proof(version=3, probe=PROBE, digests=({"a": "00ff"}, {"a": "11ff"})),
+        Proof(version=0, digests=({"a": "00ff"},)),
+    ):
+        proof.save(tmp_path)
+        assert Proof.load(tmp_path) == proof
+    assert [path.name for path in tmp_path.iterdir()] == [PROOF_FILE]
+
+
+def test_a_folder_without_a_proof_has_none(tmp_path: Path) -> None:
+    assert Proof.load(tmp_path) is None
+    assert Proof.load(tmp_path / "missing") is None
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "probe": {"rows": 3}, "digests": []}'])
+def test_a_damaged_proof_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / PROOF_FILE).write_text(text)
+    with pytest.raises(StoreError, match=r"proof\.json is damaged"):
+        Proof.load(tmp_path)
+
+
+def test_the_gap_is_the_mean_over_all_tokens() -> None:
+    engine = [np.array([-1.5, -2.5], np.float32), np.array([-0.1234567], np.float32)]
+    assert PROBE.mean_gap_nats(engine) == pytest.approx(0.5 / 3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_what_is_not_finite_is_infinitely_far(bad: float) -> None:
+    assert PROBE.mean_gap_nats([np.array([bad, -2.5], np.float32), np.array([-0.1], np.float32)]) == math.inf
+
+
+def test_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="argument"):
+        PROBE.mean_gap_nats([np.zeros(2, np.float32)])
+    with pytest.raises(ValueError, match="broadcast"):
+        PROBE.mean_gap_nats([np.zeros(3, np.float32), np.zeros(1, np.float32)])
+
+
+def test_probe_rows_are_fixed_and_plain() -> None:
+    rows = probe_rows(40, {0, 1}, 5)
+    assert rows == probe_rows(40, {0, 1}, 5)
+    assert rows != probe_rows(40, {0, 1}, 6)
+    assert {len(row) for row in rows} == {32}
+    assert set().union(*rows) <= set(range(2, 40))
+    assert len(probe_rows(40, (), 0, num_rows=9, row_tokens=3)) == 9

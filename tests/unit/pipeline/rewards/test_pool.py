@@ -1,0 +1,190 @@
+"""Verifiers: whatever they do costs their own sample, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import RecipeError
+from pipeline.rewards.pool import Verdict, Verifiers
+from pipeline.rewards.verifiers import judge, math_verify
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this process and, through the environment, by spawned workers."""
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.fixture
+def behave() -> Iterator[Verifiers]:
+    with Verifiers("verifier_examples:behave", workers=2, deadline_s=1.0) as verifiers:
+        yield verifiers
+
+
+def score(verifiers: Verifiers, *responses: str) -> list[Verdict]:
+    async def all_of_them() -> list[Verdict]:
+        return await asyncio.gather(*(verifiers.score("prompt", response, "answer") for response in responses))
+
+    return asyncio.run(asyncio.wait_for(all_of_them(), timeout=60))
+
+
+def test_numbers_booleans_and_parts(behave: Verifiers) -> None:
+    plain, true, parts = score(behave, "fine", "true", "parts")
+    assert plain == Verdict(reward=1.0)
+    assert true == Verdict(reward=1.0)
+    assert parts == Verdict(reward=0.5, parts={"format": 1.0, "answer": 0.0})
+    assert not behave.failures
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("hang", "timeout"),
+        ("hang in C", "timeout"),
+        ("hang, deaf to SIGTERM", "timeout"),
+        ("exit", "crashed"),
+        ("exit 0", "crashed"),
+        ("segfault", "crashed"),
+        ("sys.exit", "raised"),
+        ("raise", "raised"),
+        ("unpicklable", "raised"),
+        ("nan", "non_finite"),
+        ("nan part", "non_finite"),
+        ("none", "bad_result"),
+    ],
+)
+def test_a_failing_verifier_costs_its_sample_only(behave: Verifiers, response: str, reason: str) -> None:
+    before, failed, after = score(behave, "fine", response, "fine")
+    assert failed == Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed=reason)
+    assert before.reward == after.reward == 1.0
+    assert behave.failures == {reason: 1}
+    assert score(behave, "fine")[0].reward == 1.0
+
+
+def test_a_storm_of_failures_spares_every_good_sample(behave: Verifiers) -> None:
+    responses = ["exit", "fine", "segfault", "fine", "hang", "fine", "raise", "fine"] * 3
+    verdicts = score(behave, *responses)
+    assert [v.reward for v in verdicts] == [float(response == "fine") for response in responses]
+    assert behave.failures == {"crashed": 6, "timeout": 3, "raised": 3}
+
+
+def test_a_hanging_verifier_is_killed_at_its_deadline(behave: Verifiers) -> None:
+    score(behave, "fine")
+    started = time.monotonic()
+    score(behave, "hang")
+    assert 1.0 <= time.monotonic() - started < 10.0
+
+
+def test_workers_inherit_nothing_of_the_run(behave: Verifiers) -> None:
+    (verdict,) = score(behave, "modules")
+    assert verdict.parts == {"torch": 0.0, "sglang": 0.0, "httpx": 0.0}
+
+
+def test_workers_that_die_between_samples_are_replaced(behave: Verifiers) -> None:
+    pids = {int(v.reward) for v in score(behave, *["pid"] * 20)}
+    assert os.getpid() not in pids
+    for pid in pids:
+        os.kill(pid, 9)
+    time.sleep(0.5)
+    assert [v.reward for v in score(behave, "fine", "fine", "fine")] == [1.0, 1.0, 1.0]
+    assert not behave.failures
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("no_such_package:function", "No module named 'no_such_package'"),
+        ("verifier_examples:no_such_function", "no attribute 'no_such_function'"),
+        ("verifier_examples:not_a_function", "is a int, not a function"),
+        ("verifier_examples", "is not package.module:function"),
+    ],
+)
+def test_a_reward_that_cannot_be_imported_is_refused_at_the_start(reward: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        Verifiers(reward, workers=1, deadline_s=1.0)
+
+
+def test_close_kills_what_hangs() -> None:
+    verifiers = Verifiers("verifier_examples:behave", workers=1, deadline_s=600.0)
+    (verdict,) = score(verifiers, "pid")
+
+    async def hang() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(verifiers.score("", "hang, deaf to SIGTERM", ""), timeout=0.5)
+
+    asyncio.run(hang())
+    verifiers.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(verdict.reward), 0)
+
+
+@pytest.mark.parametrize("last", ["fine", "hang"])
+def test_workers_do_not_outlive_a_killed_parent(last: str) -> None:
+    program = (
+        "import asyncio, os, signal, sys, threading\n"
+        "from pipeline.rewards.pool import Verifiers\n"
+        "if __name__ == '__main__':\n"
+        "    verifiers = Verifiers('verifier_examples:behave', workers=1, deadline_s=60.0)\n"
+        "    print(int(asyncio.run(verifiers.score('', 'pid', '')).reward), flush=True)\n"
+        "    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGKILL]).start()\n"
+        "    asyncio.run(verifiers.score('', sys.argv[1], ''))\n"
+    )
+    command = [sys.executable, "-c", program, last]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=False)
+    worker, give_up = int(done.stdout), time.monotonic() + 20.0
+    while Path(f"/proc/{worker}/status").exists() and "Z (zombie)" not in Path(f"/proc/{worker}/status").read_text():
+        assert time.monotonic() < give_up, f"worker {worker} outlived its parent"
+        time.sleep(0.1)
+
+
+def test_any_text_reaches_the_verifier() -> None:
+    with Verifiers("verifier_examples:echo", workers=1, deadline_s=60.0) as verifiers:
+        for text in ("", "\x00\n\r", "é漢🙂", "\udcff", "long" * 500_000):
+            verdict = asyncio.run(verifiers.score(text, text, text))
+            assert (verdict.reward, verdict.parts) == (1.0, {text[:9]: float(len(text))})
+
+
+def test_judge_reports_what_was_raised() -> None:
+    judgement = judge("verifier_examples:behave", "", "raise", "")
+    assert (judgement.reward, judgement.failed, judgement.detail) == (0.0, "raised", "ZeroDivisionError: by zero")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        (r"So the answer is $\boxed{\frac{1}{2}}$.", "0.5", 1.0),
+        (r"So the answer is \boxed{1/3}.", "0.5", 0.0),
+        ("The result is 42", "42", 1.0),
+        ("no number at all", "42", 0.0),
+        (r"$x^2+2x+1$", "$(x+1)^2$", 1.0),
+        (r"$x^2+2x+1$", "(x+1)^2", 1.0),
+        (r"Hence \boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"Hence \boxed{B}", "B", 1.0),
+        (r"Hence \boxed{C}", "B", 0.0),
+    ],
+)
+def test_math_verify_knows_equal_mathematics(response: str, answer: str, reward: float) -> None:
+    assert math_verify("", response, answer) == reward
+
+
+def test_math_verify_in_a_worker() -> None:
+    with Verifiers("pipeline.rewards.verifiers:math_verify", workers=1, deadline_s=30.0) as verifiers:
+        good, bad, unusable = asyncio.run(three(verifiers))
+    assert (good.reward, bad.reward) == (1.0, 0.0)
+    assert unusable.failed == "raised"
+
+
+async def three(verifiers: Verifiers) -> list[Verdict]:
+    pairs = [("$\\boxed{7}$", "7"), ("$\\boxed{8}$", "7"), ("7", "")]
+    return [await verifiers.score("", response, answer) for response, answer in pairs]

@@ -1,0 +1,126 @@
+"""The collector against engines that misbehave: nothing lost, nothing trained twice, nothing stale committed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pipeline.data.event_log import Journal, read_events
+from pipeline.data.records import FINISH_REASONS, Batch
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.errors import DeadlineExceededError, EngineUnavailableError
+from pipeline.rewards.pool import Verifiers
+from pipeline.schedule import Schedule
+from tests.support.collecting import GROUP, PROMPTS, build, collect, engines_of
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(kind="sync", steps=3),
+        Schedule(kind="async", steps=5, lag=2),
+        Schedule(kind="staged", steps=5, updates_per_stage=2),
+    ],
+    ids=lambda s: s.kind,
+)
+def test_every_group_is_in_one_batch_and_every_token_is_fresh(
+    run: RunDirectory, verifiers: Verifiers, schedule: Schedule
+) -> None:
+    store = collect(build(run, verifiers, schedule))
+    batches = [store.read(i, None) for i in store.committed()]
+    assert [b.index for b in batches] == list(range(schedule.steps))
+    groups = [g for b in batches for g in b.group[::GROUP].tolist()]
+    assert groups == list(range(schedule.steps * PROMPTS))
+    for batch in batches:
+        assert all(schedule.allows(batch.index, v) for v in batch.policy_version.tolist())
+        assert batch.reward.tolist() == [1.0] * PROMPTS * GROUP
+    evaluated = [event["version"] for event in read_events(run.path, "evaluated")]
+    assert evaluated[-1] == schedule.steps
+    assert len(evaluated) == len(set(evaluated))
+
+
+def test_stale_aborted_and_refused_answers_are_sampled_again(run: RunDirectory, verifiers: Verifiers) -> None:
+    run.set_published(1)
+    collector = build(run, verifiers, Schedule(kind="sync", steps=2), evaluate_every=100)
+    collector._evaluated.add(0)
+    store = BatchStore(run.batches)
+    store.commit(collect_one(run, verifiers))
+    engines = engines_of(collector)
+    engines.faults = [EngineUnavailableError("down"), 0, "abort", EngineUnavailableError("down")]
+    collect(collector)
+    batch = store.read(1, None)
+    assert set(batch.policy_version.tolist()) == {1}
+    assert "abort" not in {FINISH_REASONS[f] for f in batch.finish}
+    assert engines.healed >= 4
+    assert len(read_events(run.path, "retried")) == 4
+
+
+def collect_one(run: RunDirectory, verifiers: Verifiers) -> Batch:
+    """Batch 0 of the same run, made in a directory of its own."""
+    other = RunDirectory(run.path.parent / "other")
+    other.batches.mkdir(parents=True)
+    other.policies.mkdir()
+    other.set_published(0)
+    return collect(build(other, verifiers, Schedule(kind="sync", steps=1))).read(0, None)
+
+
+def test_a_started_again_collector_goes_on_behind_the_committed_batches(
+    run: RunDirectory, verifiers: Verifiers
+) -> None:
+    collect(build(run, verifiers, Schedule(kind="sync", steps=2)))
+    before = (run.batches / "000001.zarr.zip").read_bytes()
+    store = collect(build(run, verifiers, Schedule(kind="sync", steps=4)))
+    assert (run.batches / "000001.zarr.zip").read_bytes() == before
+    assert store.read(3, None).group.min() == 3 * PROMPTS
+
+
+def test_a_prompt_that_cannot_fit_is_dropped_by_name(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1), max_prompt_tokens=9, prompts_per_batch=8)
+    batch = collect(collector).read(0, None)
+    lengths = {g: len(collector.prompts.prompt(g).tokens) for g in range(8)}
+    assert [d.group for d in batch.dropped] == [g for g, n in lengths.items() if n > 9] != []
+    assert sorted(set(batch.group.tolist())) == [g for g, n in lengths.items() if n <= 9]
+    assert "at most 9 fit" in batch.dropped[0].reason
+
+
+def test_engines_that_never_answer_end_the_collector(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1), wait_deadline_s=0.05, evaluate_every=100)
+    engines = engines_of(collector)
+    engines.faults = [EngineUnavailableError("down")] * 100_000
+    with pytest.raises(DeadlineExceededError, match=r"not answered within .* down"):
+        collect(collector)
+    assert collector.store.committed() == []
+
+
+def test_a_version_that_is_never_published_ends_the_collector(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=2), wait_deadline_s=0.2)
+    with pytest.raises(DeadlineExceededError, match="version 1 was not published"):
+        asyncio.run(collector.collect())
+    assert collector.store.committed() == [0]
+
+
+def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers: Verifiers) -> None:
+    """A stage has many steps between two publishes: it may take longer than the deadline, a single step may not."""
+    schedule = Schedule(kind="staged", steps=2, updates_per_stage=1)
+    collector = build(run, verifiers, schedule, wait_deadline_s=0.4, evaluate_every=100)
+    collector._evaluated |= {0, 2}
+
+    async def trains_for(steps: int) -> None:
+        for step in range(steps):
+            await asyncio.sleep(0.1)
+            Journal(run.path).metrics(step)
+
+    async def both(steps: int) -> None:
+        training = asyncio.create_task(trains_for(steps))
+        try:
+            await collector.collect()
+        finally:
+            training.cancel()
+
+    with pytest.raises(DeadlineExceededError, match=r"version 1 was not published within .* nor was a step trained"):
+        asyncio.run(both(10))
+    waited = [event["time"] for event in read_events(run.path, "issued")]
+    assert len(waited) == 1
+    assert (run.path / "metrics.jsonl").read_text().count("\n") == 10, "the clock ran while the learner trained"

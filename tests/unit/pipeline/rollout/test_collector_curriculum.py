@@ -1,0 +1,171 @@
+"""Which prompts are asked: dynamic sampling and retired problems, with several batches under way and with kills."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from pipeline.analysis.audit import verify_history
+from pipeline.data.event_log import read_events
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import PromptsExhaustedError
+from pipeline.rewards.pool import Verifiers
+from pipeline.rollout.solved_prompts import Retirement
+from pipeline.schedule import Schedule
+from tests.support.collecting import GROUP, PROMPTS, batches, build, collect, engines_of
+
+SYNC = Schedule(kind="sync", steps=4)
+SCHEDULES = [
+    replace(SYNC, steps=6),
+    Schedule(kind="async", steps=8, lag=2),
+    Schedule(kind="staged", steps=8, updates_per_stage=4),
+]
+RETIREMENT = Retirement(at_pass_rate=0.9, after_samples=GROUP)
+
+
+def tells_apart(digits: str, member: int) -> bool:
+    """One of the two samples is right where the last digit is below 4; above, both or none are."""
+    last = int(digits[-1])
+    return member == 0 if last < 4 else last < 7
+
+
+def is_informative(digits: str) -> bool:
+    return int(digits[-1]) < 4
+
+
+def test_refills_until_every_group_tells_samples_apart(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, SYNC, max_refills=20)
+    engines_of(collector).solves = tells_apart
+    found = batches(collect(collector))
+    for batch in found:
+        assert sorted(batch.reward.tolist()) == [0.0] * PROMPTS + [1.0] * PROMPTS
+        assert batch.open_groups == ()
+        groups = batch.group[::GROUP].tolist()
+        assert groups == sorted(groups)
+        asked = {group: collector.prompts.prompt(group).text.removesuffix("=") for group in range(batch.next_group)}
+        assert all(is_informative(asked[group]) for group in groups)
+        for drop in batch.dropped:
+            solved = tells_apart(asked[drop.group], 0)
+            assert not is_informative(asked[drop.group])
+            assert drop.reason == f"zero variance: all rewards {float(solved)}"
+            assert (drop.kind, drop.samples, drop.solved) == ("zero_variance", GROUP, GROUP * solved)
+            assert drop.problem == collector.prompts.problem(drop.group)
+    dropped = sum(len(batch.dropped) for batch in found)
+    assert found[-1].next_group == SYNC.steps * PROMPTS + dropped > SYNC.steps * PROMPTS
+    assert verify_history(run.path, SYNC, SYNC.steps).sound
+    for event, batch in zip(read_events(run.path, "committed"), found, strict=True):
+        assert (event["informative"], event["dropped"], event["interrupted"]) == (PROMPTS, 0, 0)
+        assert event["refills"] == event["zero_variance"] == len(batch.dropped)
+
+
+def test_refills_are_bounded_and_then_the_batch_is_filled_up(run: RunDirectory, verifiers: Verifiers) -> None:
+    """Nothing is informative: 3 × (1 + 2) groups are asked, the first 3 kept, 6 dropped."""
+    schedule = Schedule(kind="sync", steps=2)
+    collector = build(run, verifiers, schedule, max_refills=2)
+    for index, batch in enumerate(batches(collect(collector))):
+        first = 9 * index
+        assert batch.group.tolist() == [g for g in range(first, first + 3) for _ in range(GROUP)]
+        assert [drop.group for drop in batch.dropped] == list(range(first + 3, first + 9))
+        assert batch.next_group == first + 9
+    events = read_events(run.path, "committed")
+    assert [(e["informative"], e["refills"], e["zero_variance"]) for e in events] == [(0, 6, 6)] * 2
+
+
+def test_a_prompt_that_cannot_fit_is_refilled_too(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1), max_refills=9, max_prompt_tokens=9)
+    engines_of(collector).solves = lambda _digits, member: member == 0
+    [batch] = batches(collect(collector))
+    assert batch.num_samples == PROMPTS * GROUP
+    assert {drop.kind for drop in batch.dropped} == {"unfit"}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)
+@pytest.mark.parametrize("seed", range(3))
+def test_however_often_it_is_killed_no_group_is_lost_or_asked_for_two_batches(
+    run: RunDirectory, verifiers: Verifiers, schedule: Schedule, seed: int
+) -> None:
+    rng = random.Random(seed)
+    retirement = Retirement(at_pass_rate=0.9, after_samples=GROUP)
+    for killed_after_s in [*(rng.uniform(0.05, 0.35) for _ in range(4)), None]:
+        collector = build(run, verifiers, schedule, num_prompts=15, max_refills=3, retirement=retirement)
+        engines = engines_of(collector)
+        engines.solves = tells_apart
+        engines.latency_s = lambda _digits: rng.uniform(0.0, 0.03)
+        collect(collector, killed_after_s=killed_after_s)
+    found = batches(collector.store)
+    owners = Counter(group for b in found for group in {*b.group.tolist(), *(drop.group for drop in b.dropped)})
+    assert set(owners) == set(range(found[-1].next_group))
+    assert set(owners.values()) == {1}
+    assert [b.num_samples for b in found] == [PROMPTS * GROUP] * schedule.steps
+    audit = verify_history(run.path, schedule, schedule.steps, retirement)
+    assert audit.sound
+    assert audit.zero_variance > 0
+    assert audit.retired > 0
+
+
+def test_solved_problems_leave_for_good(run: RunDirectory, verifiers: Verifiers) -> None:
+    """6 problems, 3 a batch: batches 0 and 1 ask each once. One that is solved in either is never asked again."""
+    schedule = Schedule(kind="sync", steps=6)
+    collector = build(run, verifiers, schedule, num_prompts=6, retirement=RETIREMENT)
+    engines = engines_of(collector)
+    source = collector.prompts
+    solved = {source.problem(group) for group in (0, 5)}
+    easy = {source.prompt(group).text.removesuffix("=") for group in (0, 5)}
+    engines.solves = lambda digits, member: digits in easy or member == 0
+    found = batches(collect(collector))
+    assert all(engines.asked.count(digits) == 1 for digits in easy)
+    assert [drop for batch in found[:2] for drop in batch.dropped] == []
+    passed_over = [drop for batch in found[2:] for drop in batch.dropped]
+    assert {drop.problem for drop in passed_over} == solved
+    assert {drop.kind for drop in passed_over} == {"retired"}
+    assert passed_over[0].reason == f"problem {passed_over[0].problem} has retired: 2 of 2 samples solved"
+    assert [batch.num_samples for batch in found] == [PROMPTS * GROUP] * 6
+    # Batches 2 to 5 ask 12 groups of the 4 problems that are left: 3 epochs of 6 groups, 2 of them passed over.
+    assert set(range(found[-1].next_group)) == {g for b in found for g in b.group.tolist()} | {
+        drop.group for b in found for drop in b.dropped
+    }
+    assert Counter(p for b in found[2:] for p in b.problem[::GROUP].tolist()) == dict.fromkeys({*range(6)} - solved, 3)
+    audit = verify_history(run.path, schedule, 6, RETIREMENT)
+    assert audit.sound
+    assert audit.retired == len(passed_over)
+    assert [e["retired_problems"] for e in read_events(run.path, "committed")] == [0, 1, 2, 2, 2, 2]
+
+
+def test_the_verdict_rests_on_what_the_required_version_was_trained_on(run: RunDirectory, verifiers: Verifiers) -> None:
+    """One problem a batch of three groups, lag 2: batch b looks at the batches below b - 2, however many are there."""
+    schedule = Schedule(kind="async", steps=5, lag=2)
+    collector = build(run, verifiers, schedule, num_prompts=4, retirement=RETIREMENT)
+    engines_of(collector).solves = lambda digits, member: digits == collector.prompts.prompt(0).text[:-1] or member == 0
+    found = batches(collect(collector))
+    solved = collector.prompts.problem(0)  # group 0: in batch 0
+    passed = [any(drop.problem == solved for drop in batch.dropped) for batch in found]
+    assert passed[:3] == [False] * 3, "version 0 was trained on nothing"
+    assert passed[3:] != [False] * 2
+    assert verify_history(run.path, schedule, 5, RETIREMENT).sound
+
+
+def test_samples_of_dropped_groups_count_for_the_pass_rate(run: RunDirectory, verifiers: Verifiers) -> None:
+    """All right means zero variance: with refills, such a group is in no batch, and its problem retires anyway."""
+    schedule = Schedule(kind="sync", steps=5)
+    collector = build(run, verifiers, schedule, num_prompts=8, max_refills=3, retirement=RETIREMENT)
+    easy = collector.prompts.prompt(0).text.removesuffix("=")
+    engines_of(collector).solves = lambda digits, member: digits == easy or member == 0
+    found = batches(collect(collector))
+    [dropped] = found[0].dropped
+    assert (dropped.group, dropped.kind, dropped.solved) == (0, "zero_variance", GROUP)
+    assert {drop.problem for b in found[1:] for drop in b.dropped if drop.kind == "retired"} == {dropped.problem}
+    assert verify_history(run.path, schedule, 3, RETIREMENT).sound
+
+
+def test_when_every_problem_has_retired_the_run_ends_with_a_reason(run: RunDirectory, verifiers: Verifiers) -> None:
+    schedule = Schedule(kind="sync", steps=9)
+    collector = build(run, verifiers, schedule, num_prompts=4, retirement=RETIREMENT)
+    with pytest.raises(
+        PromptsExhaustedError, match=r"all 4 problems have retired before batch 2 of 9: .* raise prompts"
+    ):
+        collect(collector)
+    assert collector.store.committed() == [0, 1]
+    assert verify_history(run.path, schedule, 2, RETIREMENT).sound

@@ -1,0 +1,85 @@
+"""pass@k against counting, and an interval that covers."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.rollout.evaluation import clustered_wilson, pass_at_k, summarise
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [
+        (10, 3, 1, 0.3),
+        (10, 0, 5, 0.0),
+        (10, 10, 1, 1.0),
+        (4, 2, 2, 5 / 6),  # of 6 pairs, 1 has no correct sample
+        (5, 1, 3, 3 / 5),
+        (8, 3, 6, 1.0),  # fewer wrong ones than are drawn
+        (200, 10, 100, 1 - comb(190, 100) / comb(200, 100)),
+    ],
+)
+def test_goldens(n: int, c: int, k: int, expected: float) -> None:
+    assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-6)
+
+
+@given(n=st.integers(1, 9), data=st.data())
+def test_it_is_the_share_of_subsets_with_a_correct_sample(n: int, data: st.DataObject) -> None:
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    subsets = [any(sample < c for sample in subset) for subset in combinations(range(n), k)]
+    assert pass_at_k(n, c, k) == pytest.approx(sum(subsets) / len(subsets), abs=1e-12)
+
+
+@given(n=st.integers(1, 3000), data=st.data())
+def test_it_rises_with_k_and_with_c_and_stays_a_probability(n: int, data: st.DataObject) -> None:
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    value = pass_at_k(n, c, k)
+    assert 0.0 <= value <= 1.0
+    assert pass_at_k(n, c, min(n, k + 1)) >= value - 1e-12
+    assert pass_at_k(n, min(n, c + 1), k) >= value - 1e-12
+    assert pass_at_k(n, c, 1) == pytest.approx(c / n)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0), (0, 0, 1)])
+def test_nonsense_is_refused(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match="is undefined"):
+        pass_at_k(n, c, k)
+
+
+def test_summary() -> None:
+    summary = summarise([4, 2, 0], 4)
+    assert summary["pass_at_1"] == pytest.approx(0.5)
+    assert summary["pass_at_k"] == pytest.approx({"1": 0.5, "2": (1 + 5 / 6) / 3, "4": 2 / 3})
+    assert summary["pass_at_1_low"] < 0.5 < summary["pass_at_1_high"]
+    assert list(summarise([1], 6)["pass_at_k"]) == ["1", "2", "4", "6"]
+    assert list(summarise([1], 1)["pass_at_k"]) == ["1"]
+    with pytest.raises(ValueError, match="no prompts"):
+        summarise([], 4)
+
+
+def test_interval_golden() -> None:
+    """Ten prompts, each all right or all wrong: ten trials, whatever the samples. Wilson's interval for 5 of 10 is
+    (0.2366, 0.7634), for 10 of 10 (0.7225, 1)."""
+    assert clustered_wilson([8, 0] * 5, 8) == pytest.approx((0.2366, 0.7634), abs=0.02)
+    assert clustered_wilson([8] * 10, 8) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert clustered_wilson([0] * 10, 8) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    # Prompts that do not differ at all are as good as independent samples: Wilson for 40 of 80.
+    assert clustered_wilson([4] * 10, 8) == pytest.approx((0.39297, 0.60703), abs=1e-4)
+
+
+@pytest.mark.parametrize("mean", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("concentration", [0.3, 3.0, 1000.0])
+def test_the_interval_covers_although_samples_of_a_prompt_resemble_one_another(
+    mean: float, concentration: float
+) -> None:
+    rng = np.random.default_rng(0)
+    rates = rng.beta(mean * concentration, (1 - mean) * concentration, (400, 64))
+    counts = rng.binomial(8, rates)
+    covered = [low <= mean <= high for low, high in (clustered_wilson(row.tolist(), 8) for row in counts)]
+    assert 0.92 <= np.mean(covered) <= 0.99

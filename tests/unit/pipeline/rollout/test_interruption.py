@@ -1,0 +1,55 @@
+"""Where responses are cut, and what becomes of the two parts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.data.records import Completion
+from pipeline.rollout.interruption import Interruption
+
+
+def interruption(first: int = 10, last: int = 12, seed: int = 0) -> Interruption:
+    return Interruption(from_tokens=first, to_tokens=last, phrase=(7, 8), answer_tokens=4, seed=seed)
+
+
+def test_golden_cut() -> None:
+    """The first 8 bytes of sha256("interruption/5/-3/1"), little-endian, modulo 3."""
+    digest = hashlib.sha256(b"interruption/5/-3/1").digest()
+    assert interruption(seed=5).cut_after(-3, 1) == 10 + int.from_bytes(digest[:8], "little") % 3
+
+
+@given(st.integers(1, 50), st.integers(0, 9), st.integers(0, 5), st.integers(-9, 9), st.integers(0, 9))
+def test_cuts_stay_in_bounds(first: int, spread: int, seed: int, group: int, sample: int) -> None:
+    cut = interruption(first, first + spread, seed).cut_after(group, sample)
+    assert first <= cut <= first + spread
+
+
+def test_all_cuts_occur_about_equally_often() -> None:
+    cuts = [interruption().cut_after(group, sample) for group in range(100) for sample in range(30)]
+    # 1,000 of 3,000 each; the standard deviation is sqrt(3000 × 1/3 × 2/3) = 26.
+    assert all(abs(cuts.count(cut) - 1000) < 4 * 26 for cut in (10, 11, 12))
+
+
+def test_join() -> None:
+    thought = replace(
+        Completion.given((1, 2, 3), (-0.1, -0.2, -0.3)),
+        versions=(4, 4, 5),
+        finish="length",
+        queued_s=0.5,
+        generated_s=1.0,
+    )
+    answer = replace(Completion.given((9,), (-0.4,), version=6), engine=1, queued_s=0.25, generated_s=2.0)
+    assert interruption().join(thought, answer) == Completion(
+        tokens=(1, 2, 3, 7, 8, 9),
+        logprobs=(-0.1, -0.2, -0.3, 0.0, 0.0, -0.4),
+        versions=(4, 4, 5, 5, 5, 6),
+        finish="stop",
+        engine=1,
+        queued_s=0.75,
+        generated_s=3.0,
+        forced=(False, False, False, True, True, False),
+    )

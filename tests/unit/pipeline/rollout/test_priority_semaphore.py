@@ -1,0 +1,86 @@
+"""Slots are given by turn, never lost, and never given twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.rollout.priority_semaphore import Slots, Turn, gather_or_cancel
+
+
+def test_the_smallest_turn_goes_first_and_equal_turns_by_arrival() -> None:
+    served: list[str] = []
+
+    async def ask(slots: Slots, turn: Turn, name: str) -> None:
+        async with slots.taken(turn):
+            served.append(name)
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        slots = Slots(1)
+        async with slots.taken((9, 9)):
+            turns = [((2, 0), "d"), ((1, 5), "b"), ((0, 7), "a"), ((1, 5), "c")]
+            waiting = [asyncio.create_task(ask(slots, *turn)) for turn in turns]
+            await asyncio.sleep(0)
+            assert served == []
+        await asyncio.gather(*waiting)
+
+    asyncio.run(run())
+    assert served == ["a", "b", "c", "d"]
+
+
+@given(seed=st.integers(0, 10_000), number=st.integers(1, 3), tasks=st.integers(1, 12))
+def test_cancelled_waiters_and_holders_lose_no_slot(seed: int, number: int, tasks: int) -> None:
+    """Whatever is cancelled whenever: never more holders than slots, and in the end every slot is free."""
+    rng = random.Random(seed)
+    holders = 0
+
+    async def work(slots: Slots) -> None:
+        nonlocal holders
+        async with slots.taken((rng.randrange(3), 0)):
+            holders += 1
+            assert holders <= number
+            try:
+                for _ in range(rng.randrange(3)):
+                    await asyncio.sleep(0)
+            finally:
+                holders -= 1
+
+    async def run() -> None:
+        slots = Slots(number)
+        under_way = [asyncio.create_task(work(slots)) for _ in range(tasks)]
+        for _ in range(tasks):
+            rng.choice(under_way).cancel()
+            for _ in range(rng.randrange(3)):
+                await asyncio.sleep(0)
+        results = await asyncio.gather(*under_way, return_exceptions=True)
+        assert not [r for r in results if isinstance(r, AssertionError)]
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(slots._take((0, 0)) for _ in range(number)))
+
+    asyncio.run(run())
+
+
+def test_gather_or_cancel_leaves_nothing_running() -> None:
+    async def run() -> list[str]:
+        ended: list[str] = []
+
+        async def slow() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append("slow")
+
+        async def fails() -> None:
+            await asyncio.sleep(0)
+            raise ValueError("no")
+
+        with pytest.raises(ValueError, match="no"):
+            await gather_or_cancel([slow(), fails()])
+        return ended
+
+    assert asyncio.run(run()) == ["slow"]

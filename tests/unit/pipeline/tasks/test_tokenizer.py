@@ -1,0 +1,177 @@
+"""Tokenizers: the ids of transformers, nothing dropped, clear refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from pipeline.errors import ModelError
+from pipeline.tasks.character_tokenizer import END_TOKEN, PAD_TOKEN, write_character_tokenizer
+from pipeline.tasks.tokenizer import Tokenizer
+
+CHARACTERS = "0123456789=+ \nabé漢"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("characters")
+    write_character_tokenizer(path, CHARACTERS)
+    return path
+
+
+def edit(folder: Path, name: str, **keys: object) -> None:
+    path = folder / name
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({key: value for key, value in (config | keys).items() if value is not None}))
+
+
+def test_one_token_a_character(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("10=") == [3, 2, 12]
+    assert tokenizer.decode([3, 2, 12]) == "10="
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (0, 1, 2 + len(CHARACTERS))
+    assert tokenizer.sha256 == hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 8192
+
+
+@given(text=st.text(CHARACTERS))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_text_comes_back(folder: Path, text: str) -> None:
+    tokenizer = Tokenizer.load(folder)
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens_are_left_out_of_decoded_text_unless_asked_for(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.decode([3, 1, 0, 0]) == "1"
+    assert tokenizer.decode([3, 1, 0], special=True) == f"1{END_TOKEN}{PAD_TOKEN}"
+
+
+@pytest.mark.parametrize("text", ["1x2", "x", "10=\t"])
+def test_an_unknown_character_is_named(folder: Path, text: str) -> None:
+    unknown = next(c for c in text if c not in CHARACTERS)
+    with pytest.raises(ModelError, match="has no token") as caught:
+        Tokenizer.load(folder).encode(text)
+    assert f"character {unknown!r}" in str(caught.value)
+
+
+def test_transformers_agrees(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(str(folder)), Tokenizer.load(folder)
+    assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (1, 0, ours.vocab_size)
+    for text in ("", "5190472=", "a b\né漢  +", "=="):
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ids == ours.encode(text)
+        assert theirs.decode([*ids, 1, 0], skip_special_tokens=True) == text == ours.decode([*ids, 1, 0])
+        assert theirs.encode(text) == ids  # nothing is added by default either
+
+
+@pytest.mark.parametrize("characters", ["", "aa", "0120"])
+def test_characters_must_be_some_and_different(tmp_path: Path, characters: str) -> None:
+    with pytest.raises(ValueError, match="none twice"):
+        write_character_tokenizer(tmp_path, characters)
+
+
+def test_a_vocabulary_beyond_the_models_rows_is_refused(folder: Path) -> None:
+    size = len(CHARACTERS) + 2
+    Tokenizer.load(folder, vocab_size=size)
+    with pytest.raises(ModelError, match=rf"token id {size - 1}, but the model has {size - 1} rows"):
+        Tokenizer.load(folder, vocab_size=size - 1)
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"cannot read .*tokenizer\.json: No such file"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer.load(tmp_path)
+    write_character_tokenizer(tmp_path, "ab")
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is not JSON"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ModelError, match="holds a list, expected an object"):
+        Tokenizer.load(tmp_path)
+
+
+def test_where_the_end_token_comes_from(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path, "ab")
+    edit(tmp_path, "tokenizer_config.json", eos_token={"content": "b", "special": True}, pad_token=None)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (3, 3)  # without a padding token, the end pads
+    edit(tmp_path, "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ModelError, match="names the eos token; add eos_token"):
+        Tokenizer.load(tmp_path)
+    edit(tmp_path, "config.json", eos_token_id=[2, 3], pad_token_id=0)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 0)
+    edit(tmp_path, "tokenizer_config.json", eos_token="<|gone|>")
+    with pytest.raises(ModelError, match=r"eos_token '<\|gone\|>' is not in tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.fixture
+def byte_level(tmp_path: Path) -> Path:
+    """A byte-level BPE with no merges and chat markers, as Qwen's is built."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    (tmp_path / "tokenizer.json").write_text(backend.to_str())
+    edit(tmp_path, "tokenizer_config.json", eos_token="<|im_end|>", tokenizer_class="PreTrainedTokenizerFast")
+    return tmp_path
+
+
+CHATML = (
+    "{%- for message in messages %}\n"
+    "    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + eos_token + '\\n' }}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}\n"
+)
+
+
+@pytest.mark.parametrize("place", ["config", "list", "file"])
+def test_the_chat_template_is_transformers_own(byte_level: Path, place: str) -> None:
+    from transformers import AutoTokenizer
+
+    if place == "file":
+        (byte_level / "chat_template.jinja").write_text(CHATML)
+    else:
+        template = CHATML if place == "config" else [{"name": "default", "template": CHATML}]
+        edit(byte_level, "tokenizer_config.json", chat_template=template)
+    ours, theirs = Tokenizer.load(byte_level), AutoTokenizer.from_pretrained(str(byte_level))
+    text = ours.user_turn("Sortiere: é {{ 1 + 1 }} <b>")
+    assert text == "<|im_start|>user\nSortiere: é {{ 1 + 1 }} <b><|im_end|>\n<|im_start|>assistant\n"
+    messages = [{"role": "user", "content": "Sortiere: é {{ 1 + 1 }} <b>"}]
+    assert text == theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert ours.encode(text).count(256) == 2  # markers are single tokens
+    assert ours.decode(ours.encode(text)).startswith("user\nSortiere: é")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "has no chat template"),
+        ("{{ raise_exception('no system role') }}", "failed: no system role"),
+        ("{% if %}", "the chat template failed"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template failed"),
+    ],
+)
+def test_a_chat_template_that_is_missing_failing_or_hostile(
+    byte_level: Path, template: str | None, message: str
+) -> None:
+    edit(byte_level, "tokenizer_config.json", chat_template=template)
+    with pytest.raises(ModelError, match=message):
+        Tokenizer.load(byte_level).user_turn("hello")

@@ -1,0 +1,79 @@
+"""pi_old: scored when a stage begins, kept for a learner that is started again inside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import StoreError
+from pipeline.schedule import Schedule
+from pipeline.trainer.old_logprobs import ProximalLogprobs
+
+
+class Learner:
+    """Scores batch b as `weights` + b, and remembers what it was asked."""
+
+    speaks = True
+
+    def __init__(self, weights: float) -> None:
+        self.weights = weights
+        self.scored: list[int] = []
+
+    def logprobs(self, batch: Any) -> Any:
+        self.scored.append(batch.index)
+        return SimpleNamespace(logprobs=np.full(3, self.weights + batch.index, np.float32))
+
+    def barrier(self) -> None:
+        pass
+
+
+def proximal(folder: Path, learner: Learner, schedule: Schedule) -> ProximalLogprobs:
+    run = RunDirectory(folder)
+    run.logprobs.mkdir(parents=True, exist_ok=True)
+    store: Any = SimpleNamespace(wait=lambda index, contract, deadline_s: SimpleNamespace(index=index))
+    adapters: dict[str, Any] = dict(learner=learner, store=store, contract=None)
+    return ProximalLogprobs(run=run, schedule=schedule, wait_deadline_s=1.0, **adapters)
+
+
+def test_a_stage_is_scored_once_and_whole(tmp_path: Path) -> None:
+    learner = Learner(weights=-10.0)
+    old = proximal(tmp_path, learner, Schedule(kind="staged", steps=5, updates_per_stage=3))
+    for step, expected in ((0, -10.0), (1, -9.0), (2, -8.0)):
+        found = old.of(step)
+        assert found is not None
+        assert found.tolist() == [expected] * 3
+        learner.weights += 100.0  # the policy moves within the stage; pi_old does not
+    assert learner.scored == [0, 1, 2]
+    learner.weights = -20.0
+    last = old.of(3)
+    assert last is not None
+    assert last[0] == -17.0
+    assert learner.scored == [0, 1, 2, 3, 4]  # the run ends within its second stage
+
+
+def test_a_learner_that_is_started_again_inside_a_stage_reads_what_was_kept(tmp_path: Path) -> None:
+    schedule = Schedule(kind="staged", steps=3, updates_per_stage=3)
+    proximal(tmp_path, Learner(weights=-10.0), schedule).of(0)
+    successor = Learner(weights=5.0)
+    found = proximal(tmp_path, successor, schedule).of(2)
+    assert found is not None
+    assert found[0] == -8.0
+    assert successor.scored == []
+
+
+def test_without_it_the_stage_cannot_go_on(tmp_path: Path) -> None:
+    old = proximal(tmp_path, Learner(0.0), Schedule(kind="staged", steps=4, updates_per_stage=4))
+    with pytest.raises(StoreError, match="batch 2 from the beginning of its stage; remove the checkpoints"):
+        old.of(2)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_where_every_step_is_a_stage_the_scored_step_is_enough(tmp_path: Path, kind: Any) -> None:
+    learner = Learner(0.0)
+    assert proximal(tmp_path, learner, Schedule(kind=kind, steps=4, lag=2)).of(1) is None
+    assert learner.scored == []

@@ -1,0 +1,194 @@
+"""e4m3 formats: values by hand, error bounds, idempotence, ragged shapes, zeros, saturation, gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from precision.formats.formats import (
+    E4M3,
+    E4M3_MAX,
+    SCALE_FLOOR,
+    RolloutFormat,
+    dequantize_block,
+    dequantize_tensor,
+    fake_quantize_activation,
+    fake_quantize_block,
+    fake_quantize_tensor,
+    quantize_block,
+    quantize_tensor,
+    to_e4m3,
+)
+
+HALF_ULP = 2.0**-4
+"""Largest relative rounding error of a normal e4m3 value: half of the last of 3 mantissa bits."""
+HALF_SUBNORMAL = 2.0**-10
+"""Largest absolute rounding error below 2^-6, where steps are 2^-9, in units of the scale."""
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def all_e4m3_values() -> list[float]:
+    """Every finite non-negative value, from the definition of the format (bias 7, 3 mantissa bits, S.1111.111 NaN)."""
+    values = [mantissa * 2.0**-9 for mantissa in range(8)]
+    values += [(8 + mantissa) * 2.0 ** (exponent - 10) for exponent in range(1, 16) for mantissa in range(8)]
+    return values[:-1]
+
+
+def test_cast_is_exact_on_the_grid_and_nearest_even_between() -> None:
+    grid = torch.tensor(all_e4m3_values())
+    assert grid.max() == E4M3_MAX
+    assert torch.equal(to_e4m3(grid).float(), grid)
+    assert torch.equal(to_e4m3(-grid).float(), -grid)
+    between = (grid[:-1] + grid[1:]) / 2  # a tie goes to the neighbour with an even mantissa
+    even = torch.where(torch.arange(len(between)) % 2 == 0, grid[:-1], grid[1:])
+    assert torch.equal(to_e4m3(between).float(), even)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+@pytest.mark.parametrize("value", [449.0, 464.0, 465.0, 1e30])
+def test_cast_saturates(size: int, value: float) -> None:
+    both = torch.cat([torch.full((size,), value), torch.full((size,), -value)])
+    assert torch.equal(to_e4m3(both).float(), E4M3_MAX * both.sign())
+
+
+def test_tensor_by_hand() -> None:
+    # amax 896: scale 2; 100 / 2 = 50 lies between 48 and 52 (step 4): tie, even mantissa is 48 (12 * 4) -> 96
+    quantized, scale = quantize_tensor(torch.tensor([[896.0, -100.0], [0.0, 26.0]]))
+    assert (quantized.dtype, scale.dtype, scale.shape, scale.item()) == (E4M3, torch.float32, (), 2.0)
+    assert dequantize_tensor(quantized, scale).tolist() == [[896.0, -96.0], [0.0, 26.0]]
+
+
+def test_block_by_hand() -> None:
+    # 2 x 2 blocks of a 3 x 3 matrix: amax 448, 4480, 44.8, 0 in the four (ragged) blocks
+    weight = torch.tensor([[448.0, 1.0, 4480.0], [2.0, 3.0, 10.0], [44.8, -44.8, 0.0]])
+    quantized, scale_inv = quantize_block(weight, (2, 2))
+    assert scale_inv.tolist() == [[1.0, 10.0], [pytest.approx(0.1), pytest.approx(SCALE_FLOOR)]]
+    assert quantized.float().tolist() == [[448, 1, 448], [2, 3, 1], [448, -448, 0]]
+    torch.testing.assert_close(dequantize_block(quantized, scale_inv, (2, 2)), weight)
+
+
+def test_gaussian_weights_lose_2_65_percent() -> None:
+    weight = gaussian(512, 384)
+    for restored in (fake_quantize_block(weight), fake_quantize_tensor(weight)):
+        relative = float((restored - weight).norm() / weight.norm())
+        assert relative == pytest.approx(0.0265, abs=0.0005)
+
+
+shapes = st.tuples(st.integers(1, 200), st.integers(1, 200))
+magnitudes = st.sampled_from([1e-6, 1e-2, 1.0, 1e4])
+
+
+def assert_within_half_ulp(restored: Tensor, original: Tensor, scale: Tensor) -> None:
+    bound = torch.maximum(HALF_ULP * original.abs(), HALF_SUBNORMAL * scale.expand_as(original))
+    assert bool(((restored - original).abs() <= bound * (1 + 1e-5)).all())
+
+
+@settings(max_examples=40)
+@given(shapes, magnitudes, st.integers(0, 100))
+def test_block_error_bound_idempotence_and_shape(shape: tuple[int, int], magnitude: float, seed: int) -> None:
+    weight = magnitude * gaussian(*shape, seed=seed)
+    quantized, scale_inv = quantize_block(weight)
+    assert quantized.shape == weight.shape
+    assert scale_inv.shape == (math.ceil(shape[0] / 128), math.ceil(shape[1] / 128))
+    restored = dequantize_block(quantized, scale_inv)
+    for i, j in [(i, j) for i in range(scale_inv.shape[0]) for j in range(scale_inv.shape[1])]:
+        tile = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+        assert_within_half_ulp(restored[tile], weight[tile], scale_inv[i, j])
+    again, _ = quantize_block(restored)
+    assert torch.equal(again.view(torch.uint8), quantized.view(torch.uint8))
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 40), min_size=0, max_size=3), magnitudes, st.integers(0, 100))
+def test_tensor_error_bound_idempotence_and_shape(shape: list[int], magnitude: float, seed: int) -> None:
+    weight = magnitude * gaussian(*shape, seed=seed)
+    quantized, scale = quantize_tensor(weight)
+    restored = dequantize_tensor(quantized, scale)
+    assert_within_half_ulp(restored, weight, scale)
+    again, _ = quantize_tensor(restored)
+    assert torch.equal(again.view(torch.uint8), quantized.view(torch.uint8))
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 5), st.integers(1, 300), st.sampled_from([None, 1, 7, 128]), st.integers(0, 100))
+def test_activation_equals_each_group_quantized_alone(tokens: int, channels: int, group: int | None, seed: int) -> None:
+    activation = gaussian(tokens, channels, seed=seed) * torch.logspace(-3, 3, tokens)[:, None]
+    restored = fake_quantize_activation(activation, group)
+    size = group or channels
+    for token in range(tokens):
+        for start in range(0, channels, size):
+            alone = fake_quantize_tensor(activation[token, start : start + size])
+            assert torch.equal(restored[token, start : start + size], alone)
+
+
+def test_activation_keeps_shape_dtype_and_empties() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        activation = gaussian(2, 3, 130).to(dtype)
+        restored = fake_quantize_activation(activation, 128)
+        assert (restored.shape, restored.dtype) == (activation.shape, dtype)
+    assert fake_quantize_activation(torch.zeros(0, 8), 4).shape == (0, 8)
+    with pytest.raises(ValueError, match="activation group is 0"):
+        fake_quantize_activation(torch.zeros(1, 8), 0)
+
+
+def test_zeros_stay_zeros() -> None:
+    zeros = torch.zeros(130, 5)
+    for restored in (fake_quantize_tensor(zeros), fake_quantize_block(zeros), fake_quantize_activation(zeros, 4)):
+        assert torch.equal(restored, zeros)
+    assert quantize_tensor(zeros)[1].item() == pytest.approx(SCALE_FLOOR)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_input_raises(bad: float) -> None:
+    weight = torch.ones(3, 3)
+    weight[1, 2] = bad
+    for quantize in (fake_quantize_tensor, fake_quantize_block, fake_quantize_activation):
+        with pytest.raises(FloatingPointError, match="expected finite"):
+            quantize(weight)
+
+
+def test_wrong_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="need a matrix"):
+        quantize_block(torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="is empty"):
+        quantize_tensor(torch.zeros(0))
+    quantized, _ = quantize_block(torch.ones(130, 4))
+    with pytest.raises(ValueError, match="pass the scales of the same tensor"):
+        dequantize_block(quantized, torch.ones(1, 1))
+
+
+def test_gradients_pass_straight_through_and_input_is_untouched() -> None:
+    weight = gaussian(5, 7).requires_grad_()
+    before = weight.detach().clone()
+    upstream = gaussian(5, 7, seed=1)
+    for fake in (fake_quantize_tensor, fake_quantize_block, fake_quantize_activation):
+        weight.grad = None
+        fake(weight).backward(upstream)  # type: ignore[no-untyped-call]
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, upstream)
+    assert torch.equal(weight, before)
+
+
+def test_shared_amax_is_the_scale_of_the_stacked_matrix() -> None:
+    small, large = gaussian(4, 6), 100 * gaussian(2, 6, seed=1)
+    stacked = fake_quantize_tensor(torch.cat([small, large]))
+    amax = torch.cat([small, large]).abs().amax()
+    assert torch.equal(torch.cat([fake_quantize_tensor(small, amax), fake_quantize_tensor(large, amax)]), stacked)
+
+
+def test_rollout_formats() -> None:
+    weight, activation = gaussian(130, 260) * torch.logspace(-3, 3, 260), gaussian(2, 260) * torch.logspace(-3, 3, 260)
+    tensor, block = RolloutFormat("fp8_tensor"), RolloutFormat("fp8_block")
+    assert torch.equal(tensor.fake_quantize_weight(weight), fake_quantize_tensor(weight))
+    assert torch.equal(block.fake_quantize_weight(weight), fake_quantize_block(weight))
+    assert torch.equal(tensor.fake_quantize_activation(activation), fake_quantize_activation(activation, None))
+    assert torch.equal(block.fake_quantize_activation(activation), fake_quantize_activation(activation, 128))
+    assert not torch.equal(tensor.fake_quantize_weight(weight), block.fake_quantize_weight(weight))

@@ -1,0 +1,120 @@
+"""The quantization kernels, by Triton's interpreter, bit for bit against formats.py; and who chooses them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from precision.formats import formats, quantize
+from precision.formats.quant_map import QuantMap, quantize_state
+from tests.support.triton_folder import run_with_triton
+from tests.support.weight_cases import NON_FINITE, OTHER_BLOCKS, WEIGHTS, gaussian, grid_and_ties, small
+
+WORKER = "tests.support.quantize_triton_worker"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kernels")
+    run_with_triton(WORKER, folder / "results.safetensors", interpret=True, cache=folder)
+    return folder / "results.safetensors"
+
+
+@pytest.fixture(scope="module")
+def errors(file: Path) -> dict[str, str]:
+    with safe_open(file, framework="pt") as results:
+        return dict(results.metadata())
+
+
+def assert_same_bits(file: Path, name: str, wanted: tuple[Tensor, Tensor]) -> None:
+    with safe_open(file, framework="pt") as results:
+        quantized, scale = results.get_tensor(f"{name} q"), results.get_tensor(f"{name} s")
+    assert quantized.dtype is formats.E4M3
+    assert quantized.shape == wanted[0].shape
+    torch.testing.assert_close(scale, wanted[1], rtol=0, atol=0)
+    assert torch.equal(quantized.view(torch.uint8), wanted[0].contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_blocks(file: Path, name: str) -> None:
+    assert_same_bits(file, f"{name} block", formats.quantize_block(WEIGHTS[name]()))
+
+
+@pytest.mark.parametrize("block", OTHER_BLOCKS)
+def test_other_blocks(file: Path, block: tuple[int, int]) -> None:
+    assert_same_bits(file, f"small {block}", formats.quantize_block(small(), block))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_per_tensor(file: Path, name: str) -> None:
+    weight = WEIGHTS[name]()
+    assert_same_bits(file, f"{name} tensor", formats.quantize_tensor(weight))
+    assert_same_bits(file, f"{name} shared", formats.quantize_tensor(weight, torch.tensor(7e4)))
+
+
+def test_experts_may_be_stacked_per_tensor(file: Path) -> None:
+    assert_same_bits(file, "stacked shared", formats.quantize_tensor(torch.ones(2, 3, 4)))
+
+
+def test_ties_go_to_even_by_hand(file: Path) -> None:
+    """Between 16 and 18 (mantissas 0 and 1) 17 becomes 16; between 18 and 20 19 becomes 20; 2^-10 becomes 0."""
+    weight = grid_and_ties()
+    with safe_open(file, framework="pt") as results:
+        rounded = results.get_tensor("grid_and_ties tensor q").float()
+    for value, wanted in ((17.0, 16.0), (19.0, 20.0), (-19.0, -20.0), (2.0**-10, 0.0), (3 * 2.0**-10, 2.0**-8)):
+        assert (rounded[weight == value] == wanted).all()
+        assert (weight == value).any()
+
+
+@pytest.mark.parametrize("kind", ["block", "tensor"])
+@pytest.mark.parametrize("name", NON_FINITE)
+def test_a_non_finite_weight_is_refused(errors: dict[str, str], kind: str, name: str) -> None:
+    expected = "nan" if "nan" in name else "inf"
+    assert errors[f"{kind} {name}"].startswith(f"FloatingPointError: largest magnitude to quantize is {expected}, ")
+
+
+def test_other_refusals(errors: dict[str, str]) -> None:
+    assert errors["empty"].startswith("ValueError: weight of shape (0, 4) is empty")
+    assert errors["vector"].startswith("ValueError: block scales need a matrix")
+    assert errors["shared"].startswith("FloatingPointError: largest magnitude to quantize is inf")
+
+
+def test_weights_on_a_cpu_are_quantized_by_torch() -> None:
+    weight = WEIGHTS["ragged"]()
+    for found, wanted in zip(quantize.quantize_block(weight), formats.quantize_block(weight), strict=True):
+        assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_weights_on_a_gpu_are_quantized_by_the_kernel(file: Path) -> None:
+    assert_same_bits(file, "chosen", formats.quantize_block(gaussian(130, 5)))
+
+
+def test_published_weights_are_quantized_by_the_chosen_implementation() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def chosen(weight: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(tuple(weight.shape))
+        return formats.quantize_block(weight)
+
+    quant = QuantMap.for_decoder(1, "fp8_block").restricted(["model.layers.0.mlp.down_proj"])
+    stream = [("model.layers.0.mlp.down_proj.weight", torch.ones(4, 6)), ("model.norm.weight", torch.ones(6))]
+    published = dict(quantize_state(stream, quant, chosen))
+    assert seen == [(4, 6)]
+    assert set(published) == {name for name, _ in stream} | {"model.layers.0.mlp.down_proj.weight_scale_inv"}
+
+
+@pytest.mark.parametrize("module", ["policy_files", "streamed"])
+def test_both_channels_choose_by_device(module: str) -> None:
+    """A channel that forgot would be slow on a GPU and the same everywhere else: only its call can show it."""
+    source = Path(inspect.getfile(quantize)).with_name(f"{module}.py").read_text()
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    mine = [call for call in calls if getattr(call.func, "id", None) == "quantize_state"]
+    assert mine
+    assert all([ast.unparse(argument) for argument in call.args][2:] == ["quantize_block"] for call in mine)
+    assert "from precision.formats.quantize import quantize_block\n" in source

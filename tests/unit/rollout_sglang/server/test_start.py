@@ -1,0 +1,203 @@
+"""Commands, ports and processes; no SGLang is started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.errors import EngineStartError, ModelError, PortInUseError
+from rollout_sglang.server.block_shapes import check_block_shapes
+from rollout_sglang.server.launch_server import API_KEY_VARIABLE, arguments_with_key
+from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, launch
+from rollout_sglang.server.start import EngineSpec, command, router_command, server_environment
+
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+}
+
+
+def spec(tmp_path: Path, **changes: object) -> EngineSpec:
+    values: dict[str, object] = dict(
+        model=tmp_path,
+        port=31000,
+        precision="fp32",
+        dtype="float32",
+        log=tmp_path / "engine.log",
+        version=3,
+        api_key="secret",
+        seed=11,
+    )
+    return EngineSpec(**(values | changes))  # type: ignore[arg-type]
+
+
+def value_of(argv: list[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def test_the_command_says_what_the_spec_says(tmp_path: Path) -> None:
+    argv = command(
+        spec(tmp_path, context_tokens=256, tensor_parallel=2, extra_args=("--log-level", "error")), cuda=False
+    )
+    assert argv[:3] == [sys.executable, "-m", "rollout_sglang.cpu.cpu_server"]
+    assert value_of(argv, "--host") == "127.0.0.1"
+    assert value_of(argv, "--weight-version") == "unproved-3"
+    assert value_of(argv, "--random-seed") == "11"
+    assert value_of(argv, "--tp-size") == "2"
+    assert value_of(argv, "--context-length") == "256"
+    assert value_of(argv, "--max-total-tokens") == str(64 * 256)
+    assert argv[-2:] == ["--log-level", "error"]
+    assert "--quantization" not in argv
+
+
+def test_a_gpu_server_is_left_to_its_own_judgement(tmp_path: Path) -> None:
+    argv = command(spec(tmp_path), cuda=True)
+    assert argv[2] == "rollout_sglang.server.launch_server"
+    assert not {"--device", "--attention-backend", "--max-total-tokens", "--skip-server-warmup"} & set(argv)
+
+
+@pytest.mark.parametrize(
+    ("precision", "flag"), [("fp32", False), ("bf16", False), ("fp8_tensor", True), ("fp8_block", False)]
+)
+def test_only_per_tensor_fp8_is_quantized_by_the_engine(tmp_path: Path, precision: str, flag: bool) -> None:
+    assert ("--quantization" in command(spec(tmp_path, precision=precision), cuda=False)) == flag
+
+
+def test_the_key_is_in_the_environment_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "secret" not in " ".join(command(spec(tmp_path), cuda=True) + router_command(["http://x"], 1, 2))
+    environment = server_environment("secret")
+    assert environment["EVENKEEL_API_KEY"] == "secret"
+    monkeypatch.setenv("EVENKEEL_API_KEY", "secret")
+    assert "EVENKEEL_API_KEY" not in server_environment(None)
+    assert arguments_with_key(["--port", "1"]) == ["--port", "1", "--api-key=secret"]
+    assert arguments_with_key([]) == []
+
+
+def test_a_key_that_begins_with_a_dash_is_still_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "-dashed")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--api-key")
+    assert parser.parse_args(arguments_with_key([])).api_key == "-dashed"
+
+
+def test_what_is_logged_shows_stars_for_the_key(tmp_path: Path) -> None:
+    code = (
+        "import logging; logging.basicConfig(format='%(message)s');"
+        "from rollout_sglang.server.launch_server import hide_in_logs;"
+        "hide_in_logs('hunter2'); logging.warning(f\"args api_key='hunter2'\"); logging.warning('%d %s', 3, 'hunter2');"
+        "logging.warning('%d of %d', 1, 2)"
+    )
+    logged = subprocess.run(
+        [sys.executable, "-c", code], env=server_environment(None), capture_output=True, text=True, check=True
+    )
+    assert logged.stderr.splitlines() == ["args api_key='***'", "3 ***", "1 of 2"]
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(PortInUseError, match=f"port {port} is taken"):
+            check_port_free(port)
+    check_port_free(free_port())
+
+
+def launch_python(code: str, tmp_path: Path, port: int, secret: str | None = None) -> ServerProcess:
+    log = tmp_path / "server.log"
+    ready_url = f"http://127.0.0.1:{port}/"
+    return launch([sys.executable, "-c", code], environment=os.environ, log=log, ready_url=ready_url, secret=secret)
+
+
+def test_a_server_that_dies_shows_the_end_of_its_log_without_the_key(tmp_path: Path) -> None:
+    code = "print('loading'); print('out of memory, key=hunter2'); raise SystemExit(3)"
+    server = launch_python(code, tmp_path, free_port(), secret="hunter2")
+    with pytest.raises(EngineStartError, match=r"status 3 .*server.log ends: loading \| out of memory, key=\*\*\*$"):
+        server.wait_ready(20)
+    assert (tmp_path / "server.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_server_that_never_comes_up_is_stopped(tmp_path: Path) -> None:
+    server = launch_python("import time; time.sleep(60)", tmp_path, free_port())
+    with pytest.raises(EngineStartError, match=r"not up within 0.5 s"):
+        server.wait_ready(0.5)
+    assert server.poll() == -signal.SIGTERM
+
+
+def test_a_server_that_answers_is_ready_and_stops_even_if_it_ignores_sigterm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_sglang.server.process.STOP_GRACE_S", 0.2)
+    port = free_port()
+    code = (
+        "import signal, http.server; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        f"http.server.test(http.server.SimpleHTTPRequestHandler, port={port}, bind='127.0.0.1')"
+    )
+    server = launch_python(code, tmp_path, port)
+    assert server.wait_ready(20) < 20
+    server.stop()
+    assert server.poll() == -signal.SIGKILL
+
+
+def test_no_server_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    child = (
+        "import time; from rollout_sglang.server.launch_server import die_with_parent;"
+        "die_with_parent(); print('up', flush=True); time.sleep(60)"
+    )
+    supervisor = (
+        "import os, sys, time; from pathlib import Path; from rollout_sglang.server.process import launch;"
+        f"s = launch([sys.executable, '-c', {child!r}], environment=os.environ, log=Path({str(tmp_path / 'log')!r}),"
+        "ready_url='http://127.0.0.1:1/', secret=None); print(s.pid, flush=True); time.sleep(60)"
+    )
+    environment = server_environment(None)
+    with subprocess.Popen(
+        [sys.executable, "-c", supervisor], env=environment, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        server = psutil.Process(int(parent.stdout.readline()))
+        ends = time.monotonic() + 20
+        while "up" not in (tmp_path / "log").read_text() and time.monotonic() < ends:
+            time.sleep(0.05)
+        parent.kill()
+    while server.is_running() and server.status() != psutil.STATUS_ZOMBIE and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+
+
+def test_block_shapes_of_a_real_model_fit() -> None:
+    check_block_shapes(QWEN3_8B)
+    check_block_shapes(QWEN3_8B, tensor_parallel=8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor_parallel", "named"),
+    [
+        ({"intermediate_size": 12352}, 1, "intermediate_size / tensor_parallel = 12352"),
+        ({"hidden_size": 4160}, 1, "hidden_size = 4160"),
+        ({"head_dim": 64, "num_key_value_heads": 1}, 1, "num_key_value_heads × head_dim / tensor_parallel = 64"),
+        ({"intermediate_size": 1280}, 4, "intermediate_size / tensor_parallel = 320"),
+    ],
+)
+def test_block_shapes_that_do_not_fit_are_named(changes: dict[str, int], tensor_parallel: int, named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        check_block_shapes(QWEN3_8B | changes, tensor_parallel)
+
+
+def test_heads_follow_from_the_hidden_size_where_the_config_is_silent() -> None:
+    check_block_shapes({"hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 512})
+    with pytest.raises(ModelError, match="= 64"):
+        check_block_shapes(
+            {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 512}
+        )

@@ -1,0 +1,224 @@
+"""Engines that were fed prove what they hold: by checksum, by probe, by one another; before they get any request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.records import Completion
+from pipeline.errors import EngineUnavailableError, EngineVersionError
+from pipeline.ports.engines import Sampling
+from pipeline.ports.weight_check import Probe, Proof
+from rollout_sglang.fleet import Fleet
+from tests.doubles.sglang_double import PARAMETER, RELEASES, Damage, EngineDouble, checksum_of
+
+SAMPLING = Sampling(max_new_tokens=2)
+ROWS = ((9, 1, 3), (7, 5))
+PROBE = Probe(rows=ROWS, logprobs=((-2 / 8, -4 / 8), (-6 / 8,)), max_mean_gap_nats=0.1)
+DIGESTS: tuple[dict[str, str], ...] = ({PARAMETER: checksum_of(1)},)
+PROOF = Proof(version=1, probe=PROBE, digests=DIGESTS)
+
+
+@pytest.fixture(params=RELEASES)
+def engines(request: pytest.FixtureRequest) -> Iterator[list[EngineDouble]]:
+    with ExitStack() as stack:
+        doubles = [stack.enter_context(EngineDouble(sglang=request.param)) for _ in range(2)]
+        for double in doubles:
+            double.shows_checksums = True
+        yield doubles
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, engines: list[EngineDouble]) -> Fleet:
+    return fleet_of(tmp_path, engines)
+
+
+def fleet_of(folder: Path, engines: list[EngineDouble]) -> Fleet:
+    return Fleet(
+        [engine.url for engine in engines],
+        router_url=None,
+        api_key=None,
+        lock_path=folder / "lock",
+        request_deadline_s=10.0,
+        load_deadline_s=5.0,
+    )
+
+
+async def answering(fleet: Fleet) -> set[int]:
+    groups = await asyncio.gather(*(fleet.generate([1], 1, SAMPLING) for _ in range(4)))
+    return {group[0].engine for group in groups}
+
+
+def requests_of(engine: EngineDouble) -> list[str]:
+    return [call.rpartition("/")[2] for call in engine.calls]
+
+
+def test_weights_are_checked_before_the_engine_goes_on_and_answers_before_it_is_admitted(
+    tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]
+) -> None:
+    measured = asyncio.run(fleet.load(1, tmp_path, PROOF))
+    assert requests_of(engines[0]) == [
+        *("server_info", "pause_generation", "update_weights_from_disk"),
+        *("model_info", "weights_checker", "update_weight_version", "continue_generation", "generate"),
+    ]
+    assert measured["probe_gap_nats"] == pytest.approx(0)
+    assert measured["engines_checked"] == 2
+    assert [engine.version for engine in engines] == ["1", "1"]
+
+
+@pytest.mark.parametrize("damage", ["weights", "answers"])
+def test_an_engine_that_fails_once_is_fed_again(
+    tmp_path: Path, fleet: Fleet, engines: list[EngineDouble], damage: Damage
+) -> None:
+    engines[0].damages = [damage]
+    asyncio.run(fleet.load(1, tmp_path, PROOF))
+    assert [engine.loads for engine in engines] == [2, 1]
+    for engine in engines:
+        engine.token_s = 0.05
+    assert asyncio.run(answering(fleet)) == {0, 1}
+
+
+@pytest.mark.parametrize("damage", ["weights", "answers"])
+def test_an_engine_that_fails_twice_gets_no_request(
+    tmp_path: Path, fleet: Fleet, engines: list[EngineDouble], damage: Damage
+) -> None:
+    engines[0].damages = [damage, damage]
+    asyncio.run(fleet.load(1, tmp_path, PROOF))
+    before = engines[0].calls.count("POST /generate")
+    assert asyncio.run(answering(fleet)) == {1}
+    assert engines[0].calls.count("POST /generate") == before
+    assert (engines[0].loads, engines[0].version, engines[0].paused) == (2, "unproved", False)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            "weights",
+            f"1 of 1 parameters of version 1 .* first {PARAMETER} of rank 0: f{{16}}, the learner sent 0{{15}}1",
+        ),
+        ("answers", r"scores the probe of version 1 0\.5 nats from the learner in the mean, allowed 0\.1"),
+    ],
+)
+def test_the_error_says_what_is_wrong(
+    tmp_path: Path, engines: list[EngineDouble], damage: Damage, message: str
+) -> None:
+    engines[0].damages = [damage, damage]
+    with pytest.raises(EngineUnavailableError, match=message):
+        asyncio.run(fleet_of(tmp_path, engines[:1]).load(1, tmp_path, PROOF))
+
+
+def test_requests_under_way_are_aborted_when_the_proof_fails(
+    tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]
+) -> None:
+    engines[0].damages = ["weights", "weights"]
+    for engine in engines:
+        engine.token_s = 0.05
+
+    async def act() -> list[Completion]:
+        under_way = [asyncio.create_task(fleet.generate([1], 1, Sampling(max_new_tokens=40))) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        await fleet.load(1, tmp_path, PROOF)
+        return [(await task)[0] for task in under_way]
+
+    answers = asyncio.run(act())
+    assert all(answer.engine == 1 or answer.finish == "abort" for answer in answers)
+    assert [engine.aborts for engine in engines] == [2, 0]
+
+
+def test_another_process_refuses_the_answers_of_an_engine_that_failed(
+    tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]
+) -> None:
+    """The collector is not told which engines the learner quarantined: it sees it by the engine's version."""
+    engines[0].damages = ["answers", "answers"]
+    asyncio.run(fleet.load(1, tmp_path, PROOF))
+    assert asyncio.run(answering(fleet_of(tmp_path, engines))) == {1}
+
+
+def test_without_checksums_the_probe_decides(tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]) -> None:
+    for engine in engines:
+        engine.shows_checksums = False
+    engines[0].damages = ["answers", "answers"]
+    measured = asyncio.run(fleet.load(1, tmp_path, PROOF))
+    assert measured["engines_checked"] == 0
+    assert asyncio.run(answering(fleet)) == {1}
+
+
+def test_without_known_digests_engines_must_agree(tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]) -> None:
+    """Which of the two is right is not known; that both serve is ruled out."""
+    engines[1].damages = ["weights", "weights"]
+    asyncio.run(fleet.load(1, tmp_path, replace(PROOF, digests=())))
+    assert sorted(engine.version for engine in engines) == ["1", "unproved"]
+
+
+def test_versions_published_again_may_hold_other_weights(tmp_path: Path, engines: list[EngineDouble]) -> None:
+    """Without digests, what an engine held at the first publish says nothing about the second."""
+    one = fleet_of(tmp_path, engines[:1])
+    first = replace(PROOF, digests=())
+    asyncio.run(one.load(1, tmp_path, first))
+    engines[0].damages = ["weights"]
+    other = replace(PROBE, logprobs=((-2 / 8, -4 / 8), (-6.01 / 8,)))
+    asyncio.run(one.load(1, tmp_path, replace(first, probe=other)))
+    assert (engines[0].version, engines[0].loads) == ("1", 2)
+
+
+def test_an_engine_of_another_size_is_named(tmp_path: Path, engines: list[EngineDouble]) -> None:
+    with pytest.raises(EngineUnavailableError, match="has 1 tensor parallel ranks, the proof of version 1 is for 2"):
+        asyncio.run(fleet_of(tmp_path, engines).load(1, tmp_path, replace(PROOF, digests=DIGESTS * 2)))
+
+
+def test_heal_believes_no_engine_that_only_claims_the_version(tmp_path: Path, engines: list[EngineDouble]) -> None:
+    PROOF.save(tmp_path)
+    engines[0].version, engines[0].damage = "1", "weights"
+    engines[1].version = "1"
+    fleet = fleet_of(tmp_path, engines)
+    asyncio.run(fleet.heal(1, tmp_path))
+    assert [engine.loads for engine in engines] == [1, 0]  # fed once more, then it proves
+    assert [engine.version for engine in engines] == ["1", "1"]
+    engines[0].version, engines[0].damage, engines[0].damages = "1", "answers", ["answers"]
+    again = fleet_of(tmp_path, engines)
+    asyncio.run(again.heal(1, tmp_path))
+    assert asyncio.run(answering(again)) == {1}
+
+
+def test_heal_proves_a_restarted_engine_from_the_folder_without_feeding_it(
+    tmp_path: Path, engines: list[EngineDouble]
+) -> None:
+    PROOF.save(tmp_path)
+    for engine in engines:
+        engine.version = "unproved-1"
+    fleet = fleet_of(tmp_path, engines)
+    asyncio.run(fleet.heal(1, tmp_path))
+    assert [(engine.version, engine.loads) for engine in engines] == [("1", 0), ("1", 0)]
+    asked = [len(engine.calls) for engine in engines]
+    asyncio.run(fleet.heal(1, tmp_path))
+    assert [len(engine.calls) - before for engine, before in zip(engines, asked, strict=True)] == [1, 1]
+
+
+def test_a_restart_takes_the_proof_away(tmp_path: Path, engines: list[EngineDouble]) -> None:
+    PROOF.save(tmp_path)
+    fleet = fleet_of(tmp_path, engines)
+    asyncio.run(fleet.load(1, tmp_path, PROOF))
+    engines[0].version, engines[0].damage = "unproved-1", "weights"
+    asyncio.run(fleet.heal(1, tmp_path))
+    assert engines[0].loads == 2
+    assert engines[0].version == "1"
+
+
+def test_the_end_of_a_foreign_feed_is_proved_alike(tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]) -> None:
+    """What a channel that does not load folders calls once its tensors are there."""
+
+    async def act() -> None:
+        engine = fleet._engines[0]
+        await engine.pause()
+        engines[0].version, engines[0].damage = "unproved-1", "weights"
+        with pytest.raises(EngineVersionError, match=PARAMETER):
+            await fleet._prove(engine, 1, PROOF)
+        assert (engines[0].version, engines[0].paused) == ("unproved", False)
+
+    asyncio.run(act())
