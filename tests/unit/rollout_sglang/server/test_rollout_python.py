@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.errors import EngineStartError
 from rollout_sglang.server.rollout_python import PYTHON_VARIABLE, module_command, module_environment, require_sglang
-from rollout_sglang.server.start import rollout_python
+from rollout_sglang.server import rollout_python
 
 SGLANG = {
     "__init__.py": "",
