@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.checkpoint import training_state
-from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.build import build_chunks, choose_layers
 from megatron_bridge.model.te_precision import Layers, token_multiple, warm_up_passes
-from megatron_bridge.parallel.layout import Layout, check_layout, initialise
+from megatron_bridge.parallel.layout import Layout, check_layout, initialize
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.step import passes
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, plan_micro_batches
@@ -34,7 +34,7 @@ from megatron_bridge.step.optimizer import (
     reduced_gradient_norm,
     set_learning_rate,
     step_with_clipping,
-    wrap_and_optimise,
+    wrap_and_optimize,
 )
 from megatron_bridge.weight_sync.disk import export_policy
 from megatron_bridge.weights import convert
@@ -63,7 +63,7 @@ class MegatronLearner:
         """Build model and optimizer in the parallel state as it is: use `create`, which makes that state too."""
         self.model_folder = model_folder
         self.section = learner
-        self.shape = ModelShape.from_hf(read_hf_config(model_folder))
+        self.shape = ModelConfig.from_hf(read_hf_config(model_folder))
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
@@ -83,7 +83,7 @@ class MegatronLearner:
             precision=learner.precision,
         )
         convert.load_hf(chunks, self.shape, model_folder)
-        self.model, self.optimizer = wrap_and_optimise(chunks, learner)
+        self.model, self.optimizer = wrap_and_optimize(chunks, learner)
         self.step = 0
         """Optimizer steps taken."""
         self._total_steps = total_steps
@@ -110,7 +110,7 @@ class MegatronLearner:
         `model.choose_layers`. Raises ModelError (learner.precision FP8 without what it needs, too) or LayoutError.
         """
         check_layout(read_hf_config(model_folder), learner)
-        initialise(Layout.of(learner), seed, learner.step_deadline_s)
+        initialize(Layout.of(learner), seed, learner.step_deadline_s)
         return MegatronLearner(
             model_folder,
             learner,
@@ -122,14 +122,14 @@ class MegatronLearner:
         )
 
     @property
-    def speaks(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on global rank 0."""
         return dist.get_rank() == 0
 
     def logprobs(self, batch: Batch) -> Scored:
         """Score the batch at the present weights."""
         found = self.token_logprobs(batch)
-        ratios = _ratio_sums(torch.from_numpy(found), batch, torch.from_numpy(~batch.forced))
+        ratios = _ratio_sums(torch.from_numpy(found), batch, torch.from_numpy(batch.loss_mask))
         return Scored(statistics=ratios.statistics(), histogram=ratios.histogram.tolist(), logprobs=found)
 
     def token_logprobs(self, batch: Batch) -> NDArray[np.float32]:
@@ -154,7 +154,7 @@ class MegatronLearner:
         advantages: NDArray[np.float32],
         scored: Scored | None,
         *,
-        proximal: NDArray[np.float32] | None = None,
+        old_logprobs: NDArray[np.float32] | None = None,
         trained: NDArray[np.bool_] | None = None,
     ) -> Update:
         """One optimizer step on the whole batch; see pipeline.ports.learner.Learner.
@@ -167,7 +167,7 @@ class MegatronLearner:
         num_tokens = batch.num_sampled_tokens
         if num_tokens == 0:
             raise ValueError(f"batch {batch.index} has no response tokens to train on")
-        prepared, inputs = self._prepare(batch, advantages, scored, proximal)
+        prepared, inputs = self._prepare(batch, advantages, scored, old_logprobs)
         plan = self._plan(TokenRows.of_batch(batch), trained)
         gathered = passes.train(
             self.model,
@@ -256,7 +256,7 @@ class MegatronLearner:
         batch: Batch,
         advantages: NDArray[np.float32],
         scored: Scored | None,
-        proximal: NDArray[np.float32] | None,
+        old_logprobs: NDArray[np.float32] | None,
     ) -> tuple[Prepared, passes.TrainingInputs]:
         """What the objective decides about the whole step, and what the passes take; the same on every rank."""
 
@@ -264,7 +264,7 @@ class MegatronLearner:
             return torch.from_numpy(values).to(self.device)
 
         given = tensor(_by_token(batch, advantages))
-        sampler, sampled = tensor(batch.sampler_logprobs), tensor(~batch.forced)
+        sampler, sampled = tensor(batch.rollout_logprobs), tensor(batch.loss_mask)
         if not self._objective.needs_scoring:
             prepared = Prepared(advantages=given)
         elif scored is None:
@@ -273,8 +273,8 @@ class MegatronLearner:
             lengths = batch.response_lengths
             step = ScoredStep(
                 logprobs=tensor(scored.logprobs),
-                sampler_logprobs=sampler,
-                proximal_logprobs=tensor(scored.logprobs if proximal is None else proximal),
+                rollout_logprobs=sampler,
+                old_logprobs=tensor(scored.logprobs if old_logprobs is None else old_logprobs),
                 advantages=given,
                 sampled=sampled,
                 row=tensor(np.repeat(np.arange(batch.num_samples), lengths)),
@@ -283,7 +283,7 @@ class MegatronLearner:
             )
             prepared = _finite_or_refused(lambda: self._objective.prepare(step), batch)
         return prepared, passes.TrainingInputs(
-            sampler_logprobs=sampler,
+            rollout_logprobs=sampler,
             advantages=prepared.advantages,
             sampled=sampled,
             anchor_logprobs=prepared.anchor_logprobs,
@@ -296,7 +296,7 @@ class MegatronLearner:
         if gathered.sums["failed"].item() or not math.isfinite(loss):
             raise NonFiniteError(
                 f"batch {batch}: loss is {loss}, a ratio or log-probability is not finite; no step was taken. "
-                "Look at the batch's sampler_logprobs and at learner.optimizer.lr"
+                "Look at the batch's rollout_logprobs and at learner.optimizer.lr"
             )
         grad_norm = reduced_gradient_norm(self.optimizer)
         worst = torch.tensor([0.0 if math.isfinite(grad_norm) else 1.0], device=self.device)
@@ -338,7 +338,7 @@ def _by_token(batch: Batch, advantages: NDArray[np.float32]) -> NDArray[np.float
 
 def _seen_tokens(batch: Batch, trained: NDArray[np.bool_] | None) -> Tensor:
     """bool [responses]: sampled tokens of the samples that were run through the model."""
-    seen = ~batch.forced
+    seen = batch.loss_mask
     return torch.from_numpy(seen if trained is None else seen & np.repeat(trained, batch.response_lengths))
 
 
@@ -354,5 +354,5 @@ def _known_logprobs(
 
 
 def _ratio_sums(logprobs: Tensor, batch: Batch, mask: Tensor) -> RatioSums:
-    sampler = torch.from_numpy(batch.sampler_logprobs)
+    sampler = torch.from_numpy(batch.rollout_logprobs)
     return _finite_or_refused(lambda: RatioSums.from_logprobs(logprobs, sampler, mask), batch)

@@ -10,7 +10,7 @@ EvenKeelError
 │   │   ├── CorruptBatchError
 │   │   ├── CorruptCheckpointError
 │   │   └── ContractMismatchError   the batch was sampled under another logprob contract
-│   ├── PromptsExhaustedError  every problem of the task has retired: nothing is left to ask
+│   ├── PromptsExhaustedError  every problem of the task is solved: nothing is left to ask
 │   ├── NonFiniteError         a NaN or infinity was about to reach the optimizer
 │   ├── PortInUseError
 │   └── EngineStartError       an engine never came up (carries the end of its log)
@@ -69,7 +69,7 @@ class ContractMismatchError(StoreError):
 
 
 class PromptsExhaustedError(FatalError):
-    """Every problem of the task has retired (prompts.retire_at_pass_rate): nothing is left to ask."""
+    """Every problem of the task is solved (prompts.solved_pass_rate): nothing is left to ask."""
 
 
 class NonFiniteError(FatalError, FloatingPointError):

@@ -23,19 +23,19 @@ MAX_LOG_RATIO = 88.0
 """Nats. Above it exp overflows float32, and a ratio of 1e38 means that the two policies have nothing in common."""
 
 
-def masked_log_ratios(learner_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def masked_log_ratios(learner_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Log-ratios and ratios, both [batch, sequence] in the logprobs' dtype, with 0 and 1 where `mask` is False.
 
     Both inputs are replaced behind the mask before they are subtracted, so NaN or -inf there reaches neither value nor
     gradient; the gradient flows through `learner_logprobs`. Raises FloatingPointError when a log-ratio under the mask
     is not finite or above MAX_LOG_RATIO, ValueError when shapes differ.
     """
-    if not learner_logprobs.shape == sampler_logprobs.shape == mask.shape:
+    if not learner_logprobs.shape == rollout_logprobs.shape == mask.shape:
         raise ValueError(
-            f"shapes differ: learner {tuple(learner_logprobs.shape)}, sampler {tuple(sampler_logprobs.shape)}, mask "
+            f"shapes differ: learner {tuple(learner_logprobs.shape)}, sampler {tuple(rollout_logprobs.shape)}, mask "
             f"{tuple(mask.shape)}; pass one row per sample, padded alike"
         )
-    log_ratios = torch.where(mask, learner_logprobs, 0.0) - torch.where(mask, sampler_logprobs, 0.0)
+    log_ratios = torch.where(mask, learner_logprobs, 0.0) - torch.where(mask, rollout_logprobs, 0.0)
     usable = log_ratios.isfinite() & (log_ratios <= MAX_LOG_RATIO)
     if not bool(usable.all()):
         worst = log_ratios.detach()[~usable]
@@ -71,12 +71,12 @@ class RatioSums:
 
     @classmethod
     @torch.no_grad()
-    def from_logprobs(cls, learner_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> RatioSums:
+    def from_logprobs(cls, learner_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> RatioSums:
         """Statistics of the tokens under `mask`; all three are [batch, sequence], logprobs in nats, mask bool.
 
         Differences are taken in float64. Raises as `masked_log_ratios`.
         """
-        padded, _ = masked_log_ratios(learner_logprobs.double(), sampler_logprobs.double(), mask)
+        padded, _ = masked_log_ratios(learner_logprobs.double(), rollout_logprobs.double(), mask)
         log_ratios = padded[mask]
         if not log_ratios.numel():
             return cls.zero(log_ratios.device)

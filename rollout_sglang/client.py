@@ -16,9 +16,9 @@ from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
 from rollout_sglang.protocol import (
-    DISOWNED,
     GENERATED_LIST,
-    UNPROVED,
+    INVALIDATED,
+    UNVERIFIED,
     Checksums,
     Generated,
     ModelInfo,
@@ -129,7 +129,7 @@ class EngineClient:
         """
         request = {
             "model_path": str(directory.absolute()),
-            "weight_version": f"{UNPROVED}{version}",
+            "weight_version": f"{UNVERIFIED}{version}",
             # Cached prefixes belong to the old weights.
             "flush_cache": True,
             "keep_pause": True,
@@ -169,9 +169,9 @@ class EngineClient:
         """Call the weights that the engine holds `version`, proved; requests under way are not disturbed."""
         await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
-    async def disown(self) -> None:
+    async def invalidate(self) -> None:
         """Take the engine's version away and abort its requests: their tokens may come from wrong weights."""
-        await self._control("/update_weight_version", {"new_version": DISOWNED, "abort_all_requests": True})
+        await self._control("/update_weight_version", {"new_version": INVALIDATED, "abort_all_requests": True})
 
     async def close(self) -> None:
         """Release the connections."""

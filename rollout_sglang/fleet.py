@@ -2,11 +2,11 @@
 
 An engine is *admitted* (gets requests) while it answers and serves at least the version that this fleet was last told
 to serve. Anything else quarantines it, until it proves the version again. Several processes feed the same engines (the
-learner publishes, the collector heals); a lock file orders them and records the last version that was fed.
+learner publishes, the collector resyncs); a lock file orders them and records the last version that was fed.
 
     generate   waits for an admitted engine; a failure quarantines and asks the next one
     load       lock → feed all engines at once → each proves what it holds → those that fail twice are quarantined
-    heal       lock → those that claim the version prove it, the others are fed, unless another process has loaded a
+    resync       lock → those that claim the version prove it, the others are fed, unless another process has loaded a
                later version
 """
 
@@ -27,16 +27,16 @@ from numpy.typing import NDArray
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import Proof
+from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.client import EngineClient
-from rollout_sglang.protocol import UNKNOWN_ENGINE, UNPROVED, claimed_version
+from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, claimed_version
 from rollout_sglang.router import RouterClient
-from rollout_sglang.weight_verifier import Prover, Stopwatch, disown
+from rollout_sglang.weight_verifier import Stopwatch, WeightVerifier, invalidate
 from rollout_sglang.weights.locks import exclusive_lock
 
 ATTEMPTS = 4
 """Failed answers that one `generate` takes before it gives up. Waiting for an engine to come back is not counted."""
-FEEDINGS = 2
+UPDATE_ATTEMPTS = 2
 """How often an engine is fed one version before it is quarantined."""
 _PROBE_PAUSE_S = 0.5
 _FIRST_RETRY_PAUSE_S = 0.05
@@ -49,7 +49,7 @@ class Target:
 
     version: int
     directory: Path
-    proof: Proof | None
+    proof: WeightCheck | None
 
 
 class FleetSettings(TypedDict):
@@ -88,9 +88,9 @@ class Fleet:
         self._load_deadline_s = settings["load_deadline_s"]
         self._target: Target | None = None
         self._quarantined: set[int] = set()
-        self._proved: dict[int, Target] = {}
+        self._verified: dict[int, Target] = {}
         """By engine, what it proved to this process; forgotten when it is quarantined."""
-        self._prover = Prover(self._load_deadline_s)
+        self._verifier = WeightVerifier(self._load_deadline_s)
         self._in_flight = [0] * len(self._engines)
         self._router_is_suspect = False
         self._probe: asyncio.Task[None] | None = None
@@ -108,39 +108,39 @@ class Fleet:
                 return await self._ask(engine, prompt, num_samples, sampling)
             except (EngineUnavailableError, EngineVersionError) as error:
                 failures.append(str(error))
-                await self._distrust(engine)
+                await self._mark_suspect(engine)
             await asyncio.sleep(_FIRST_RETRY_PAUSE_S * 2 ** len(failures))
         raise EngineUnavailableError(f"{ATTEMPTS} engines in a row failed one request; the last: {failures[-1]}")
 
-    async def load(self, version: int, directory: Path, proof: Proof | None = None) -> dict[str, float]:
+    async def load(self, version: int, directory: Path, proof: WeightCheck | None = None) -> dict[str, float]:
         """Feed every engine and have it prove the version, by `proof` or the one in `directory`.
 
-        Returns the slowest engine's pause_s, load_s, digest_s, probe_s, and lock_s; with a probe, the largest
+        Returns the slowest engine's pause_s, load_s, checksum_s, probe_s, and lock_s; with a probe, the largest
         probe_gap_nats; and engines_checked, how many engines could show checksums. Engines that fail twice are
         quarantined. Raises EngineUnavailableError when none serves `version`.
         """
         started = time.monotonic()
-        target = Target(version, directory, proof or Proof.load(directory))
+        target = Target(version, directory, proof or WeightCheck.load(directory))
         async with exclusive_lock(self._lock_path, self._load_deadline_s) as record:
             lock_s = time.monotonic() - started
             self._target = target
             write_record(record, version)
-            results = await all_of(self._feed(engine, target) for engine in self._engines)
-        return summarise(version, results) | {"lock_s": lock_s}
+            results = await all_of(self._update_engine(engine, target) for engine in self._engines)
+        return summarize(version, results) | {"lock_s": lock_s}
 
-    async def heal(self, version: int, directory: Path) -> None:
+    async def resync(self, version: int, directory: Path) -> None:
         """Admit the engines that prove `version`, feed those that claim another one, quarantine those that do not
         answer or prove nothing.
 
         When another process has meanwhile loaded another version, nothing is fed: the caller is behind.
         """
-        target = self._target = Target(version, directory, Proof.load(directory))
-        proved = all(self._proved.get(engine.index) == target for engine in self._engines)
+        target = self._target = Target(version, directory, WeightCheck.load(directory))
+        proved = all(self._verified.get(engine.index) == target for engine in self._engines)
         if proved and not self._quarantined and await self._all_serve(version):
             return
         async with exclusive_lock(self._lock_path, self._load_deadline_s) as record:
             superseded = _read_record(record) not in (None, version)
-            await all_of(self._heal_one(engine, target, superseded) for engine in self._engines)
+            await all_of(self._resync_one(engine, target, superseded) for engine in self._engines)
 
     async def versions(self) -> dict[str, int | None]:
         """URL → policy version that the engine serves; None where it does not answer or serves none of ours."""
@@ -212,7 +212,7 @@ class Fleet:
         self._router_is_suspect = self._router_is_suspect and not await self._router.ready()
         return None if self._router_is_suspect else self._entrance
 
-    async def _distrust(self, engine: EngineClient) -> None:
+    async def _mark_suspect(self, engine: EngineClient) -> None:
         """Quarantine what failed. The router does not say which engine that was: then each one is asked."""
         if engine is not self._entrance:
             await self._quarantine(engine)
@@ -232,20 +232,20 @@ class Fleet:
 
     async def _readmit(self) -> None:
         if self._target is not None:
-            await self.heal(self._target.version, self._target.directory)
+            await self.resync(self._target.version, self._target.directory)
             return
         for engine in [self._engines[index] for index in sorted(self._quarantined)]:
             if await _version_of(engine) is not None:
                 await self._admit(engine)
 
-    async def _heal_one(self, engine: EngineClient, target: Target, superseded: bool) -> None:
+    async def _resync_one(self, engine: EngineClient, target: Target, superseded: bool) -> None:
         served, claimed = await _versions_of(engine)
         if claimed == target.version and await self._holds(engine, target, named=served is not None):
             await self._admit(engine)
         elif not await engine.health():
             await self._quarantine(engine)
         elif not superseded:
-            await self._feed(engine, target, FEEDINGS - (claimed == target.version))
+            await self._update_engine(engine, target, UPDATE_ATTEMPTS - (claimed == target.version))
         elif served is not None and served > target.version:
             await self._admit(engine)
         else:
@@ -254,34 +254,36 @@ class Fleet:
     async def _holds(self, engine: EngineClient, target: Target, *, named: bool) -> bool:
         """Whether an engine that claims the version holds it; asked again only after it was quarantined or restarted,
         when it has lost the version's name."""
-        if named and self._proved.get(engine.index) == target:
+        if named and self._verified.get(engine.index) == target:
             return True
         try:
-            await self._prove(engine, target.version, target.proof)
+            await self._verify(engine, target.version, target.proof)
         except RetryableError:
             return False
-        self._proved[engine.index] = target
+        self._verified[engine.index] = target
         return True
 
-    async def _feed(self, engine: EngineClient, target: Target, feedings: int = FEEDINGS) -> dict[str, float] | str:
+    async def _update_engine(
+        self, engine: EngineClient, target: Target, attempts_left: int = UPDATE_ATTEMPTS
+    ) -> dict[str, float] | str:
         """Feed and prove; again when the proof fails. What it took, or why the engine is quarantined now."""
         try:
             while True:
                 try:
-                    seconds = await self._feed_once(engine, target)
+                    seconds = await self._update_engine_once(engine, target)
                     break
                 except EngineVersionError:
-                    feedings -= 1
-                    if feedings == 0:
+                    attempts_left -= 1
+                    if attempts_left == 0:
                         raise
-            self._proved[engine.index] = target
+            self._verified[engine.index] = target
             await self._admit(engine)
         except RetryableError as error:
             await self._quarantine(engine)
             return str(error)
         return seconds
 
-    async def _feed_once(self, engine: EngineClient, target: Target) -> dict[str, float]:
+    async def _update_engine_once(self, engine: EngineClient, target: Target) -> dict[str, float]:
         watch = Stopwatch()
         try:
             await engine.pause()
@@ -289,17 +291,17 @@ class Fleet:
             await engine.update_from_disk(target.version, target.directory, deadline_s=self._load_deadline_s)
             watch.lap("load_s")
         except RetryableError:
-            await disown(engine)  # a load that failed may have changed part of the weights
+            await invalidate(engine)  # a load that failed may have changed part of the weights
             raise
-        return watch.seconds | await self._prove(engine, target.version, target.proof)
+        return watch.seconds | await self._verify(engine, target.version, target.proof)
 
-    async def _prove(self, engine: EngineClient, version: int, proof: Proof | None) -> dict[str, float]:
-        """See proving.Prover.prove; does not admit the engine."""
-        return await self._prover.prove(engine, version, proof)
+    async def _verify(self, engine: EngineClient, version: int, proof: WeightCheck | None) -> dict[str, float]:
+        """See WeightVerifier.verify; does not admit the engine."""
+        return await self._verifier.verify(engine, version, proof)
 
     async def _quarantine(self, engine: EngineClient) -> None:
         self._quarantined.add(engine.index)
-        self._proved.pop(engine.index, None)
+        self._verified.pop(engine.index, None)
         if self._router is not None:
             await self._router.remove(engine.url)
 
@@ -329,10 +331,10 @@ async def _versions_of(engine: EngineClient) -> tuple[int | None, int | None]:
     except RetryableError:
         return None, None
     claimed = claimed_version(name)
-    return (None if name.startswith(UNPROVED) else claimed), claimed
+    return (None if name.startswith(UNVERIFIED) else claimed), claimed
 
 
-def summarise(version: int, results: Sequence[dict[str, float] | str]) -> dict[str, float]:
+def summarize(version: int, results: Sequence[dict[str, float] | str]) -> dict[str, float]:
     """What feeding took, over all engines: the largest of each number, but engines_checked is a count.
 
     A result is an engine's numbers or why it failed. Raises EngineUnavailableError when all failed.

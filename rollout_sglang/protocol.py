@@ -12,9 +12,9 @@ from pipeline.errors import EngineUnavailableError, EngineVersionError
 UNKNOWN_ENGINE = 2**16 - 1
 """Index of the engine of a completion that came through a router, which does not say who answered."""
 
-UNPROVED = "unproved-"
+UNVERIFIED = "unverified-"
 """Begins the weight version of an engine that has not yet proved what it holds; the policy version follows."""
-DISOWNED = "unproved"
+INVALIDATED = "unverified"
 """Weight version of an engine that failed to prove what it holds: it must be fed anew."""
 
 
@@ -140,7 +140,7 @@ def policy_version(weight_version: str) -> int:
 def claimed_version(weight_version: str) -> int | None:
     """The policy version that an engine claims to hold, proved or not; None when it is none of ours."""
     try:
-        return int(weight_version.removeprefix(UNPROVED))
+        return int(weight_version.removeprefix(UNVERIFIED))
     except ValueError:
         return None
 

@@ -12,7 +12,7 @@ from pipeline.errors import EngineUnavailableError
 from rollout_sglang.protocol import Workers
 from rollout_sglang.transport import Transport
 
-SETTLE_DEADLINE_S = 30.0
+ROUTING_DEADLINE_S = 30.0
 """The router adds and removes workers in the background; longest wait until it has."""
 _POLL_S = 0.05
 _CALL_DEADLINE_S = 10.0
@@ -49,7 +49,7 @@ class RouterClient:
             return
         request = {"url": engine_url, "api_key": self._api_key}
         await self._transport.call("POST", "/workers", deadline_s=_CALL_DEADLINE_S, json=request)
-        await self._settle(engine_url, present=True)
+        await self._await_routing(engine_url, present=True)
 
     async def remove(self, engine_url: str) -> None:
         """Send this engine no more requests; returns once the router does not."""
@@ -57,18 +57,18 @@ class RouterClient:
         if worker_id is None:
             return
         await self._transport.call("DELETE", f"/workers/{worker_id}", deadline_s=_CALL_DEADLINE_S, accept=(404,))
-        await self._settle(engine_url, present=False)
+        await self._await_routing(engine_url, present=False)
 
     async def close(self) -> None:
         """Release the connections."""
         await self._transport.close()
 
-    async def _settle(self, engine_url: str, *, present: bool) -> None:
-        ends = time.monotonic() + SETTLE_DEADLINE_S
+    async def _await_routing(self, engine_url: str, *, present: bool) -> None:
+        ends = time.monotonic() + ROUTING_DEADLINE_S
         while (engine_url in await self.workers()) != present:
             if time.monotonic() > ends:
                 raise EngineUnavailableError(
                     f"router {self.url} did not {'add' if present else 'remove'} {engine_url} within "
-                    f"{SETTLE_DEADLINE_S:g} s; see its log"
+                    f"{ROUTING_DEADLINE_S:g} s; see its log"
                 )
             await asyncio.sleep(_POLL_S)

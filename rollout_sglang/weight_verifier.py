@@ -8,11 +8,11 @@ Digests are exact: one flipped bit is found. Where they are not known (engines o
 the others, but which is right nobody knows, and the probe stands alone against a fault that all of them share.
 
 That an engine is proved is written where every process sees it and where a restart forgets it: in the engine, as the
-name of its weights. Fed or just started it serves `unproved-12`, proved `12`, and after a failed proof `unproved`;
-an answer with a token of unproved weights is refused by whoever asked for it (see protocol.policy_version).
+name of its weights. Fed or just started it serves `unverified-12`, proved `12`, and after a failed proof `unverified`;
+an answer with a token of unverified weights is refused by whoever asked for it (see protocol.policy_version).
 
-    pause ─▶ feed `unproved-12` ─▶ weights ─▶ name `12` ─▶ resume ─▶ answers, peers ─▶ admit
-                                     └── fails ─▶ `unproved`, requests aborted ◀───┘
+    pause ─▶ feed `unverified-12` ─▶ weights ─▶ name `12` ─▶ resume ─▶ answers, peers ─▶ admit
+                                     └── fails ─▶ `unverified`, requests aborted ◀───┘
 
 Weights are compared while the engine is paused, so that no token comes from weights with a flipped bit. A paused engine
 scores nothing: while it prefills the probe, requests that were under way go on, and those that end within that moment
@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pipeline.errors import EngineVersionError, RetryableError
-from pipeline.ports.weight_check import Proof
+from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.client import EngineClient
 
 Held = Sequence[Mapping[str, str]]
@@ -35,16 +35,16 @@ Held = Sequence[Mapping[str, str]]
 
 
 @dataclass
-class Witness:
+class ReferenceChecksums:
     """What the first engine that proved a version held, where nobody knows what that should be: what the next ones
     must hold."""
 
     version: int | None = None
-    proof: Proof | None = None
+    proof: WeightCheck | None = None
     url: str = ""
     held: Held = field(default=())
 
-    def agree(self, engine: EngineClient, version: int, proof: Proof | None, held: Held) -> None:
+    def agree(self, engine: EngineClient, version: int, proof: WeightCheck | None, held: Held) -> None:
         """An engine has passed everything else. Raises EngineVersionError when it holds something else than the first.
 
         A version may be published again, with other weights: then its proof differs too.
@@ -55,60 +55,62 @@ class Witness:
             self.version, self.proof, self.url, self.held = version, proof, engine.url, held
 
 
-class Prover:
-    """Has engines prove what they hold, and remembers the first of each version as the others' witness."""
+class WeightVerifier:
+    """Has engines prove what they hold, and remembers the first of each version as the others' reference."""
 
     def __init__(self, deadline_s: float) -> None:
         """`deadline_s` bounds one engine's checksum of all of its weights."""
-        self._witness = Witness()
+        self._reference = ReferenceChecksums()
         self._deadline_s = deadline_s
 
-    async def prove(self, engine: EngineClient, version: int, proof: Proof | None) -> dict[str, float]:
+    async def verify(self, engine: EngineClient, version: int, proof: WeightCheck | None) -> dict[str, float]:
         """Have the engine, paused or not, prove `version`; then it is named so and not paused.
 
-        Returns digest_s and probe_s, their sum verify_s, engines_checked (1 if it could show checksums, else 0) and,
-        with a probe, probe_gap_nats. An engine that fails is disowned. Raises EngineVersionError with what is wrong,
+        Returns checksum_s and probe_s, their sum verify_s, engines_checked (1 if it could show checksums, else 0) and,
+        with a probe, probe_gap_nats. An engine that fails is invalidated. Raises EngineVersionError with what is wrong,
         RetryableError when it does not answer.
         """
         watch = Stopwatch()
         held = await self._named(engine, version, proof)
-        watch.lap("digest_s")
+        watch.lap("checksum_s")
         try:
-            gap = await prove_answers(engine, proof)
+            gap = await verify_probe(engine, proof)
             if held is not None and not (proof is not None and proof.digests):
-                self._witness.agree(engine, version, proof, held)
+                self._reference.agree(engine, version, proof, held)
         except RetryableError:
-            await disown(engine)
+            await invalidate(engine)
             raise
         watch.lap("probe_s")
         measured = {} if gap is None else {"probe_gap_nats": gap}
         verify_s = sum(watch.seconds.values())
         return watch.seconds | {"verify_s": verify_s, "engines_checked": float(held is not None)} | measured
 
-    async def _named(self, engine: EngineClient, version: int, proof: Proof | None) -> Held | None:
+    async def _named(self, engine: EngineClient, version: int, proof: WeightCheck | None) -> Held | None:
         try:
-            held = await prove_weights(engine, version, proof, deadline_s=self._deadline_s)
+            held = await verify_checksums(engine, version, proof, deadline_s=self._deadline_s)
             await engine.name(version)
         except RetryableError:
-            await disown(engine)
+            await invalidate(engine)
             raise
         finally:
             await engine.resume()
         return held
 
 
-async def disown(engine: EngineClient) -> None:
+async def invalidate(engine: EngineClient) -> None:
     """Take the version from an engine, abort its requests, let it go on: as far as it still answers.
 
-    One that does not is unproved when it is started again.
+    One that does not is unverified when it is started again.
     """
     with suppress(RetryableError):
-        await engine.disown()
+        await engine.invalidate()
     with suppress(RetryableError):
         await engine.resume()
 
 
-async def prove_weights(engine: EngineClient, version: int, proof: Proof | None, *, deadline_s: float) -> Held | None:
+async def verify_checksums(
+    engine: EngineClient, version: int, proof: WeightCheck | None, *, deadline_s: float
+) -> Held | None:
     """What the engine, paused or not, holds, once it was compared with the proof's digests; None where the server
     cannot tell.
 
@@ -121,7 +123,7 @@ async def prove_weights(engine: EngineClient, version: int, proof: Proof | None,
     return held
 
 
-async def prove_answers(engine: EngineClient, proof: Proof | None) -> float | None:
+async def verify_probe(engine: EngineClient, proof: WeightCheck | None) -> float | None:
     """Mean gap of the probe in nats; None without one. The engine must not be paused. Raises EngineVersionError."""
     if proof is None or proof.probe is None:
         return None

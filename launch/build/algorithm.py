@@ -1,4 +1,4 @@
-"""From the recipe's names to the mathematics: objective, correction, credit."""
+"""From the recipe's names to the mathematics: objective, correction, advantage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pipeline.advantages import build_advantages
-from pipeline.advantages.compute import Credit
+from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.recipe import Recipe
 from pipeline.config.section import Section
 
@@ -49,9 +49,9 @@ def build_objective(recipe: Recipe) -> Objective:
     return corrected
 
 
-def build_credit(recipe: Recipe) -> Credit:
+def build_advantage_computer(recipe: Recipe) -> AdvantageComputer:
     """The recipe's advantages, from rewards to tokens."""
-    return Credit(
+    return AdvantageComputer(
         section=recipe.advantage,
         estimator=build_advantages(recipe.advantage),
         max_new_tokens=recipe.rollout.max_new_tokens,

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.recipe import Recipe
 from pipeline.data.records import LogprobContract, Prompt
 from pipeline.errors import ModelError, RecipeError
 from pipeline.ports.engines import Sampling
 from pipeline.rollout.interruption import Interruption
-from pipeline.rollout.solved_prompts import Retirement
+from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.tasks import Problem, Task, build_task
 from pipeline.tasks.order import PromptOrder
 from pipeline.tasks.tokenizer import Tokenizer
@@ -93,14 +93,14 @@ def build_interruption(recipe: Recipe, tokenizer: Tokenizer) -> Interruption | N
     )
 
 
-def build_retirement(recipe: Recipe) -> Retirement | None:
+def build_solved_prompt_rule(recipe: Recipe) -> SolvedPromptRule | None:
     """When problems leave the run for good, if they do."""
     prompts = recipe.prompts
-    if prompts.retire_at_pass_rate is None:
+    if prompts.solved_pass_rate is None:
         return None
-    return Retirement(
-        at_pass_rate=prompts.retire_at_pass_rate,
-        after_samples=prompts.retire_after_samples or recipe.rollout.group_size,
+    return SolvedPromptRule(
+        pass_rate=prompts.solved_pass_rate,
+        min_samples=prompts.solved_min_samples or recipe.rollout.group_size,
     )
 
 
@@ -135,7 +135,7 @@ def build_quant_map(recipe: Recipe) -> QuantMap | None:
 
     if recipe.rollout.precision not in ("fp8_tensor", "fp8_block"):
         return None
-    shape = ModelShape.from_hf(read_hf_config(recipe.model.path))
+    shape = ModelConfig.from_hf(read_hf_config(recipe.model.path))
     return QuantMap.for_decoder(
         shape.num_layers, recipe.rollout.precision, None if shape.experts is None else shape.experts.count
     )

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from launch.build.components import build_tokenizer
 from launch.build.engines import engine_dtype
-from megatron_bridge.hf.model_config import ModelShape, read_hf_config
-from megatron_bridge.weight_sync.disk import ProofPlan
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
+from megatron_bridge.weight_sync.disk import WeightCheckPlan
 from pipeline.config.recipe import Recipe, RolloutPrecision
 from pipeline.ports.weight_check import NUM_ROWS, ROW_TOKENS, probe_rows
 from rollout_sglang.server.start import has_cuda
-from rollout_sglang.weights.expected_checksums import EngineDigests
+from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
 MAX_GAP_NATS: dict[RolloutPrecision, float] = {"fp32": 0.01, "bf16": 0.15, "fp8_tensor": 0.4, "fp8_block": 0.4}
 """Default of weights.probe_max_gap_nats, for random tokens, at least 2.5 times the largest mean gap of right weights
@@ -21,11 +21,11 @@ to 0.08); one scale, 0.2 to 0.33 and 0.02 to 0.12 in the median. Smaller faults 
 are not known, lower the bound to 1.5 times the probe_gap_nats that the run's metrics show."""
 
 
-def build_proof_plan(recipe: Recipe) -> ProofPlan:
+def build_weight_check_plan(recipe: Recipe) -> WeightCheckPlan:
     """The same for every version of the run."""
     tokenizer = build_tokenizer(recipe)
     allowed = recipe.weights.probe_max_gap_nats
-    return ProofPlan(
+    return WeightCheckPlan(
         rows=probe_rows(
             tokenizer.vocab_size,
             {tokenizer.eos_token_id, tokenizer.pad_token_id},
@@ -34,7 +34,7 @@ def build_proof_plan(recipe: Recipe) -> ProofPlan:
             row_tokens=min(ROW_TOKENS, recipe.rollout.context_tokens - 1),
         ),
         max_mean_gap_nats=MAX_GAP_NATS[learner_sees(recipe)] if allowed is None else allowed,
-        new_digests=digests_maker(recipe),
+        new_checksums=checksums_maker(recipe),
     )
 
 
@@ -44,15 +44,15 @@ def learner_sees(recipe: Recipe) -> RolloutPrecision:
     return max(recipe.rollout.precision, learner, key=lambda precision: MAX_GAP_NATS[precision])
 
 
-def digests_maker(recipe: Recipe) -> Callable[[], EngineDigests] | None:
+def checksums_maker(recipe: Recipe) -> Callable[[], ExpectedChecksums] | None:
     """New digests for one version; None for engines on GPUs, which hash by another function."""
     if has_cuda():
         return None
-    shape = ModelShape.from_hf(read_hf_config(recipe.model.path))
+    shape = ModelConfig.from_hf(read_hf_config(recipe.model.path))
     import torch
 
-    def new() -> EngineDigests:
-        return EngineDigests(
+    def new() -> ExpectedChecksums:
+        return ExpectedChecksums(
             dtype=getattr(torch, engine_dtype(recipe)),
             num_kv_heads=shape.num_kv_heads,
             num_experts=0 if shape.experts is None else shape.experts.count,
@@ -63,7 +63,7 @@ def digests_maker(recipe: Recipe) -> Callable[[], EngineDigests] | None:
     return new
 
 
-def digests_of(recipe: Recipe) -> EngineDigests | None:
+def checksums_of(recipe: Recipe) -> ExpectedChecksums | None:
     """Digests of one version, to be observed as it is written."""
-    maker = digests_maker(recipe)
+    maker = checksums_maker(recipe)
     return None if maker is None else maker()

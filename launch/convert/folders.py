@@ -22,7 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from launch.run.processes import child_environment, run_ranks, torchrun
 from megatron_bridge.hf.headers import check_weights, tensor_headers
-from megatron_bridge.hf.model_config import ModelShape, read_config, read_hf_config
+from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config
 from megatron_bridge.parallel.layout import Layout, check_layout
 from pipeline.config.layout_names import layout_name
 from pipeline.config.recipe import LearnerSection
@@ -96,7 +96,7 @@ def megatron_to_hf(checkpoint: Path, out: Path, *, verify_logprobs: bool) -> dic
     check_free(out)
     described = description_of(checkpoint)
     config = read_config(described)
-    shape = ModelShape.from_hf(config)
+    shape = ModelConfig.from_hf(config)
     check_committed(checkpoint)
     index = CheckpointIndex(checkpoint)
     sources, dtype, sizes = find_sources(checkpoint, index.tensors, shape), stored_dtype(index), shape.tensors()
@@ -149,7 +149,7 @@ def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bo
     return result
 
 
-def fp8_map(config: dict[str, Any], shape: ModelShape, layout: Fp8Layout) -> QuantMap:
+def fp8_map(config: dict[str, Any], shape: ModelConfig, layout: Fp8Layout) -> QuantMap:
     """Which weights are quantized. Raises ModelError for widths that blocks cannot cut."""
     from precision.formats.quant_map import QuantMap
     from rollout_sglang.server.block_shapes import check_block_shapes
@@ -161,13 +161,13 @@ def fp8_map(config: dict[str, Any], shape: ModelShape, layout: Fp8Layout) -> Qua
     return QuantMap.for_decoder(shape.num_layers, rollout_format, None if experts is None else experts.count)
 
 
-def checked_source(source: Path) -> tuple[dict[str, Any], ModelShape, list[str]]:
+def checked_source(source: Path) -> tuple[dict[str, Any], ModelConfig, list[str]]:
     """(config, shape, names that are not carried over) of an HF folder whose headers are all as they should be.
 
     Raises ModelError naming every tensor that is missing, misshapen or not part of the architecture.
     """
     config = read_hf_config(source)
-    shape = ModelShape.from_hf(config)
+    shape = ModelConfig.from_hf(config)
     check_weights(source, shape)
     ignored = sorted(set(tensor_headers(source)) - set(shape.tensors()))
     if "lm_head.weight" in ignored:
@@ -176,7 +176,7 @@ def checked_source(source: Path) -> tuple[dict[str, Any], ModelShape, list[str]]
 
 
 def learner_section(
-    shape: ModelShape, config: dict[str, Any], tensor: int, pipeline: int, expert: int
+    shape: ModelConfig, config: dict[str, Any], tensor: int, pipeline: int, expert: int
 ) -> LearnerSection:
     """The smallest layout with these sizes. Raises LayoutError."""
     section = LearnerSection(
@@ -210,7 +210,7 @@ def chosen_dtype(source: Path, dtype: Number) -> str:
     return kinds.pop()
 
 
-def compare_with_source(index: Any, shape: ModelShape, source: Path, advance: Callable[[int], None]) -> None:
+def compare_with_source(index: Any, shape: ModelConfig, source: Path, advance: Callable[[int], None]) -> None:
     """Read a checkpoint back and compare every HF tensor, bit by bit, with the source in the checkpoint's dtype."""
     import torch
 
@@ -308,7 +308,7 @@ def run_job(
         return json.loads(path.read_text()) if path.exists() else {}
 
 
-def _counts(shape: ModelShape, num_bytes: int, ignored: list[str], started: float) -> dict[str, Any]:
+def _counts(shape: ModelConfig, num_bytes: int, ignored: list[str], started: float) -> dict[str, Any]:
     sizes = shape.tensors().values()
     return dict(
         architecture=shape.architecture,

@@ -104,13 +104,13 @@ def _check_names(folder: Path, expected: dict[str, tuple[int, ...]]) -> None:
 
 def calibrate(run: RunDirectory) -> None:
     """Body of the child process; job.json names source, export, name, kv_cache and rows."""
-    from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+    from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
     from megatron_bridge.hf.modelopt import export_quantized
     from precision.formats.quant_map import QuantMap
 
     job = json.loads((run.path / "job.json").read_text())
     source = Path(job["source"])
-    shape = ModelShape.from_hf(read_hf_config(source))
+    shape = ModelConfig.from_hf(read_hf_config(source))
     export_quantized(
         source,
         Path(job["export"]),

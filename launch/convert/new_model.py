@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_bridge.hf.model_config import Experts, ModelShape, read_config
+from megatron_bridge.hf.model_config import Experts, ModelConfig, read_config
 from pipeline.errors import ModelError
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer
@@ -103,7 +103,7 @@ def new_model_like(directory: Path, config: Path, *, characters: str = DEFAULT_C
     Raises ModelError when the config is none of a Qwen3 or Qwen3-MoE model, and for what `new_model` refuses.
     """
     hf_config = read_config(config)
-    model = ModelShape.from_hf(hf_config)
+    model = ModelConfig.from_hf(hf_config)
     if not model.qk_norm:
         raise ModelError(f"{config} describes {model.architecture}, expected Qwen3 or Qwen3-MoE; give such a folder")
     dtype = str(hf_config.get("torch_dtype", hf_config.get("dtype", "float32")))
@@ -150,7 +150,7 @@ def _experts(count: int | None, per_token: int | None, expert_ffn: int | None, f
         count=count,
         per_token=min(2, count) if per_token is None else per_token,
         ffn_size=ffn if expert_ffn is None else expert_ffn,
-        normalised=True,
+        normalized=True,
     )
     for name, size in (("experts", count), ("experts_per_token", experts.per_token), ("expert_ffn", experts.ffn_size)):
         if size < 1:
@@ -194,7 +194,7 @@ def _family(experts: Experts | None) -> dict[str, Any]:
         num_experts=experts.count,
         num_experts_per_tok=experts.per_token,
         moe_intermediate_size=experts.ffn_size,
-        norm_topk_prob=experts.normalised,
+        norm_topk_prob=experts.normalized,
         decoder_sparse_step=1,
         mlp_only_layers=[],
         output_router_logits=False,

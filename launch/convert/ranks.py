@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from launch.run.processes import die_with_parent, run_child
-from megatron_bridge.hf.model_config import ModelShape, read_hf_config
-from megatron_bridge.parallel.layout import Layout, initialise
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
+from megatron_bridge.parallel.layout import Layout, initialize
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.run_directory import RunDirectory
 
@@ -23,8 +23,8 @@ def write(run: RunDirectory) -> None:
     job = json.loads((run.path / "job.json").read_text())
     section = LearnerSection.model_validate(job["learner"])
     layout, source = Layout.of(section), Path(job["source"])
-    initialise(layout, 0, section.step_deadline_s)
-    shape = ModelShape.from_hf(read_hf_config(source))
+    initialize(layout, 0, section.step_deadline_s)
+    shape = ModelConfig.from_hf(read_hf_config(source))
     chunks = build_chunks(shape, layout, DTYPES[job["dtype"]], 1.0)
     load_hf(chunks, shape, source)
     weights_only.save(Path(job["out"]), chunks)

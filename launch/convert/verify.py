@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from launch.convert.folders import fp8_map, run_job
 from launch.run.processes import die_with_parent, run_child
 from megatron_bridge.hf.headers import tensor_headers
-from megatron_bridge.hf.model_config import ModelShape, read_config
+from megatron_bridge.hf.model_config import ModelConfig, read_config
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import ModelError
@@ -48,7 +48,7 @@ def verify_megatron(hf: Path, checkpoint: Path) -> dict[str, Any]:
 
 def verify_fp8(source: Path, folder: Path, layout: str) -> dict[str, Any]:
     """Compare an FP8 folder with the learner that emulates its formats. Raises ModelError when they disagree."""
-    if ModelShape.from_hf(read_config(source)).experts is not None:
+    if ModelConfig.from_hf(read_config(source)).experts is not None:
         raise ModelError("--verify of an FP8 folder knows dense models only; the folder was written and compared")
     gaps = _run(dict(kind="fp8", hf=str(source.resolve()), folder=str(folder.resolve()), layout=layout), source)
     if gaps["mean_gap_emulated_nats"] > OPEN_SHARE * gaps["mean_gap_plain_nats"]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from launch.plan.footprint import HeldParameters, held_parameters, layer_sizes
 from launch.plan.simulation import Durations
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
 from pipeline.config.algorithm import scores_step
 from pipeline.config.recipe import LearnerSection, Recipe
@@ -99,7 +99,7 @@ class LearnerTime:
         return sum(own) + self.data_s
 
 
-def active_parameters(shape: ModelShape) -> int:
+def active_parameters(shape: ModelConfig) -> int:
     """Numbers that each position is multiplied by: head and router too, of experts only those taken, no embedding."""
     total = shape.vocab_size * shape.hidden_size
     for name, number in layer_sizes(shape).items():
@@ -110,19 +110,19 @@ def active_parameters(shape: ModelShape) -> int:
     return total
 
 
-def mlp_share(shape: ModelShape) -> float:
+def mlp_share(shape: ModelConfig) -> float:
     """Of the forward pass, the part that selective recomputation does twice."""
     ffn = shape.ffn_size if shape.experts is None else shape.experts.ffn_size * shape.experts.per_token
     return shape.num_layers * 3 * shape.hidden_size * ffn / active_parameters(shape)
 
 
-def forward_flops(shape: ModelShape, context: float) -> float:
+def forward_flops(shape: ModelConfig, context: float) -> float:
     """Of one position of a sequence of `context` tokens: 2 a parameter, and causal attention's 4·q·context/2."""
     attention = 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
     return 2.0 * active_parameters(shape) + attention
 
 
-def learner_time(shape: ModelShape, learner: LearnerSection, traffic: Traffic, assumed: Assumptions) -> LearnerTime:
+def learner_time(shape: ModelConfig, learner: LearnerSection, traffic: Traffic, assumed: Assumptions) -> LearnerTime:
     """Of the busiest stage; padding and uneven loads are left out."""
     layout = Layout.of(learner)
     tokens = traffic.samples / layout.data * traffic.sample_tokens
@@ -147,7 +147,7 @@ def bubble_share(layout: Layout, num_micro_batches: int) -> float:
     return (layout.pipeline - 1) / (layout.virtual * num_micro_batches)
 
 
-def _sent_forward(shape: ModelShape, learner: LearnerSection, layout: Layout, tokens: float) -> dict[str, float]:
+def _sent_forward(shape: ModelConfig, learner: LearnerSection, layout: Layout, tokens: float) -> dict[str, float]:
     """Seconds of communication of a forward pass over `tokens` positions, by dimension; backward sends as much."""
     size = learner.parameter_bytes
     own = tokens / layout.context
@@ -176,7 +176,7 @@ def _others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _gradient_reduction(shape: ModelShape, learner: LearnerSection, layout: Layout, *, hidden_s: float) -> float:
+def _gradient_reduction(shape: ModelConfig, learner: LearnerSection, layout: Layout, *, hidden_s: float) -> float:
     """float32 gradients to their owners and new parameters back, over the network; seconds that are not hidden."""
     own = max((held_parameters(shape, layout, stage) for stage in (0, layout.pipeline - 1)), key=lambda one: one.total)
     spread = layout.expert * layout.expert_tensor
@@ -191,7 +191,7 @@ def _reduced(own: HeldParameters, learner: LearnerSection, dense_ranks: int, exp
     return each * (own.dense * _others(dense_ranks) + own.expert * _others(expert_ranks))
 
 
-def rollout_tokens_per_gpu_s(shape: ModelShape, capacity: Capacity, recipe: Recipe, assumed: Assumptions) -> float:
+def rollout_tokens_per_gpu_s(shape: ModelConfig, capacity: Capacity, recipe: Recipe, assumed: Assumptions) -> float:
     """Response tokens a second of one engine GPU: as given, or memory traffic of decoding at assumed efficiency.
 
     A decoding step reads the weights (of experts, those that some sample takes) and the keys and values of every
@@ -222,7 +222,7 @@ def publish_seconds(recipe: Recipe, num_bytes: float, assumed: Assumptions) -> f
 
 
 def durations(
-    shape: ModelShape,
+    shape: ModelConfig,
     model: EngineModel,
     capacity: Capacity,
     recipe: Recipe,

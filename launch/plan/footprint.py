@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.te_precision import is_fp8
 from megatron_bridge.parallel.layout import Layout
 from pipeline.config.recipe import LearnerSection
@@ -145,17 +145,17 @@ class Footprint:
         return parts | transient[max(transient)] | {"allowance": self.allowance}
 
 
-def footprints(shape: ModelShape, learner: LearnerSection, work: Workload) -> list[Footprint]:
+def footprints(shape: ModelConfig, learner: LearnerSection, work: Workload) -> list[Footprint]:
     """One for each pipeline stage. The layout must have passed `check_layout`."""
     return [_footprint(shape, learner, work, stage) for stage in range(learner.pipeline_parallel)]
 
 
-def worst_footprint(shape: ModelShape, learner: LearnerSection, work: Workload) -> Footprint:
+def worst_footprint(shape: ModelConfig, learner: LearnerSection, work: Workload) -> Footprint:
     """That of the stage that needs most."""
     return max(footprints(shape, learner, work), key=lambda one: one.total)
 
 
-def _footprint(shape: ModelShape, learner: LearnerSection, work: Workload, stage: int) -> Footprint:
+def _footprint(shape: ModelConfig, learner: LearnerSection, work: Workload, stage: int) -> Footprint:
     layout = Layout.of(learner)
     size = learner.parameter_bytes
     own = held_parameters(shape, layout, stage)
@@ -180,7 +180,7 @@ def _footprint(shape: ModelShape, learner: LearnerSection, work: Workload, stage
     return Footprint(stage=stage, held=own, allowance=allowance, **found)
 
 
-def held_parameters(shape: ModelShape, layout: Layout, stage: int) -> HeldParameters:
+def held_parameters(shape: ModelConfig, layout: Layout, stage: int) -> HeldParameters:
     """Numbers held by each rank of a pipeline stage, exactly: a shared embedding lives on the first and last stage."""
     first, last = stage == 0, stage == layout.pipeline - 1
     layers = shape.num_layers // layout.pipeline
@@ -210,7 +210,7 @@ def held_parameters(shape: ModelShape, layout: Layout, stage: int) -> HeldParame
 
 
 @lru_cache(maxsize=32)
-def layer_sizes(shape: ModelShape) -> dict[str, int]:
+def layer_sizes(shape: ModelConfig) -> dict[str, int]:
     """Name within a decoder layer → numbers in it, with all experts of a kind under one name. All layers are alike."""
     sizes: dict[str, int] = {}
     for name, size in shape.tensors().items():
@@ -249,7 +249,7 @@ def chunks_in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
     return min(warm_up + 1, num_micro_batches * layout.virtual)
 
 
-def _activations(shape: ModelShape, learner: LearnerSection, work: Workload, stage: int) -> int:
+def _activations(shape: ModelConfig, learner: LearnerSection, work: Workload, stage: int) -> int:
     layout = Layout.of(learner)
     layers = shape.num_layers // (layout.pipeline * layout.virtual)
     chunks = chunks_in_flight(layout, stage, work.micro_batches.count)
@@ -257,7 +257,7 @@ def _activations(shape: ModelShape, learner: LearnerSection, work: Workload, sta
     return int(_tokens(layout, work) * layers * chunks * each)
 
 
-def layer_activations(shape: ModelShape, learner: LearnerSection, work: Workload) -> float:
+def layer_activations(shape: ModelConfig, learner: LearnerSection, work: Workload) -> float:
     """Bytes a position that autograd keeps of one decoder layer, on one rank.
 
     fused (h hidden, q and k widths of all query and key heads, d of one, f ffn; 2 bytes each in bfloat16):
@@ -277,7 +277,7 @@ def layer_activations(shape: ModelShape, learner: LearnerSection, work: Workload
     return _kept(shape, learner, work, size)
 
 
-def _kept(shape: ModelShape, learner: LearnerSection, work: Workload, size: int) -> float:
+def _kept(shape: ModelConfig, learner: LearnerSection, work: Workload, size: int) -> float:
     layout = Layout.of(learner)
     h, q, k = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     if work.kernels == "fused":
@@ -292,7 +292,7 @@ def _kept(shape: ModelShape, learner: LearnerSection, work: Workload, size: int)
     return size * own + (0 if learner.recompute == "selective" else _mlp_kept(shape, learner, work, size))
 
 
-def _mlp_kept(shape: ModelShape, learner: LearnerSection, work: Workload, size: int) -> float:
+def _mlp_kept(shape: ModelConfig, learner: LearnerSection, work: Workload, size: int) -> float:
     layout = Layout.of(learner)
     multiplied = 0.5 if is_fp8(learner.precision) else 1.0  # of `size`: inputs of products
     copies = 2 + multiplied if work.kernels == "fused" else 5
@@ -312,7 +312,7 @@ def _tokens(layout: Layout, work: Workload) -> int:
     return -(-work.micro_batches.tokens // layout.context)
 
 
-def _head_bytes(shape: ModelShape, layout: Layout, work: Workload, size: int) -> int:
+def _head_bytes(shape: ModelConfig, layout: Layout, work: Workload, size: int) -> int:
     """Final norm, gathered hidden states, logits (their gradient is written over them), and the larger of: scratch of
     their logarithms, the gradient of the matrix."""
     tokens, matrix = _tokens(layout, work), shape.vocab_size * shape.hidden_size // layout.tensor
@@ -328,7 +328,7 @@ def _head_bytes(shape: ModelShape, layout: Layout, work: Workload, size: int) ->
     return int(tokens * (hidden + gathered + logits)) + converted + max(CHUNK_BYTES, gradient)
 
 
-def _working_bytes(shape: ModelShape, learner: LearnerSection, work: Workload, own: HeldParameters) -> int:
+def _working_bytes(shape: ModelConfig, learner: LearnerSection, work: Workload, own: HeldParameters) -> int:
     """While a layer is differentiated: what it computed again, gradients around its MLP and of a matrix; or, where
     other micro-batches are in flight, the gradient of the embedding."""
     layout, tokens = Layout.of(learner), _tokens(Layout.of(learner), work)
@@ -341,7 +341,7 @@ def _working_bytes(shape: ModelShape, learner: LearnerSection, work: Workload, o
     return max(layer, own.outer * size if layout.pipeline > 1 else 0)
 
 
-def _widest(shape: ModelShape, layout: Layout) -> int:
+def _widest(shape: ModelConfig, layout: Layout) -> int:
     """Numbers a position around an MLP: gate and up, and the hidden states before and after, gathered."""
     if shape.experts is None:
         inner = 2 * shape.ffn_size // layout.tensor
@@ -351,5 +351,5 @@ def _widest(shape: ModelShape, layout: Layout) -> int:
 
 
 @lru_cache(maxsize=32)
-def _largest_tensor(shape: ModelShape) -> int:
+def _largest_tensor(shape: ModelConfig) -> int:
     return max(math.prod(size) for size in shape.tensors().values())

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from launch.plan.costs import GPUS_PER_NODE
 from launch.plan.footprint import GIB, Footprint, Workload, worst_footprint
 from launch.plan.simulation import Durations
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import check_layout
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError
@@ -45,7 +45,7 @@ class Search:
     """What a layout is judged by."""
 
     hf_config: Mapping[str, Any]
-    shape: ModelShape
+    shape: ModelConfig
     gpu_bytes: float
     samples: int
     context_tokens: int

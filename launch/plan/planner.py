@@ -26,7 +26,7 @@ from launch.plan.costs import (
 from launch.plan.footprint import GIB, Allowance, Footprint, MicroBatches, Workload, footprints, layer_sizes
 from launch.plan.layouts import Search, Verdict, shortage
 from launch.plan.simulation import Durations, Simulated, simulate, steady_seconds_per_step
-from megatron_bridge.hf.model_config import ModelShape, read_config
+from megatron_bridge.hf.model_config import ModelConfig, read_config
 from megatron_bridge.parallel.layout import check_layout
 from pipeline.config.layout_names import layout_name
 from pipeline.config.loader import load_recipe
@@ -71,7 +71,7 @@ class Planner:
         self.recipe, self.machine, self.assumed = recipe, machine, assumed
         self.hf_config = config_for(recipe_path, recipe.model.path)
         check_layout(self.hf_config, recipe.learner)
-        self.shape = ModelShape.from_hf(self.hf_config)
+        self.shape = ModelConfig.from_hf(self.hf_config)
         self.engine_model = engine_model(self.shape)
         self.capacity: Capacity = engine_capacity(self.engine_model, recipe.rollout, machine.gpu_gib * GIB)
         self.schedule: Schedule = recipe.build_schedule()
@@ -268,7 +268,7 @@ class Planner:
         )
 
 
-def engine_model(shape: ModelShape) -> EngineModel:
+def engine_model(shape: ModelConfig) -> EngineModel:
     """What an engine's memory depends on: the projections of the layers are what FP8 rollouts quantize."""
     linear = shape.num_layers * sum(size for name, size in layer_sizes(shape).items() if name.endswith("proj.weight"))
     return EngineModel(

@@ -11,13 +11,13 @@ from launch.build.components import (
     build_contract,
     build_interruption,
     build_prompts,
-    build_retirement,
     build_sampling,
+    build_solved_prompt_rule,
     build_tokenizer,
 )
 from launch.run.processes import die_with_parent, run_child
 from pipeline.config.recipe import Recipe
-from pipeline.data.event_log import Journal
+from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.rewards.pool import Verifiers
@@ -62,7 +62,7 @@ def settings(recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
         recipe_sha256=recipe.sha256(),
         interruption=build_interruption(recipe, tokenizer),
         max_refills=recipe.prompts.max_refills if recipe.prompts.refill else 0,
-        retirement=build_retirement(recipe),
+        solved_rule=build_solved_prompt_rule(recipe),
     )
 
 
@@ -85,7 +85,7 @@ async def collect(run: RunDirectory) -> None:
                 tokenizer=tokenizer,
                 verifiers=verifiers,
                 contract=build_contract(recipe, tokenizer),
-                journal=Journal(run.path),
+                event_log=EventLog(run.path),
                 settings=settings(recipe, tokenizer),
             ).collect()
     finally:

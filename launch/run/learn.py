@@ -9,27 +9,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.build.algorithm import build_credit, build_objective
+from launch.build.algorithm import build_advantage_computer, build_objective
 from launch.build.components import build_contract, build_quant_map, build_tokenizer, require_engines_here
-from launch.build.weight_checks import build_proof_plan
+from launch.build.weight_checks import build_weight_check_plan
 from launch.run.collect import build_fleet, fleet_settings
 from launch.run.processes import die_with_parent, run_child
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.te_precision import Layers
 from megatron_bridge.weight_sync.disk import DiskChannel
-from megatron_bridge.weight_sync.ipc_transport import SharedWire
-from megatron_bridge.weight_sync.process_group_transport import BroadcastWire
+from megatron_bridge.weight_sync.ipc_transport import IpcTransport
+from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
-from pipeline.config.algorithm import scores_step, uses_proximal
+from pipeline.config.algorithm import needs_old_logprobs, scores_step
 from pipeline.config.recipe import Recipe
-from pipeline.data.event_log import Journal
+from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.ports.weight_update import WeightChannel
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
-from pipeline.trainer.old_logprobs import ProximalLogprobs
-from rollout_sglang.weights.weight_update import FedFleet
+from pipeline.trainer.old_logprobs import OldLogprobs
+from rollout_sglang.weights.weight_update import FleetUpdateSession
 
 
 def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearner:
@@ -48,7 +48,7 @@ def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearn
 
 def build_channel(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> WeightChannel:
     """Collective: how this learner's weights reach the run's engines."""
-    quant, plan, section = build_quant_map(recipe), build_proof_plan(recipe), recipe.weights
+    quant, plan, section = build_quant_map(recipe), build_weight_check_plan(recipe), recipe.weights
     if section.channel == "disk":
         fleet = build_fleet(run, recipe)
         return DiskChannel(learner, fleet, run, quant, plan, keep=section.keep, deadline_s=section.publish_deadline_s)
@@ -57,11 +57,11 @@ def build_channel(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -
         require_engines_here(urls)
     return StreamedChannel(
         learner,
-        FedFleet(urls, **fleet_settings(run, recipe), ranks_per_engine=recipe.rollout.tensor_parallel),
+        FleetUpdateSession(urls, **fleet_settings(run, recipe), ranks_per_engine=recipe.rollout.tensor_parallel),
         run,
         quant,
         plan,
-        SharedWire if section.channel == "ipc" else BroadcastWire,
+        IpcTransport if section.channel == "ipc" else ProcessGroupTransport,
         keep=section.keep,
         bucket_bytes=section.bucket_mib << 20,
         deadline_s=section.publish_deadline_s,
@@ -85,13 +85,13 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
     )
     trainer = Trainer(
         **shared,
-        proximal=ProximalLogprobs(**shared) if uses_proximal(recipe.objective, recipe.correction) else None,
-        credit=build_credit(recipe),
+        old_logprobs=OldLogprobs(**shared) if needs_old_logprobs(recipe.objective, recipe.correction) else None,
+        advantage_computer=build_advantage_computer(recipe),
         scores_step=scores_step(recipe.objective, recipe.correction),
         channel=channel,
         checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep),
         checkpoint_every=recipe.checkpoint.every,
-        journal=Journal(run.path),
+        event_log=EventLog(run.path),
     )
     trainer.train()
     if channel is not None:

@@ -20,7 +20,7 @@ from launch.run.processes import child_environment, die_with_parent, run_child, 
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.parallel.layout import check_layout
 from pipeline.config.recipe import LearnerSection, Recipe
-from pipeline.data.event_log import Journal, read_metrics
+from pipeline.data.event_log import EventLog, read_metrics
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory, write_atomically
 from pipeline.errors import RecipeError, RunConflictError
@@ -127,14 +127,14 @@ def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
         seed=recipe.run.seed,
         total_steps=recipe.run.steps,
     )
-    journal, checkpoints = Journal(run.path), Checkpoints(run.checkpoints, keep=1)
+    event_log, checkpoints = EventLog(run.path), Checkpoints(run.checkpoints, keep=1)
     first, _ = checkpoints.restore(learner)
     for step in range(first, recipe.run.steps):
         pairs = demonstrations_of(task, step * batch_size, batch_size)
         batch = supervised_batch(step, pairs, tokenizer, contract)
         metrics = learner.update(batch, np.ones(batch.num_samples, np.float32), None).metrics
-        if learner.speaks:
-            journal.metrics(step, **{name: metrics[name] for name in WARM_UP_METRICS})
+        if learner.is_rank_zero:
+            event_log.metrics(step, **{name: metrics[name] for name in WARM_UP_METRICS})
         if (step + 1) % CHECKPOINT_EVERY == 0:
             checkpoints.save(learner, step + 1, {})
     learner.export(out)

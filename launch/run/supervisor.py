@@ -19,7 +19,7 @@ from launch.build.engines import check_engines, engine_spec
 from launch.run.live_view import LiveView
 from launch.run.processes import LoggedProcess, child_environment, fatal_note, log_tail, read_fatal_note, torchrun
 from pipeline.config.recipe import Recipe
-from pipeline.data.event_log import Journal
+from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import FatalError
@@ -53,7 +53,7 @@ class Supervisor:
     run: RunDirectory
     recipe: Recipe
     view: LiveView
-    journal: Journal
+    event_log: EventLog
     api_key: str = field(default_factory=lambda: os.environ.get(API_KEY_VARIABLE) or secrets.token_hex(24))
     ports: list[int] = field(default_factory=list)
     engines: list[ServerProcess] = field(default_factory=list)
@@ -86,13 +86,13 @@ class Supervisor:
         if not self._shares_gpus():
             self._start_program("learner")
         while len(self.programs) < 2 or any(program.popen.poll() != 0 for program in self.programs.values()):
-            self._mend_engines()
-            self._mend_router()
+            self._restart_engines()
+            self._restart_router()
             if not self.starting:
                 self._start_missing()
             for name, program in list(self.programs.items()):
                 if program.popen.poll() not in (None, 0):
-                    self._mend_program(name, program)
+                    self._restart_program(name, program)
             self.view.refresh()
             time.sleep(POLL_S)
         self.view.refresh()
@@ -126,13 +126,13 @@ class Supervisor:
         spec = engine_spec(self.run, self.recipe, index, self.ports[index], self.api_key)
         engine = start(spec)
         self.starting[f"engine-{index}"] = self._await(engine)
-        self.journal.event("started", process=f"engine-{index}", version=spec.version)
+        self.event_log.event("started", process=f"engine-{index}", version=spec.version)
         return engine
 
     def _await(self, server: ServerProcess) -> Future[float]:
         return self.waiters.submit(server.wait_ready, self.recipe.rollout.start_deadline_s)
 
-    def _mend_engines(self) -> None:
+    def _restart_engines(self) -> None:
         for name, ready in list(self.starting.items()):
             if ready.done():
                 if name not in self.proved:
@@ -145,7 +145,7 @@ class Supervisor:
                 self._spend(name, log_tail(self.run.logs / f"{name}.log"))
                 self.engines[index] = self._start_engine(index)
 
-    def _mend_router(self) -> None:
+    def _restart_router(self) -> None:
         """The router is started once all engines are up, since it refuses those that are not."""
         if self.router_port is None or self.starting or (self.router is not None and self.router.poll() is None):
             return
@@ -155,22 +155,22 @@ class Supervisor:
         urls = [engine_url(port) for port in self.ports]
         self.router = start_router(urls, self.router_port, self.api_key, log)
         self.starting["router"] = self._await(self.router)
-        self.journal.event("started", process="router")
+        self.event_log.event("started", process="router")
 
     def _start_program(self, name: str) -> None:
         log = self.run.logs / f"{name}.log"
         env = {**child_environment(), API_KEY_VARIABLE: self.api_key}
         self.programs[name] = LoggedProcess.start(name, program_command(name, self.run, self.recipe), log, env)
-        self.journal.event("started", process=name)
+        self.event_log.event("started", process=name)
 
-    def _mend_program(self, name: str, program: LoggedProcess) -> None:
+    def _restart_program(self, name: str, program: LoggedProcess) -> None:
         if reason := read_fatal_note(self.run):
             raise FatalError(reason)
         self._spend(name, log_tail(program.log))
         self._start_program(name)
 
     def _spend(self, name: str, reason: str) -> None:
-        self.journal.event("restarted", process=name, reason=reason)
+        self.event_log.event("restarted", process=name, reason=reason)
         progress = BatchStore(self.run.batches).next_index + self.run.published_version()
         self.budgets.setdefault(name, RestartBudget(self.recipe.run.max_restarts)).spend(name, progress, reason)
 

@@ -8,15 +8,15 @@ from launch.build.components import build_prompts, build_quant_map, build_tokeni
 from launch.run.live_view import LiveView
 from launch.run.supervisor import Supervisor
 from megatron_bridge.hf.headers import check_weights
-from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.parallel.layout import check_layout, check_longest_sample
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
 from pipeline.config.recipe import Recipe
-from pipeline.data.event_log import Journal, read_events
+from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
-from pipeline.ports.weight_check import Proof
+from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.server.block_shapes import check_block_shapes
 
 
@@ -26,12 +26,12 @@ def train_run(recipe: Recipe) -> dict[str, Any]:
     preflight(recipe)
     with run.claimed():
         run.freeze(recipe)
-        journal = Journal(run.path)
+        event_log = EventLog(run.path)
         if not is_finished(run):
             seed_policy(run, recipe)
-            with LiveView(run.path, recipe.run.steps) as view, Supervisor(run, recipe, view, journal) as supervisor:
+            with LiveView(run.path, recipe.run.steps) as view, Supervisor(run, recipe, view, event_log) as supervisor:
                 supervisor.supervise()
-            journal.event("finished", steps=recipe.run.steps)
+            event_log.event("finished", steps=recipe.run.steps)
     return {**summary(run.path), "report": str(write_report(run.path))}
 
 
@@ -43,7 +43,7 @@ def preflight(recipe: Recipe) -> None:
     if recipe.rollout.precision == "fp8_block":
         check_block_shapes(config, recipe.rollout.tensor_parallel)
     tokenizer = build_tokenizer(recipe)
-    check_weights(recipe.model.path, ModelShape.from_hf(config))
+    check_weights(recipe.model.path, ModelConfig.from_hf(config))
     prompts = build_prompts(recipe, tokenizer)
     if recipe.evaluation.prompts > prompts.task.num_held_out:
         raise RecipeError(
@@ -64,10 +64,10 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
     """
     if run.is_published():
         return
-    from launch.build.weight_checks import digests_of
+    from launch.build.weight_checks import checksums_of
     from megatron_bridge.hf.writer import hf_tensors, write_policy
 
-    source, folder, digests = recipe.model.path, run.policy_directory(0), digests_of(recipe)
+    source, folder, digests = recipe.model.path, run.policy_directory(0), checksums_of(recipe)
     write_policy(hf_tensors(source), source, folder, build_quant_map(recipe), digests=digests)
-    Proof(version=0, digests=() if digests is None else digests.digests()).save(folder)
+    WeightCheck(version=0, digests=() if digests is None else digests.digests()).save(folder)
     run.set_published(0)

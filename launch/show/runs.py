@@ -38,7 +38,7 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("learner", f"{numbers['learner_layout']}, {numbers['learner_precision']}"),
         ("engines", f"{numbers['engines']}, {numbers['rollout_precision']}"),
         ("objective", str(numbers["objective"])),
-        ("credit", f"advantage {numbers['advantage']}, correction {numbers['correction']}"),
+        ("advantage", f"{numbers['advantage']}, correction {numbers['correction']}"),
         ("schedule", f"{numbers['schedule']}, oldest token {decimal(numbers['lag_max'])} versions"),
         ("ESS", f"last {decimal(numbers['ess_last'])}, lowest {decimal(numbers['ess_min'])}"),
         ("k3 KL, entropy", f"{decimal(numbers['k3_kl_last'])}, {decimal(numbers['entropy_last'])}"),
@@ -52,7 +52,7 @@ _TROUBLE = {"restarts": "restarts", "dropped": "dropped groups", "verifier_failu
 _PROMPTS = {
     "refills": "refills",
     "zero_variance": "groups without contrast",
-    "retired_groups": "groups of retired problems",
+    "solved_groups": "groups of solved problems",
     "interrupted": "interrupted samples",
 }
 

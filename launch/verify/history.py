@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from launch.build.components import build_retirement
+from launch.build.components import build_solved_prompt_rule
 from pipeline.analysis.audit import verify_history
 from pipeline.data.run_directory import RunDirectory
 
@@ -14,18 +14,18 @@ def check_history(path: Path) -> dict[str, Any]:
     """Counts of lost and duplicated groups and of tokens with a forbidden version, of groups asked or passed over
     against their problem's pass rate, read from the batches alone."""
     recipe = RunDirectory(path).recipe()
-    audit = verify_history(path, recipe.build_schedule(), recipe.run.steps, build_retirement(recipe))
+    audit = verify_history(path, recipe.build_schedule(), recipe.run.steps, build_solved_prompt_rule(recipe))
     return dict(
         lost=len(audit.lost),
         duplicated=len(audit.duplicated),
         version_violations=audit.version_violations,
-        retirement_violations=len(audit.retirement_violations),
+        solved_violations=len(audit.solved_violations),
         missing_batches=len(audit.missing),
         batches=audit.batches,
         groups=audit.groups,
         dropped=audit.dropped,
         zero_variance=audit.zero_variance,
-        retired=audit.retired,
+        solved=audit.solved,
         tokens=audit.tokens,
         lag_tokens={str(lag): count for lag, count in audit.lags.items()},
         ok=audit.sound,

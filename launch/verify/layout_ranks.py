@@ -15,7 +15,7 @@ from launch.run.processes import die_with_parent, run_child
 from launch.verify.layouts import MAX_ROW
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.parallel.layout import Layout, check_layout, initialise, leave_layout
+from megatron_bridge.parallel.layout import Layout, check_layout, initialize, leave_layout
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
@@ -31,10 +31,10 @@ def measure(folder: Path) -> None:
     for case in json.loads((folder / "cases.json").read_text()):
         section = LearnerSection(**case["learner"])
         check_layout(read_hf_config(folder / case["model"]), section)
-        initialise(Layout.of(section), seed=0, deadline_s=section.step_deadline_s)
+        initialize(Layout.of(section), seed=0, deadline_s=section.step_deadline_s)
         learner = MegatronLearner(folder / case["model"], section, P3O(), temperature=TEMPERATURE, total_steps=STEPS)
         found = three_steps(learner, folder / f"{case['model']}.checkpoint", case["checkpoint"])
-        if learner.speaks:
+        if learner.is_rank_zero:
             with (folder / f"{case['name']}.npz.tmp").open("wb") as file:
                 np.savez(file, **found)  # type: ignore[arg-type]
             (folder / f"{case['name']}.npz.tmp").rename(folder / f"{case['name']}.npz")

@@ -35,13 +35,13 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.records import Completion
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import Proof
+from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from rollout_sglang.server.process import ServerProcess, free_port
 from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.start import start
-from rollout_sglang.weight_verifier import Prover
+from rollout_sglang.weight_verifier import WeightVerifier
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 16, 24, 24, 2
 FP8_FORMATS = ("fp8_tensor", "fp8_block")
@@ -167,7 +167,7 @@ class Engine:
     def __enter__(self) -> Engine:
         self.process = start(engine_spec(self.run, self.recipe, 0, self.port, self.key))
         self.process.wait_ready(self.recipe.rollout.start_deadline_s)
-        asyncio.run(self.prove())
+        asyncio.run(self.verify())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -177,12 +177,12 @@ class Engine:
     def client(self) -> EngineClient:
         return EngineClient(self.url, self.key, index=0, request_deadline_s=self.recipe.rollout.request_deadline_s)
 
-    async def prove(self) -> None:
+    async def verify(self) -> None:
         """The engine holds version 0; it names no version before."""
         client = self.client()
         try:
-            prover = Prover(self.recipe.weights.publish_deadline_s)
-            await prover.prove(client, 0, Proof.load(self.run.policy_directory(0)))
+            verifier = WeightVerifier(self.recipe.weights.publish_deadline_s)
+            await verifier.verify(client, 0, WeightCheck.load(self.run.policy_directory(0)))
         finally:
             await client.close()
 

@@ -38,7 +38,7 @@ def score(run: RunDirectory, version: int) -> None:
     train_one_step(recipe, learner, rows)
     build_channel(run, recipe, learner).publish(version)
     score_as("after")
-    if learner.speaks:
+    if learner.is_rank_zero:
         arrays: dict[str, NDArray[np.float32]] = {
             f"{name}.{i}": row for name, values in scores.items() for i, row in enumerate(values)
         }

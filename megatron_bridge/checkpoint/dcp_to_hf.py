@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.errors import CorruptCheckpointError
 
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
@@ -64,7 +64,7 @@ class Source:
     names: tuple[str, ...]
 
 
-def find_sources(directory: Path, stored: Mapping[str, StoredTensor], shape: ModelShape) -> list[Source]:
+def find_sources(directory: Path, stored: Mapping[str, StoredTensor], shape: ModelConfig) -> list[Source]:
     """Every HF tensor of the model exactly once, in layer order.
 
     Raises CorruptCheckpointError naming what is missing, of another shape, or part of no such model.
@@ -94,7 +94,7 @@ def find_sources(directory: Path, stored: Mapping[str, StoredTensor], shape: Mod
     return sources
 
 
-def stream_hf_tensors(index: CheckpointIndex, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def stream_hf_tensors(index: CheckpointIndex, shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of a checkpoint by name, in its stored dtype; at most one of Megatron's tensors in memory."""
     for source in find_sources(index.directory, index.tensors, shape):
         yield from _split(index.read(source.key, source.lead), source.names, shape)
@@ -111,7 +111,7 @@ def stored_dtype(index: CheckpointIndex) -> torch.dtype:
     return kinds.pop()
 
 
-def _wanted(shape: ModelShape) -> Iterator[tuple[list[tuple[str, tuple[int, ...]]], tuple[str, ...]]]:
+def _wanted(shape: ModelConfig) -> Iterator[tuple[list[tuple[str, tuple[int, ...]]], tuple[str, ...]]]:
     """[(key, lead) of each place where it may be], HF names."""
     yield [("embedding.word_embeddings.weight", ())], (_TOP["embedding.word_embeddings.weight"],)
     num_experts = 0 if shape.experts is None else shape.experts.count
@@ -141,7 +141,7 @@ def _locate(
     return None
 
 
-def _left_over(stored: Mapping[str, StoredTensor], sources: list[Source], shape: ModelShape) -> list[str]:
+def _left_over(stored: Mapping[str, StoredTensor], sources: list[Source], shape: ModelConfig) -> list[str]:
     used: dict[str, int] = {}
     for source in sources:
         used[source.key] = max(used.get(source.key, 0), source.lead[0] + 1 if source.lead else 0)
@@ -154,7 +154,7 @@ def _left_over(stored: Mapping[str, StoredTensor], sources: list[Source], shape:
     ]
 
 
-def _split(tensor: Tensor, names: tuple[str, ...], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def _split(tensor: Tensor, names: tuple[str, ...], shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     if len(names) == 3:
         # [kv heads × (query heads of each + key + value) × head_dim, …]
         group = shape.num_heads // shape.num_kv_heads

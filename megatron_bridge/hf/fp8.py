@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.hf.safetensors_stream import PIECE_BYTES, TensorFolder, TensorSpec
 from megatron_bridge.hf.streaming_writer import Manifest, complete_folder, write_weights
 from megatron_bridge.hf.writer import SHARD_BYTES
@@ -41,7 +41,7 @@ def write_fp8_folder(
     size. Raises FloatingPointError naming a weight that is not finite.
     """
     config = read_hf_config(source)
-    shape = ModelShape.from_hf(config)
+    shape = ModelConfig.from_hf(config)
     tensors = TensorFolder(source)
     quantizer = _Quantizer(tensors, quant, piece_bytes)
     order = [name for name in shape.tensors()]
@@ -67,7 +67,7 @@ def output_bytes(source: Path, quant: QuantMap) -> int:
     """Bytes of all tensors of the result."""
     tensors = TensorFolder(source)
     quantizer = _Quantizer(tensors, quant, PIECE_BYTES)
-    names = ModelShape.from_hf(read_hf_config(source)).tensors()
+    names = ModelConfig.from_hf(read_hf_config(source)).tensors()
     return sum(spec.nbytes for name in names for spec in quantizer.outputs(name))
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.errors import ModelError
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
-def check_weights(folder: Path, shape: ModelShape) -> None:
+def check_weights(folder: Path, shape: ModelConfig) -> None:
     """Compare the headers of a folder's safetensors with what the model needs.
 
     Raises ModelError, one line that names what is missing, unexpected or of another shape, and what to do.
@@ -80,6 +80,6 @@ def _refuse_quantized(folder: Path, found: Mapping[str, tuple[tuple[int, ...], s
         )
 
 
-def _may_be_ignored(name: str, shape: ModelShape) -> bool:
+def _may_be_ignored(name: str, shape: ModelConfig) -> bool:
     """Old checkpoints store rotary frequencies; tied ones sometimes store the embedding twice."""
     return name.endswith("rotary_emb.inv_freq") or (shape.tied_embeddings and name == "lm_head.weight")

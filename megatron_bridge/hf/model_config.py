@@ -29,12 +29,12 @@ class Experts:
     per_token: int
     ffn_size: int
     """Inner width of one expert (`moe_intermediate_size`)."""
-    normalised: bool
+    normalized: bool
     """Whether the weights of the experts that are taken are divided by their sum (`norm_topk_prob`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
+class ModelConfig:
     """A pre-norm decoder with RMSNorm, SwiGLU (dense or experts), grouped-query attention and rotary positions."""
 
     architecture: str
@@ -56,13 +56,13 @@ class ModelShape:
     experts: Experts | None = None
 
     @staticmethod
-    def from_hf(config: Mapping[str, Any]) -> ModelShape:
+    def from_hf(config: Mapping[str, Any]) -> ModelConfig:
         """Read an HF config. Raises ModelError for what this learner cannot reproduce."""
         architecture = _architecture(config)
         _refuse_unsupported(config)
         theta, scaling = _rope(config)
         heads = _size(config, "num_attention_heads")
-        return ModelShape(
+        return ModelConfig(
             architecture=architecture,
             num_layers=_size(config, "num_hidden_layers"),
             hidden_size=_size(config, "hidden_size"),
@@ -180,7 +180,7 @@ def _experts(config: Mapping[str, Any]) -> Experts:
         count=_size(config, key),
         per_token=_size(config, "num_experts_per_tok"),
         ffn_size=_size(config, "moe_intermediate_size"),
-        normalised=bool(config.get("norm_topk_prob", False)),
+        normalized=bool(config.get("norm_topk_prob", False)),
     )
     if experts.per_token > experts.count:
         raise ModelError(

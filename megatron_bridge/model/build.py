@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.logprobs import vocab_parallel_logprobs
 from megatron_bridge.model.packed_attention import PackedAttention
 from megatron_bridge.model.te_precision import Layers, fp8_arguments, is_fp8, require_fp8
@@ -99,7 +99,7 @@ def choose_layers(layers: Layers | None, dtype: torch.dtype) -> Layers:
 
 
 def build_chunks(
-    shape: ModelShape,
+    shape: ModelConfig,
     layout: Layout,
     dtype: torch.dtype,
     temperature: float,
@@ -109,7 +109,7 @@ def build_chunks(
     layers: Layers | None = None,
     precision: LearnerPrecision | None = None,
 ) -> list[PolicyModel]:
-    """The model chunks of this rank, one for each virtual pipeline stage, randomly initialised.
+    """The model chunks of this rank, one for each virtual pipeline stage, randomly initialized.
 
     Megatron's parallel state must be that of `layout`. `temperature` divides the logits before log-probabilities are
     taken. `layers` as in `choose_layers`; of `precision` only FP8 matters, which wants bfloat16 as `dtype`. Raises
@@ -130,7 +130,7 @@ def build_chunks(
     return chunks
 
 
-def _chunk(shape: ModelShape, config: TransformerConfig, virtual_stage: int | None) -> PolicyModel:
+def _chunk(shape: ModelConfig, config: TransformerConfig, virtual_stage: int | None) -> PolicyModel:
     rope = (
         {} if shape.rope_scaling is None else {"rope_scaling": True, "rope_scaling_factor": shape.rope_scaling.factor}
     )
@@ -160,7 +160,7 @@ def _mark_experts(chunk: PolicyModel) -> None:
 
 
 def transformer_config(
-    shape: ModelShape,
+    shape: ModelConfig,
     layout: Layout,
     dtype: torch.dtype,
     recompute: Literal["none", "selective", "full"] = "none",
@@ -198,7 +198,7 @@ def transformer_config(
     )
 
 
-def _architecture(shape: ModelShape) -> dict[str, Any]:
+def _architecture(shape: ModelConfig) -> dict[str, Any]:
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -219,7 +219,7 @@ def _architecture(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _experts(shape: ModelShape) -> dict[str, Any]:
+def _experts(shape: ModelConfig) -> dict[str, Any]:
     # Micro-batches differ in length; Megatron allows that with this dispatcher only, dense models included.
     dispatcher = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}
     if shape.experts is None:
@@ -229,7 +229,7 @@ def _experts(shape: ModelShape) -> dict[str, Any]:
         "moe_router_topk": shape.experts.per_token,
         "moe_ffn_hidden_size": shape.experts.ffn_size,
         # The softmax over all experts, then the best; dividing their weights by the sum is the softmax over the best.
-        "moe_router_pre_softmax": not shape.experts.normalised,
+        "moe_router_pre_softmax": not shape.experts.normalized,
         "moe_router_dtype": "fp32",
         # A policy must stay where its reward puts it: no pull towards even loads.
         "moe_router_load_balancing_type": "none",
@@ -256,7 +256,7 @@ def _parallel(layout: Layout, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _recompute(recompute: Literal["none", "selective", "full"], shape: ModelShape) -> dict[str, Any]:
+def _recompute(recompute: Literal["none", "selective", "full"], shape: ModelConfig) -> dict[str, Any]:
     if recompute == "none":
         return {}
     if recompute == "selective":
@@ -265,7 +265,7 @@ def _recompute(recompute: Literal["none", "selective", "full"], shape: ModelShap
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _block_spec(config: TransformerConfig, shape: ModelShape, virtual_stage: int | None) -> ModuleSpec:
+def _block_spec(config: TransformerConfig, shape: ModelConfig, virtual_stage: int | None) -> ModuleSpec:
     experts = None if shape.experts is None else shape.experts.count
     if config.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(

@@ -93,12 +93,12 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, tokens, normaliser = ctx.saved_tensors
+        logits, tokens, normalizer = ctx.saved_tensors
         settings: _Saved = ctx.settings
         rows, wanted = _rows(logits), tokens.reshape(-1) - settings.first_token
         target = rows if settings.overwrite else torch.empty_like(rows, memory_format=torch.contiguous_format)
         scale = (grads[0] / settings.temperature).reshape(-1)
-        _back_end(logits).write_gradient(rows, wanted, normaliser, scale, settings.temperature, target)
+        _back_end(logits).write_gradient(rows, wanted, normalizer, scale, settings.temperature, target)
         return target.view_as(logits), None, None, None, None
 
 

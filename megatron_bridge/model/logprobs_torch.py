@@ -33,15 +33,15 @@ def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor
 
 
 def write_gradient(
-    rows: Tensor, wanted: Tensor, normaliser: Tensor, scale: Tensor, temperature: float, target: Tensor
+    rows: Tensor, wanted: Tensor, normalizer: Tensor, scale: Tensor, temperature: float, target: Tensor
 ) -> None:
-    """Fill `target` [tokens, vocab/tp], which may be `rows`, with scale × ([v = wanted] - exp(z / T - normaliser)).
+    """Fill `target` [tokens, vocab/tp], which may be `rows`, with scale × ([v = wanted] - exp(z / T - normalizer)).
 
-    `normaliser` and `scale` are [tokens]; rows of scale 0 become 0, whatever their logits.
+    `normalizer` and `scale` are [tokens]; rows of scale 0 become 0, whatever their logits.
     """
     vocab = rows.shape[-1]
     for part in _chunks(len(rows), vocab):
-        probability = _copied(rows[part]).div_(temperature).sub_(normaliser[part, None]).exp_()
+        probability = _copied(rows[part]).div_(temperature).sub_(normalizer[part, None]).exp_()
         gradient = probability.mul_(-scale[part, None])
         here = is_local(wanted[part], vocab)
         gradient.scatter_add_(1, wanted[part].clamp(0, vocab - 1)[:, None], torch.where(here, scale[part], 0)[:, None])

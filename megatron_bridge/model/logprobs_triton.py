@@ -50,12 +50,12 @@ def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor
 
 
 def write_gradient(
-    rows: Tensor, wanted: Tensor, normaliser: Tensor, scale: Tensor, temperature: float, target: Tensor
+    rows: Tensor, wanted: Tensor, normalizer: Tensor, scale: Tensor, temperature: float, target: Tensor
 ) -> None:
     """As `vocab_chunks.write_gradient`; rows of `scale` 0 are not even read."""
     if len(rows):
         strides = (rows.stride(0), target.stride(0))
-        arguments = (rows, wanted, normaliser, scale, target, *strides, math.log2(math.e) / temperature)
+        arguments = (rows, wanted, normalizer, scale, target, *strides, math.log2(math.e) / temperature)
         _gradient_kernel[(len(rows),)](*arguments, **tile(rows.shape[1], rows.element_size()))
     torch.autograd.graph.increment_version(target)  # a kernel writes behind autograd's back
 
@@ -135,7 +135,7 @@ def _gradient_kernel(
     lanes = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     scale = tl.load(scales + row)
     token = tl.load(wanted + row)
-    normaliser = tl.load(normalisers + row) * LOG2_E
+    normalizer = tl.load(normalisers + row) * LOG2_E
     for start in range(0, VOCAB, LANES * VECTOR):
         columns = start + lanes
         inside = columns < VOCAB
@@ -143,6 +143,6 @@ def _gradient_kernel(
             gradient = tl.zeros([LANES, VECTOR], tl.float32)
         else:
             values = tl.load(logits + columns, mask=inside).to(tl.float32)
-            probability = tl.exp2(tl.fma(values, base2, -normaliser))
+            probability = tl.exp2(tl.fma(values, base2, -normalizer))
             gradient = scale * (tl.where(columns == token, 1.0, 0.0) - probability)
         tl.store(target + columns, gradient.to(target.dtype.element_ty), mask=inside)

@@ -25,7 +25,7 @@ from pipeline.config.recipe import LearnerPrecision
 from pipeline.errors import ModelError
 
 if TYPE_CHECKING:
-    from megatron_bridge.hf.model_config import ModelShape
+    from megatron_bridge.hf.model_config import ModelConfig
     from megatron_bridge.parallel.layout import Layout
 
 Layers = Literal["transformer_engine", "megatron"]
@@ -77,7 +77,7 @@ def warm_up_passes(precision: LearnerPrecision) -> int:
     return 3 if precision == "fp8_delayed" else 0
 
 
-def require_fp8(precision: LearnerPrecision, layers: Layers, shape: ModelShape, layout: Layout) -> None:
+def require_fp8(precision: LearnerPrecision, layers: Layers, shape: ModelConfig, layout: Layout) -> None:
     """Raise ModelError where this process cannot train this model in FP8."""
     import torch
 
@@ -97,7 +97,7 @@ def require_fp8(precision: LearnerPrecision, layers: Layers, shape: ModelShape, 
     )
 
 
-def _check_sizes(precision: LearnerPrecision, shape: ModelShape, layout: Layout) -> None:
+def _check_sizes(precision: LearnerPrecision, shape: ModelConfig, layout: Layout) -> None:
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     sizes = {
         "hidden_size": shape.hidden_size,

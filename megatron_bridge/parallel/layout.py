@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.te_precision import token_multiple
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError
@@ -70,7 +70,7 @@ def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
 
     Loads neither torch nor Megatron.
     """
-    shape, layout = ModelShape.from_hf(hf_config), Layout.of(learner)
+    shape, layout = ModelConfig.from_hf(hf_config), Layout.of(learner)
     _check_tensor(shape, layout)
     _check_pipeline(shape, layout)
     _check_experts(shape, layout)
@@ -90,7 +90,7 @@ def check_longest_sample(learner: LearnerSection, context_tokens: int) -> None:
         )
 
 
-def _check_tensor(shape: ModelShape, layout: Layout) -> None:
+def _check_tensor(shape: ModelConfig, layout: Layout) -> None:
     divided = {
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
@@ -106,7 +106,7 @@ def _check_tensor(shape: ModelShape, layout: Layout) -> None:
             )
 
 
-def _check_pipeline(shape: ModelShape, layout: Layout) -> None:
+def _check_pipeline(shape: ModelConfig, layout: Layout) -> None:
     if layout.virtual > 1 and layout.pipeline == 1:
         raise LayoutError(
             f"learner.virtual_pipeline is {layout.virtual}, but learner.pipeline_parallel is 1: there are no stages to "
@@ -122,7 +122,7 @@ def _check_pipeline(shape: ModelShape, layout: Layout) -> None:
         )
 
 
-def _check_experts(shape: ModelShape, layout: Layout) -> None:
+def _check_experts(shape: ModelConfig, layout: Layout) -> None:
     experts, spread = shape.experts, layout.expert * layout.expert_tensor
     if experts is None:
         if spread > 1:
@@ -158,7 +158,7 @@ def _divisors_of_all(sizes: list[int]) -> str:
     return ", ".join(str(n) for n in range(1, min(sizes) + 1) if all(size % n == 0 for size in sizes))
 
 
-def initialise(layout: Layout, seed: int, deadline_s: float) -> None:
+def initialize(layout: Layout, seed: int, deadline_s: float) -> None:
     """Join the process group that torchrun's environment describes and build the parallel groups.
 
     gloo without CUDA, nccl with it; every collective ends the process after `deadline_s`. A process started without
@@ -206,7 +206,7 @@ def _join_world(layout: Layout, backend: str, timeout: Any) -> None:
 
 
 def leave_layout() -> None:
-    """Leave the parallel groups, and stay in the world: `initialise` may build others."""
+    """Leave the parallel groups, and stay in the world: `initialize` may build others."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

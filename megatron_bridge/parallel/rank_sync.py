@@ -15,7 +15,7 @@ import pipeline.errors as errors
 T = TypeVar("T")
 
 
-class Council:
+class RankSync:
     """Every rank says something and hears all the others. Construction and every method are collective."""
 
     def __init__(self, deadline_s: float) -> None:
@@ -24,9 +24,9 @@ class Council:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
         self.rank = dist.get_rank()
 
-    def hear(self, word: Any) -> list[Any]:
+    def all_gather_json(self, value: Any) -> list[Any]:
         """The JSON value of every rank, in rank order, the same everywhere."""
-        mine = torch.frombuffer(bytearray(json.dumps(word).encode()), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
         longest = int(max(size.item() for size in sizes))
@@ -34,7 +34,7 @@ class Council:
         dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group=self._group)
         return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
-    def attempt(self, action: Callable[[], T]) -> list[T]:
+    def all_gather_result(self, action: Callable[[], T]) -> list[T]:
         """Every rank's result (JSON values) of its own action. When one fails, all raise the first failure: an error of
         the same class of pipeline.errors, or RuntimeError for a class that is not ours."""
         result: T | None = None
@@ -43,32 +43,34 @@ class Council:
             result = action()
         except Exception as error:  # noqa: BLE001 (raised below, after the other ranks know)
             failure = error
-        heard = self.hear({"failure": [type(failure).__name__, str(failure)] if failure else None, "result": result})
+        results = self.all_gather_json(
+            {"failure": [type(failure).__name__, str(failure)] if failure else None, "result": result}
+        )
         if failure is not None:
             raise failure
-        for rank, word in enumerate(heard):
-            if word["failure"]:
-                raise _rebuilt(rank, *word["failure"])
-        return [word["result"] for word in heard]
+        for rank, value in enumerate(results):
+            if value["failure"]:
+                raise _rebuilt(rank, *value["failure"])
+        return [value["result"] for value in results]
 
 
 class RankZero:
     """Runs actions on rank 0 while the others wait, at most `deadline_s` for each. Construction is collective."""
 
     def __init__(self, deadline_s: float) -> None:
-        self._council = Council(deadline_s)
-        self.here = self._council.rank == 0
+        self._rank_sync = RankSync(deadline_s)
+        self.is_rank_zero = self._rank_sync.rank == 0
 
     def run(self, action: Callable[[], T]) -> T | None:
-        """The action's result on rank 0, None elsewhere. Raises what it raised there; see Council.attempt."""
+        """The action's result on rank 0, None elsewhere. Every rank raises what rank 0 raised."""
         result: T | None = None
 
         def act() -> None:
             nonlocal result
-            if self.here:
+            if self.is_rank_zero:
                 result = action()
 
-        self._council.attempt(act)
+        self._rank_sync.all_gather_result(act)
         return result
 
 

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from torch import Tensor
 
 from megatron_bridge.weights.convert import load_named
-from megatron_bridge.weights.name_map import NameMap, Place, layers_of
+from megatron_bridge.weights.name_map import NameMap, ShardCoords, layers_of
 from pipeline.errors import ModelError
 from precision.formats.formats import RolloutFormat
 from precision.formats.quant_map import QuantMap, fake_quantize_state
@@ -63,10 +63,10 @@ def emulated(learner: MegatronLearner, quant_map: QuantMap) -> Iterator[None]:
 
 
 def _quantized_linears(chunk: Any, names: NameMap, quant_map: QuantMap) -> Iterator[tuple[Any, RolloutFormat]]:
-    place, layers = Place.here(), layers_of(chunk)
+    place, layers = ShardCoords.here(), layers_of(chunk)
     for path, module in chunk.named_modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.weight is not None:
-            # The first of the HF modules in it speaks for all: the engine stacks them too, in one format.
+            # The first of the HF modules in it is_rank_zero for all: the engine stacks them too, in one format.
             first = names.pieces(names.stage_name(f"{path}.weight", layers), place)[0].name
             rollout_format = quant_map.formats.get(first.removesuffix(".weight"))
             if rollout_format is not None:

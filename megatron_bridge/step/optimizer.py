@@ -14,7 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 
 
-def wrap_and_optimise(chunks: Sequence[Any], learner: LearnerSection) -> tuple[list[DistributedDataParallel], Any]:
+def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[list[DistributedDataParallel], Any]:
     """Wrap the chunks in Megatron's DDP (gradients reduced in float32) and build AdamW over them.
 
     With bfloat16 parameters (FP8 has these too) the optimizer keeps float32 main copies.

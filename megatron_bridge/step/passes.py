@@ -106,7 +106,7 @@ def warm_up(model: Sequence[Any], plan: Plan, num_predicted: int, device: torch.
 class TrainingInputs:
     """Per predicted token, flat."""
 
-    sampler_logprobs: Tensor
+    rollout_logprobs: Tensor
     """float32 [predicted]"""
     advantages: Tensor
     """float32 [predicted]"""
@@ -123,7 +123,7 @@ class ObjectiveRunner:
         self._objective = objective
         self._reductions: list[Tensor] = []
         nothing = torch.zeros(1, 1, device=device)
-        batch = TokenBatch(sampler_logprobs=nothing, advantages=nothing, mask=nothing.bool(), anchor_logprobs=nothing)
+        batch = TokenBatch(rollout_logprobs=nothing, advantages=nothing, mask=nothing.bool(), anchor_logprobs=nothing)
         context = StepContext(num_tokens=1, step_ess=1.0, sum_over_ranks=self._remember)
         _, sums = objective(nothing.clone().requires_grad_(), batch, context)
         self.names = sorted(sums)
@@ -174,7 +174,7 @@ def train(
         logprobs, entropy = output
         gathered.take(micro_batch, logprobs, entropy)
         batch = TokenBatch(
-            sampler_logprobs=micro_batch.scatter(inputs.sampler_logprobs),
+            rollout_logprobs=micro_batch.scatter(inputs.rollout_logprobs),
             advantages=micro_batch.scatter(inputs.advantages),
             mask=micro_batch.scatter(inputs.sampled).bool(),
             anchor_logprobs=None if inputs.anchor_logprobs is None else micro_batch.scatter(inputs.anchor_logprobs),

@@ -23,7 +23,7 @@ from megatron_bridge.hf.writer import write_policy
 from megatron_bridge.parallel.rank_sync import RankZero
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Engines
-from pipeline.ports.weight_check import ChecksumRecorder, Probe, Proof
+from pipeline.ports.weight_check import ChecksumRecorder, Probe, WeightCheck
 from precision.formats.quant_map import QuantMap
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProofPlan:
+class WeightCheckPlan:
     """What every version of a run is proved by (pipeline.ports.weight_check)."""
 
     rows: tuple[tuple[int, ...], ...]
     """Token ids of the probe."""
     max_mean_gap_nats: float
-    new_digests: Callable[[], ChecksumRecorder] | None
+    new_checksums: Callable[[], ChecksumRecorder] | None
     """Where the engines' checksums can be computed; None where they cannot."""
 
     def probe(self, learner: MegatronLearner) -> Probe:
@@ -59,7 +59,7 @@ class DiskChannel:
         engines: Engines,
         run: RunDirectory,
         quant: QuantMap | None,
-        plan: ProofPlan,
+        plan: WeightCheckPlan,
         *,
         keep: int,
         deadline_s: float,
@@ -83,7 +83,11 @@ class DiskChannel:
         begin = time.monotonic()
         probe = self._plan.probe(self._learner)
         scored = time.monotonic()
-        digests = self._plan.new_digests() if self._plan.new_digests is not None and self._rank_zero.here else None
+        digests = (
+            self._plan.new_checksums()
+            if self._plan.new_checksums is not None and self._rank_zero.is_rank_zero
+            else None
+        )
         folder = self._run.policy_directory(version)
         export_policy(self._learner, folder, self._quant, self._rank_zero, digests)
         exported = time.monotonic()
@@ -93,7 +97,7 @@ class DiskChannel:
         phases = {"score_s": scored - begin, "export_s": exported - scored}
         return {**phases, **seconds, "publish_s": time.monotonic() - begin}
 
-    def settle(self) -> None:
+    def wait_for_folder(self) -> None:
         """Nothing is left to wait for: `publish` returns with the folder complete."""
 
     def close(self) -> None:
@@ -103,7 +107,7 @@ class DiskChannel:
     def _load_and_name(
         self, version: int, folder: Path, probe: Probe, digests: ChecksumRecorder | None
     ) -> dict[str, float]:
-        proof = Proof(version=version, probe=probe, digests=() if digests is None else digests.digests())
+        proof = WeightCheck(version=version, probe=probe, digests=() if digests is None else digests.digests())
         proof.save(folder)
         seconds = asyncio.run(self._engines.load(version, folder, proof))
         self._run.set_published(version)
@@ -131,7 +135,7 @@ def export_policy(
         finally:
             _exhaust(tensors)  # the other ranks are in the same gathers, whatever happened here
 
-    if not rank_zero.here:
+    if not rank_zero.is_rank_zero:
         _exhaust(tensors)
     rank_zero.run(write)
 

@@ -15,7 +15,7 @@ CLOSE_DEADLINE_S = 10.0
 T = TypeVar("T")
 
 
-class Background:
+class EventLoopThread:
     """Runs coroutines on one event loop until `close`. The thread is a daemon: it owns nothing that must outlive a
     crash."""
 

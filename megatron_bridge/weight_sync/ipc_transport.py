@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.weight_sync.buckets import Bucket
-from megatron_bridge.weight_sync.shared_buffer import SharedRow
-from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, Wire
+from megatron_bridge.weight_sync.shared_buffer import SharedBuffer
+from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, WeightTransport
 from pipeline.errors import RetryableError
 
 PICKLE_PROTOCOL = 4
@@ -30,18 +30,18 @@ PICKLE_PROTOCOL = 4
 
 
 @dataclass(eq=False)
-class SharedWire(Wire):
+class IpcTransport(WeightTransport):
     """One row of memory, opened by every engine."""
 
-    _row: SharedRow | None = field(init=False, default=None)
+    _row: SharedBuffer | None = field(init=False, default=None)
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """See Wire."""
+        """See WeightTransport."""
         return tuple(self._left_s)
 
     def open(self, unreachable: Mapping[int, str]) -> None:
-        """See Wire."""
+        """See WeightTransport."""
         self._left_s = {engine: self._deadline_s for engine in self._assigned if engine not in unreachable}
         self.failures, self.sent_bytes = {}, 0
 
@@ -49,7 +49,7 @@ class SharedWire(Wire):
         """The same each time, unless it is too small."""
         if self._row is None or len(self._row) < num_bytes:
             self.close()
-            self._row = SharedRow(num_bytes, self._device)
+            self._row = SharedBuffer(num_bytes, self._device)
         return self._row.bytes
 
     def send(self, bucket: Bucket) -> None:
@@ -59,9 +59,9 @@ class SharedWire(Wire):
         row = self._row
         assert row is not None, "new_row comes first"
         assert row.bytes.data_ptr() == bucket.row.data_ptr(), "the bucket was not packed into new_row"
-        lent = row.lend(len(bucket.row), readers=len(self._left_s) * self._feed.ranks_per_engine)
+        lent = row.lend(len(bucket.row), readers=len(self._left_s) * self._session.ranks_per_engine)
         pickled = flattened_bucket(bucket, lent)
-        calls = {engine: self._background.start(self._hand_over(engine, pickled)) for engine in self._left_s}
+        calls = {engine: self._event_loop.start(self._hand_over(engine, pickled)) for engine in self._left_s}
         for engine, call in calls.items():
             try:
                 self._left_s[engine] -= call.result()
@@ -71,7 +71,7 @@ class SharedWire(Wire):
                 del self._left_s[engine]
 
     def close(self) -> None:
-        """See Wire."""
+        """See WeightTransport."""
         if self._row is not None:
             self._row.close()
         self._row = None
@@ -79,7 +79,7 @@ class SharedWire(Wire):
     async def _hand_over(self, engine: int, pickled: bytes) -> float:
         """Seconds that the engine took."""
         began = time.monotonic()
-        await self._feed.receive_shared(engine, pickled, min(BUCKET_DEADLINE_S, self._left_s[engine]))
+        await self._session.receive_shared(engine, pickled, min(BUCKET_DEADLINE_S, self._left_s[engine]))
         return time.monotonic() - began
 
 

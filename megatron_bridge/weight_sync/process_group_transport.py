@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_bridge.weight_sync.buckets import Bucket
 from megatron_bridge.weight_sync.process_groups import EngineGroup, connect
-from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, Wire
+from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, WeightTransport
 from pipeline.errors import DeadlineExceededError, RetryableError
-from pipeline.ports.weight_update import Meeting
+from pipeline.ports.weight_update import ProcessGroupSpec
 
 _POLL_S = 0.001
 
@@ -41,7 +41,7 @@ class Transfer:
 
 
 @dataclass(eq=False)
-class BroadcastWire(Wire):
+class ProcessGroupTransport(WeightTransport):
     """Each engine has a group of its own: one that dies or hangs breaks nothing but its own."""
 
     _groups: dict[int, EngineGroup] = field(init=False, default_factory=dict)
@@ -49,7 +49,7 @@ class BroadcastWire(Wire):
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """See Wire."""
+        """See WeightTransport."""
         return tuple(self._groups)
 
     def open(self, unreachable: Mapping[int, str]) -> None:
@@ -92,14 +92,14 @@ class BroadcastWire(Wire):
 
     def _begin(self, engine: int, bucket: Bucket, began: float) -> Transfer:
         group, deadline_s = self._groups[engine], min(BUCKET_DEADLINE_S, self._left_s[engine])
-        call = self._background.start(self._feed.receive(engine, group.name, bucket.tensors, deadline_s))
+        call = self._event_loop.start(self._session.receive(engine, group.name, bucket.tensors, deadline_s))
         group.broadcast(bucket.row, deadline_s)
         return Transfer(group, call, began + deadline_s)
 
     def _have_group(self, engine: int) -> None:
         try:
             group = self._groups.get(engine)
-            if group is not None and not self._background.run(self._feed.is_member(engine, group.name)):
+            if group is not None and not self._event_loop.run(self._session.is_member(engine, group.name)):
                 self._drop(engine)  # it was restarted
             if engine not in self._groups:
                 self._groups[engine] = self._connect(engine)
@@ -107,10 +107,12 @@ class BroadcastWire(Wire):
             self._fail(engine, error)
 
     def _connect(self, engine: int) -> EngineGroup:
-        def invite(meeting: Meeting, deadline_s: float) -> Future[None]:
-            return self._background.start(self._feed.join(engine, meeting, deadline_s))
+        def invite(group_spec: ProcessGroupSpec, deadline_s: float) -> Future[None]:
+            return self._event_loop.start(self._session.join(engine, group_spec, deadline_s))
 
-        return connect(self._feed.urls[engine], self._feed.ranks_per_engine, self._device, invite, self._left_s[engine])
+        return connect(
+            self._session.urls[engine], self._session.ranks_per_engine, self._device, invite, self._left_s[engine]
+        )
 
     def _fail(self, engine: int, error: RetryableError) -> None:
         self.failures[engine] = str(error)
@@ -121,4 +123,4 @@ class BroadcastWire(Wire):
         if group is not None:
             group.abort()
             self._broken.append(group)
-            self._background.start(self._feed.leave(engine, group.name))
+            self._event_loop.start(self._session.leave(engine, group.name))

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError
-from pipeline.ports.weight_update import Meeting
+from pipeline.ports.weight_update import ProcessGroupSpec
 
 ARRIVAL_DEADLINE_S = 60.0
 """Longest wait for an engine to join a group. An engine joins between two of its steps."""
@@ -85,7 +85,11 @@ class EngineGroup:
 
 
 def connect(
-    url: str, ranks: int, device: torch.device, invite: Callable[[Meeting, float], Future[None]], deadline_s: float
+    url: str,
+    ranks: int,
+    device: torch.device,
+    invite: Callable[[ProcessGroupSpec, float], Future[None]],
+    deadline_s: float,
 ) -> EngineGroup:
     """A fresh group with the `ranks` ranks of the engine at `url`; `invite` asks the engine to join.
 
@@ -97,8 +101,8 @@ def connect(
     name = f"evenkeel-{uuid.uuid4().hex[:12]}"
     address = _address_towards(url)
     store = _listen(address, 1 + ranks, ends)
-    meeting = Meeting(group=name, address=address, port=store.port, backend=backend)
-    invited = invite(meeting, max(0.1, ends - time.monotonic()))
+    group_spec = ProcessGroupSpec(group=name, address=address, port=store.port, backend=backend)
+    invited = invite(group_spec, max(0.1, ends - time.monotonic()))
     try:
         _await_arrival(store, invited, ends)
         # The prefixes of torch.distributed: the caller's, the group's, the device's.

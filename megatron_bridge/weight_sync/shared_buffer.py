@@ -39,7 +39,7 @@ class Call:
         return self.function, self.arguments
 
 
-class SharedRow:
+class SharedBuffer:
     """uint8 [num_bytes] on `device`, to be closed by its owner."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:

@@ -6,11 +6,11 @@
 
 A pipeline stage streams only what it holds; the stages stream side by side. Every rank of a stage has the gathered
 tensors, so its engines are divided among its ranks: engine e is served by rank e mod (ranks of the stage), through its
-wire: process groups (BroadcastWire) or memory that the engine opens (SharedWire). An engine that dies or hangs costs at
-most the deadline; it is skipped for the rest of the publish and quarantined at its end.
+transport: process groups (ProcessGroupTransport) or memory that the engine opens (IpcTransport). An engine that dies or
+hangs costs at most the deadline; it is skipped for the rest of the publish and quarantined at its end.
 
-The wire is the fast path, the folder is the ledger: engines that restart and the collector that heals load the folder,
-which is complete before the next publish begins and before any checkpoint passes its version.
+The transport is the fast path, the folder is the ledger. Engines that restart, and a collector that resyncs engines,
+load the folder, which is complete before the next publish begins and before any checkpoint passes its version.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_bridge.hf.writer import complete_policy
-from megatron_bridge.parallel.rank_sync import Council
+from megatron_bridge.parallel.rank_sync import RankSync
 from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_manifests
 from megatron_bridge.weight_sync.buckets import pack
-from megatron_bridge.weight_sync.disk import ProofPlan, prune
-from megatron_bridge.weight_sync.event_loop_thread import Background
-from megatron_bridge.weight_sync.transport import Wire
+from megatron_bridge.weight_sync.disk import WeightCheckPlan, prune
+from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
+from megatron_bridge.weight_sync.transport import WeightTransport
 from megatron_bridge.weights import convert
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
-from pipeline.ports.weight_check import ChecksumRecorder, Proof
-from pipeline.ports.weight_update import EngineFeed, FeedReport
+from pipeline.ports.weight_check import ChecksumRecorder, WeightCheck
+from pipeline.ports.weight_update import WeightUpdateReport, WeightUpdateSession
 from precision.formats.quant_map import QuantMap, quantize_state
 from precision.formats.quantize import quantize_block
 
@@ -77,11 +77,11 @@ class StreamedChannel:
     def __init__(
         self,
         learner: MegatronLearner,
-        feed: EngineFeed,
+        session: WeightUpdateSession,
         run: RunDirectory,
         quant: QuantMap | None,
-        plan: ProofPlan,
-        new_wire: type[Wire],
+        plan: WeightCheckPlan,
+        new_transport: type[WeightTransport],
         *,
         keep: int,
         bucket_bytes: int,
@@ -94,7 +94,7 @@ class StreamedChannel:
         gets more than half of the learner's step deadline.
         """
         self._learner = learner
-        self._feed = feed
+        self._session = session
         self._run = run
         self._quant = quant
         self._share = None if quant is None else quant.restricted(_modules(learner))
@@ -103,16 +103,16 @@ class StreamedChannel:
         self._keep = keep
         self._bucket_bytes = bucket_bytes
         self._folder_deadline_s = deadline_s
-        self._council = Council(2 * deadline_s + CONTROL_S)
-        self._background = Background("engine-feed")
-        stage_of = self._council.hear(parallel_state.get_pipeline_model_parallel_rank())
+        self._rank_sync = RankSync(2 * deadline_s + CONTROL_S)
+        self._event_loop = EventLoopThread("engine-feed")
+        stage_of = self._rank_sync.all_gather_json(parallel_state.get_pipeline_model_parallel_rank())
         self._num_stages = 1 + max(stage_of)
-        self._stage = stage_of[self._council.rank]
+        self._stage = stage_of[self._rank_sync.rank]
         ranks = [rank for rank, stage in enumerate(stage_of) if stage == self._stage]
-        self._place = ranks.index(self._council.rank)
-        engines = range(self._place, len(feed.urls), len(ranks))
+        self._place = ranks.index(self._rank_sync.rank)
+        engines = range(self._place, len(session.urls), len(ranks))
         patience_s = min(deadline_s, learner.section.step_deadline_s / 2)
-        self._wire = new_wire(feed, self._background, engines, learner.device, patience_s)
+        self._transport = new_transport(session, self._event_loop, engines, learner.device, patience_s)
         self._writer: FolderWriter | None = None
         self._write_s = 0.0
 
@@ -120,31 +120,31 @@ class StreamedChannel:
         """Give the engines the learner's present weights under the name `version`. Collective.
 
         Returns score_s, lock_s, pause_s (rank 0), connect_s, gather_s, quantize_s, keep_s (digests and host copies),
-        wire_s (slowest rank; with the engines' loading), load_s and what proving took (slowest engine), publish_s
-        (total), write_s (from the publish before this one until its folder was complete), wire_bytes (all engines) and
-        engines_failed; {} but on rank 0.
+        transfer_s (slowest rank; with the engines' loading), load_s and what proving took (slowest engine), publish_s
+        (total), write_s (from the publish before this one until its folder was complete), transfer_bytes (all engines)
+        and engines_failed; {} but on rank 0.
         Raises EngineUnavailableError on every rank when no engine serves the version.
         """
         began = time.monotonic()
-        self.settle()
+        self.wait_for_folder()
         probe = self._plan.probe(self._learner)
         scored = time.monotonic()
-        opened = self._council.attempt(self._open)[0]
+        opened = self._rank_sync.all_gather_result(self._open)[0]
         folder = self._run.policy_directory(version)
         temporary = folder.with_name(f"{folder.name}.tmp-{opened['pid']}")
         if self._place == 0:
             self._writer = FolderWriter(temporary, self._stage)
         try:
-            reports = self._council.attempt(lambda: self._send_all(dict(opened["failures"])))
+            reports = self._rank_sync.all_gather_result(lambda: self._send_all(dict(opened["failures"])))
             failures = dict(opened["failures"]) | {e: why for report in reports for e, why in report["failures"]}
-            proof = Proof(version=version, probe=probe, digests=_joined(report["digests"] for report in reports))
-            closed = self._council.attempt(lambda: self._close(proof, folder, failures))[0]
+            proof = WeightCheck(version=version, probe=probe, digests=_joined(report["digests"] for report in reports))
+            closed = self._rank_sync.all_gather_result(lambda: self._close(proof, folder, failures))[0]
         except Exception as error:
             self._abandon(version, folder, error)
             raise
         if self._writer is not None:
-            self._writer.commit(None if self._council.rank else lambda: self._complete(proof, temporary, folder))
-        if self._council.rank:
+            self._writer.commit(None if self._rank_sync.rank else lambda: self._complete(proof, temporary, folder))
+        if self._rank_sync.rank:
             return {}
         slowest = {name: max(report["seconds"][name] for report in reports) for name in reports[0]["seconds"]}
         return {
@@ -154,56 +154,56 @@ class StreamedChannel:
             **closed["measured"],
             "publish_s": time.monotonic() - began,
             "write_s": self._write_s,
-            "wire_bytes": float(sum(report["bytes"] for report in reports)),
+            "transfer_bytes": float(sum(report["bytes"] for report in reports)),
             "engines_failed": float(closed["failed"]),
         }
 
-    def settle(self) -> None:
+    def wait_for_folder(self) -> None:
         """Wait until the policy folder of the last publish is complete. Collective; raises on every rank what stopped
         a writer, and DeadlineExceededError."""
         writer, self._writer = self._writer, None
-        waited = self._council.attempt(lambda: writer.wait(self._folder_deadline_s) if writer else 0.0)
+        waited = self._rank_sync.all_gather_result(lambda: writer.wait(self._folder_deadline_s) if writer else 0.0)
         self._write_s = max(waited) or self._write_s
 
     def close(self) -> None:
         """See WeightChannel. Calls under way are cancelled."""
-        self._wire.close()
-        self._background.run(self._feed.close())
-        self._background.close()
+        self._transport.close()
+        self._event_loop.run(self._session.close())
+        self._event_loop.close()
 
     def _open(self) -> Any:
-        if self._council.rank:
+        if self._rank_sync.rank:
             return None
-        report = self._background.run(self._feed.open_feed())
+        report = self._event_loop.run(self._session.begin_weight_update())
         return {"failures": list(report.failures.items()), "measured": dict(report.measured), "pid": os.getpid()}
 
     def _send_all(self, unreachable: dict[int, str]) -> Any:
         """Stream this stage's share. Every rank of the stage exhausts the gathers, whatever happens to its engines."""
         began = time.monotonic()
-        clock = _Clock(dict.fromkeys(("connect_s", "gather_s", "quantize_s", "keep_s", "wire_s"), 0.0))
-        digests = self._plan.new_digests() if self._plan.new_digests is not None and self._writer else None
+        clock = _Clock(dict.fromkeys(("connect_s", "gather_s", "quantize_s", "keep_s", "transfer_s"), 0.0))
+        digests = self._plan.new_checksums() if self._plan.new_checksums is not None and self._writer else None
         tensors = clock.timed("gather_s", convert.export_stage(self._learner.model, self._learner.shape))
         try:
-            self._wire.open(unreachable)
+            self._transport.open(unreachable)
             clock.seconds["connect_s"] = time.monotonic() - began
-            if self._wire.engines or self._writer:
+            if self._transport.engines or self._writer:
                 stream = tensors
                 if self._share is not None:
                     stream = clock.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
                 stream = clock.timed("keep_s", self._kept(stream, digests))
-                for bucket in pack(stream, self._bucket_bytes, self._wire.new_row):
+                for bucket in pack(stream, self._bucket_bytes, self._transport.new_row):
                     sent = time.monotonic()
-                    self._wire.send(bucket)
-                    clock.seconds["wire_s"] += time.monotonic() - sent
+                    self._transport.send(bucket)
+                    clock.seconds["transfer_s"] += time.monotonic() - sent
         except FloatingPointError as error:
             raise NonFiniteError(f"weights cannot be published: {error}") from error
         finally:
             for _ in tensors:
                 pass
         return {
-            "failures": list(self._wire.failures.items()),
+            "failures": list(self._transport.failures.items()),
             "seconds": clock.seconds,
-            "bytes": self._wire.sent_bytes,
+            "bytes": self._transport.sent_bytes,
             "digests": () if digests is None else digests.digests(),
         }
 
@@ -215,21 +215,23 @@ class StreamedChannel:
                 digests.observe(name, tensor)
             yield name, tensor
 
-    def _close(self, proof: Proof, folder: Path, failures: dict[int, str]) -> Any:
-        if self._council.rank:
+    def _close(self, proof: WeightCheck, folder: Path, failures: dict[int, str]) -> Any:
+        if self._rank_sync.rank:
             return None
         version = proof.version
-        report: FeedReport = self._background.run(self._feed.close_feed(version, folder, proof, failures))
+        report: WeightUpdateReport = self._event_loop.run(
+            self._session.end_weight_update(version, folder, proof, failures)
+        )
         for engine, why in report.failures.items():
             _log.warning("engine %d did not take version %d and is quarantined: %s", engine, version, why)
-        if len(report.failures) == len(self._feed.urls):
+        if len(report.failures) == len(self._session.urls):
             raise EngineUnavailableError(
-                f"no engine of {len(self._feed.urls)} took version {version}; {'; '.join(report.failures.values())}"
+                f"no engine of {len(self._session.urls)} took version {version}; {'; '.join(report.failures.values())}"
             )
         self._run.set_published(version)
         return {"measured": dict(report.measured), "failed": len(report.failures)}
 
-    def _complete(self, proof: Proof, temporary: Path, folder: Path) -> None:
+    def _complete(self, proof: WeightCheck, temporary: Path, folder: Path) -> None:
         """Rank 0's writer, after its own share."""
         proof.save(temporary)
         manifest = gather_manifests(temporary, self._num_stages, self._folder_deadline_s)
@@ -240,9 +242,9 @@ class StreamedChannel:
         """Leave nothing half done: not the engines, which are quarantined, and not the folder."""
         if self._writer is not None:
             self._writer.discard()
-        if self._council.rank == 0 and self._feed.is_open:
-            everyone = {engine: str(error) for engine in range(len(self._feed.urls))}
-            self._background.run(self._feed.close_feed(version, folder, None, everyone))
+        if self._rank_sync.rank == 0 and self._session.is_open:
+            everyone = {engine: str(error) for engine in range(len(self._session.urls))}
+            self._event_loop.run(self._session.end_weight_update(version, folder, None, everyone))
 
 
 def _modules(learner: MegatronLearner) -> Iterator[str]:

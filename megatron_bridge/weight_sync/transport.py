@@ -1,4 +1,4 @@
-"""How buckets get from a learner rank to its engines: what BroadcastWire and SharedWire have in common."""
+"""How buckets get from a learner rank to its engines: what ProcessGroupTransport and IpcTransport have in common."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.weight_sync.buckets import Bucket
-from megatron_bridge.weight_sync.event_loop_thread import Background
-from pipeline.ports.weight_update import EngineFeed
+from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
+from pipeline.ports.weight_update import WeightUpdateSession
 
 BUCKET_DEADLINE_S = 60.0
 """An engine that takes longer for one bucket hangs. Meanwhile the ranks of the stage, and with them the other engines,
@@ -19,11 +19,11 @@ wait for the next gather."""
 
 
 @dataclass(eq=False)
-class Wire(ABC):
+class WeightTransport(ABC):
     """Sends buckets to some engines; one that dies or hangs costs itself and at most its deadline, nobody else."""
 
-    _feed: EngineFeed
-    _background: Background
+    _session: WeightUpdateSession
+    _event_loop: EventLoopThread
     _assigned: Sequence[int]
     """The engines."""
     _device: torch.device

@@ -20,11 +20,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_bridge.hf.headers import check_weights, weight_files
-from megatron_bridge.hf.model_config import ModelShape
-from megatron_bridge.weights.name_map import OUTPUT_LAYER, NameMap, Piece, Place, parameter_names
+from megatron_bridge.hf.model_config import ModelConfig
+from megatron_bridge.weights.name_map import OUTPUT_LAYER, NameMap, ShardCoords, TensorSlice, parameter_names
 
 
-def load_hf(chunks: Sequence[Any], shape: ModelShape, folder: Path) -> None:
+def load_hf(chunks: Sequence[Any], shape: ModelConfig, folder: Path) -> None:
     """Copy this rank's share of an HF folder into its model chunks, converting to their dtype.
 
     Raises ModelError naming every tensor that is missing, unexpected or of another shape, before anything is copied.
@@ -34,17 +34,17 @@ def load_hf(chunks: Sequence[Any], shape: ModelShape, folder: Path) -> None:
         _load(chunks, shape, tensors.read)
 
 
-def load_named(chunks: Sequence[Any], shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
+def load_named(chunks: Sequence[Any], shape: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     """Copy this rank's share of whole HF tensors, given by name, into its model chunks."""
     _load(chunks, shape, lambda piece: tensors[piece.name][piece.index])
 
 
-def export_hf(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def export_hf(chunks: Sequence[Any], shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of the whole model, by name, in the model's dtype. Collective: every rank must exhaust it.
 
     Wrapped chunks (DDP) are welcome. The tensors may share memory with the parameters: copy what is kept.
     """
-    names, place = NameMap(shape), Place.here()
+    names, place = NameMap(shape), ShardCoords.here()
     own = dict(parameter_names(chunks, names))
     group = parallel_state.get_pipeline_model_parallel_group()
     device = next(iter(own.values())).device
@@ -59,21 +59,21 @@ def export_hf(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, T
             yield from _whole_tensors(names, name, shard, place)
 
 
-def export_stage(chunks: Sequence[Any], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def export_stage(chunks: Sequence[Any], shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of this rank's pipeline stage, whole, by name, in the model's dtype; the same sequence on every
     rank of the stage. Tied embeddings come from the first stage only.
 
     Collective over the ranks of the stage, which must all exhaust it; stages do not wait for one another. Tensors may
     share memory with the parameters: copy what is kept.
     """
-    names, place = NameMap(shape), Place.here()
+    names, place = NameMap(shape), ShardCoords.here()
     for name, parameter in parameter_names(chunks, names):
         yield from _whole_tensors(names, name, parameter.detach(), place)
 
 
-def stage_tensors(chunks: Sequence[Any], shape: ModelShape) -> list[str]:
+def stage_tensors(chunks: Sequence[Any], shape: ModelConfig) -> list[str]:
     """Names of what `export_stage` will yield, in its order. No communication."""
-    names, place = NameMap(shape), Place.here()
+    names, place = NameMap(shape), ShardCoords.here()
     listed = [
         piece.name
         for name, _ in parameter_names(chunks, names)
@@ -84,8 +84,8 @@ def stage_tensors(chunks: Sequence[Any], shape: ModelShape) -> list[str]:
     return list(dict.fromkeys(listed))
 
 
-def _load(chunks: Sequence[Any], shape: ModelShape, read: Callable[[Piece], Tensor]) -> None:
-    names, place = NameMap(shape), Place.here()
+def _load(chunks: Sequence[Any], shape: ModelConfig, read: Callable[[TensorSlice], Tensor]) -> None:
+    names, place = NameMap(shape), ShardCoords.here()
     with torch.no_grad():
         for name, parameter in parameter_names(chunks, names):
             row = 0
@@ -114,12 +114,12 @@ class _Folder:
     ) -> None:
         self._open.__exit__(kind, error, trace)
 
-    def read(self, piece: Piece) -> Tensor:
+    def read(self, piece: TensorSlice) -> Tensor:
         tensor: Tensor = self._file_of[piece.name].get_slice(piece.name)[piece.index]
         return tensor
 
 
-def _whole_tensors(names: NameMap, name: str, shard: Tensor, place: Place) -> Iterator[tuple[str, Tensor]]:
+def _whole_tensors(names: NameMap, name: str, shard: Tensor, place: ShardCoords) -> Iterator[tuple[str, Tensor]]:
     """The HF tensors that a parameter's shards make up, gathered over the ranks of the stage that share it."""
     if _is_copy(names, name):
         return
@@ -154,12 +154,12 @@ def _is_copy(names: NameMap, name: str) -> bool:
     return name == OUTPUT_LAYER and names.shape.tied_embeddings
 
 
-def _sharing(names: NameMap, name: str, place: Place) -> list[Place]:
+def _sharing(names: NameMap, name: str, place: ShardCoords) -> list[ShardCoords]:
     """The places of the group that the parameter is gathered over, in the order of its ranks."""
     if names.is_expert(name):
         # Megatron numbers expert tensor parallel ranks first, then expert parallel ones.
         return [
-            Place(
+            ShardCoords(
                 expert_rank=rank // place.expert_tensor_size,
                 expert_size=place.expert_size,
                 expert_tensor_rank=rank % place.expert_tensor_size,
@@ -167,7 +167,7 @@ def _sharing(names: NameMap, name: str, place: Place) -> list[Place]:
             )
             for rank in range(place.expert_size * place.expert_tensor_size)
         ]
-    return [Place(tensor_rank=rank, tensor_size=place.tensor_size) for rank in range(place.tensor_size)]
+    return [ShardCoords(tensor_rank=rank, tensor_size=place.tensor_size) for rank in range(place.tensor_size)]
 
 
 def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:

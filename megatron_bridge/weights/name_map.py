@@ -26,7 +26,7 @@ from mbridge.core.parallel_states import ParallelStates
 from mbridge.models.qwen2moe import Qwen2MoEBridge
 from megatron.core import parallel_state
 
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.errors import ModelError
 
 _INPUT_NORM = ["model.layers.{layer_number}.input_layernorm.weight"]
@@ -52,7 +52,7 @@ class _Names(Qwen2MoEBridge):  # type: ignore[misc]
         "pre_mlp_layernorm.weight": _MLP_NORM,
     }
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelConfig) -> None:
         super().__init__(SimpleNamespace(tied=shape.tied_embeddings), parallel_states=ParallelStates())
 
     def _build_config(self) -> Any:
@@ -66,7 +66,7 @@ class _Names(Qwen2MoEBridge):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ShardCoords:
     """Where a rank stands among those of its pipeline stage, as far as it decides what the rank holds."""
 
     tensor_rank: int = 0
@@ -77,9 +77,9 @@ class Place:
     expert_tensor_size: int = 1
 
     @staticmethod
-    def here() -> Place:
+    def here() -> ShardCoords:
         """This process, by Megatron's parallel state."""
-        return Place(
+        return ShardCoords(
             tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
             tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
             expert_rank=parallel_state.get_expert_model_parallel_rank(),
@@ -90,7 +90,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """Rows [start, stop) × columns [start, stop) of a Hugging Face tensor; `columns` is None for a vector."""
 
     name: str
@@ -117,7 +117,7 @@ class NameMap:
     linears are, `decoder.layers.7.mlp.experts.linear_fc1.weight3`.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelConfig) -> None:
         self.shape = shape
         self.tensors = shape.tensors()
         self._names = _Names(shape)
@@ -133,7 +133,7 @@ class NameMap:
         """Whether the parameter belongs to one expert, so that expert parallel ranks hold others."""
         return _GROUPED_EXPERT.fullmatch(stage_name) is not None
 
-    def pieces(self, stage_name: str, place: Place) -> tuple[Piece, ...]:
+    def pieces(self, stage_name: str, place: ShardCoords) -> tuple[TensorSlice, ...]:
         """What the rank at `place` holds under this name, top to bottom.
 
         Raises ModelError for a parameter that has no Hugging Face counterpart in this model.
@@ -150,12 +150,12 @@ class NameMap:
             return tuple(self._piece(name, rank, size, axis=1) for name in names)
         return tuple(self._piece(name, 0, 1, axis=0) for name in names)
 
-    def size(self, stage_name: str, place: Place) -> tuple[int, ...]:
+    def size(self, stage_name: str, place: ShardCoords) -> tuple[int, ...]:
         """Shape of the parameter at `place`."""
         pieces = self.pieces(stage_name, place)
         return (sum(piece.size[0] for piece in pieces), *pieces[0].size[1:])
 
-    def _whole_model_name(self, stage_name: str, place: Place) -> str:
+    def _whole_model_name(self, stage_name: str, place: ShardCoords) -> str:
         expert = _GROUPED_EXPERT.fullmatch(stage_name)
         if expert is None or self.shape.experts is None:
             return stage_name
@@ -175,19 +175,19 @@ class NameMap:
             )
         return names
 
-    def _piece(self, name: str, rank: int, size: int, *, axis: int) -> Piece:
+    def _piece(self, name: str, rank: int, size: int, *, axis: int) -> TensorSlice:
         """Share `rank` of `size` equal shares along one axis."""
         spans = [(0, length) for length in self.tensors[name]]
         share = spans[axis][1] // size
         spans[axis] = (rank * share, (rank + 1) * share)
-        return Piece(name, spans[0], spans[1] if len(spans) > 1 else None)
+        return TensorSlice(name, spans[0], spans[1] if len(spans) > 1 else None)
 
-    def _qkv(self, names: Sequence[str], rank: int, size: int) -> Iterator[Piece]:
+    def _qkv(self, names: Sequence[str], rank: int, size: int) -> Iterator[TensorSlice]:
         groups = self.shape.num_kv_heads // size
         widths = (self.shape.num_heads // self.shape.num_kv_heads * self.shape.head_dim, *[self.shape.head_dim] * 2)
         for group in range(rank * groups, (rank + 1) * groups):
             for name, width in zip(names, widths, strict=True):
-                yield Piece(name, (group * width, (group + 1) * width), self._columns(name))
+                yield TensorSlice(name, (group * width, (group + 1) * width), self._columns(name))
 
     def _columns(self, name: str) -> tuple[int, int] | None:
         size = self.tensors[name]

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.build import build_chunks
 from megatron_bridge.parallel.layout import Layout, leave_layout
 
@@ -61,14 +61,14 @@ def record() -> dict[str, Any]:
     for name, config in MODELS.items():
         for size in (1, 2):
             layout = Layout(tensor=size, sequence=size > 1, expert=size if "MoE" in name else 1)
-            held = [_rank(ModelShape.from_hf(config), layout, rank) for rank in range(size)]
+            held = [_rank(ModelConfig.from_hf(config), layout, rank) for rank in range(size)]
             ranks = [one.pop("parameters") for one in held]
             cases.append(dict(model=name, config=config, tensor=size, ranks=ranks, **held[0]))
     versions = {name: version(name) for name in ("megatron-core", "transformer-engine")}
     return dict(versions=versions, cases=cases)
 
 
-def _rank(shape: ModelShape, layout: Layout, rank: int) -> dict[str, Any]:
+def _rank(shape: ModelConfig, layout: Layout, rank: int) -> dict[str, Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.tensor)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,

@@ -1,4 +1,4 @@
-"""From one advantage a sample to one a token: normalised over the batch, weighed by what the mean counts alike.
+"""From one advantage a sample to one a token: normalized over the batch, weighed by what the mean counts alike.
 
 An objective averages over the N sampled tokens of the step. A factor on the advantages turns that mean into another
 one, because every policy term is linear in the advantage; terms without an advantage (a KL anchor) stay token means.
@@ -29,13 +29,13 @@ def token_advantages(
 
     `max_new_tokens` is the length L of `constant`.
     """
-    advantages = batch_normalised(per_sample) if section.batch_normalised else per_sample.astype(np.float64)
+    advantages = batch_normalized(per_sample) if section.batch_normalized else per_sample.astype(np.float64)
     factors = _factors(section.aggregation, batch, max_new_tokens)
     sample = np.repeat(np.arange(batch.num_samples), batch.response_lengths)
-    return np.where(batch.forced, 0.0, (advantages * factors)[sample]).astype(np.float32)
+    return np.where(batch.loss_mask, (advantages * factors)[sample], 0.0).astype(np.float32)
 
 
-def batch_normalised(per_sample: NDArray[np.float32]) -> NDArray[np.float64]:
+def batch_normalized(per_sample: NDArray[np.float32]) -> NDArray[np.float64]:
     """[samples] divided by the standard deviation (samples - 1 in the denominator) of all advantages of the batch
     (ScaleRL, arXiv 2510.13786, recipe). Groups without contrast count, also where they are dropped: dropping must save
     time and change nothing else."""
@@ -52,7 +52,7 @@ def informative_samples(batch: Batch, per_sample: NDArray[np.float32]) -> NDArra
 
 def _factors(aggregation: str, batch: Batch, max_new_tokens: int) -> NDArray[np.float64]:
     """[samples] the factor of a sample's tokens."""
-    ends = np.concatenate([[0], np.cumsum(~batch.forced)])[batch.response_offsets]
+    ends = np.concatenate([[0], np.cumsum(batch.loss_mask)])[batch.response_offsets]
     lengths = np.diff(ends).astype(np.float64)
     num_tokens = lengths.sum()
     if aggregation == "token":

@@ -1,4 +1,4 @@
-"""From a batch to what each of its tokens is trained with: estimator, normalisation, aggregation, in this order."""
+"""From a batch to what each of its tokens is trained with: estimator, normalization, aggregation, in this order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.data.records import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assigned:
+class ComputedAdvantages:
     """What the learner takes."""
 
     advantages: NDArray[np.float32]
@@ -24,19 +24,19 @@ class Assigned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Credit:
+class AdvantageComputer:
     """The advantage section of a recipe at work."""
 
     section: AdvantageSection
     estimator: AdvantageEstimator
     max_new_tokens: int
 
-    def assign(self, batch: Batch) -> Assigned:
+    def compute_advantages(self, batch: Batch) -> ComputedAdvantages:
         """Advantages by token. Raises NonFiniteError on a reward that is not finite."""
         per_sample = self.estimator.advantages(batch)
         advantages = token_advantages(self.section, batch, per_sample, max_new_tokens=self.max_new_tokens)
         if self.section.zero_variance == "keep":
-            return Assigned(advantages=advantages, trained=None)
+            return ComputedAdvantages(advantages=advantages, trained=None)
         trained = informative_samples(batch, per_sample)
         # A batch without any contrast still makes its step, of nothing: the schedule counts steps.
-        return Assigned(advantages=advantages, trained=trained if trained.any() else None)
+        return ComputedAdvantages(advantages=advantages, trained=trained if trained.any() else None)

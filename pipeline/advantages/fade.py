@@ -5,7 +5,7 @@
     delta = clip(1 + Ĥ - H*, delta_min, 1)              below 1, failures push harder: the policy narrows too fast
 
 with r̄ the mean of the group, p̂ the solve rate and Ĥ the entropy (nats a token) of the whole run, both smoothed.
-Successes then weigh m_S = p q^alpha and failures p q^alpha / delta (`masses`), with its peak at p = 1 / (1 + alpha).
+Successes then weigh m_S = p q^alpha, failures p q^alpha / delta (weight_curves.py); the peak is at p = 1 / (1 + alpha).
 
 Known of the paper: the formulas, alpha_max 3, delta_min .3, beta .02, p̂ starts at .5, Ĥ at the initial entropy; alpha
 follows the solve rate and delta the entropy (both by entropy did worse). Left open, because its full text could not be
@@ -15,7 +15,7 @@ read, and therefore options:
                       all ("new"); "old", the default, is the usual x ← (1 - beta) x + beta new, a window of 50 steps
     target_entropy    H*: 1.0 and 1.3 nats in its tables, about half the initial entropy, which is the default here
 
-and r̄, said to be a mean of the batch, must be the group's for the masses above to come out.
+and r̄, said to be a mean of the batch, must be the group's for the weight_curves above to come out.
 """
 
 from __future__ import annotations

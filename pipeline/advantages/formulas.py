@@ -46,7 +46,7 @@ def grpo(reward: Rewards, group: Groups) -> NDArray[np.float32]:
 
 
 def dr_grpo(reward: Rewards, group: Groups) -> NDArray[np.float32]:
-    """Reward minus group mean; ScaleRL's with `batch_normalised`."""
+    """Reward minus group mean; ScaleRL's with `batch_normalized`."""
     return Grouped.of(reward, group).deviation.astype(np.float32)
 
 

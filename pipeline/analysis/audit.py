@@ -1,5 +1,5 @@
 """The audit of a run, from its batches alone: nothing lost, nothing trained twice, nothing staler than agreed, and
-problems retired when, and only when, their pass rate says so."""
+problems left out when, and only when, their pass rate says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.rollout.solved_prompts import Attempts, PromptLedger, Retirement
+from pipeline.rollout.solved_prompts import Attempts, SolvedPromptFilter, SolvedPromptRule
 from pipeline.schedule import Schedule
 
 
@@ -30,8 +30,8 @@ class Audit:
     """Groups that are in more than one batch or dropped list, or that the last batch leaves open all the same."""
     version_violations: int
     """Response tokens of a version that the schedule does not allow in their batch."""
-    retirement_violations: tuple[int, ...]
-    """Groups passed over although their problem had not retired, and groups asked although it had."""
+    solved_violations: tuple[int, ...]
+    """Groups passed over although their problem had not solved, and groups asked although it had."""
     batches: int
     groups: int
     """Groups trained on or dropped."""
@@ -39,7 +39,7 @@ class Audit:
     """Groups dropped: all of the next three kinds."""
     unfit: int
     zero_variance: int
-    retired: int
+    solved: int
     tokens: int
     """Response tokens, forced ones included."""
     lags: dict[int, int]
@@ -47,18 +47,18 @@ class Audit:
 
     @property
     def sound(self) -> bool:
-        wrong = self.missing or self.lost or self.duplicated or self.version_violations or self.retirement_violations
+        wrong = self.missing or self.lost or self.duplicated or self.version_violations or self.solved_violations
         return not wrong
 
 
-def verify_history(run_dir: Path, schedule: Schedule, steps: int, retirement: Retirement | None = None) -> Audit:
+def verify_history(run_dir: Path, schedule: Schedule, steps: int, solved_rule: SolvedPromptRule | None = None) -> Audit:
     """Read and verify the first `steps` batches of a run. Raises CorruptBatchError."""
     store = BatchStore(RunDirectory(run_dir).batches)
     present = [index for index in range(steps) if store.exists(index)]
     seen: Counter[int] = Counter()
     lags: Counter[int] = Counter()
     kinds: Counter[str] = Counter()
-    ledger, misjudged = PromptLedger(retirement), set[int]()
+    ledger, misjudged = SolvedPromptFilter(solved_rule), set[int]()
     tokens = violations = 0
     groups_to_ask: tuple[int, tuple[int, ...]] = (0, ())
     for index in present:
@@ -70,7 +70,7 @@ def verify_history(run_dir: Path, schedule: Schedule, steps: int, retirement: Re
         violations += sum(count for version, count in counts.items() if not schedule.allows(index, version))
         tokens += batch.num_response_tokens
         kinds.update(drop.kind for drop in batch.dropped)
-        misjudged |= _misjudged(batch, ledger.retired(schedule.required_version(index)))
+        misjudged |= _misjudged(batch, ledger.solved(schedule.required_version(index)))
         ledger.record(batch)
         groups_to_ask = batch.next_group, batch.open_groups
     next_group, open_groups = groups_to_ask
@@ -80,25 +80,25 @@ def verify_history(run_dir: Path, schedule: Schedule, steps: int, retirement: Re
         lost=tuple(sorted(set(range(next_group)) - seen.keys() - set(open_groups))),
         duplicated=tuple(sorted(reopened | {group for group, times in seen.items() if times > 1})),
         version_violations=violations,
-        retirement_violations=tuple(sorted(misjudged)),
+        solved_violations=tuple(sorted(misjudged)),
         batches=len(present),
         groups=len(seen),
         dropped=kinds.total(),
         unfit=kinds["unfit"],
         zero_variance=kinds["zero_variance"],
-        retired=kinds["retired"],
+        solved=kinds["solved"],
         tokens=tokens,
         lags=dict(sorted(lags.items())),
     )
 
 
-def _misjudged(batch: Batch, retired: Mapping[int, Attempts]) -> set[int]:
+def _misjudged(batch: Batch, solved: Mapping[int, Attempts]) -> set[int]:
     """Groups of one batch that were asked or passed over against the ledger's verdict."""
     asked = dict(zip(batch.group.tolist(), batch.problem.tolist(), strict=True))
-    asked |= {drop.group: drop.problem for drop in batch.dropped if drop.kind != "retired"}
-    passed_over = {drop.group: drop.problem for drop in batch.dropped if drop.kind == "retired"}
-    return {group for group, problem in asked.items() if problem in retired} | {
-        group for group, problem in passed_over.items() if problem not in retired
+    asked |= {drop.group: drop.problem for drop in batch.dropped if drop.kind != "solved"}
+    passed_over = {drop.group: drop.problem for drop in batch.dropped if drop.kind == "solved"}
+    return {group for group, problem in asked.items() if problem in solved} | {
+        group for group, problem in passed_over.items() if problem not in solved
     }
 
 

@@ -1,4 +1,4 @@
-"""The figures of a report: a History in, inline SVG out.
+"""The figures of a report: a RunLog in, inline SVG out.
 
 Colours are drawn as placeholders and replaced by CSS variables, so that the page decides between light and dark.
 Text stays text (searchable, in the page's font). A figure without data is None.
@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from pipeline.analysis.bottleneck import LEARNER_PHASES
-from pipeline.analysis.run_log import History, number
+from pipeline.analysis.run_log import RunLog, number
 from pipeline.analysis.timeline import Interval, collector_intervals, learner_intervals
 from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 
@@ -30,20 +30,20 @@ logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 COLOURS = {
     name: f"#fe00{index:02x}"
     for index, name in enumerate(
-        ("ink", "muted", "grid", "surface", "blue", "orange", "green", "violet", "pink", "teal", "grey", "sand")
+        ("ink", "muted", "grid", "surface", "blue", "orange", "green", "violet", "pink", "teal", "gray", "sand")
     )
 }
 """Placeholder of each CSS variable `--NAME`."""
 
 PHASE_COLOURS = {
-    "wait": "grey",
+    "wait": "gray",
     "logprobs": "teal",
     "update": "violet",
     "publish": "orange",
     "save": "sand",
     "generate": "blue",
     "score": "green",
-    "hold": "grey",
+    "hold": "gray",
     "commit": "orange",
     "evaluate": "pink",
 }
@@ -88,7 +88,7 @@ SMOOTH_FROM_STEPS = 40
 
 
 def render(name: str, size: tuple[float, float], draw: Callable[[Axes], None]) -> str:
-    """Draw one pair of axes and return it as an <svg> element whose colours are CSS variables."""
+    """Draw one pair of axes and return it as an <svg> element whose colors are CSS variables."""
     with mpl.rc_context(STYLE | {"svg.hashsalt": name}):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.add_subplot())
@@ -97,13 +97,13 @@ def render(name: str, size: tuple[float, float], draw: Callable[[Axes], None]) -
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
-    for colour, placeholder in COLOURS.items():
-        svg = svg.replace(placeholder, f"var(--{colour})")
+    for color, placeholder in COLOURS.items():
+        svg = svg.replace(placeholder, f"var(--{color})")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
 
 
 def curve(
-    history: History,
+    history: RunLog,
     name: str,
     lines: Sequence[tuple[str, str, str]],
     *,
@@ -111,15 +111,15 @@ def curve(
     log: bool = False,
     floor: float | None = None,
 ) -> str | None:
-    """Metrics over steps; each line is (metric, label, colour). `floor` is the lowest end of the y axis."""
-    known = [(*history.series(metric), label, colour) for metric, label, colour in lines]
+    """Metrics over steps; each line is (metric, label, color). `floor` is the lowest end of the y axis."""
+    known = [(*history.series(metric), label, color) for metric, label, color in lines]
     known = [line for line in known if line[0]]
     if not known:
         return None
 
     def draw(axes: Axes) -> None:
-        for steps, values, label, colour in known:
-            _line(axes, steps, values, label, colour)
+        for steps, values, label, color in known:
+            _line(axes, steps, values, label, color)
         _steps_axis(axes)
         _mark_restarts(axes, history)
         shown = np.concatenate([values for _, values, _, _ in known])
@@ -135,7 +135,7 @@ def curve(
     return render(name, SMALL, draw)
 
 
-def held_out(history: History) -> str | None:
+def held_out(history: RunLog) -> str | None:
     """pass@1 with its 95 % interval, and pass@k for the largest k, by policy version."""
     events = [event for event in history.evaluations if number(event, "pass_at_1") is not None]
     if not events:
@@ -170,7 +170,7 @@ def held_out(history: History) -> str | None:
     return render("held-out pass@1", WIDE, draw)
 
 
-def ess(history: History, *, shows_kl_weight: bool) -> str | None:
+def ess(history: RunLog, *, shows_kl_weight: bool) -> str | None:
     """ESS over steps; with P3O the gap to 1 is the weight that its KL term gets."""
     steps, values = history.series("ess")
     if not steps:
@@ -191,7 +191,7 @@ def ess(history: History, *, shows_kl_weight: bool) -> str | None:
     return render("effective sample size", SMALL, draw)
 
 
-def phase_seconds(history: History) -> str | None:
+def phase_seconds(history: RunLog) -> str | None:
     """Seconds of each learner phase, stacked over steps."""
     lines = [line for line in history.metrics if line.get("seconds")]
     if not lines:
@@ -218,7 +218,7 @@ def phase_seconds(history: History) -> str | None:
     return render("seconds of each phase", WIDE, draw)
 
 
-def log_ratio_histogram(history: History) -> str | None:
+def log_ratio_histogram(history: RunLog) -> str | None:
     """Share of tokens in each log-ratio bin for the first, middle and last step that counted them.
 
     Bins are drawn equally wide, so the x axis is logarithmic on both sides of zero; the y axis is logarithmic too.
@@ -231,14 +231,14 @@ def log_ratio_histogram(history: History) -> str | None:
 
     def draw(axes: Axes) -> None:
         used = []
-        for position, colour in zip(chosen, ("orange", "teal", "blue")[-len(chosen) :], strict=True):
+        for position, color in zip(chosen, ("orange", "teal", "blue")[-len(chosen) :], strict=True):
             line = lines[position]
             counts = np.asarray(line["log_ratio_histogram"], float)
             used += list(np.flatnonzero(counts))
             value = number(line, "ess")
             label = f"step {line['step']}" + (f", ESS {value:.4f}" if value is not None else "")
             share = np.where(counts > 0, counts / counts.sum(), np.nan)
-            axes.stairs(share, color=COLOURS[colour], label=label, linewidth=1.6, baseline=None)
+            axes.stairs(share, color=COLOURS[color], label=label, linewidth=1.6, baseline=None)
         axes.set_yscale("log")
         ticks = [(edge + 1.0, _nats(value)) for edge, value in enumerate(LOG_RATIO_EDGES) if _is_tick(value)]
         ticks.append((NUM_LOG_RATIO_BINS / 2, "0"))
@@ -251,7 +251,7 @@ def log_ratio_histogram(history: History) -> str | None:
     return render("log-ratio histogram", WIDE, draw)
 
 
-def timeline(history: History, *, num_steps: int = 12) -> str | None:
+def timeline(history: RunLog, *, num_steps: int = 12) -> str | None:
     """The phases of learner and collector over the last `num_steps` steps, as bars against the clock."""
     steps = learner_intervals(history.metrics[-num_steps:])
     if not steps:
@@ -272,9 +272,9 @@ def timeline(history: History, *, num_steps: int = 12) -> str | None:
         axes.grid(visible=True, axis="x")
         axes.set_xlabel("seconds")
         phases = {i.phase for i in (*steps, *others)}
-        for phase, colour in PHASE_COLOURS.items():
+        for phase, color in PHASE_COLOURS.items():
             if phase in phases:
-                axes.bar([0.0], [0.0], color=COLOURS[colour], label=phase)
+                axes.bar([0.0], [0.0], color=COLOURS[color], label=phase)
         _legend_above(axes)
 
     return render("timeline", (WIDE[0], 0.85 + 0.32 * len(lanes)), draw)
@@ -282,8 +282,8 @@ def timeline(history: History, *, num_steps: int = 12) -> str | None:
 
 def _bar(axes: Axes, interval: Interval, row: int, begin: float, end: float) -> None:
     start, stop = max(interval.start, begin), min(interval.end, end)
-    colour = COLOURS[PHASE_COLOURS[interval.phase]]
-    axes.barh(row, stop - start, 0.72, start - begin, color=colour, edgecolor=COLOURS["surface"], linewidth=0.5)
+    color = COLOURS[PHASE_COLOURS[interval.phase]]
+    axes.barh(row, stop - start, 0.72, start - begin, color=color, edgecolor=COLOURS["surface"], linewidth=0.5)
     if interval.phase in ("update", "generate", "evaluate") and (stop - start) > 0.015 * (end - begin):
         axes.text(
             (start + stop) / 2 - begin,
@@ -300,13 +300,13 @@ def _lane_label(lane: str, lanes: Sequence[str]) -> str:
     return "batches" if lane == "batches 1" and "batches 2" not in lanes else lane
 
 
-def _line(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str, colour: str) -> None:
+def _line(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str, color: str) -> None:
     """A line, or for a long run a faint line under its running mean; a single step is a dot."""
     if len(steps) < SMOOTH_FROM_STEPS:
-        axes.plot(steps, values, color=COLOURS[colour], label=label, marker="o" if len(steps) == 1 else "")
+        axes.plot(steps, values, color=COLOURS[color], label=label, marker="o" if len(steps) == 1 else "")
         return
-    axes.plot(steps, values, color=COLOURS[colour], alpha=0.3, linewidth=0.8)
-    axes.plot(steps, _running_mean(values, len(values) // 20), color=COLOURS[colour], label=label)
+    axes.plot(steps, values, color=COLOURS[color], alpha=0.3, linewidth=0.8)
+    axes.plot(steps, _running_mean(values, len(values) // 20), color=COLOURS[color], label=label)
 
 
 def _running_mean(values: Sequence[float], window: int) -> NDArray[np.float64]:
@@ -323,7 +323,7 @@ def _steps_axis(axes: Axes, label: str = "step") -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
 
 
-def _mark_restarts(axes: Axes, history: History) -> None:
+def _mark_restarts(axes: Axes, history: RunLog) -> None:
     """A dotted line at the first step that ended after each restart."""
     for event in history.of_kind("restarted"):
         after = next((line["step"] for line in history.metrics if line["time"] > event["time"]), None)
@@ -352,5 +352,5 @@ def _nats(edge: float) -> str:
 
 
 def share_bar(shares: dict[str, float]) -> list[dict[str, Any]]:
-    """Segments of a horizontal bar in HTML: phase, share, CSS colour."""
-    return [dict(phase=phase, share=share, colour=PHASE_COLOURS[phase]) for phase, share in shares.items() if share > 0]
+    """Segments of a horizontal bar in HTML: phase, share, CSS color."""
+    return [dict(phase=phase, share=share, color=PHASE_COLOURS[phase]) for phase, share in shares.items() if share > 0]

@@ -16,8 +16,8 @@ import jinja2
 from pipeline.analysis import figures
 from pipeline.analysis.bottleneck import phase_shares
 from pipeline.analysis.objective_figures import advantage_figures, advantage_text, objective_figures
-from pipeline.analysis.run_log import History
-from pipeline.analysis.summary import summarise
+from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.summary import summarize
 from pipeline.config.algorithm import P3OSection
 from pipeline.data.run_directory import write_atomically
 
@@ -32,20 +32,20 @@ WIDE = ("", "Log-ratio of a token", "Timeline of the last steps", "Learner, seco
 
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run directory and return its path. Raises StoreError (no run directory)."""
-    history = History.read(run_dir)
+    history = RunLog.read(run_dir)
     page = run_dir / "report.html"
     write_atomically(page, render_page(history))
     return page
 
 
-def render_page(history: History) -> str:
+def render_page(history: RunLog) -> str:
     """The page as text."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(percent=percent, decimal=decimal, duration=duration, count=count)
     template = environment.from_string(resources.files("pipeline.analysis").joinpath("html_report.html.j2").read_text())
     listed = event_rows(history)
     return template.render(
-        summary=summarise(history),
+        summary=summarize(history),
         sections=sections(history),
         shares=figures.share_bar(phase_shares(history.metrics)),
         events=listed[-MAX_LISTED_EVENTS:],
@@ -55,7 +55,7 @@ def render_page(history: History) -> str:
     )
 
 
-def sections(history: History) -> list[dict[str, Any]]:
+def sections(history: RunLog) -> list[dict[str, Any]]:
     """Title, explanation and figures of each part of the page; parts without any figure are left out."""
     mismatch = [
         ("Effective sample size", _ess(history)),
@@ -99,21 +99,21 @@ def sections(history: History) -> list[dict[str, Any]]:
 _LAG = [("lag_max", "oldest token", "orange"), ("lag_mean", "mean", "blue")]
 
 
-def _held_out(history: History) -> str | None:
+def _held_out(history: RunLog) -> str | None:
     return figures.held_out(history)
 
 
-def _ess(history: History) -> str | None:
+def _ess(history: RunLog) -> str | None:
     objective = history.recipe.objective
     weighs_kl = isinstance(objective, P3OSection) and (objective.ess_scope, objective.ess_unit) == ("step", "token")
     return figures.ess(history, shows_kl_weight=weighs_kl)
 
 
-def _learning(history: History) -> list[tuple[str, str | None]]:
+def _learning(history: RunLog) -> list[tuple[str, str | None]]:
     reward = [("reward_mean", "mean reward", "blue"), ("solve_rate", "solved", "teal")]
 
-    def share(name: str, metric: str, colour: str) -> str | None:
-        return figures.curve(history, name, [(metric, "share", colour)], percent=True, floor=0.0)
+    def share(name: str, metric: str, color: str) -> str | None:
+        return figures.curve(history, name, [(metric, "share", color)], percent=True, floor=0.0)
 
     return [
         ("Training reward", figures.curve(history, "training reward", reward)),
@@ -121,12 +121,12 @@ def _learning(history: History) -> list[tuple[str, str | None]]:
         ("Gradient norm", figures.curve(history, "gradient norm", [("grad_norm", "norm", "orange")], log=True)),
         ("Response length, tokens", figures.curve(history, "length", [("response_tokens_mean", "mean", "teal")])),
         ("Truncated responses", share("truncated", "truncated_share", "pink")),
-        ("Padding in micro-batches", share("padding", "padding_share", "grey")),
+        ("Padding in micro-batches", share("padding", "padding_share", "gray")),
     ]
 
 
-def event_rows(history: History) -> list[dict[str, str]]:
-    """When (since the first event), what, and the rest of the event in words; neighbours that say the same for the same
+def event_rows(history: RunLog) -> list[dict[str, str]]:
+    """When (since the first event), what, and the rest of the event in words; neighbors that say the same for the same
     reason become one row with their number."""
     rows = []
     for _, run in groupby(history.of_kind(*NOTEWORTHY), key=lambda event: (event["kind"], event.get("reason"))):

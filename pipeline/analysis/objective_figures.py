@@ -1,5 +1,5 @@
-"""The figures of a report that depend on what was learned with: the advantage and its masses, the objective's own
-measures, the correction's. Whatever of these a run has in its metrics is drawn; nothing asks for its name."""
+"""The figures of a report that depend on what was learned with: the advantage and its weight curves, the objective's
+own measures, the correction's. Whatever of these a run has in its metrics is drawn; nothing asks for its name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 
-from pipeline.advantages import Masses, masses
+from pipeline.advantages import WeightCurves, weight_curves
 from pipeline.analysis import figures
-from pipeline.analysis.run_log import History
+from pipeline.analysis.run_log import RunLog
 from pipeline.config.algorithm import AdvantageSection, FADEAdvantage, PowerAdvantage
 
 Named = tuple[str, str | None]
@@ -27,7 +27,7 @@ class Measure:
     log: bool = False
     floor: float | None = None
 
-    def draw(self, history: History) -> Named:
+    def draw(self, history: RunLog) -> Named:
         """Title and figure."""
         svg = figures.curve(history, self.title, self.lines, percent=self.percent, log=self.log, floor=self.floor)
         return self.title, svg
@@ -37,14 +37,14 @@ FADE_MEASURES = (
     Measure("Alpha and delta", (("advantage_alpha", "alpha", "violet"), ("advantage_delta", "delta", "orange"))),
     Measure(
         "Solve rate, smoothed",
-        (("solve_rate", "batch", "grey"), ("advantage_solve_rate", "p̂", "blue")),
+        (("solve_rate", "batch", "gray"), ("advantage_solve_rate", "p̂", "blue")),
         percent=True,
         floor=0.0,
     ),
     Measure(
         "Entropy, smoothed",
         (
-            ("entropy", "batch", "grey"),
+            ("entropy", "batch", "gray"),
             ("advantage_entropy", "Ĥ", "blue"),
             ("advantage_target_entropy", "H*", "orange"),
         ),
@@ -66,7 +66,7 @@ OBJECTIVE_MEASURES = (
     Measure("Mean weight", (("weight", "weight", "teal"),)),
     Measure(
         "Vetoed",
-        (("veto_responses", "responses with a trigger", "grey"), ("veto_tokens", "tokens dropped", "orange")),
+        (("veto_responses", "responses with a trigger", "gray"), ("veto_tokens", "tokens dropped", "orange")),
         percent=True,
         floor=0.0,
     ),
@@ -79,7 +79,7 @@ OBJECTIVE_MEASURES = (
         (
             ("objective_ess", "used", "violet"),
             ("sampler_ess", "of the engine", "blue"),
-            ("proximal_ess", "of the stage's start", "teal"),
+            ("old_ess", "of the stage's start", "teal"),
         ),
     ),
 )
@@ -100,49 +100,49 @@ CORRECTION_MEASURES = (
 )
 
 NUM_POINTS = 201
-"""Solve rates at which masses are drawn."""
+"""Solve rates at which weight_curves are drawn."""
 
 
-def advantage_figures(history: History) -> list[Named]:
+def advantage_figures(history: RunLog) -> list[Named]:
     """What the advantage weighs, and how that moved."""
     schedule = FADE_MEASURES if isinstance(history.recipe.advantage, FADEAdvantage) else ()
-    return [("Weight by solve rate", mass_curves(history)), *(measure.draw(history) for measure in schedule)]
+    return [("Weight by solve rate", weight_curve_points(history)), *(measure.draw(history) for measure in schedule)]
 
 
-def objective_figures(history: History) -> list[Named]:
+def objective_figures(history: RunLog) -> list[Named]:
     """What the objective clipped, capped, vetoed and anchored to, and what the correction took away."""
     return [measure.draw(history) for measure in (*OBJECTIVE_MEASURES, *CORRECTION_MEASURES)]
 
 
-def advantage_text(history: History) -> str:
-    """What the dashed and the full lines of the masses are."""
+def advantage_text(history: RunLog) -> str:
+    """What the dashed and the full lines of the weight_curves are."""
     when = ", at the newest alpha and delta" if isinstance(history.recipe.advantage, FADEAdvantage) else ""
     return (
-        f"How much weight {history.recipe.advantage.name} gives a prompt by its solve rate, before any normalisation"
+        f"How much weight {history.recipe.advantage.name} gives a prompt by its solve rate, before any normalization"
         f"{when}: full lines for very large groups, dashed for groups of {history.recipe.rollout.group_size}."
     )
 
 
-def mass_curves(history: History) -> str | None:
+def weight_curve_points(history: RunLog) -> str | None:
     """m_S and m_F over the solve rate of a prompt; one line where they are the same. None before the first step."""
     if not history.metrics:
         return None
     section, group_size = present_section(history), history.recipe.rollout.group_size
     p = np.linspace(0.0, 1.0, NUM_POINTS)
-    infinite, finite = masses(section, p), masses(section, p, group_size=group_size)
+    infinite, finite = weight_curves(section, p), weight_curves(section, p, group_size=group_size)
 
     def draw(axes: Axes) -> None:
-        _draw_masses(axes, finite, dashed=True)
-        _draw_masses(axes, infinite, dashed=False)
+        _draw_weight_curves(axes, finite, dashed=True)
+        _draw_weight_curves(axes, infinite, dashed=False)
         axes.set_xlabel("solve rate of a prompt")
         axes.set_xlim(0.0, 1.0)
         axes.set_ylim(bottom=0.0)
         axes.legend(loc="best", fontsize=8)
 
-    return figures.render("masses", figures.SMALL, draw)
+    return figures.render("weight_curves", figures.SMALL, draw)
 
 
-def present_section(history: History) -> AdvantageSection:
+def present_section(history: RunLog) -> AdvantageSection:
     """The recipe's advantage; FADE as the Power that it was last."""
     section = history.recipe.advantage
     alpha, delta = history.last("advantage_alpha"), history.last("advantage_delta")
@@ -151,7 +151,7 @@ def present_section(history: History) -> AdvantageSection:
     return section
 
 
-def _draw_masses(axes: Axes, found: Masses, *, dashed: bool) -> None:
+def _draw_weight_curves(axes: Axes, found: WeightCurves, *, dashed: bool) -> None:
     style: dict[str, object] = dict(linestyle="--", linewidth=1.0, alpha=0.7) if dashed else {}
     same = np.allclose(found.success, found.failure)
     lines = (
@@ -162,5 +162,5 @@ def _draw_masses(axes: Axes, found: Masses, *, dashed: bool) -> None:
             ("failures", found.failure, "orange"),
         ]
     )
-    for label, mass, colour in lines:
-        axes.plot(found.p, mass, color=figures.COLOURS[colour], label="" if dashed else label, **style)  # type: ignore[arg-type]
+    for label, mass, color in lines:
+        axes.plot(found.p, mass, color=figures.COLOURS[color], label="" if dashed else label, **style)  # type: ignore[arg-type]

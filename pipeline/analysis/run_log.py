@@ -1,4 +1,4 @@
-"""A run as its journal tells it: the steps, the evaluations and what went wrong. Reads files only; needs no torch."""
+"""A run as its event_log tells it: the steps, the evaluations and what went wrong. Reads files only; needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.errors import StoreError
 
 
 @dataclass(frozen=True, kw_only=True)
-class History:
+class RunLog:
     """`metrics` holds one mapping a step, sorted; `events` are in the order in which they were written."""
 
     run_dir: Path
@@ -24,12 +24,12 @@ class History:
     events: list[dict[str, Any]]
 
     @staticmethod
-    def read(run_dir: Path) -> History:
+    def read(run_dir: Path) -> RunLog:
         """Read a run, finished or not. Raises StoreError when `run_dir` is not a run directory."""
         if not run_dir.is_dir():
             raise StoreError(f"{run_dir} does not exist; give the folder of a run, for example runs/NAME")
         recipe = RunDirectory(run_dir).recipe()
-        return History(run_dir=run_dir, recipe=recipe, metrics=read_metrics(run_dir), events=read_events(run_dir))
+        return RunLog(run_dir=run_dir, recipe=recipe, metrics=read_metrics(run_dir), events=read_events(run_dir))
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, without the steps in which it is missing or not finite."""
@@ -64,7 +64,7 @@ class History:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first line of the journal to the last; pauses between two sessions of the run count."""
+        """Seconds from the first line of the event_log to the last; pauses between two sessions of the run count."""
         times = [float(line["time"]) for line in (*self.events, *self.metrics)]
         return max(times) - min(times) if times else 0.0
 

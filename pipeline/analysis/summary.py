@@ -6,25 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.analysis.bottleneck import bottleneck
-from pipeline.analysis.run_log import History, number
+from pipeline.analysis.run_log import RunLog, number
 from pipeline.config.algorithm import AdvantageSection, CorrectionSection, ObjectiveSection
 from pipeline.config.layout_names import layout_name
 from pipeline.config.recipe import AsyncSchedule, Recipe, StagedSchedule
 
-PROMPT_COUNTS = ("refills", "zero_variance", "retired_groups", "interrupted")
+PROMPT_COUNTS = ("refills", "zero_variance", "solved_groups", "interrupted")
 """Of the collector's `committed` events: groups asked in place of others, groups dropped for equal rewards, groups not
-asked because their problem had retired, samples that were told to end."""
+asked because their problem was solved, samples that were told to end."""
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
     """Headline numbers of one run; a number that is not known yet is None. Raises StoreError (no run directory).
 
-    `wall_s` runs from the first line of the journal to the last, `tokens` counts trained response tokens.
+    `wall_s` runs from the first line of the event_log to the last, `tokens` counts trained response tokens.
     """
-    return summarise(History.read(run_dir))
+    return summarize(RunLog.read(run_dir))
 
 
-def summarise(history: History) -> dict[str, Any]:
+def summarize(history: RunLog) -> dict[str, Any]:
     """As `summary`, of a history that is already in memory."""
     recipe = history.recipe
     tokens = sum(history.series("num_tokens")[1])
@@ -78,7 +78,7 @@ def describe_schedule(recipe: Recipe) -> str:
     return schedule.kind
 
 
-def _held_out(history: History) -> dict[str, Any]:
+def _held_out(history: RunLog) -> dict[str, Any]:
     """First and last evaluation: pass@1 with its interval, and pass@k of the largest k that was measured."""
     evaluations = history.evaluations
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
@@ -95,7 +95,7 @@ def _held_out(history: History) -> dict[str, Any]:
     return values
 
 
-def _state(history: History) -> str:
+def _state(history: RunLog) -> str:
     if not history.events and not history.metrics:
         return "not started"
     if history.is_complete:

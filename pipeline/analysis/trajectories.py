@@ -24,15 +24,13 @@ def render_batch(
     """Lines of text, without line ends: each sample's prompt, response, reward, finish and versions.
 
     With `learner_logprobs` ([responses], natural log, under the batch's contract) also one line a token with
-    learner minus sampler; a forced token has neither. `samples` selects; the default is all.
+    learner minus rollout; a token that no engine sampled has neither. `samples` selects; the default is all.
     """
-    if learner_logprobs is not None and learner_logprobs.shape != batch.sampler_logprobs.shape:
-        raise ValueError(f"learner_logprobs is {learner_logprobs.shape}, expected {batch.sampler_logprobs.shape}")
-    dropped = "".join(
-        f"; group {drop.group} dropped: {drop.reason}" for drop in batch.dropped if drop.kind != "retired"
-    )
-    if retired := sum(drop.kind == "retired" for drop in batch.dropped):
-        dropped += f"; {retired} groups of retired problems passed over"
+    if learner_logprobs is not None and learner_logprobs.shape != batch.rollout_logprobs.shape:
+        raise ValueError(f"learner_logprobs is {learner_logprobs.shape}, expected {batch.rollout_logprobs.shape}")
+    dropped = "".join(f"; group {drop.group} dropped: {drop.reason}" for drop in batch.dropped if drop.kind != "solved")
+    if solved := sum(drop.kind == "solved" for drop in batch.dropped):
+        dropped += f"; {solved} groups of solved problems passed over"
     yield f"batch {batch.index}: {batch.num_samples} samples, {batch.num_response_tokens} response tokens{dropped}"
     for sample in range(batch.num_samples) if samples is None else samples:
         yield ""
@@ -66,8 +64,8 @@ def _render_sample(batch: Batch, tokenizer: Tokenizer, sample: int) -> Iterator[
     )
     span = _responses(batch, sample)
     yield f"  versions  {_versions(batch.policy_version[span])}"
-    if batch.forced[span].any():
-        forced = response[batch.forced[span]].tolist()
+    if not batch.loss_mask[span].all():
+        forced = response[~batch.loss_mask[span]].tolist()
         yield f"  forced    {visible(tokenizer.decode(forced, special=True))}"
 
 
@@ -76,14 +74,14 @@ def _render_gaps(
 ) -> Iterator[str]:
     span = _responses(batch, sample)
     tokens = batch.sample_tokens(sample)[int(batch.prompt_lengths[sample]) :]
-    yield f"  {'token':<16}{'version':>8}{'sampler':>10}{'learner':>10}{'gap':>10}"
-    arrays = (batch.policy_version, batch.forced, batch.sampler_logprobs, learner_logprobs)
-    for token, version, forced, sampler, learner in zip(tokens, *(array[span] for array in arrays), strict=True):
+    yield f"  {'token':<16}{'version':>8}{'rollout':>10}{'learner':>10}{'gap':>10}"
+    arrays = (batch.policy_version, batch.loss_mask, batch.rollout_logprobs, learner_logprobs)
+    for token, version, sampled, rollout, learner in zip(tokens, *(array[span] for array in arrays), strict=True):
         text = visible(tokenizer.decode([int(token)], special=True))
-        if forced:
+        if not sampled:
             yield f"  {text:<16}{version:>8}{'forced':>10}"
             continue
-        yield f"  {text:<16}{version:>8}{sampler:>10.4f}{learner:>10.4f}{learner - sampler:>+10.4f}"
+        yield f"  {text:<16}{version:>8}{rollout:>10.4f}{learner:>10.4f}{learner - rollout:>+10.4f}"
 
 
 def _responses(batch: Batch, sample: int) -> slice:

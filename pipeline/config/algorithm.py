@@ -42,8 +42,8 @@ class ClippedSection(Section):
     dual_clip: float | None = Field(
         None, gt=1.0, description="Largest ratio that counts where the advantage is negative (dual-clip PPO: 3)."
     )
-    anchor: Literal["sampler", "proximal"] = Field(
-        "sampler",
+    anchor: Literal["rollout", "old"] = Field(
+        "rollout",
         description="What the ratio divides by: the engine's probability, or the learner's own when its stage began "
         "(pi_old of verl and slime; the engine's mismatch is then left to `correction`).",
     )
@@ -58,7 +58,7 @@ class GSPOSection(Section):
     name: Literal["gspo"]
     clip_low: float = Field(3e-4, ge=0.0, le=1.0)
     clip_high: float = Field(4e-4, ge=0.0, description="Bounds of the per-token geometric mean ratio; ScaleRL 4e-3.")
-    anchor: Literal["sampler", "proximal"] = "sampler"
+    anchor: Literal["rollout", "old"] = "rollout"
 
 
 class MuGRPOSection(Section):
@@ -88,7 +88,7 @@ class DecoupledSection(Section):
     name: Literal["decoupled"]
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
     clip_high: float = Field(0.2, ge=0.0)
-    behaviour_cap: float = Field(5.0, ge=1.0, description="Largest pi_old / pi_engine that counts.")
+    mismatch_cap: float = Field(5.0, ge=1.0, description="Largest pi_old / pi_engine that counts.")
     over_cap: Literal["mask", "truncate"] = "mask"
 
 
@@ -162,7 +162,7 @@ class MISCorrection(RatioRange):
     veto: float = Field(
         0.0, ge=0.0, lt=1.0, description="A response with any ratio below this is dropped (slime: 1e-4)."
     )
-    normalised: bool = Field(False, description="Weights of a batch are scaled to mean 1.")
+    normalized: bool = Field(False, description="Weights of a batch are scaled to mean 1.")
 
 
 class RejectionCorrection(RatioRange):
@@ -195,7 +195,7 @@ class AdvantageBase(Section):
         description="What counts alike in the mean: tokens (DAPO), responses (GRPO's paper), prompts with their tokens "
         "alike (ScaleRL), or tokens over a fixed length (Dr. GRPO: rollout.max_new_tokens).",
     )
-    batch_normalised: bool = Field(False, description="Divide by the standard deviation over the batch (ScaleRL).")
+    batch_normalized: bool = Field(False, description="Divide by the standard deviation over the batch (ScaleRL).")
     zero_variance: Literal["keep", "drop"] = Field(
         "keep",
         description="drop: groups of equal rewards are not run through the learner; they still count in denominators.",
@@ -254,10 +254,10 @@ _ACTS_WITHOUT_ADVANTAGE = ("p3o", "p4o", "dppo_tv")
 """Objectives with a term that does not carry the advantage: it would be averaged otherwise than the rest."""
 
 
-def uses_proximal(objective: ObjectiveSection, correction: CorrectionSection) -> bool:
+def needs_old_logprobs(objective: ObjectiveSection, correction: CorrectionSection) -> bool:
     """Whether the learner's own log-probabilities at the beginning of a stage are read."""
     areal = isinstance(objective, M2POSection) and objective.variant == "areal"
-    anchored = getattr(objective, "anchor", "sampler") == "proximal"
+    anchored = getattr(objective, "anchor", "rollout") == "old"
     return areal or anchored or objective.name in ("decoupled", "p4o") or correction.name in _WEIGHS_ENGINE_BY_LEARNER
 
 
@@ -266,17 +266,17 @@ def scores_step(objective: ObjectiveSection, correction: CorrectionSection) -> b
     if isinstance(objective, P3OSection):
         return objective.ess_scope == "step"
     whole = objective.name in ("gspo", "mu_grpo", "m2po", "topr")
-    return whole or correction.name != "none" or uses_proximal(objective, correction)
+    return whole or correction.name != "none" or needs_old_logprobs(objective, correction)
 
 
 def check_wiring(objective: ObjectiveSection, correction: CorrectionSection, advantage: AdvantageSection) -> None:
     """Raises ValueError for combinations that would count something twice, or average terms of a loss differently."""
     anchor = getattr(objective, "anchor", None)
-    if correction.name in _WEIGHS_ENGINE_BY_LEARNER and anchor != "proximal":
+    if correction.name in _WEIGHS_ENGINE_BY_LEARNER and anchor != "old":
         remedy = (
-            "set objective.anchor=proximal, or correction.name=none"
+            "set objective.anchor=old, or correction.name=none"
             if anchor
-            else "set correction.name=none, or use objective clipped or gspo with anchor proximal"
+            else "set correction.name=none, or use objective clipped or gspo with anchor old"
         )
         raise ValueError(
             f"correction {correction.name} weighs by pi_old / pi_engine, but objective {objective.name} already "

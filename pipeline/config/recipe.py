@@ -153,13 +153,13 @@ class PromptsSection(Section):
         False, description="Dynamic sampling (DAPO): groups of equal rewards are dropped and further prompts asked."
     )
     max_refills: PositiveInt = Field(3, description="refill: at most so many times prompts_per_batch further prompts.")
-    retire_at_pass_rate: float | None = Field(
+    solved_pass_rate: float | None = Field(
         None,
         gt=0.0,
         le=1.0,
         description="Prompts solved at least this often so far are never asked again (ScaleRL .9).",
     )
-    retire_after_samples: PositiveInt | None = Field(
+    solved_min_samples: PositiveInt | None = Field(
         None, description="Samples of a prompt before its pass rate counts; default one group."
     )
 

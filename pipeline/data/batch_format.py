@@ -16,16 +16,18 @@ from numpy.typing import NDArray
 
 from pipeline.data.records import FINISH_REASONS, Batch, DroppedGroup, LogprobContract
 
-SCHEMA_VERSION = 2
-ADDED_IN_2 = ("forced", "problem")
-"""Arrays that files of schema 1 lack: there, no token was forced, and nobody noted the problems."""
+SCHEMA_VERSION = 3
+ADDED_IN_2 = ("loss_mask", "problem")
+"""Arrays that files of schema 1 lack: there, engines sampled every token, and nobody noted the problems."""
+NAMES_BEFORE_3 = {"rollout_logprobs": "sampler_logprobs", "loss_mask": "forced"}
+"""Array → its name in files of schema 1 and 2. `forced` was the negation of `loss_mask`."""
 
 PER_TOKEN: dict[str, str] = {
     "tokens": "int32",
     "sample_offsets": "int64",
-    "sampler_logprobs": "float32",
+    "rollout_logprobs": "float32",
     "policy_version": "int32",
-    "forced": "bool",
+    "loss_mask": "bool",
 }
 """Arrays whose length is counted in tokens (or is one longer than the samples), with their dtypes."""
 
@@ -78,13 +80,15 @@ def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
 
 def array_names(attributes: Mapping[str, Any]) -> list[str]:
     """Which arrays a batch stored with these attributes must have. Raises ValueError for an unreadable schema."""
-    version = attributes.get("schema_version")
-    if version not in (1, SCHEMA_VERSION):
+    version = attributes.get("schema_version", 0)
+    if version not in range(1, SCHEMA_VERSION + 1):
         raise ValueError(
-            f"schema version {version}, this program reads 1 and {SCHEMA_VERSION}: "
+            f"schema version {version}, this program reads 1 to {SCHEMA_VERSION}: "
             "if the file is whole, read it with the program that wrote it"
         )
     names = [name for name in (*PER_TOKEN, *PER_SAMPLE) if version > 1 or name not in ADDED_IN_2]
+    if version < 3:
+        names = [NAMES_BEFORE_3.get(name, name) for name in names]
     return names + ["reward_parts"] * bool(attributes["reward_part_names"])
 
 
@@ -95,19 +99,29 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     if len(parts) != len(names):
         raise ValueError(f"reward_parts has {len(parts)} rows, expected one for each of {names}")
     fields: dict[str, Any] = {name: array for name, array in arrays.items() if name != "reward_parts"}
-    if attributes["schema_version"] == 1:
-        fields["forced"] = np.zeros(len(arrays["sampler_logprobs"]), np.bool_)
-        fields["problem"] = np.full(len(arrays["group"]), -1, np.int64)
+    dropped = attributes["dropped"]
+    if attributes["schema_version"] < 3:
+        fields = _upgraded(fields)
+        dropped = [drop | {"kind": "solved"} if drop.get("kind") == "retired" else drop for drop in dropped]
     return Batch(
         index=attributes["index"],
         contract=LogprobContract(**attributes["contract"]),
-        dropped=tuple(DroppedGroup(**dropped) for dropped in attributes["dropped"]),
+        dropped=tuple(DroppedGroup(**drop) for drop in dropped),
         next_group=attributes["next_group"],
         open_groups=tuple(group for start, stop in attributes.get("open_groups", ()) for group in range(start, stop)),
         recipe_sha256=attributes["recipe_sha256"],
         reward_parts=dict(zip(names, parts, strict=True)),
         **fields,
     )
+
+
+def _upgraded(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a batch of schema 1 or 2 as schema 3 names and means them."""
+    found = {name: fields[name] for name in (*PER_TOKEN, *PER_SAMPLE) if name in fields}
+    found["rollout_logprobs"] = fields["sampler_logprobs"]
+    found["loss_mask"] = ~fields["forced"] if "forced" in fields else np.ones(len(fields["sampler_logprobs"]), np.bool_)
+    found.setdefault("problem", np.full(len(fields["group"]), -1, np.int64))
+    return found
 
 
 def content_sha256(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str:
@@ -146,13 +160,13 @@ def _check_offsets(batch: Batch) -> None:
     if np.any(batch.prompt_lengths < 0) or np.any(batch.response_lengths < 0):
         raise ValueError("a prompt is longer than its sample")
     responses = int(batch.response_lengths.sum())
-    for name in ("sampler_logprobs", "policy_version", "forced"):
+    for name in ("rollout_logprobs", "policy_version", "loss_mask"):
         if len(getattr(batch, name)) != responses:
             raise ValueError(f"{name} has {len(getattr(batch, name))} entries, expected {responses} response tokens")
     if np.any(batch.tokens < 0):
         raise ValueError("a token id is negative")
-    if np.any(batch.sampler_logprobs[batch.forced] != 0.0):
-        raise ValueError("a forced token has a log-probability, expected 0.0: no engine sampled it")
+    if np.any(batch.rollout_logprobs[~batch.loss_mask] != 0.0):
+        raise ValueError("a token outside loss_mask has a log-probability, expected 0.0: no engine sampled it")
 
 
 def _check_groups(batch: Batch) -> None:

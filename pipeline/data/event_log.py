@@ -34,8 +34,8 @@ EventKind = Literal[
 EVENT_KINDS: tuple[str, ...] = get_args(EventKind)
 
 
-class Journal:
-    """Appends to the journals in `directory`. Every line has `time`: seconds since 1970, UTC."""
+class EventLog:
+    """Appends to the event_logs in `directory`. Every line has `time`: seconds since 1970, UTC."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,8 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 FinishReason = Literal["stop", "length", "abort"]
 
-DropKind = Literal["unfit", "zero_variance", "retired"]
-"""unfit: it cannot be asked. zero_variance: all its rewards are equal, and another group took its place. retired: its
+DropKind = Literal["unfit", "zero_variance", "solved"]
+"""unfit: it cannot be asked. zero_variance: all its rewards are equal, and another group took its place. solved: its
 problem is solved too often to be asked again."""
 
 
@@ -51,24 +51,24 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What an engine sampled: token in, token out. It may hold tokens that were forced into it (an interruption)."""
+    """What an engine sampled: token in, token out. It may hold tokens that no engine sampled (an interruption)."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Natural log, one per token, under the run's LogprobContract; 0.0 for a forced token."""
+    """Natural log, one per token, under the run's LogprobContract; 0.0 for a token that no engine sampled."""
     versions: tuple[int, ...]
-    """Policy version that produced each token; for a forced one, that of the token before it."""
+    """Policy version that produced each token; for one that no engine sampled, that of the token before it."""
     finish: FinishReason
     engine: int
     queued_s: float
     generated_s: float
-    forced: tuple[bool, ...] = ()
-    """One per token, True where no engine sampled it; empty means none."""
+    loss_mask: tuple[bool, ...] = ()
+    """One per token, False where no engine sampled it; empty means that all were sampled."""
 
     @property
-    def is_forced(self) -> NDArray[np.bool_]:
-        """[tokens]"""
-        return np.array(self.forced, np.bool_) if self.forced else np.zeros(len(self.tokens), np.bool_)
+    def sampled(self) -> NDArray[np.bool_]:
+        """[tokens] `loss_mask`, written out."""
+        return np.array(self.loss_mask, np.bool_) if self.loss_mask else np.ones(len(self.tokens), np.bool_)
 
     @staticmethod
     def given(tokens: Sequence[int], logprobs: Sequence[float], version: int = 0) -> Completion:
@@ -135,12 +135,12 @@ class Batch:
     """[n] the group (prompt) of each sample; samples of a group are adjacent."""
     problem: NDArray[np.int64]
     """[n] the task's problem that the group asked; -1 where that is not known."""
-    sampler_logprobs: NDArray[np.float32]
-    """[responses] natural log, under `contract`; 0.0, which means nothing, where `forced`."""
+    rollout_logprobs: NDArray[np.float32]
+    """[responses] natural log, under `contract`; 0.0, which means nothing, where `loss_mask` is False."""
     policy_version: NDArray[np.int32]
     """[responses]"""
-    forced: NDArray[np.bool_]
-    """[responses] tokens that no engine sampled: the model reads them, but nothing is learned from them."""
+    loss_mask: NDArray[np.bool_]
+    """[responses] False for tokens that no engine sampled: the model reads them, but nothing is learned from them."""
     reward: NDArray[np.float32]
     """[n]"""
     reward_parts: Mapping[str, NDArray[np.float32]]
@@ -180,17 +180,17 @@ class Batch:
 
     @property
     def num_response_tokens(self) -> int:
-        return len(self.sampler_logprobs)
+        return len(self.rollout_logprobs)
 
     @property
     def num_sampled_tokens(self) -> int:
         """Response tokens that an engine sampled: what a loss is counted over."""
-        return len(self.forced) - int(np.count_nonzero(self.forced))
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def interrupted(self) -> NDArray[np.bool_]:
-        """[n] whether the response holds forced tokens."""
-        ends = np.concatenate([[0], np.cumsum(self.forced)])[self.response_offsets]
+        """[n] whether the response holds tokens that no engine sampled."""
+        ends = np.concatenate([[0], np.cumsum(~self.loss_mask)])[self.response_offsets]
         return np.asarray(np.diff(ends) > 0)
 
     def sample_tokens(self, sample: int) -> NDArray[np.int32]:
@@ -230,9 +230,9 @@ class Batch:
             index=index,
             tokens=np.array([t for p, _, c in rows for t in (*p.tokens, *c.tokens)], np.int32),
             sample_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            sampler_logprobs=np.array([x for _, _, c in rows for x in c.logprobs], np.float32),
+            rollout_logprobs=np.array([x for _, _, c in rows for x in c.logprobs], np.float32),
             policy_version=np.array([v for _, _, c in rows for v in c.versions], np.int32),
-            forced=np.concatenate([np.zeros(0, np.bool_), *(c.is_forced for _, _, c in rows)]),
+            loss_mask=np.concatenate([np.zeros(0, np.bool_), *(c.sampled for _, _, c in rows)]),
             contract=contract,
             dropped=tuple(dropped),
             next_group=next_group,

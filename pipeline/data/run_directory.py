@@ -5,7 +5,7 @@
       batches/000012.zarr.zip  the ledger (pipeline.data.store)
       policy/000012/           HF safetensors of version 12; policy/PUBLISHED names the version that the engines serve
       logprobs/000012.npy      the learner's log-probabilities of batch 12, as it met them (float32 [responses])
-      logprobs/000012-proximal.npy   … and when the batch's stage began, where pi_old is needed
+      logprobs/000012-old.npy   … and when the batch's stage began, where pi_old is needed
       checkpoints/000012/      Megatron distributed checkpoint + COMMIT, written last
       model/                   the final policy in full precision
       engines.json             where the engines listen (never their key)
@@ -111,7 +111,7 @@ class RunDirectory:
         return self._pointer.exists()
 
     def published_version(self) -> int:
-        """The version that every admitted engine serves. Raises StoreError when the run was never initialised."""
+        """The version that every admitted engine serves. Raises StoreError when the run was never initialized."""
         pointer = self._pointer
         try:
             return int(pointer.read_text())
@@ -134,14 +134,14 @@ class RunDirectory:
         """What `write_learner_logprobs` kept, or None when batch `step` is not trained yet."""
         return _read_array(self.logprobs / f"{step:06d}.npy", "remove it, training does not need it")
 
-    def write_proximal_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
+    def write_old_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep what the learner thought of batch `step` when the batch's stage began."""
-        _write_array(self.logprobs / f"{step:06d}-proximal.npy", logprobs)
+        _write_array(self.logprobs / f"{step:06d}-old.npy", logprobs)
 
-    def proximal_logprobs(self, step: int) -> NDArray[np.float32] | None:
-        """What `write_proximal_logprobs` kept, or None when the batch's stage has not begun."""
+    def old_logprobs(self, step: int) -> NDArray[np.float32] | None:
+        """What `write_old_logprobs` kept, or None when the batch's stage has not begun."""
         return _read_array(
-            self.logprobs / f"{step:06d}-proximal.npy",
+            self.logprobs / f"{step:06d}-old.npy",
             "remove it and the checkpoints after its stage began: the stage is then trained again",
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.data.records import Completion
-from pipeline.ports.weight_check import Proof
+from pipeline.ports.weight_check import WeightCheck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,13 @@ class Engines(Protocol):
         """Sample `num_samples` completions of one prompt. Raises RetryableError when no engine could answer."""
         ...
 
-    async def load(self, version: int, directory: Path, proof: Proof | None = None) -> dict[str, float]:
+    async def load(self, version: int, directory: Path, proof: WeightCheck | None = None) -> dict[str, float]:
         """Give every reachable engine the weights of `directory` under the name `version` and have it prove that it
         holds them (`proof`, or the one in the folder); quarantine those that fail twice. Raises EngineUnavailableError
         when no engine is left. Returns seconds (`…_s`) and, with a probe, probe_gap_nats."""
         ...
 
-    async def heal(self, version: int, directory: Path) -> None:
+    async def resync(self, version: int, directory: Path) -> None:
         """Re-feed engines that came back with another version than the published one."""
         ...
 

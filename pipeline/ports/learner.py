@@ -43,7 +43,7 @@ class Learner(Protocol):
     """The trained policy. Every method is collective: all ranks call it, in the same order."""
 
     @property
-    def speaks(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """True on the one rank that writes metrics and events."""
         ...
 
@@ -57,12 +57,12 @@ class Learner(Protocol):
         advantages: NDArray[np.float32],
         scored: Scored | None,
         *,
-        proximal: NDArray[np.float32] | None = None,
+        old_logprobs: NDArray[np.float32] | None = None,
         trained: NDArray[np.bool_] | None = None,
     ) -> Update:
         """One optimizer step; `advantages` is [samples] or [responses].
 
-        `proximal` are the learner's log-probabilities [responses] when the batch's stage began, by default those of
+        `old_logprobs` are the learner's log-probabilities [responses] when the batch's stage began, by default those of
         `scored`. `trained` [samples] names the samples that are run through the model, by default all; the others still
         count in the denominators.
 

@@ -28,7 +28,7 @@ from pipeline.errors import StoreError
 if TYPE_CHECKING:
     from torch import Tensor
 
-PROOF_FILE = "proof.json"
+WEIGHT_CHECK_FILE = "proof.json"
 NUM_ROWS, ROW_TOKENS = 4, 32
 
 
@@ -55,7 +55,7 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proof:
+class WeightCheck:
     """What proves one version. Without a probe (version 0 is made without a learner) the digests alone do."""
 
     version: int
@@ -66,16 +66,16 @@ class Proof:
 
     def save(self, folder: Path) -> None:
         """Write `proof.json` into the policy folder, atomically."""
-        write_atomically(folder / PROOF_FILE, json.dumps(asdict(self)) + "\n")
+        write_atomically(folder / WEIGHT_CHECK_FILE, json.dumps(asdict(self)) + "\n")
 
     @staticmethod
-    def load(folder: Path) -> Proof | None:
+    def load(folder: Path) -> WeightCheck | None:
         """The proof of a policy folder, None where there is none. Raises StoreError when it is damaged."""
-        path = folder / PROOF_FILE
+        path = folder / WEIGHT_CHECK_FILE
         try:
             data = json.loads(path.read_text())
             probe = data["probe"]
-            return Proof(
+            return WeightCheck(
                 version=int(data["version"]),
                 probe=None if probe is None else _probe_from(probe),
                 digests=tuple(dict(rank) for rank in data["digests"]),

@@ -1,8 +1,8 @@
 """How weights get from the learner to the engines: what the learner loop calls, and what the engines offer to a sender.
 
 learner loop ── WeightChannel ──▶ megatron_bridge.weight_sync.disk (through Engines.load)
-                                  megatron_bridge.weight_sync.streaming (through EngineFeed, over a transport)
-EngineFeed is implemented by rollout_sglang.weights.weight_update.
+                                  megatron_bridge.weight_sync.streaming (through WeightUpdateSession, over a transport)
+WeightUpdateSession is implemented by rollout_sglang.weights.weight_update.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from pipeline.ports.weight_check import Proof
+from pipeline.ports.weight_check import WeightCheck
 
 
 class WeightChannel(Protocol):
@@ -23,7 +23,7 @@ class WeightChannel(Protocol):
         seconds of a phase (publish_s: all of it), names in `_bytes` are bytes."""
         ...
 
-    def settle(self) -> None:
+    def wait_for_folder(self) -> None:
         """Returns once the policy folder of the last published version is complete. A checkpoint must not overtake it:
         from there the folder could not be made again."""
         ...
@@ -43,7 +43,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class ProcessGroupSpec:
     """A process group that a sender (rank 0) opens for one engine, whose ranks join it as 1, 2, …"""
 
     group: str
@@ -53,7 +53,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeedReport:
+class WeightUpdateReport:
     """Which engines fell out of a publish so far, and what was measured."""
 
     failures: Mapping[int, str]
@@ -62,7 +62,7 @@ class FeedReport:
     """Named as WeightChannel.publish names them."""
 
 
-class EngineFeed(Protocol):
+class WeightUpdateSession(Protocol):
     """The engines as receivers of tensors. One process opens and closes a publish; in between, every sender asks its
     own engines to receive. Not collective; every method is awaited on one event loop of its process."""
 
@@ -81,12 +81,12 @@ class EngineFeed(Protocol):
         """Whether this process has opened a publish and not closed it."""
         ...
 
-    async def open_feed(self) -> FeedReport:
+    async def begin_weight_update(self) -> WeightUpdateReport:
         """Keep other feeders out, pause every engine and make it ready for new weights. From now on, and until it
         proves what it was sent, no engine claims to serve any version."""
         ...
 
-    async def join(self, engine: int, meeting: Meeting, deadline_s: float) -> None:
+    async def join(self, engine: int, group_spec: ProcessGroupSpec, deadline_s: float) -> None:
         """The engine's ranks join the process group. Raises RetryableError."""
         ...
 
@@ -109,9 +109,9 @@ class EngineFeed(Protocol):
         (megatron_bridge.weight_sync.ipc_transport). Raises RetryableError."""
         ...
 
-    async def close_feed(
-        self, version: int, directory: Path, proof: Proof | None, failures: Mapping[int, str]
-    ) -> FeedReport:
+    async def end_weight_update(
+        self, version: int, directory: Path, proof: WeightCheck | None, failures: Mapping[int, str]
+    ) -> WeightUpdateReport:
         """Have the engines that took everything prove that they hold `version`, and admit them; quarantine those named
         in `failures` and those that fail now; let other feeders in. The report names all that failed.
 

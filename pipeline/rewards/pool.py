@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from pipeline.errors import RecipeError
-from pipeline.rewards.verifiers import Judgement, decode_judgement, encode_texts, serve
+from pipeline.rewards.verifiers import Judgment, decode_judgment, encode_texts, serve
 
 _log = logging.getLogger(__name__)
 
@@ -71,14 +71,14 @@ class Verifiers:
     async def score(self, prompt: str, response: str, answer: str) -> Verdict:
         """The verdict on one response; never raises for what the verifier does. Samples wait their turn, each at most
         the deadline of those before it."""
-        judgement = await asyncio.get_running_loop().run_in_executor(
+        judgment = await asyncio.get_running_loop().run_in_executor(
             self._threads, self._judge, prompt, response, answer
         )
-        if judgement.failed is None:
-            return Verdict(reward=judgement.reward, parts=judgement.parts)
-        self.failures[judgement.failed] += 1
-        _log.warning("verifier %s failed (%s): %s", self._reward, judgement.failed, judgement.detail)
-        return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed=judgement.failed)
+        if judgment.failed is None:
+            return Verdict(reward=judgment.reward, parts=judgment.parts)
+        self.failures[judgment.failed] += 1
+        _log.warning("verifier %s failed (%s): %s", self._reward, judgment.failed, judgment.detail)
+        return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed=judgment.failed)
 
     def close(self) -> None:
         """Kill the workers, whatever they are doing."""
@@ -97,12 +97,12 @@ class Verifiers:
     ) -> None:
         self.close()
 
-    def _judge(self, prompt: str, response: str, answer: str) -> Judgement:
+    def _judge(self, prompt: str, response: str, answer: str) -> Judgment:
         """In a thread. There are as many threads as workers, so one is always idle."""
         worker = self._idle.get_nowait()
         try:
             if not worker.alive and not self._closed.is_set() and (problem := worker.start()) is not None:
-                return Judgement(0.0, {}, "crashed", f"the worker could not be started again: {problem}")
+                return Judgment(0.0, {}, "crashed", f"the worker could not be started again: {problem}")
             return worker.ask(prompt, response, answer, self._deadline_s)
         finally:
             self._idle.put(worker)
@@ -125,10 +125,10 @@ class _Worker:
         self._process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
         self.alive = True
-        judgement = self._reply(_START_DEADLINE_S)
-        return None if judgement.failed is None else judgement.detail
+        judgment = self._reply(_START_DEADLINE_S)
+        return None if judgment.failed is None else judgment.detail
 
-    def ask(self, prompt: str, response: str, answer: str, deadline_s: float) -> Judgement:
+    def ask(self, prompt: str, response: str, answer: str, deadline_s: float) -> Judgment:
         """Run the reward function; a process that does not answer in time is killed."""
         try:
             self._pipe.send_bytes(encode_texts(prompt, response, answer))
@@ -136,7 +136,7 @@ class _Worker:
             # It died idle, which is not this sample's doing.
             self.kill()
             if (problem := self.start()) is not None:
-                return Judgement(0.0, {}, "crashed", problem)
+                return Judgment(0.0, {}, "crashed", problem)
             self._pipe.send_bytes(encode_texts(prompt, response, answer))
         return self._reply(deadline_s)
 
@@ -147,12 +147,12 @@ class _Worker:
             self._process.kill()
             self._process.join(_KILL_DEADLINE_S)
 
-    def _reply(self, deadline_s: float) -> Judgement:
+    def _reply(self, deadline_s: float) -> Judgment:
         try:
             if self._pipe.poll(deadline_s):
-                return decode_judgement(self._pipe.recv_bytes())
+                return decode_judgment(self._pipe.recv_bytes())
             self.kill()
-            return Judgement(0.0, {}, "timeout", f"killed after {deadline_s:g} s")
+            return Judgment(0.0, {}, "timeout", f"killed after {deadline_s:g} s")
         except (EOFError, OSError):
             self.kill()
-            return Judgement(0.0, {}, "crashed", f"its process ended with status {self._process.exitcode}")
+            return Judgment(0.0, {}, "crashed", f"its process ended with status {self._process.exitcode}")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 MATH_VERIFY_TIMEOUT_S = 5
 
 
-class Judgement(NamedTuple):
+class Judgment(NamedTuple):
     """What a worker sends back; plain values only. `failed` is a reason, with `detail` for the log."""
 
     reward: float
@@ -52,9 +52,9 @@ def serve(pipe: Connection, reward: str, parent: int) -> None:
     try:
         resolve(reward)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; what it raised is the answer
-        pipe.send_bytes(_encode(Judgement(0.0, {}, "raised", f"{type(error).__name__}: {error}")))
+        pipe.send_bytes(_encode(Judgment(0.0, {}, "raised", f"{type(error).__name__}: {error}")))
         return
-    pipe.send_bytes(_encode(Judgement(0.0, {})))
+    pipe.send_bytes(_encode(Judgment(0.0, {})))
     while True:
         try:
             texts = json.loads(pipe.recv_bytes())
@@ -75,33 +75,33 @@ def encode_texts(prompt: str, response: str, answer: str) -> bytes:
     return json.dumps([prompt, response, answer]).encode()
 
 
-def decode_judgement(message: bytes) -> Judgement:
+def decode_judgment(message: bytes) -> Judgment:
     """What a worker sent."""
-    return Judgement(*json.loads(message))
+    return Judgment(*json.loads(message))
 
 
-def _encode(judgement: Judgement) -> bytes:
-    return json.dumps(judgement).encode()
+def _encode(judgment: Judgment) -> bytes:
+    return json.dumps(judgment).encode()
 
 
-def judge(reward: str, prompt: str, response: str, answer: str) -> Judgement:
-    """Call the reward function; whatever it does short of killing the process becomes a Judgement."""
+def judge(reward: str, prompt: str, response: str, answer: str) -> Judgment:
+    """Call the reward function; whatever it does short of killing the process becomes a Judgment."""
     try:
-        return _as_judgement(resolve(reward)(prompt, response, answer))
+        return _as_judgment(resolve(reward)(prompt, response, answer))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: its failure costs its own sample only
-        return Judgement(0.0, {}, "raised", f"{type(error).__name__}: {error}")
+        return Judgment(0.0, {}, "raised", f"{type(error).__name__}: {error}")
 
 
-def _as_judgement(result: Any) -> Judgement:
+def _as_judgment(result: Any) -> Judgment:
     value, parts = result if isinstance(result, tuple) else (result, {})
     try:
         reward = float(value)
         numbers = {str(name): float(part) for name, part in parts.items()}
     except (TypeError, ValueError, AttributeError):
-        return Judgement(0.0, {}, "bad_result", f"returned {result!r:.200}, expected a number or (number, parts)")
+        return Judgment(0.0, {}, "bad_result", f"returned {result!r:.200}, expected a number or (number, parts)")
     if not all(math.isfinite(number) for number in (reward, *numbers.values())):
-        return Judgement(0.0, {}, "non_finite", f"returned {result!r:.200}")
-    return Judgement(reward, numbers)
+        return Judgment(0.0, {}, "non_finite", f"returned {result!r:.200}")
+    return Judgment(reward, numbers)
 
 
 def math_verify(prompt: str, response: str, answer: str) -> float:  # noqa: ARG001

@@ -34,13 +34,13 @@ class PromptSource(Protocol):
 
 
 @dataclass(kw_only=True)
-class Assembly:
+class BatchBuilder:
     """The groups of batch `index`. `kept` and `dropped` are final after `fill_up`."""
 
     index: int
     prompts: PromptSource
     allocator: GroupAllocator
-    retired: Mapping[int, Attempts]
+    solved: Mapping[int, Attempts]
     """Problems that are not asked any more. One of `prompts` at least must be missing here."""
     wanted: int
     """Groups that the batch should hold."""
@@ -53,17 +53,17 @@ class Assembly:
     _reserve: list[Group] = field(default_factory=list)
 
     def next_prompt(self) -> Prompt | None:
-        """Another prompt to ask, or None past the bound. Groups of retired problems are passed over."""
+        """Another prompt to ask, or None past the bound. Groups of solved problems are passed over."""
         if self.asked == (1 + self.max_refills) * self.wanted:
             return None
         self.asked += 1
         while True:
             group = self.allocator.take(self.index)
             problem = self.prompts.problem(group)
-            if problem not in self.retired:
+            if problem not in self.solved:
                 return self.prompts.prompt(group)
-            reason = f"problem {problem} has retired: {self.retired[problem]}"
-            self.dropped.append(DroppedGroup(group=group, reason=reason, kind="retired", problem=problem))
+            reason = f"problem {problem} is solved: {self.solved[problem]}"
+            self.dropped.append(DroppedGroup(group=group, reason=reason, kind="solved", problem=problem))
 
     def keep(self, group: Group) -> bool:
         """Whether the group has its place in the batch; otherwise another one should be asked."""
@@ -96,15 +96,15 @@ class Assembly:
             )
 
     def figures(self) -> dict[str, int]:
-        """For the journal; after `fill_up`."""
+        """For the event_log; after `fill_up`."""
         kinds = [drop.kind for drop in self.dropped]
         return dict(
             dropped=kinds.count("unfit"),
             informative=sum(map(is_informative, self.kept)),
             refills=max(0, self.asked - self.wanted),
             zero_variance=kinds.count("zero_variance"),
-            retired_groups=kinds.count("retired"),
-            retired_problems=len(self.retired),
+            solved_groups=kinds.count("solved"),
+            solved_problems=len(self.solved),
         )
 
 

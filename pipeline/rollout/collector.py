@@ -20,20 +20,20 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipeline.data.event_log import Journal, read_events
+from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, PromptsExhaustedError
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rewards.pool import Verifiers
-from pipeline.rollout.batch_builder import Assembly, PromptSource
-from pipeline.rollout.evaluation import summarise
+from pipeline.rollout.batch_builder import BatchBuilder, PromptSource
+from pipeline.rollout.evaluation import summarize
 from pipeline.rollout.group_allocator import GroupAllocator
-from pipeline.rollout.group_sampler import Sampler
+from pipeline.rollout.group_sampler import GroupSampler
 from pipeline.rollout.interruption import Interruption
-from pipeline.rollout.priority_semaphore import Slots, gather_or_cancel
-from pipeline.rollout.solved_prompts import PromptLedger, Retirement
+from pipeline.rollout.priority_semaphore import PrioritySemaphore, gather_or_cancel
+from pipeline.rollout.solved_prompts import SolvedPromptFilter, SolvedPromptRule
 from pipeline.schedule import Schedule
 from pipeline.tasks.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ class CollectorSettings:
     interruption: Interruption | None = None
     max_refills: int = 0
     """Dynamic sampling: how often `prompts_per_batch` further groups may be asked for a batch."""
-    retirement: Retirement | None = None
+    solved_rule: SolvedPromptRule | None = None
     solved_reward: float = 1.0
     poll_s: float = 0.02
     retry_s: float = 0.2
@@ -75,19 +75,19 @@ class Collector:
     tokenizer: Tokenizer
     verifiers: Verifiers
     contract: LogprobContract
-    journal: Journal
+    event_log: EventLog
     settings: CollectorSettings
-    _sampler: Sampler = field(init=False)
-    _ledger: PromptLedger = field(init=False)
+    _sampler: GroupSampler = field(init=False)
+    _solved: SolvedPromptFilter = field(init=False)
     _allocator: GroupAllocator = field(init=False)
     _evaluated: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sampler = Sampler(
+        self._sampler = GroupSampler(
             engines=self.engines,
-            slots=Slots(self.settings.concurrent_prompts),
-            heal=self._heal,
-            journal=self.journal,
+            slots=PrioritySemaphore(self.settings.concurrent_prompts),
+            resync=self._resync,
+            event_log=self.event_log,
             interruption=self.settings.interruption,
             deadline_s=self.settings.wait_deadline_s,
             retry_s=self.settings.retry_s,
@@ -96,7 +96,7 @@ class Collector:
 
     async def collect(self) -> None:
         """Commit every batch that the run still lacks, then evaluate the final policy."""
-        await self._heal()
+        await self._resync()
         index = self._resume()
         under_way: deque[_UnderWay] = deque()
         try:
@@ -117,10 +117,10 @@ class Collector:
     def _resume(self) -> int:
         """Take up what the committed batches say; the index of the next one."""
         self._allocator = GroupAllocator(*self.store.groups_to_ask())
-        self._ledger = PromptLedger(self.settings.retirement)
+        self._solved = SolvedPromptFilter(self.settings.solved_rule)
         committed = self.store.next_index
-        for index in range(committed if self.settings.retirement else 0):
-            self._ledger.record(self.store.read(index, None))
+        for index in range(committed if self.settings.solved_rule else 0):
+            self._solved.record(self.store.read(index, None))
         return committed
 
     async def _produce(self, index: int, entered: asyncio.Event, previous: _UnderWay | None) -> None:
@@ -129,82 +129,82 @@ class Collector:
         version = await self._wait_published(required)
         if previous is not None:
             await previous.entered.wait()  # the oldest batch takes its groups first
-        assembly = self._assembly(index, required)
-        prompts = [prompt for _ in range(assembly.wanted) if (prompt := assembly.next_prompt())]
+        builder = self._builder(index, required)
+        prompts = [prompt for _ in range(builder.wanted) if (prompt := builder.next_prompt())]
         entered.set()
         if index % self.settings.evaluate_every == 0:
             await self._evaluate(version, index)
         started = time.time()
-        self.journal.event("issued", batch=index, first_group=prompts[0].group, groups=len(prompts), version=version)
-        await gather_or_cancel([self._fill_place(assembly, prompt) for prompt in prompts])
-        assembly.fill_up()
+        self.event_log.event("issued", batch=index, first_group=prompts[0].group, groups=len(prompts), version=version)
+        await gather_or_cancel([self._fill_place(builder, prompt) for prompt in prompts])
+        builder.fill_up()
         generated = time.time()
         if previous is not None:
             await asyncio.shield(previous.task)  # batches are committed in order, so the ledger never has a hole
         ready = time.time()
-        batch = await self._commit(assembly)
-        self.journal.event(
+        batch = await self._commit(builder)
+        self.event_log.event(
             "committed",
             batch=index,
             samples=batch.num_samples,
-            **assembly.figures(),
+            **builder.figures(),
             interrupted=int(batch.interrupted.sum()),
             started=started,
             seconds=dict(generate=generated - started, hold=ready - generated, commit=time.time() - ready),
         )
 
-    def _assembly(self, index: int, required: int) -> Assembly:
+    def _builder(self, index: int, required: int) -> BatchBuilder:
         """A batch with no group yet. Raises PromptsExhaustedError when no problem is left to ask."""
-        retired = self._ledger.retired(required)
-        if len(retired) >= self.prompts.num_problems:
+        solved = self._solved.solved(required)
+        if len(solved) >= self.prompts.num_problems:
             raise PromptsExhaustedError(
-                f"all {len(retired)} problems have retired before batch {index} of {self.schedule.steps}: the policy "
-                "solves them; raise prompts.retire_at_pass_rate or give the task more prompts"
+                f"all {len(solved)} problems are solved before batch {index} of {self.schedule.steps}: the policy "
+                "solves them; raise prompts.solved_pass_rate or give the task more prompts"
             )
-        return Assembly(
+        return BatchBuilder(
             index=index,
             prompts=self.prompts,
             allocator=self._allocator,
-            retired=retired,
+            solved=solved,
             wanted=self.settings.prompts_per_batch,
             max_refills=self.settings.max_refills,
             solved_reward=self.settings.solved_reward,
         )
 
-    async def _fill_place(self, assembly: Assembly, first: Prompt) -> None:
+    async def _fill_place(self, builder: BatchBuilder, first: Prompt) -> None:
         """Ask one prompt after the other until the batch keeps one, or may ask no more."""
         prompt: Prompt | None = first
-        while prompt is not None and not await self._ask(assembly, prompt):
-            prompt = assembly.next_prompt()
+        while prompt is not None and not await self._ask(builder, prompt):
+            prompt = builder.next_prompt()
 
-    async def _ask(self, assembly: Assembly, prompt: Prompt) -> bool:
+    async def _ask(self, builder: BatchBuilder, prompt: Prompt) -> bool:
         """Whether the prompt's place in the batch is settled."""
         settings = self.settings
         if len(prompt.tokens) > settings.max_prompt_tokens:
             reason = f"prompt has {len(prompt.tokens)} tokens, at most {settings.max_prompt_tokens} fit"
-            self.journal.event("dropped", batch=assembly.index, group=prompt.group, reason=reason)
-            return assembly.drop(prompt, reason)
+            self.event_log.event("dropped", batch=builder.index, group=prompt.group, reason=reason)
+            return builder.drop(prompt, reason)
         completions = await self._sampler.sample(
             prompt,
             settings.group_size,
             settings.sampling,
-            turn=(assembly.index, prompt.group),
-            allowed=lambda version: self.schedule.allows(assembly.index, version),
+            priority=(builder.index, prompt.group),
+            allowed=lambda version: self.schedule.allows(builder.index, version),
         )
-        return assembly.keep(Group(prompt=prompt, samples=await self._score(prompt, completions)))
+        return builder.keep(Group(prompt=prompt, samples=await self._score(prompt, completions)))
 
-    async def _commit(self, assembly: Assembly) -> Batch:
-        next_group, open_groups = self._allocator.settle(assembly.index)
+    async def _commit(self, builder: BatchBuilder) -> Batch:
+        next_group, open_groups = self._allocator.close_batch(builder.index)
         batch = Batch.from_groups(
-            assembly.index,
-            assembly.kept,
+            builder.index,
+            builder.kept,
             contract=self.contract,
-            dropped=assembly.dropped,
+            dropped=builder.dropped,
             next_group=next_group,
             open_groups=open_groups,
             recipe_sha256=self.settings.recipe_sha256,
         )
-        self._ledger.record(batch)  # first: once it is committed, the learner may be quick to unblock a later batch
+        self._solved.record(batch)  # first: once it is committed, the learner may be quick to unblock a later batch
         await asyncio.to_thread(self.store.commit, batch)
         return batch
 
@@ -228,7 +228,7 @@ class Collector:
         held_out = self.prompts.held_out(self.settings.evaluation_prompts)
         samples = self.settings.evaluation_samples
         solved = await gather_or_cancel([self._solve(prompt, samples, index) for prompt in held_out])
-        self.journal.event(
+        self.event_log.event(
             "evaluated",
             version=version,
             prompts=len(held_out),
@@ -236,7 +236,7 @@ class Collector:
             seconds=time.time() - started,
             started=started,
             correct=solved,
-            **summarise(solved, samples),
+            **summarize(solved, samples),
         )
 
     async def _solve(self, prompt: Prompt, samples: int, index: int) -> int:
@@ -245,7 +245,7 @@ class Collector:
             prompt,
             samples,
             self.settings.evaluation_sampling,
-            turn=(index, prompt.group),
+            priority=(index, prompt.group),
             allowed=lambda _version: True,
         )
         return sum(sample.reward >= self.settings.solved_reward for sample in await self._score(prompt, answers))
@@ -268,12 +268,12 @@ class Collector:
 
     def _trained(self) -> int:
         """Grows with every step that the learner trains, also again after a resume: it writes a line of metrics."""
-        metrics = self.journal.metrics_path
+        metrics = self.event_log.metrics_path
         return metrics.stat().st_size if metrics.exists() else 0
 
-    async def _heal(self) -> None:
+    async def _resync(self) -> None:
         version = self.run.published_version()
-        await self.engines.heal(version, self.run.policy_directory(version))
+        await self.engines.resync(version, self.run.policy_directory(version))
 
 
 @dataclass(frozen=True)

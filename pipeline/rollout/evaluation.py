@@ -26,14 +26,14 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))
 
 
-def summarise(num_correct: Sequence[int], num_samples: int) -> dict[str, Any]:
-    """Scores from the correct samples of each prompt, of `num_samples` each; plain values, ready for the journal.
+def summarize(num_correct: Sequence[int], num_samples: int) -> dict[str, Any]:
+    """Scores from the correct samples of each prompt, of `num_samples` each; plain values, ready for the event_log.
 
     `pass_at_1` with its 95 % bounds `pass_at_1_low` and `pass_at_1_high`, and `pass_at_k`: {"1": …, "2": …, "4": …} up
     to `num_samples`, means over prompts. Raises ValueError when there is no prompt.
     """
     if len(num_correct) == 0:
-        raise ValueError("there are no prompts to summarise, expected at least one")
+        raise ValueError("there are no prompts to summarize, expected at least one")
     ks = sorted({*(1 << i for i in range(num_samples.bit_length())), num_samples})
     curve = {str(k): float(np.mean([pass_at_k(num_samples, c, k) for c in num_correct])) for k in ks}
     low, high = clustered_wilson(num_correct, num_samples)
@@ -57,6 +57,6 @@ def clustered_wilson(num_correct: Sequence[int], num_samples: int) -> tuple[floa
         most = float(prompts * num_samples)
         trials = min(most, max(trials, p * (1.0 - p) / variance)) if variance > 0.0 else most
     denominator = 1.0 + _Z_95**2 / trials
-    centre = (p + _Z_95**2 / (2.0 * trials)) / denominator
+    center = (p + _Z_95**2 / (2.0 * trials)) / denominator
     half = _Z_95 * math.sqrt(p * (1.0 - p) / trials + _Z_95**2 / (4.0 * trials**2)) / denominator
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, center - half), min(1.0, center + half)

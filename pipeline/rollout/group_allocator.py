@@ -31,7 +31,7 @@ class GroupAllocator:
         self._held.setdefault(batch, []).append(group)
         return group
 
-    def settle(self, batch: int) -> tuple[int, tuple[int, ...]]:
+    def close_batch(self, batch: int) -> tuple[int, tuple[int, ...]]:
         """`next_group` and `open_groups` as `batch`, which is about to be committed, must store them."""
         del self._held[batch]
         under_way = (group for groups in self._held.values() for group in groups)

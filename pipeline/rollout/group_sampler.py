@@ -1,6 +1,6 @@
 """The samples of one prompt, whatever the engines do meanwhile.
 
-slots ──turn──▶ engines ──answers──▶ is every token of an allowed version? ──no──▶ heal, ask for what is missing
+slots ──priority──▶ engines ──answers──▶ is every token of an allowed version? ──no──▶ resync, ask for what is missing
                    ▲                                                                             │
                    └─────────────────────────────────────────────────────────────────────────────┘
 """
@@ -12,30 +12,30 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from pipeline.data.event_log import Journal
+from pipeline.data.event_log import EventLog
 from pipeline.data.records import Completion, Prompt
 from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rollout.interruption import Interruption
-from pipeline.rollout.priority_semaphore import Slots, Turn, gather_or_cancel
+from pipeline.rollout.priority_semaphore import Priority, PrioritySemaphore, gather_or_cancel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampler:
+class GroupSampler:
     """Asks the engines for as many prompts at once as there are slots."""
 
     engines: Engines
-    slots: Slots
-    heal: Callable[[], Awaitable[None]]
+    slots: PrioritySemaphore
+    resync: Callable[[], Awaitable[None]]
     """Called after a failure, before the prompt is asked again."""
-    journal: Journal
+    event_log: EventLog
     interruption: Interruption | None
     deadline_s: float
     """How long a prompt may fail."""
     retry_s: float
 
     async def sample(
-        self, prompt: Prompt, wanted: int, sampling: Sampling, *, turn: Turn, allowed: Callable[[int], bool]
+        self, prompt: Prompt, wanted: int, sampling: Sampling, *, priority: Priority, allowed: Callable[[int], bool]
     ) -> list[Completion]:
         """`wanted` completions whose every token has an allowed version; several versions in one are welcome.
 
@@ -45,7 +45,7 @@ class Sampler:
         accepted: dict[int, Completion] = {}
         give_up: float | None = None
         while missing := [member for member in range(wanted) if member not in accepted]:
-            async with self.slots.taken(turn):
+            async with self.slots.acquire(priority):
                 answers = await self._ask(prompt, missing, sampling)
             fresh = {m: a for m, a in zip(missing, answers, strict=True) if _is_fresh(a, allowed)}
             accepted |= {member: answer for member, answer in fresh.items() if isinstance(answer, Completion)}
@@ -92,8 +92,8 @@ class Sampler:
             raise DeadlineExceededError(
                 f"group {prompt.group} was not answered within {self.deadline_s:.0f} s: {error}; see logs/engine-*.log"
             ) from error
-        self.journal.event("retried", group=prompt.group, reason=str(error))
-        await self.heal()
+        self.event_log.event("retried", group=prompt.group, reason=str(error))
+        await self.resync()
         await asyncio.sleep(self.retry_s)
 
 

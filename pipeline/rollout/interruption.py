@@ -41,5 +41,5 @@ class Interruption:
             engine=answer.engine,
             queued_s=thought.queued_s + answer.queued_s,
             generated_s=thought.generated_s + answer.generated_s,
-            forced=(*(False,) * len(thought.tokens), *(True,) * said, *(False,) * len(answer.tokens)),
+            loss_mask=(*(True,) * len(thought.tokens), *(False,) * said, *(True,) * len(answer.tokens)),
         )

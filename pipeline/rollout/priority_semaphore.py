@@ -11,34 +11,34 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-Turn = tuple[int, int]
+Priority = tuple[int, int]
 """(batch, group): what is smaller goes first."""
 
 
-class Slots:
-    """A semaphore whose waiters are served by turn, not by time of arrival: a group of an old batch that is asked
+class PrioritySemaphore:
+    """A semaphore whose waiters are served by priority, not by time of arrival: a group of an old batch that is asked
     again, or asked late, overtakes the groups of later batches that already wait."""
 
     def __init__(self, number: int) -> None:
         self._free = number
         self._arrivals = count()
-        self._waiting: list[tuple[Turn, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[Priority, int, asyncio.Future[None]]] = []
 
     @asynccontextmanager
-    async def taken(self, turn: Turn) -> AsyncIterator[None]:
+    async def acquire(self, priority: Priority) -> AsyncIterator[None]:
         """Hold one of the slots for the time of the `async with`."""
-        await self._take(turn)
+        await self._take(priority)
         try:
             yield
         finally:
             self._give()
 
-    async def _take(self, turn: Turn) -> None:
+    async def _take(self, priority: Priority) -> None:
         if self._free > 0:
             self._free -= 1
             return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (turn, next(self._arrivals), granted))
+        heapq.heappush(self._waiting, (priority, next(self._arrivals), granted))
         try:
             await granted
         except asyncio.CancelledError:

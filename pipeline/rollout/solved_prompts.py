@@ -17,11 +17,11 @@ from pipeline.data.records import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Retirement:
+class SolvedPromptRule:
     """When a problem retires: solved in at least this share of its samples, of which there are so many."""
 
-    at_pass_rate: float
-    after_samples: int
+    pass_rate: float
+    min_samples: int
     solved_reward: float = 1.0
 
 
@@ -39,11 +39,11 @@ class Attempts:
         return f"{self.solved} of {self.samples} samples solved"
 
 
-class PromptLedger:
-    """Which problems have retired. Batches are recorded in order; with `retirement` of None nobody ever retires."""
+class SolvedPromptFilter:
+    """Which problems are solved. Batches are recorded in order; without a `solved_rule` none ever is."""
 
-    def __init__(self, retirement: Retirement | None) -> None:
-        self._retirement = retirement
+    def __init__(self, solved_rule: SolvedPromptRule | None) -> None:
+        self._solved_rule = solved_rule
         self._attempts: dict[int, Attempts] = {}
         self._retired: Mapping[int, Attempts] = {}
         self._later: deque[tuple[int, dict[int, Attempts]]] = deque()
@@ -51,27 +51,27 @@ class PromptLedger:
 
     def record(self, batch: Batch) -> None:
         """A batch that was committed."""
-        if self._retirement is not None:
-            self._later.append((batch.index, attempts(batch, self._retirement.solved_reward)))
+        if self._solved_rule is not None:
+            self._later.append((batch.index, attempts(batch, self._solved_rule.solved_reward)))
 
-    def retired(self, version: int) -> Mapping[int, Attempts]:
-        """Problem → what retired it, by the batches below `version`, which must not fall from call to call. The mapping
-        never changes."""
+    def solved(self, version: int) -> Mapping[int, Attempts]:
+        """Problem → the attempts that made it count as solved, by the batches below `version`, which must not fall from
+        call to call. A returned mapping never changes."""
         while self._later and self._later[0][0] < version:
             _, tried = self._later.popleft()
             self._count(tried)
         return self._retired
 
     def _count(self, tried: Mapping[int, Attempts]) -> None:
-        assert self._retirement is not None
+        assert self._solved_rule is not None
         leaving = {}
         for problem, more in tried.items():
             total = self._attempts.pop(problem, Attempts()) + more
             if problem in self._retired:
                 continue  # for good, however its last samples went
             self._attempts[problem] = total
-            enough = total.samples >= self._retirement.after_samples
-            if enough and total.solved / total.samples >= self._retirement.at_pass_rate:
+            enough = total.samples >= self._solved_rule.min_samples
+            if enough and total.solved / total.samples >= self._solved_rule.pass_rate:
                 leaving[problem] = total
         if leaving:
             self._retired = {**self._retired, **leaving}

@@ -1,6 +1,6 @@
 """The tokenizer of a local HF folder, over the `tokenizers` library alone.
 
-Text becomes ids here and ids become text; nothing is ever tokenised twice. The ids are those of transformers'
+Text becomes ids here and ids become text; nothing is ever tokenized twice. The ids are those of transformers'
 AutoTokenizer for the same folder, without the special tokens that it would add by itself.
 """
 

@@ -33,13 +33,13 @@ class Checkpoints:
         """Collective. After it returns on the speaking rank, training can go on at `step` whatever dies; `state` is
         what the loop itself must remember."""
         target = self.directory / f"{step:06d}"
-        if learner.speaks:
+        if learner.is_rank_zero:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
         learner.barrier()
         learner.save(target)
         learner.barrier()
-        if learner.speaks:
+        if learner.is_rank_zero:
             write_atomically(target / _LOOP_STATE, json.dumps(dict(state)) + "\n")
             commit(target, step)
             for old in self._committed()[: -self.keep]:
@@ -52,7 +52,7 @@ class Checkpoints:
         if not committed:
             return 0, {}
         folder = self.directory / f"{committed[-1]:06d}"
-        if learner.speaks:
+        if learner.is_rank_zero:
             verify(folder)
         learner.barrier()
         learner.load(folder)

@@ -1,6 +1,6 @@
 """The learner loop, run by every rank.
 
-store ──batch──▶ learner.logprobs ──scored step──▶ credit ──advantages──▶ learner.update ──▶ channel.publish ──▶ engines
+store ──batch──▶ learner.logprobs ──scored step──▶ advantages──▶ learner.update ──▶ channel.publish ──▶ engines
 
 train     consumes: batch `step` of the store, in order
           waits for: that batch's file
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeline.advantages.compute import Credit
-from pipeline.data.event_log import Journal
+from pipeline.advantages.compute import AdvantageComputer
+from pipeline.data.event_log import EventLog
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -27,7 +27,7 @@ from pipeline.ports.learner import Learner
 from pipeline.ports.weight_update import WeightChannel
 from pipeline.schedule import Schedule
 from pipeline.trainer.checkpoints import Checkpoints
-from pipeline.trainer.old_logprobs import ProximalLogprobs
+from pipeline.trainer.old_logprobs import OldLogprobs
 
 
 @dataclass
@@ -51,48 +51,50 @@ class Trainer:
     store: BatchStore
     learner: Learner
     schedule: Schedule
-    credit: Credit
+    advantage_computer: AdvantageComputer
     scores_step: bool
     """Whether the objective wants the batch scored before the step."""
-    proximal: ProximalLogprobs | None
+    old_logprobs: OldLogprobs | None
     """None when nothing divides by pi_old."""
     channel: WeightChannel | None
     checkpoints: Checkpoints
     checkpoint_every: int
     contract: LogprobContract
-    journal: Journal
+    event_log: EventLog
     wait_deadline_s: float
 
     def train(self) -> None:
         """Train on every batch that the newest checkpoint has not seen, then export the final policy."""
         first, state = self.checkpoints.restore(self.learner)
-        self.credit.estimator.restore(state)
+        self.advantage_computer.estimator.restore(state)
         for step in range(first, self.schedule.steps):
             watch = Stopwatch()
             with watch.phase("wait"):
                 batch = self.store.wait(step, self.contract, deadline_s=self.wait_deadline_s)
             with watch.phase("logprobs"):
                 scored = self.learner.logprobs(batch) if self.scores_step else None
-                proximal = self.proximal.of(step) if self.proximal else None
+                old_logprobs = self.old_logprobs.of(step) if self.old_logprobs else None
             with watch.phase("update"):
-                credit = self.credit.assign(batch)
+                computed = self.advantage_computer.compute_advantages(batch)
                 update = self.learner.update(
-                    batch, credit.advantages, scored, proximal=proximal, trained=credit.trained
+                    batch, computed.advantages, scored, old_logprobs=old_logprobs, trained=computed.trained
                 )
             measured = describe(batch, step)
-            self.credit.estimator.observe(solve_rate=asked_solve_rate(batch), entropy=update.metrics["entropy"])
+            self.advantage_computer.estimator.observe(
+                solve_rate=asked_solve_rate(batch), entropy=update.metrics["entropy"]
+            )
             with watch.phase("publish"):
                 published = self._publish(step)
             with watch.phase("save"):
                 self._save(step)
-            if self.learner.speaks:
+            if self.learner.is_rank_zero:
                 self.run.write_learner_logprobs(step, update.logprobs)
-                self.journal.event("consumed", step=step)
-                self.journal.metrics(
+                self.event_log.event("consumed", step=step)
+                self.event_log.metrics(
                     step,
                     **update.metrics,
                     **measured,
-                    **self.credit.estimator.measured(),
+                    **self.advantage_computer.estimator.measured(),
                     log_ratio_histogram=update.histogram,
                     seconds=watch.seconds,
                     publish_seconds={name: value for name, value in published.items() if name.endswith("_s")},
@@ -106,8 +108,8 @@ class Trainer:
         if self.channel is None or not self.schedule.publishes_after(step) or self._is_published(version):
             return {}
         measured = self.channel.publish(version)
-        if self.learner.speaks:
-            self.journal.event("published", version=version, seconds=measured["publish_s"])
+        if self.learner.is_rank_zero:
+            self.event_log.event("published", version=version, seconds=measured["publish_s"])
         return measured
 
     def _is_published(self, version: int) -> bool:
@@ -119,11 +121,11 @@ class Trainer:
     def _save(self, step: int) -> None:
         if (step + 1) % self.checkpoint_every == 0 or step + 1 == self.schedule.steps:
             if self.channel is not None:
-                self.channel.settle()
+                self.channel.wait_for_folder()
             started = time.perf_counter()
-            self.checkpoints.save(self.learner, step + 1, self.credit.estimator.state())
-            if self.learner.speaks:
-                self.journal.event("saved", step=step + 1, seconds=time.perf_counter() - started)
+            self.checkpoints.save(self.learner, step + 1, self.advantage_computer.estimator.state())
+            if self.learner.is_rank_zero:
+                self.event_log.event("saved", step=step + 1, seconds=time.perf_counter() - started)
 
 
 def describe(batch: Batch, step: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ from pipeline.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProximalLogprobs:
+class OldLogprobs:
     """For objectives and corrections that divide by pi_old."""
 
     run: RunDirectory
@@ -42,7 +42,7 @@ class ProximalLogprobs:
             return None
         if step == self.schedule.required_version(step):
             self._score_stage(step)
-        kept = self.run.proximal_logprobs(step)
+        kept = self.run.old_logprobs(step)
         if kept is None:
             raise StoreError(
                 f"{self.run.logprobs} lacks the log-probabilities of batch {step} from the beginning of its stage; "
@@ -54,6 +54,6 @@ class ProximalLogprobs:
         for index in range(first, min(first + self.schedule.updates_per_stage, self.schedule.steps)):
             batch = self.store.wait(index, self.contract, deadline_s=self.wait_deadline_s)
             scored = self.learner.logprobs(batch)
-            if self.learner.speaks:
-                self.run.write_proximal_logprobs(index, scored.logprobs)
+            if self.learner.is_rank_zero:
+                self.run.write_old_logprobs(index, scored.logprobs)
         self.learner.barrier()

@@ -20,7 +20,7 @@ LOG_RATIO_LIMIT = 20.0
 def mismatch_ratios(step: ScoredStep, level: Level) -> Tensor:
     """k: float64 [tokens], finite and above 0, 1 where not sampled. Raises FloatingPointError on logprobs that are not
     finite."""
-    log_ratios = step.log_ratios(step.proximal_logprobs, step.sampler_logprobs)
+    log_ratios = step.log_ratios(step.old_logprobs, step.rollout_logprobs)
     if level != "token":
         of_rows = step.row_sum(log_ratios) if level == "sequence" else step.row_mean(log_ratios)
         log_ratios = torch.where(step.sampled, of_rows[step.row], 0.0)
@@ -30,7 +30,7 @@ def mismatch_ratios(step: ScoredStep, level: Level) -> Tensor:
 def vetoed(step: ScoredStep, threshold: float) -> Tensor:
     """bool [tokens]: all tokens of a response in which any token's own k (never clamped) is below `threshold`; 0 vetoes
     nothing."""
-    ratios = step.log_ratios(step.proximal_logprobs, step.sampler_logprobs).exp()
+    ratios = step.log_ratios(step.old_logprobs, step.rollout_logprobs).exp()
     return (step.row_sum(ratios < threshold) > 0)[step.row]
 
 

@@ -1,5 +1,5 @@
 """MIS: masked importance sampling, rejection that weighs what it keeps by k (slime's `mis` example, whose published
-setting this is with `veto` 1e-4 and `normalised`; verl's `rollout_is` with `rollout_rs`).
+setting this is with `veto` 1e-4 and `normalized`; verl's `rollout_is` with `rollout_rs`).
 
     factor = k if low <= k <= high and the response is not vetoed, else 0
 """
@@ -18,7 +18,7 @@ from precision.objectives.base import ScoredStep
 
 @dataclass(frozen=True, kw_only=True)
 class MIS:
-    """`low`, `high`, `level` and `veto` as in `Rejection`. `normalised` divides by the mean k of what is kept, over
+    """`low`, `high`, `level` and `veto` as in `Rejection`. `normalized` divides by the mean k of what is kept, over
     tokens at level token and over responses otherwise, so that the correction changes no step size. (What is dropped
     has no part in that mean: else it would be made up for, which is to shrink the denominator.)
 
@@ -29,7 +29,7 @@ class MIS:
     high: float = 2.0
     level: Level = "token"
     veto: float = 0.0
-    normalised: bool = False
+    normalized: bool = False
 
     def __post_init__(self) -> None:
         self._rejection()
@@ -39,7 +39,7 @@ class MIS:
         ratios = mismatch_ratios(step, self.level)
         kept = self._rejection().keeps(step, ratios)
         factor = torch.where(kept, ratios, 0.0)
-        if self.normalised:
+        if self.normalized:
             factor = factor / self._mean_kept(step, factor)
         return factor, measured(step, factor, "masked", ~kept)
 

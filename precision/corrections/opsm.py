@@ -33,7 +33,7 @@ class OPSM:
 
     def __call__(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
         """See `Correction`. Advantages decide token by token, as in the paper; usually a response has just one."""
-        distance = step.row_mean(step.log_ratios(step.sampler_logprobs, step.logprobs))
+        distance = step.row_mean(step.log_ratios(step.rollout_logprobs, step.logprobs))
         masked = (step.advantages < 0) & (distance > self.delta)[step.row]
         factor = (~masked).double()
         return factor, measured(step, factor, "masked", masked)

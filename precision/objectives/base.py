@@ -23,7 +23,7 @@ class TokenBatch:
     """Response tokens of one micro-batch. All fields [batch, sequence]; where `mask` is False a field may hold
     anything (NaN, -inf, -120) without touching loss or gradient."""
 
-    sampler_logprobs: Tensor
+    rollout_logprobs: Tensor
     """float32, natural log, of the engine that sampled."""
     advantages: Tensor
     """float32; for objectives with `needs_scoring`, those of `Prepared`."""
@@ -54,9 +54,9 @@ class ScoredStep:
 
     logprobs: Tensor
     """float32 [tokens], natural log: the learner's at the weights that the step is about to change."""
-    sampler_logprobs: Tensor
+    rollout_logprobs: Tensor
     """float32 [tokens], of the engine that sampled."""
-    proximal_logprobs: Tensor
+    old_logprobs: Tensor
     """float32 [tokens], the learner's own when its stage began (pi_old); `logprobs` where a stage is one step."""
     advantages: Tensor
     """float32 [tokens]"""

@@ -40,7 +40,7 @@ class CISPO(Unscored):
         Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
         """
         mask = batch.mask
-        log_ratios, ratios = masked_log_ratios(logprobs, batch.sampler_logprobs, mask)
+        log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, mask)
         learner = response_values(logprobs, mask, "logprobs")
         advantages = response_values(batch.advantages, mask, "advantages")
         weights = ratios.detach().clamp(max=self.cap)

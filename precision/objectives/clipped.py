@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.tokens import response_values, sampler_k3, step_mean, token_sum
+from precision.objectives.tokens import response_values, rollout_k3, step_mean, token_sum
 from precision.ratios import masked_log_ratios
 
 
@@ -62,7 +62,7 @@ def clipped_loss(
         "clip_hits": token_sum(high | low, mask),
         "clip_hits_high": token_sum(high, mask),
         "clip_hits_low": token_sum(low, mask),
-        "k3": sampler_k3(logprobs, batch),
+        "k3": rollout_k3(logprobs, batch),
     }
     if dual_clip is not None:
         bounded = (ratios > dual_clip) & (advantages < 0)
@@ -76,8 +76,8 @@ class Clipped:
     """PPO and GRPO: .2 and .2; DAPO: .2 and .28. `clip_low` is in [0, 1], `clip_high` at least 0; `dual_clip` is above
     1, the paper's is 3.
 
-    `anchor` is what the ratio divides by: "sampler", the engine's probability, so that the clip sees its mismatch too;
-    or "proximal", the learner's own when its stage began, as where trainers recompute the old log-probabilities. The
+    `anchor` is what the ratio divides by: "rollout", the engine's probability, so that the clip sees its mismatch too;
+    or "old", the learner's own when its stage began, as where trainers recompute the old log-probabilities. The
     latter reads `Prepared.anchor_logprobs`.
 
     Sums: see `clipped_loss`. Raises ValueError for bounds out of range.
@@ -86,7 +86,7 @@ class Clipped:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    anchor: Literal["sampler", "proximal"] = "sampler"
+    anchor: Literal["rollout", "old"] = "rollout"
 
     def __post_init__(self) -> None:
         check_clip(self.clip_low, self.clip_high)
@@ -95,11 +95,11 @@ class Clipped:
 
     @property
     def needs_scoring(self) -> bool:
-        return self.anchor == "proximal"
+        return self.anchor == "old"
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """The proximal policy becomes the anchor."""
-        return Prepared(advantages=step.advantages, anchor_logprobs=step.proximal_logprobs)
+        return Prepared(advantages=step.advantages, anchor_logprobs=step.old_logprobs)
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and sums of one micro-batch; see `Objective`.
@@ -111,7 +111,7 @@ class Clipped:
             logprobs,
             batch,
             context,
-            anchor_logprobs=prepared_anchor(batch) if self.anchor == "proximal" else batch.sampler_logprobs,
+            anchor_logprobs=prepared_anchor(batch) if self.anchor == "old" else batch.rollout_logprobs,
             bounds=(1.0 - self.clip_low, 1.0 + self.clip_high),
             dual_clip=self.dual_clip,
         )

@@ -25,8 +25,8 @@ from precision.objectives.tokens import sampled_mean, scaled_advantages
 
 @dataclass(frozen=True, kw_only=True)
 class Decoupled:
-    """`behaviour_cap` is the largest b that counts as it is; 5 was the default of AReaL's code. Above it a token is
-    dropped (`over_cap` "mask", AReaL's) or keeps the weight `behaviour_cap` ("truncate"). Dropped tokens stay in N.
+    """`mismatch_cap` is the largest b that counts as it is; 5 was the default of AReaL's code. Above it a token is
+    dropped (`over_cap` "mask", AReaL's) or keeps the weight `mismatch_cap` ("truncate"). Dropped tokens stay in N.
 
     Measured: `cap_hits` (share of tokens with b above the cap), `weight` (mean of b as it was used). Sums: see
     `clipped_loss`. Raises ValueError for bounds out of range.
@@ -34,14 +34,14 @@ class Decoupled:
 
     clip_low: float = 0.2
     clip_high: float = 0.2
-    behaviour_cap: float = 5.0
+    mismatch_cap: float = 5.0
     over_cap: Literal["mask", "truncate"] = "mask"
 
     def __post_init__(self) -> None:
         check_clip(self.clip_low, self.clip_high)
-        if not (math.isfinite(self.behaviour_cap) and self.behaviour_cap >= 1.0):
+        if not (math.isfinite(self.mismatch_cap) and self.mismatch_cap >= 1.0):
             raise ValueError(
-                f"behaviour_cap is {self.behaviour_cap}, expected a finite number of at least 1; AReaL's was 5"
+                f"mismatch_cap is {self.mismatch_cap}, expected a finite number of at least 1; AReaL's was 5"
             )
 
     @property
@@ -51,12 +51,12 @@ class Decoupled:
     def prepare(self, step: ScoredStep) -> Prepared:
         """b as a factor on the advantages, pi_prox as the anchor. Raises FloatingPointError on a log-ratio that is not
         finite."""
-        behaviour = step.log_ratios(step.proximal_logprobs, step.sampler_logprobs).exp()
-        over = behaviour > self.behaviour_cap
-        weights = torch.where(over, 0.0 if self.over_cap == "mask" else self.behaviour_cap, behaviour)
+        behavior = step.log_ratios(step.old_logprobs, step.rollout_logprobs).exp()
+        over = behavior > self.mismatch_cap
+        weights = torch.where(over, 0.0 if self.over_cap == "mask" else self.mismatch_cap, behavior)
         return Prepared(
             advantages=scaled_advantages(step, weights),
-            anchor_logprobs=step.proximal_logprobs,
+            anchor_logprobs=step.old_logprobs,
             measured={"cap_hits": sampled_mean(step, over), "weight": sampled_mean(step, weights)},
         )
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from precision.objectives.base import StepContext, TokenBatch, Unscored
-from precision.objectives.tokens import response_values, sampler_k3, step_mean, token_sum
+from precision.objectives.tokens import response_values, rollout_k3, step_mean, token_sum
 from precision.ratios import masked_log_ratios
 
 
@@ -50,9 +50,9 @@ class DPPOTV(Unscored):
         Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
         """
         mask = batch.mask
-        log_ratios, ratios = masked_log_ratios(logprobs, batch.sampler_logprobs, mask)
+        log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, mask)
         advantages = response_values(batch.advantages, mask, "advantages")
-        sampler = response_values(batch.sampler_logprobs, mask, "sampler_logprobs")
+        sampler = response_values(batch.rollout_logprobs, mask, "rollout_logprobs")
         change = sampler.exp() * (ratios.detach() - 1.0)
         high = (change > self.threshold) & (advantages > 0)
         low = (change < -self.threshold) & (advantages < 0)
@@ -63,6 +63,6 @@ class DPPOTV(Unscored):
             "clip_hits_high": token_sum(high, mask),
             "clip_hits_low": token_sum(low, mask),
             "square": token_sum(squares, mask),
-            "k3": sampler_k3(logprobs, batch),
+            "k3": rollout_k3(logprobs, batch),
         }
         return step_mean(policy + self.square_coefficient * squares, mask, context), sums

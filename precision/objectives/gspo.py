@@ -27,7 +27,7 @@ from torch import Tensor
 
 from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.clipped import check_clip
-from precision.objectives.tokens import sampled_mean, sampler_k3, scaled_advantages, score_function_loss
+from precision.objectives.tokens import rollout_k3, sampled_mean, scaled_advantages, score_function_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class GSPO:
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
-    anchor: Literal["sampler", "proximal"] = "sampler"
+    anchor: Literal["rollout", "old"] = "rollout"
 
     def __post_init__(self) -> None:
         check_clip(self.clip_low, self.clip_high)
@@ -54,7 +54,7 @@ class GSPO:
     def prepare(self, step: ScoredStep) -> Prepared:
         """Sequence ratios and clips as factors on the advantages. Raises FloatingPointError on a log-ratio that is not
         finite."""
-        anchor = step.proximal_logprobs if self.anchor == "proximal" else step.sampler_logprobs
+        anchor = step.old_logprobs if self.anchor == "old" else step.rollout_logprobs
         ratios = step.row_mean(step.log_ratios(step.logprobs, anchor)).exp()[step.row]
         high = (ratios > 1.0 + self.clip_high) & (step.advantages > 0)
         low = (ratios < 1.0 - self.clip_low) & (step.advantages < 0)
@@ -74,4 +74,4 @@ class GSPO:
 
         Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
         """
-        return score_function_loss(logprobs, batch, context), {"k3": sampler_k3(logprobs, batch)}
+        return score_function_loss(logprobs, batch, context), {"k3": rollout_k3(logprobs, batch)}

@@ -29,8 +29,8 @@ from torch import Tensor
 from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.tokens import (
     response_values,
+    rollout_k3,
     sampled_mean,
-    sampler_k3,
     scaled_advantages,
     step_mean,
     token_sum,
@@ -73,8 +73,8 @@ class M2PO:
 
         Raises FloatingPointError when a log-ratio is not finite.
         """
-        upper = step.proximal_logprobs if self.variant == "areal" else step.logprobs
-        log_ratios = step.log_ratios(upper, step.sampler_logprobs)
+        upper = step.old_logprobs if self.variant == "areal" else step.logprobs
+        log_ratios = step.log_ratios(upper, step.rollout_logprobs)
         positive, negative = step.advantages > 0, step.advantages < 0
         looked_at = step.sampled
         if self.variant != "areal":
@@ -106,9 +106,9 @@ class M2PO:
         Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
         """
         mask = batch.mask
-        _, ratios = masked_log_ratios(logprobs, batch.sampler_logprobs, mask)
+        _, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, mask)
         advantages = response_values(batch.advantages, mask, "advantages")
-        sums = {"weight": token_sum(ratios, mask), "k3": sampler_k3(logprobs, batch)}
+        sums = {"weight": token_sum(ratios, mask), "k3": rollout_k3(logprobs, batch)}
         return step_mean(-ratios * advantages, mask, context), sums
 
 

@@ -72,7 +72,7 @@ class MuGRPO:
     def prepare(self, step: ScoredStep) -> Prepared:
         """The veto at the current weights, as factors on the advantages. Raises FloatingPointError on a log-ratio that
         is not finite."""
-        log_ratios = step.log_ratios(step.logprobs, step.sampler_logprobs)
+        log_ratios = step.log_ratios(step.logprobs, step.rollout_logprobs)
         negative = step.sampled & (step.advantages < 0)
         triggers = negative & self._triggers(log_ratios)
         dropped = negative & self._dropped(step, triggers)
@@ -110,6 +110,6 @@ class MuGRPO:
             logprobs,
             batch,
             context,
-            anchor_logprobs=batch.sampler_logprobs,
+            anchor_logprobs=batch.rollout_logprobs,
             bounds=(self.ratio_min, self.ratio_max),
         )

@@ -57,7 +57,7 @@ class P3O:
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """The ESS of the step. Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens."""
-        log_ratios = step.log_ratios(step.logprobs, step.sampler_logprobs)
+        log_ratios = step.log_ratios(step.logprobs, step.rollout_logprobs)
         if self.ess_unit == "token":
             ess = token_ess(log_ratios[step.sampled])
         else:
@@ -71,7 +71,7 @@ class P3O:
         Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite, or the ESS given is
         outside (0, 1]; ValueError when step scope gets no ESS.
         """
-        log_ratios, ratios = masked_log_ratios(logprobs, batch.sampler_logprobs, batch.mask)
+        log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, batch.mask)
         ess = self._ess(ratios.detach(), batch.mask, context)
         kl = official_kl(log_ratios) if self.kl_estimator == "official" else importance_kl(log_ratios, cap=ess)
         return capped_and_anchored(logprobs, batch, context, ratios=ratios.detach(), kl=kl, ess=ess)

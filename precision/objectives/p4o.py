@@ -32,7 +32,7 @@ from precision.ratios import masked_log_ratios
 class P4O:
     """Experimental (see above): never the first choice.
 
-    Sums: as P3O's; `kl` is that to the mixture. Measured: `sampler_ess` and `proximal_ess` (e_b and e_prox).
+    Sums: as P3O's; `kl` is that to the mixture. Measured: `sampler_ess` and `old_ess` (e_b and e_prox).
     """
 
     @property
@@ -44,13 +44,13 @@ class P4O:
 
         Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens.
         """
-        anchors = (step.sampler_logprobs, step.proximal_logprobs)
-        sampler_ess, proximal_ess = (token_ess(step.log_ratios(step.logprobs, x)[step.sampled]) for x in anchors)
+        anchors = (step.rollout_logprobs, step.old_logprobs)
+        sampler_ess, old_ess = (token_ess(step.log_ratios(step.logprobs, x)[step.sampled]) for x in anchors)
         return Prepared(
             advantages=step.advantages,
-            anchor_logprobs=_mixture(step, weights=(1.0 - sampler_ess, 1.0 - proximal_ess)),
-            step_ess=min(sampler_ess, proximal_ess),
-            measured={"sampler_ess": sampler_ess, "proximal_ess": proximal_ess},
+            anchor_logprobs=_mixture(step, weights=(1.0 - sampler_ess, 1.0 - old_ess)),
+            step_ess=min(sampler_ess, old_ess),
+            measured={"sampler_ess": sampler_ess, "old_ess": old_ess},
         )
 
     def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
@@ -59,20 +59,20 @@ class P4O:
         Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite, or the ESS given is
         outside (0, 1]; ValueError when the step was not prepared.
         """
-        _, ratios = masked_log_ratios(logprobs.detach(), batch.sampler_logprobs, batch.mask)
+        _, ratios = masked_log_ratios(logprobs.detach(), batch.rollout_logprobs, batch.mask)
         to_mixture, _ = masked_log_ratios(logprobs, prepared_anchor(batch), batch.mask)
         ess = checked_ess(context.step_ess)
         return capped_and_anchored(logprobs, batch, context, ratios=ratios, kl=official_kl(to_mixture), ess=ess)
 
 
 def _mixture(step: ScoredStep, *, weights: tuple[float, float]) -> Tensor:
-    """[tokens], in the dtype of the log-probabilities: log of the weighted mean of the sampler's and the proximal
+    """[tokens], in the dtype of the log-probabilities: log of the weighted mean of the sampler's and the old
     probability; 0 where not sampled."""
     total = sum(weights)
     if total <= 0.0:  # Neither anchor has moved: 1 - e is 0 as well, and whatever stands here counts for nothing.
         weights, total = (1.0, 0.0), 1.0
     terms = [
         torch.where(step.sampled, anchor.double(), 0.0) + (math.log(weight / total) if weight > 0.0 else -math.inf)
-        for weight, anchor in zip(weights, (step.sampler_logprobs, step.proximal_logprobs), strict=True)
+        for weight, anchor in zip(weights, (step.rollout_logprobs, step.old_logprobs), strict=True)
     ]
-    return torch.where(step.sampled, torch.logaddexp(*terms), 0.0).to(step.sampler_logprobs.dtype)
+    return torch.where(step.sampled, torch.logaddexp(*terms), 0.0).to(step.rollout_logprobs.dtype)

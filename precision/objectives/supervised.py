@@ -15,7 +15,7 @@ from precision.objectives.tokens import response_values, score_function_loss, to
 
 @dataclass(frozen=True, kw_only=True)
 class Supervised(Unscored):
-    """`advantages` weigh tokens; `sampler_logprobs` are not read: nobody sampled a demonstration.
+    """`advantages` weigh tokens; `rollout_logprobs` are not read: nobody sampled a demonstration.
 
     Sums: `nll` (-log pi, unweighted).
     """

@@ -54,12 +54,12 @@ def score_function_loss(logprobs: Tensor, batch: TokenBatch, context: StepContex
     return step_mean(-advantages * learner, batch.mask, context)
 
 
-def sampler_k3(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+def rollout_k3(logprobs: Tensor, batch: TokenBatch) -> Tensor:
     """Detached float64 scalar: the sum of rho - 1 - log rho, whose mean estimates KL(sampler || learner) in nats.
 
     Raises FloatingPointError when a log-ratio under the mask is not finite.
     """
-    log_ratios, _ = masked_log_ratios(logprobs.detach(), batch.sampler_logprobs, batch.mask)
+    log_ratios, _ = masked_log_ratios(logprobs.detach(), batch.rollout_logprobs, batch.mask)
     return token_sum(log_ratios.expm1() - log_ratios, batch.mask)
 
 

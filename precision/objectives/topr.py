@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.tokens import sampled_mean, sampler_k3, scaled_advantages, score_function_loss
+from precision.objectives.tokens import rollout_k3, sampled_mean, scaled_advantages, score_function_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class TOPR:
         """Weights of whole responses as factors on the advantages. Raises FloatingPointError on a log-ratio that is not
         finite."""
         # A product over a long response may overflow to infinity, which the cap takes in.
-        ratios = step.row_sum(step.log_ratios(step.logprobs, step.sampler_logprobs)).exp()[step.row]
+        ratios = step.row_sum(step.log_ratios(step.logprobs, step.rollout_logprobs)).exp()[step.row]
         failed = step.advantages < 0
         weights = torch.where(failed, ratios.clamp(self.clip_low, self.clip_high), 1.0)
         return Prepared(
@@ -67,4 +67,4 @@ class TOPR:
 
         Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
         """
-        return score_function_loss(logprobs, batch, context), {"k3": sampler_k3(logprobs, batch)}
+        return score_function_loss(logprobs, batch, context), {"k3": rollout_k3(logprobs, batch)}

@@ -65,7 +65,7 @@ def sglang_version() -> str | None:
         except metadata.PackageNotFoundError:
             return None
     if shutil.which(python) is None:
-        raise EngineStartError(f"{PYTHON_VARIABLE} is {python!r}, expected a Python executable; mend or unset it")
+        raise EngineStartError(f"{PYTHON_VARIABLE} is {python!r}, expected a Python executable; correct or unset it")
     command = [python, "-P", "-c", _ASK]
     try:
         asked = subprocess.run(
@@ -75,7 +75,7 @@ def sglang_version() -> str | None:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = [str(error), *(getattr(error, "stderr", None) or "").strip().splitlines()][-1]
         raise EngineStartError(
-            f"{PYTHON_VARIABLE} is {python!r}, which does not run as Python 3.11 or newer ({said}); mend or unset it"
+            f"{PYTHON_VARIABLE} is {python!r}, which does not run as Python 3.11 or newer ({said}); correct or unset it"
         ) from None
     return version
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.recipe import RolloutPrecision
-from rollout_sglang.protocol import UNPROVED
+from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, launch
 from rollout_sglang.server.rollout_python import module_command, module_environment
@@ -61,7 +61,7 @@ def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
     module = "rollout_sglang.server.launch_server" if cuda else "rollout_sglang.cpu.cpu_server"
     argv = [*module_command(module), "--model-path", str(spec.model), "--host", HOST, "--port", str(spec.port)]
     argv += ["--dtype", spec.dtype, "--tp-size", str(spec.tensor_parallel)]
-    argv += ["--context-length", str(spec.context_tokens), "--weight-version", f"{UNPROVED}{spec.version}"]
+    argv += ["--context-length", str(spec.context_tokens), "--weight-version", f"{UNVERIFIED}{spec.version}"]
     argv += ["--random-seed", str(spec.seed), "--sleep-on-idle", "--log-level-http", "warning"]
     if spec.precision == "fp8_tensor":
         argv += ["--quantization", "fp8"]

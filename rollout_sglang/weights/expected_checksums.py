@@ -60,7 +60,7 @@ class _Place(NamedTuple):
     parts: tuple[str, ...]
 
 
-class EngineDigests:
+class ExpectedChecksums:
     """Digests of one policy, as an engine of `tensor_parallel` ranks reports them."""
 
     def __init__(

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.errors import EngineUnavailableError, EngineVersionError
-from pipeline.ports.weight_update import Meeting, TensorSpec
-from rollout_sglang.protocol import DISOWNED, UNPROVED, Updated
+from pipeline.ports.weight_update import ProcessGroupSpec, TensorSpec
+from rollout_sglang.protocol import INVALIDATED, UNVERIFIED, Updated
 from rollout_sglang.server.sglang_compat import DialectOf
 from rollout_sglang.transport import Transport
 
@@ -36,7 +36,7 @@ class Receiver:
             raise EngineVersionError(f"{self.url}: {dialect.no_tensors}")
         if dialect.sessions:
             await self._open_session()
-        await self._name(DISOWNED)
+        await self._name(INVALIDATED)
 
     async def _open_session(self) -> None:
         if not (await self._ask("/begin_weight_update", {})).success:
@@ -44,15 +44,15 @@ class Receiver:
             await self._do("/end_weight_update", {})
             await self._do("/begin_weight_update", {})
 
-    async def join(self, meeting: Meeting, world_size: int, deadline_s: float) -> None:
+    async def join(self, group_spec: ProcessGroupSpec, world_size: int, deadline_s: float) -> None:
         """The engine's ranks join the group as ranks 1, 2, …"""
         request = {
-            "master_address": meeting.address,
-            "master_port": meeting.port,
+            "master_address": group_spec.address,
+            "master_port": group_spec.port,
             "rank_offset": 1,
             "world_size": world_size,
-            "group_name": meeting.group,
-            "backend": meeting.backend,
+            "group_name": group_spec.group,
+            "backend": group_spec.backend,
         }
         await self._do("/init_weights_update_group", request, deadline_s)
 
@@ -88,10 +88,10 @@ class Receiver:
         await self._do("/update_weights_from_tensor", request, deadline_s)
 
     async def end(self, version: int, deadline_s: float) -> None:
-        """All tensors came: finish the weights (quantize, repack), claim `version` unproved."""
+        """All tensors came: finish the weights (quantize, repack), claim `version` unverified."""
         if (await self._dialect()).sessions:
             await self._do("/end_weight_update", {}, deadline_s)
-        await self._name(f"{UNPROVED}{version}")
+        await self._name(f"{UNVERIFIED}{version}")
 
     async def give_up(self) -> None:
         """Not all tensors came: close the session only."""

@@ -1,12 +1,13 @@
-"""The fleet as a receiver of tensors: implements pipeline.ports.weight_update.EngineFeed.
+"""The fleet as a receiver of tensors: implements pipeline.ports.weight_update.WeightUpdateSession.
 
-    open_feed   lock → every engine: pause, begin, `unproved`            (the process that publishes)
+    begin_weight_update   lock → every engine: pause, begin, `unverified`            (the process that publishes)
     receive     one bucket: the engine joins a broadcast, or opens memory of the sender, and loads it
                                                                          (every sender, for its own engines)
-    close_feed  fed engines: end, flush, `unproved-13` → prove → admit; the others: quarantine; record, unlock
+    end_weight_update  fed engines: end, flush, `unverified-13` → prove → admit; the others: quarantine; record, unlock
 
-From `open_feed` until an engine has proved what it was sent, it claims no version: whoever dies in between leaves
-engines that get no requests, until they are fed again (heal, from the last published folder, or the next publish).
+From `begin_weight_update` until an engine has proved what it was sent, it claims no version. Whoever dies in between
+leaves engines that get no requests, until they are given weights again (by resync, from the last published folder, or
+by the next publish).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from pathlib import Path
 from typing import Unpack
 
 from pipeline.errors import RetryableError
-from pipeline.ports.weight_check import Proof
-from pipeline.ports.weight_update import FeedReport, Meeting, TensorSpec
+from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weight_update import ProcessGroupSpec, TensorSpec, WeightUpdateReport
 from rollout_sglang.client import CONTROL_DEADLINE_S, EngineClient
-from rollout_sglang.fleet import Fleet, FleetSettings, Target, all_of, summarise, write_record
+from rollout_sglang.fleet import Fleet, FleetSettings, Target, all_of, summarize, write_record
 from rollout_sglang.weight_verifier import Stopwatch
 from rollout_sglang.weights.locks import exclusive_lock
 from rollout_sglang.weights.receiver import Receiver
@@ -31,7 +32,7 @@ FAREWELL_S = 5.0
 """How long an engine that failed is asked to close its session; it is quarantined whatever it answers."""
 
 
-class FedFleet(Fleet):
+class FleetUpdateSession(Fleet):
     """A Fleet whose engines can be sent tensors. One publish at a time."""
 
     def __init__(self, urls: Sequence[str], *, ranks_per_engine: int, **settings: Unpack[FleetSettings]) -> None:
@@ -46,10 +47,10 @@ class FedFleet(Fleet):
 
     @property
     def is_open(self) -> bool:
-        """See EngineFeed."""
+        """See WeightUpdateSession."""
         return self._lock is not None
 
-    async def open_feed(self) -> FeedReport:
+    async def begin_weight_update(self) -> WeightUpdateReport:
         """Raises DeadlineExceededError when another process feeds for too long. Measured: lock_s, pause_s."""
         assert self._lock is None, "the last publish was not closed"
         watch = Stopwatch()
@@ -59,55 +60,55 @@ class FedFleet(Fleet):
             results = await all_of(_outcome(engine, self._ready) for engine in self._engines)
             watch.lap("pause_s")
             self._lock = stack.pop_all()
-        return FeedReport(failures=_failures(results), measured=watch.seconds)
+        return WeightUpdateReport(failures=_failures(results), measured=watch.seconds)
 
-    async def join(self, engine: int, meeting: Meeting, deadline_s: float) -> None:
-        """See EngineFeed."""
-        await self._receivers[engine].join(meeting, 1 + self.ranks_per_engine, deadline_s)
+    async def join(self, engine: int, group_spec: ProcessGroupSpec, deadline_s: float) -> None:
+        """See WeightUpdateSession."""
+        await self._receivers[engine].join(group_spec, 1 + self.ranks_per_engine, deadline_s)
 
     async def is_member(self, engine: int, group: str) -> bool:
-        """See EngineFeed."""
+        """See WeightUpdateSession."""
         return await self._receivers[engine].is_member(group)
 
     async def leave(self, engine: int, group: str) -> None:
-        """See EngineFeed."""
+        """See WeightUpdateSession."""
         with suppress(RetryableError, TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 await self._receivers[engine].leave(group)
 
     async def receive(self, engine: int, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
-        """See EngineFeed."""
+        """See WeightUpdateSession."""
         await self._receivers[engine].receive(group, tensors, deadline_s)
 
     async def receive_shared(self, engine: int, bucket: bytes, deadline_s: float) -> None:
-        """See EngineFeed."""
+        """See WeightUpdateSession."""
         await self._receivers[engine].receive_shared(bucket, self.ranks_per_engine, deadline_s)
 
-    async def close_feed(
-        self, version: int, directory: Path, proof: Proof | None, failures: Mapping[int, str]
-    ) -> FeedReport:
-        """See EngineFeed. Measured: load_s, and what Fleet.load reports of proving."""
-        assert self._lock is not None, "open_feed comes first"
+    async def end_weight_update(
+        self, version: int, directory: Path, proof: WeightCheck | None, failures: Mapping[int, str]
+    ) -> WeightUpdateReport:
+        """See WeightUpdateSession. Measured: load_s, and what Fleet.load reports of proving."""
+        assert self._lock is not None, "begin_weight_update comes first"
         target = Target(version, directory, proof)
         async with self._lock:
             self._lock = None
             measured: dict[int, dict[str, float]] = {}
 
-            async def settle(engine: EngineClient) -> None:
+            async def finish(engine: EngineClient) -> None:
                 if engine.index in failures:
                     await self._give_up(engine)
                 else:
                     measured[engine.index] = await self._admit_fed(engine, target)
 
-            results = await all_of(_outcome(engine, settle) for engine in self._engines)
+            results = await all_of(_outcome(engine, finish) for engine in self._engines)
             fell = {index: reason for index, reason in _failures(results).items() if index not in failures}
             for index in fell:
                 await self._give_up(self._engines[index])
             if measured:
                 self._target = target
                 write_record(self._record, version)
-        numbers = summarise(version, list(measured.values())) if measured else {}
-        return FeedReport(failures={**failures, **fell}, measured=numbers)
+        numbers = summarize(version, list(measured.values())) if measured else {}
+        return WeightUpdateReport(failures={**failures, **fell}, measured=numbers)
 
     async def close(self) -> None:
         """Release connections; engines and router go on."""
@@ -122,8 +123,8 @@ class FedFleet(Fleet):
         began = time.monotonic()
         await self._receivers[engine.index].end(target.version, self._load_deadline_s)
         seconds = {"load_s": time.monotonic() - began}
-        seconds |= await self._prove(engine, target.version, target.proof)
-        self._proved[engine.index] = target
+        seconds |= await self._verify(engine, target.version, target.proof)
+        self._verified[engine.index] = target
         await self._admit(engine)
         return seconds
 
@@ -132,7 +133,7 @@ class FedFleet(Fleet):
         await self._quarantine(engine)
         with suppress(RetryableError, TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
-                await engine.disown()
+                await engine.invalidate()
                 await self._receivers[engine.index].give_up()
                 await engine.resume()
 

@@ -73,11 +73,11 @@ class Bench:
         logits = (3 * torch.randn(TOKENS, VOCABULARY, device="cuda", dtype=torch.bfloat16)).contiguous()
         wanted = torch.randint(0, VOCABULARY, (TOKENS,), device="cuda")
         peak, sums = logprobs_torch.statistics(logits, wanted, TEMPERATURE)
-        normaliser, scale = peak + sums[0].log(), torch.ones_like(peak)
+        normalizer, scale = peak + sums[0].log(), torch.ones_like(peak)
         few = torch.where(torch.arange(TOKENS, device="cuda") % 8 == 0, scale, 0)
 
         def gradient(module: Any, upstream: Tensor) -> None:
-            module.write_gradient(logits, wanted, normaliser, upstream, TEMPERATURE, logits)
+            module.write_gradient(logits, wanted, normalizer, upstream, TEMPERATURE, logits)
 
         torch_s = timing.seconds(lambda: logprobs_torch.statistics(logits, wanted, TEMPERATURE))
         for lanes, warps in VOCABULARY_VARIANTS:

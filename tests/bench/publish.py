@@ -5,7 +5,7 @@ A random Qwen3 of 50 million parameters; learner (one process) and engine in bf1
 the engine's checksums and the probe. The first round is left out. Numbers are medians of the other rounds.
 
     publish_s      the whole publish: probe scored, weights out, loaded by the engine, proved, published
-    wire_s         broadcast, ipc: in which the engine receives and loads
+    transfer_s         broadcast, ipc: in which the engine receives and loads
     settle_s       broadcast, ipc: after publish_s, until the policy folder behind it is complete
     bytes          of the weights in the policy folder, as they travel
 
@@ -87,8 +87,8 @@ def case(measured: dict[str, float], copy_s: float) -> dict[str, Any]:
         publish_over_loopback=publish_s / copy_s,
         timers=timers,
     )
-    if "wire_s" in timers:
-        result["wire_over_loopback"] = timers["wire_s"] / copy_s
+    if "transfer_s" in timers:
+        result["transfer_over_loopback"] = timers["transfer_s"] / copy_s
     return result
 
 

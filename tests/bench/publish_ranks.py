@@ -43,17 +43,17 @@ def measure(run: RunDirectory, rounds: int) -> None:
 
 
 def publish(run: RunDirectory, learner: MegatronLearner, channel: WeightChannel, version: int) -> dict[str, float]:
-    """What the channel says; bytes, of the weights in the policy folder; settle_s, until that folder is complete."""
+    """What the channel says; bytes, of the weights in the policy folder; folder_s, until that folder is complete."""
     with torch.no_grad():  # other weights each time: a publish that changes nothing would be proved by the last one
         for chunk in learner.model:
             for parameter in chunk.parameters():
                 parameter.mul_(1 + 2**-6)
     measured = channel.publish(version)
-    settled = timed(channel.settle)
+    waited = timed(channel.wait_for_folder)
     index = json.loads((run.policy_directory(version) / "model.safetensors.index.json").read_text())
     if measured["engines_checked"] != 1 or measured.get("engines_failed", 0):
         raise SystemExit(f"error: the engine did not prove version {version}: {measured}")
-    return {**measured, "settle_s": settled, "bytes": float(index["metadata"]["total_size"])}
+    return {**measured, "folder_s": waited, "bytes": float(index["metadata"]["total_size"])}
 
 
 def timed(action: Callable[[], None]) -> float:

@@ -68,7 +68,7 @@ class ReceivingDouble(EngineDouble):
     def restart(self) -> None:
         """Another process behind the same port."""
         self.stop()
-        self.groups, self.session, self.version = {}, False, "unproved-0"
+        self.groups, self.session, self.version = {}, False, "unverified-0"
         self.bucket_fault = None
         self.start()
 

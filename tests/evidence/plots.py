@@ -37,7 +37,7 @@ LOG_FROM_RATIO = 50.0
 
 
 def draw(experiment: Experiment, results: Sequence[Result], path: Path) -> None:
-    """One row a condition; the same colours for the same arms throughout."""
+    """One row a condition; the same colors for the same arms throughout."""
     columns = [f"held-out pass@{k}" for k in experiment.pass_at] + list(experiment.series)
     rows = len(experiment.conditions)
     with mpl.rc_context(STYLE):
@@ -63,13 +63,13 @@ def draw(experiment: Experiment, results: Sequence[Result], path: Path) -> None:
 
 def _held_out(axes: Axes, experiment: Experiment, arms: Mapping[str, Arm], k: int) -> None:
     for name, arm in arms.items():
-        curve, colour = arm.curve(k), _colour(experiment, name)
+        curve, color = arm.curve(k), _colour(experiment, name)
         low, high = np.quantile(resample(curve), [0.025, 0.975], axis=0)
-        axes.fill_between(arm.versions, low, high, color=colour, alpha=0.12, linewidth=0)
+        axes.fill_between(arm.versions, low, high, color=color, alpha=0.12, linewidth=0)
         axes.plot(
             arm.versions,
             curve.mean(axis=(0, 2)),
-            color=colour,
+            color=color,
             marker="o",
             markersize=2.5,
             label=_title(experiment, name),
@@ -87,14 +87,14 @@ def _metric(axes: Axes, experiment: Experiment, arms: Mapping[str, Arm], metric:
     """Each seed faint, their mean in front of them."""
     shown: list[float] = []
     for name, arm in arms.items():
-        seeds, colour = [values for values in arm.metric(metric) if values], _colour(experiment, name)
+        seeds, color = [values for values in arm.metric(metric) if values], _colour(experiment, name)
         if not seeds:
             continue
         for values in seeds:
-            axes.plot(values, color=colour, alpha=0.25, linewidth=0.7)
+            axes.plot(values, color=color, alpha=0.25, linewidth=0.7)
             shown += values
         length = min(map(len, seeds))
-        axes.plot(np.mean([values[:length] for values in seeds], axis=0), color=colour)
+        axes.plot(np.mean([values[:length] for values in seeds], axis=0), color=color)
     if shown and min(shown) > 0 and max(shown) > LOG_FROM_RATIO * min(shown):
         axes.set_yscale("log")
 

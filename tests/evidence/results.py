@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.analysis.run_log import History
+from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import read_events
 from pipeline.rollout.evaluation import pass_at_k
 from tests.evidence.matrix import Cell
@@ -84,7 +84,7 @@ def harvest(cell: Cell, series: Sequence[str]) -> Result | None:
     state, reason = state_of(cell.directory)
     if state == "missing":
         return None
-    history = History.read(cell.directory)
+    history = RunLog.read(cell.directory)
     rollout = history.recipe.rollout
     return Result(
         condition=cell.condition,
@@ -100,7 +100,7 @@ def harvest(cell: Cell, series: Sequence[str]) -> Result | None:
     )
 
 
-def _evaluations(history: History) -> list[Evaluation]:
+def _evaluations(history: RunLog) -> list[Evaluation]:
     """With the seconds that training took before each: from the first batch to the publish of that version, less the
     evaluations in between. A pause between two sessions of a cell counts, so timed cells should not be interrupted."""
     issued = [float(event["time"]) for event in history.of_kind("issued")]
@@ -123,7 +123,7 @@ def _evaluations(history: History) -> list[Evaluation]:
     return found
 
 
-def _series(history: History, name: str) -> list[float | None]:
+def _series(history: RunLog, name: str) -> list[float | None]:
     values: list[float | None] = [None] * history.num_steps
     for step, value in zip(*history.series(name), strict=True):
         values[step] = float(f"{value:.{DIGITS}g}")

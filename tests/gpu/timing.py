@@ -1,6 +1,6 @@
 """Seconds of device work, and the two yardsticks that other figures are divided by. Needs torch.
 
-Yardsticks are measured beside what they judge: a card's clocks and the heat of its neighbours differ from hour to hour.
+Yardsticks are measured beside what they judge: a card's clocks and the heat of its neighbors differ from hour to hour.
 Inputs are random: zeros multiply faster than data.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 WARM_UP, ROUNDS = 3, 9
 
 
-def synchronise() -> None:
+def synchronize() -> None:
     """Wait for the GPU, where there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -27,7 +27,7 @@ def seconds(action: Callable[[], Any], *, rounds: int = ROUNDS, warm_up: int = W
     """Median over `rounds`, by CUDA events, after `warm_up` runs: these load modules and compile kernels."""
     for _ in range(warm_up):
         action()
-    synchronise()
+    synchronize()
     return statistics.median(_once(action) for _ in range(rounds))
 
 
@@ -46,10 +46,10 @@ def _once(action: Callable[[], Any]) -> float:
 
 def wall_seconds(action: Callable[[], Any]) -> float:
     """Of one run that ends on the host."""
-    synchronise()
+    synchronize()
     began = time.perf_counter()
     action()
-    synchronise()
+    synchronize()
     return time.perf_counter() - began
 
 
@@ -77,11 +77,11 @@ def peak_extra_bytes(action: Callable[[], Any]) -> int:
     if not torch.cuda.is_available():
         action()
         return 0
-    synchronise()
+    synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     action()
-    synchronise()
+    synchronize()
     return int(torch.cuda.max_memory_allocated() - before)
 
 

@@ -136,7 +136,7 @@ def mend(ranks: subprocess.Popen[bytes], root: Path, servers: Servers) -> None:
 
 
 def publish(found: list[dict[str, Any]], version: int) -> dict[str, Any]:
-    assert [one["publishes"] for one in found[1:]] == [{}] * 3, "only rank 0 speaks"
+    assert [one["publishes"] for one in found[1:]] == [{}] * 3, "only rank 0 is_rank_zero"
     result: dict[str, Any] = found[0]["publishes"][str(version)]
     assert result["published"] == version
     return result
@@ -149,9 +149,9 @@ def test_engines_hold_what_the_learner_sent(found: list[dict[str, Any]], version
     assert len(result["gaps"]) == 2
     assert max(result["gaps"].values()) < 1e-4
     measured = result["measured"]
-    assert measured["wire_bytes"] == 2 * found[0]["nbytes"], "each engine gets each tensor once"
+    assert measured["transfer_bytes"] == 2 * found[0]["nbytes"], "each engine gets each tensor once"
     assert measured["engines_failed"] == 0
-    assert {"lock_s", "pause_s", "gather_s", "quantize_s", "wire_s", "load_s", "publish_s"} <= measured.keys()
+    assert {"lock_s", "pause_s", "gather_s", "quantize_s", "transfer_s", "load_s", "publish_s"} <= measured.keys()
 
 
 @pytest.mark.parametrize(("version", "how"), [(3, "killed"), (5, "stopped")])
@@ -164,9 +164,9 @@ def test_an_engine_that_breaks_between_buckets_breaks_nothing_else(
     assert max(result["gaps"].values()) < 1e-4
     measured = result["measured"]
     assert measured["engines_failed"] == 1
-    assert found[0]["nbytes"] < measured["wire_bytes"] < 2 * found[0]["nbytes"], "it broke half-way"
+    assert found[0]["nbytes"] < measured["transfer_bytes"] < 2 * found[0]["nbytes"], "it broke half-way"
     if how == "stopped":
-        assert DEADLINE_S < measured["wire_s"] < 2 * DEADLINE_S
+        assert DEADLINE_S < measured["transfer_s"] < 2 * DEADLINE_S
         assert measured["publish_s"] < 4 * DEADLINE_S
 
 
@@ -193,7 +193,7 @@ def test_a_bit_that_flips_on_the_wire_is_never_served(found: list[dict[str, Any]
     assert sorted(result["versions"].values(), key=str) == [8, None], "the spoilt engine claims no version"
     assert len(result["gaps"]) == 1, "and is asked nothing"
     assert result["measured"]["engines_failed"] == 1
-    assert result["measured"]["wire_bytes"] == 2 * found[0]["nbytes"], "nobody noticed while it was sent"
+    assert result["measured"]["transfer_bytes"] == 2 * found[0]["nbytes"], "nobody noticed while it was sent"
 
 
 def test_the_folder_is_written_behind(found: list[dict[str, Any]]) -> None:
@@ -254,7 +254,7 @@ def test_a_run_with_a_dying_engine(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics] == list(range(STEPS))
     for line in metrics:
         fed = 2 - line["engines_failed"]
-        assert 0 < line["wire_bytes"] <= 0.55 * fed * bf16_bytes(tmp_path / "model")
+        assert 0 < line["transfer_bytes"] <= 0.55 * fed * bf16_bytes(tmp_path / "model")
         assert line["engines_checked"] == fed, "their checksums are those of what was sent"
         assert line["probe_gap_nats"] < 0.2
         assert line["ess"] > 0.5

@@ -22,7 +22,7 @@ from launch.convert.folders import hf_to_fp8, hf_to_megatron, megatron_to_hf
 from launch.convert.inspect import inspect_folder
 from launch.convert.new_model import new_model
 from megatron_bridge.hf.headers import weight_files
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.hf.safetensors_stream import ShardWriter, TensorSpec, plan_shards
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import RolloutPrecision
@@ -180,7 +180,7 @@ def write_large(folder: Path) -> None:
     )
     (folder / "config.json").write_text(json.dumps(config))
     noise = (torch.randn(4 << 20, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
-    groups = [[TensorSpec(name, size, torch.bfloat16)] for name, size in ModelShape.from_hf(config).tensors().items()]
+    groups = [[TensorSpec(name, size, torch.bfloat16)] for name, size in ModelConfig.from_hf(config).tensors().items()]
     for number, shard in enumerate(plan_shards(groups, 1 << 30)):
         writer = ShardWriter(folder / f"model-{number}.safetensors", shard)
         for spec in shard:

@@ -1,4 +1,4 @@
-"""Interruptions, dynamic sampling, retired problems: real engines, a real learner, and a collector that dies."""
+"""Interruptions, dynamic sampling, solved problems: real engines, a real learner, and a collector that dies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             max_new_tokens=16,
             interruption=dict(from_tokens=4, to_tokens=7, phrase=PHRASE, answer_tokens=6),
         ),
-        prompts=dict(refill=True, max_refills=3, retire_at_pass_rate=0.9),
+        prompts=dict(refill=True, max_refills=3, solved_pass_rate=0.9),
         schedule=dict(kind="async", lag=1),
         evaluation=dict(prompts=1),
         task=dict(
@@ -88,7 +88,7 @@ def test_the_history_is_sound(run: Path) -> None:
     assert audit["ok"], audit
     assert audit["batches"] == STEPS
     assert audit["zero_variance"] > 0
-    assert audit["retired"] > 0
+    assert audit["solved"] > 0
     assert [event["process"] for event in read_events(run, "restarted")] == ["collector"]
 
 
@@ -109,14 +109,14 @@ def test_interrupted_responses(run: Path, batches: list[Batch]) -> None:
     said = len(PHRASE)
     for batch in batches:
         assert batch.interrupted.mean() > 0.5
-        assert int(batch.forced.sum()) == said * int(batch.interrupted.sum())
+        assert int((~batch.loss_mask).sum()) == said * int(batch.interrupted.sum())
         offsets = batch.response_offsets
         for sample in np.flatnonzero(batch.interrupted):
-            forced = np.flatnonzero(batch.forced[offsets[sample] : offsets[sample + 1]])
+            forced = np.flatnonzero(~batch.loss_mask[offsets[sample] : offsets[sample + 1]])
             assert forced.tolist() == list(range(forced[0], forced[0] + said))
             assert 4 <= forced[0] <= 7
             assert 1 <= batch.response_lengths[sample] - forced[-1] - 1 <= 6
-        assert np.all(batch.sampler_logprobs[~batch.forced] < 0.0)
+        assert np.all(batch.rollout_logprobs[batch.loss_mask] < 0.0)
     assert len({event["interrupted"] for event in read_events(run, "committed")} - {0}) > 0
 
 
@@ -124,6 +124,6 @@ def test_the_learner_agrees_with_the_engine_on_what_was_sampled(run: Path, batch
     """At the weights that sampled it, also after the phrase: the engine read what is stored."""
     for batch in batches[:1]:
         learner = np.load(run / "logprobs" / f"{batch.index:06d}.npy")
-        sampled = ~batch.forced
-        assert np.abs(learner - batch.sampler_logprobs)[sampled].max() < 1e-3
+        sampled = batch.loss_mask
+        assert np.abs(learner - batch.rollout_logprobs)[sampled].max() < 1e-3
     assert [line["num_tokens"] for line in read_metrics(run)] == [batch.num_sampled_tokens for batch in batches]

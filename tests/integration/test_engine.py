@@ -289,7 +289,7 @@ def test_a_fleet_behind_the_router_survives_the_death_of_an_engine(
 async def _survive(urls: list[str], router_url: str, lock: Path, pair: list[Engine]) -> None:
     fleet = Fleet(urls, router_url=router_url, api_key=KEY, lock_path=lock, request_deadline_s=60, load_deadline_s=60)
     try:
-        assert (await fleet.load(1, pair[0].checkpoints[1])).keys() >= {"pause_s", "load_s", "digest_s"}
+        assert (await fleet.load(1, pair[0].checkpoints[1])).keys() >= {"pause_s", "load_s", "checksum_s"}
         assert await fleet.versions() == dict.fromkeys(urls, 1)
         await asyncio.gather(*(fleet.generate(row, 2, Sampling(max_new_tokens=4)) for row in ROWS))
         tree = psutil.Process(pair[1].process.pid).children(recursive=True)

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from megatron_bridge.hf.writer import hf_tensors, write_policy
 from megatron_bridge.weight_sync.buckets import Bucket, pack
-from megatron_bridge.weight_sync.event_loop_thread import Background
-from megatron_bridge.weight_sync.ipc_transport import SharedWire
+from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
+from megatron_bridge.weight_sync.ipc_transport import IpcTransport
 from pipeline.config.recipe import RolloutPrecision
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import Proof
-from pipeline.ports.weight_update import FeedReport
+from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weight_update import WeightUpdateReport
 from precision.formats.quant_map import QuantMap, quantize_state
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, free_port, start
-from rollout_sglang.weights.expected_checksums import EngineDigests
-from rollout_sglang.weights.weight_update import FedFleet
+from rollout_sglang.weights.expected_checksums import ExpectedChecksums
+from rollout_sglang.weights.weight_update import FleetUpdateSession
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.doubles.tiny_model import write_checkpoint
 from tests.support.runs import ROOT, environment
@@ -87,9 +87,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
 class Sender:
     """A learner rank with its fleet, as far as weights are concerned."""
 
-    def __init__(self, urls: Sequence[str], lock: Path, background: Background) -> None:
+    def __init__(self, urls: Sequence[str], lock: Path, background: EventLoopThread) -> None:
         self.background = background
-        self.fleet = FedFleet(
+        self.fleet = FleetUpdateSession(
             urls,
             router_url=None,
             api_key=None,
@@ -98,32 +98,32 @@ class Sender:
             load_deadline_s=60,
             ranks_per_engine=1,
         )
-        self.wire = SharedWire(self.fleet, background, range(len(urls)), torch.device("cpu"), DEADLINE_S)
+        self.wire = IpcTransport(self.fleet, background, range(len(urls)), torch.device("cpu"), DEADLINE_S)
 
     def send(self, tensors: Iterator[tuple[str, Tensor]], before: Callable[[Bucket, int], None] | None = None) -> None:
         """Open, and send all; `before` sees each bucket and its place."""
-        opened = self.background.run(self.fleet.open_feed())
+        opened = self.background.run(self.fleet.begin_weight_update())
         self.wire.open(opened.failures)
         for place, bucket in enumerate(pack(tensors, BUCKET_BYTES, self.wire.new_row)):
             if before is not None:
                 before(bucket, place)
             self.wire.send(bucket)
 
-    def prove(self, version: int, digests: EngineDigests | None) -> FeedReport:
-        proof = None if digests is None else Proof(version=version, digests=digests.digests())
-        closing = self.fleet.close_feed(version, Path("/nowhere"), proof, self.wire.failures)
+    def prove(self, version: int, digests: ExpectedChecksums | None) -> WeightUpdateReport:
+        proof = None if digests is None else WeightCheck(version=version, digests=digests.digests())
+        closing = self.fleet.end_weight_update(version, Path("/nowhere"), proof, self.wire.failures)
         return self.background.run(closing)
 
-    def publish(self, engine: Engine, version: int) -> FeedReport:
+    def publish(self, engine: Engine, version: int) -> WeightUpdateReport:
         """Every parameter's checksum is that of what was sent, or the engine is not admitted."""
-        digests = EngineDigests(dtype=torch.bfloat16, num_kv_heads=2)
+        digests = ExpectedChecksums(dtype=torch.bfloat16, num_kv_heads=2)
         self.send(digests.watch(engine.policy(version)))
         return self.prove(version, digests)
 
 
 @contextmanager
 def sender_to(urls: Sequence[str], lock: Path) -> Iterator[Sender]:
-    background = Background("sender")
+    background = EventLoopThread("sender")
     sender = Sender(urls, lock, background)
     try:
         yield sender
@@ -135,7 +135,7 @@ def sender_to(urls: Sequence[str], lock: Path) -> Iterator[Sender]:
 
 def die_half_way(url: str, lock: str, checkpoint: str) -> None:
     """A sender that has sent two buckets; it prints the file of its memory and waits for its end."""
-    sender = Sender([url], Path(lock), Background("sender"))
+    sender = Sender([url], Path(lock), EventLoopThread("sender"))
 
     def halt(_: Bucket, place: int) -> None:
         if place == 2:
@@ -171,7 +171,7 @@ def test_a_flipped_bit_is_never_served(engines: dict[str, Engine]) -> None:
             bucket.row[8] ^= 1
 
     with sender_to([engine.url], engine.lock) as sender:
-        digests = EngineDigests(dtype=torch.bfloat16, num_kv_heads=2)
+        digests = ExpectedChecksums(dtype=torch.bfloat16, num_kv_heads=2)
         sender.send(digests.watch(engine.policy(3)), flip)
         assert sender.wire.failures == {}
         assert sender.prove(3, digests).failures.keys() == {0}

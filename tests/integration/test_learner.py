@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.ports.weight_check import Proof
-from rollout_sglang.weights.expected_checksums import EngineDigests
+from pipeline.ports.weight_check import WeightCheck
+from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.runs import run_ranks
 
@@ -218,7 +218,7 @@ def test_publishing(models: Path, runs: Runs, found: Found, layout: str) -> None
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_published_comes_with_its_proof(models: Path, runs: Runs, layout: str) -> None:
     """The probe is scored at temperature 1, as engines prefill, whatever the temperature of the sampling."""
-    proof = Proof.load(runs[layout] / "policy" / "000001")
+    proof = WeightCheck.load(runs[layout] / "policy" / "000001")
     assert proof is not None
     assert proof.probe is not None
     assert TEMPERATURE != 1
@@ -226,7 +226,7 @@ def test_what_is_published_comes_with_its_proof(models: Path, runs: Runs, layout
     for row, logprobs in zip(proof.probe.rows, proof.probe.logprobs, strict=True):
         np.testing.assert_allclose(logprobs, reference_logprobs(tied, row), atol=1e-4)
     written = load_file(runs[layout] / "policy" / "000001" / "model-00001.safetensors")
-    digests = EngineDigests(dtype=torch.float32, num_kv_heads=2, tied_embeddings=True)
+    digests = ExpectedChecksums(dtype=torch.float32, num_kv_heads=2, tied_embeddings=True)
     for name, tensor in written.items():
         digests.observe(name, tensor)
     assert proof.digests == digests.digests()

@@ -85,7 +85,7 @@ def test_report_trajectories_and_text(tp2: Path) -> None:
     assert "gap" in shown.stdout
     assert (
         np.load(tp2 / "logprobs" / "000002.npy").shape
-        == BatchStore(tp2 / "batches").read(2, None).sampler_logprobs.shape
+        == BatchStore(tp2 / "batches").read(2, None).rollout_logprobs.shape
     )
 
 
@@ -155,7 +155,7 @@ def test_async_lag_2_with_pp2(workshop: Path) -> None:
     assert max(lag for found in lags.values() for lag in found) >= 1, "an asynchronous run that is never behind is sync"
     metrics = read_metrics(run)
     num_bytes = 4 * sum(tensor.numel() for tensor in load_file(workshop / "model" / "model.safetensors").values())
-    assert [line["wire_bytes"] for line in metrics] == [num_bytes] * 7
+    assert [line["transfer_bytes"] for line in metrics] == [num_bytes] * 7
     assert all(line["engines_checked"] == 1 for line in metrics), "the engine's checksums are those of what was sent"
     assert "init custom process group" not in (run / "logs" / "engine-0.log").read_text(), "nothing went over a wire"
     # FADE: nobody solves anything here, so the smoothed solve rate falls from .5, and H* is half the first entropy.
@@ -175,13 +175,13 @@ def test_staged_mu_8_with_two_engines_and_dp2(workshop: Path) -> None:
         rollout=dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64, engines=2),
         learner=dict(data_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
         advantage=dict(name="dr_grpo"),
-        objective=dict(name="clipped", anchor="proximal"),
+        objective=dict(name="clipped", anchor="old"),
         correction=dict(name="tis"),
     )
     assert policy_lags(run) == {i: {i % 8} for i in range(10)}
     # pi_old is the learner when the stage began: what it thought of batches 0 and 8 when it met them, and not of 7.
     for step, same in ((0, True), (8, True), (7, False)):
-        met, old = (np.load(run / "logprobs" / f"{step:06d}{suffix}.npy") for suffix in ("", "-proximal"))
+        met, old = (np.load(run / "logprobs" / f"{step:06d}{suffix}.npy") for suffix in ("", "-old"))
         assert np.allclose(met, old, atol=1e-5) == same, step
     assert all(0 < line["correction_factor"] <= 2 for line in read_metrics(run))
     for index in range(2):

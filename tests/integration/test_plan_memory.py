@@ -20,7 +20,7 @@ import pytest
 
 from launch.convert.new_model import new_model
 from launch.plan.footprint import NO_ALLOWANCE, Footprint, MicroBatches, Workload, worst_footprint
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.config.recipe import LearnerSection
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def run(case: Case, folder: Path) -> tuple[Footprint, dict[str, int]]:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    shape = ModelShape.from_hf(json.loads((model / "config.json").read_text()))
+    shape = ModelConfig.from_hf(json.loads((model / "config.json").read_text()))
     work = Workload(
         micro_batches=MicroBatches(tokens=case.rows * case.width, count=1), kernels="local", allowance=NO_ALLOWANCE
     )

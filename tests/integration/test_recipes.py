@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.build.algorithm import build_credit, build_objective
-from launch.build.components import build_interruption, build_prompts, build_retirement, build_tokenizer
+from launch.build.algorithm import build_advantage_computer, build_objective
+from launch.build.components import build_interruption, build_prompts, build_solved_prompt_rule, build_tokenizer
 from pipeline.config.loader import load_recipe
 from pipeline.data.event_log import read_events, read_metrics
 from tests.support.runs import ROOT, evenkeel_json, make_model, make_prompts
@@ -27,9 +27,9 @@ def test_a_recipe_for_a_cpu_fits_the_model_that_evenkeel_makes(path: Path, model
     tokenizer = build_tokenizer(recipe)
     build_prompts(recipe, tokenizer)
     assert (build_interruption(recipe, tokenizer) is None) == (recipe.rollout.interruption is None)
-    assert (build_retirement(recipe) is None) == (recipe.prompts.retire_at_pass_rate is None)
+    assert (build_solved_prompt_rule(recipe) is None) == (recipe.prompts.solved_pass_rate is None)
     build_objective(recipe)
-    build_credit(recipe)
+    build_advantage_computer(recipe)
 
 
 @pytest.mark.loop

@@ -20,12 +20,12 @@ from pipeline.config.recipe import RolloutPrecision
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import Probe, Proof, probe_rows
+from pipeline.ports.weight_check import Probe, WeightCheck, probe_rows
 from precision.formats.quant_map import QuantMap
 from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet
 from rollout_sglang.server.start import EngineSpec, free_port, start
-from rollout_sglang.weights.expected_checksums import EngineDigests
+from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from tests.doubles.tiny_model import VOCABULARY, reference_logprobs, reference_model, write_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -43,8 +43,8 @@ class Engine:
     policies: tuple[Path, Path]
     lock: Path
 
-    def proof(self, version: int) -> Proof:
-        proof = Proof.load(self.policies[version])
+    def proof(self, version: int) -> WeightCheck:
+        proof = WeightCheck.load(self.policies[version])
         assert proof is not None
         return proof
 
@@ -53,7 +53,7 @@ class Engine:
             [self.url], router_url=None, api_key=None, lock_path=self.lock, request_deadline_s=60, load_deadline_s=60
         )
 
-    def load(self, version: int, folder: Path, proof: Proof | None = None) -> dict[str, float]:
+    def load(self, version: int, folder: Path, proof: WeightCheck | None = None) -> dict[str, float]:
         return asyncio.run(self.fleet().load(version, folder, proof))
 
     def serves(self) -> str:
@@ -64,12 +64,12 @@ class Engine:
 def make_policy(checkpoint: Path, folder: Path, version: int, precision: RolloutPrecision) -> Path:
     """As a learner publishes it: the folder, the digests of what went into it, the probe in full precision."""
     quant = None if precision == "fp32" else QuantMap.for_decoder(2, precision)
-    digests = EngineDigests(dtype=torch.float32, num_kv_heads=2)
+    digests = ExpectedChecksums(dtype=torch.float32, num_kv_heads=2)
     write_policy(hf_tensors(checkpoint), checkpoint, folder, quant, digests=digests)
     model = reference_model(checkpoint)
     scored = tuple(tuple(reference_logprobs(model, row).tolist()) for row in ROWS)
     probe = Probe(rows=ROWS, logprobs=scored, max_mean_gap_nats=MAX_GAP_NATS[precision])
-    Proof(version=version, probe=probe, digests=digests.digests()).save(folder)
+    WeightCheck(version=version, probe=probe, digests=digests.digests()).save(folder)
     return folder
 
 
@@ -106,18 +106,18 @@ def test_a_publish_is_proved_by_digests_and_probe(engines: dict[str, Engine], pr
         assert engine.serves() == str(version)
         assert measured["engines_checked"] == 1
         assert measured["probe_gap_nats"] < (1e-5 if precision == "fp32" else 0.1)
-        assert {"digest_s", "probe_s"} <= measured.keys()
+        assert {"checksum_s", "probe_s"} <= measured.keys()
 
 
 def test_a_started_engine_is_proved_by_the_folder(engines: dict[str, Engine]) -> None:
     """What an engine started with is proved like what it was fed, and by digests alone where there is no probe."""
     engine = engines["fp32"]
-    asyncio.run(named(engine, "unproved-1", holding=1))
-    asyncio.run(engine.fleet().heal(1, engine.policies[1]))
+    asyncio.run(named(engine, "unverified-1", holding=1))
+    asyncio.run(engine.fleet().resync(1, engine.policies[1]))
     assert engine.serves() == "1"
     replace(engine.proof(0), probe=None).save(engine.policies[0])
-    asyncio.run(named(engine, "unproved-0", holding=0))
-    asyncio.run(engine.fleet().heal(0, engine.policies[0]))
+    asyncio.run(named(engine, "unverified-0", holding=0))
+    asyncio.run(engine.fleet().resync(0, engine.policies[0]))
     assert engine.serves() == "0"
 
 
@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_never_served(engines: dict[str, Engine], tmp_path: Pat
     flip_a_bit(folder, "model.layers.1.mlp.up_proj.weight")
     with pytest.raises(EngineUnavailableError, match=r"1 of 19 .* first model\.layers\.1\.mlp\.gate_up_proj\.weight"):
         engine.load(1, folder)
-    assert engine.serves() == "unproved"
+    assert engine.serves() == "unverified"
     engine.load(1, engine.policies[1])
     assert engine.serves() == "1"
 
@@ -168,7 +168,7 @@ def test_a_wrong_scale_is_found_with_and_without_digests(
     )
     with pytest.raises(EngineUnavailableError, match=expected):
         engine.load(1, folder, proof)
-    assert engine.serves() == "unproved"
+    assert engine.serves() == "unverified"
 
 
 def test_heal_feeds_an_engine_that_only_claims_the_version(engines: dict[str, Engine]) -> None:
@@ -176,7 +176,7 @@ def test_heal_feeds_an_engine_that_only_claims_the_version(engines: dict[str, En
     engine = engines["fp32"]
     engine.load(0, engine.policies[0])
     asyncio.run(named(engine, "0", holding=1))
-    asyncio.run(engine.fleet().heal(0, engine.policies[0]))
+    asyncio.run(engine.fleet().resync(0, engine.policies[0]))
     assert engine.serves() == "0"
     client = EngineClient(engine.url, None, index=0, request_deadline_s=60)
     ours = asyncio.run(client.prompt_logprobs(ROWS[:1]))[0]

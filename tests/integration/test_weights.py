@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 
 WORKER = Path(__file__).parent / "workers" / "weights_worker.py"
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
         dtype = torch.bfloat16 if name == "biased" else torch.float32
         tensors = {
             tensor: (0.3 * torch.randn(size, generator=generator)).to(dtype)
-            for tensor, size in ModelShape.from_hf(config).tensors().items()
+            for tensor, size in ModelConfig.from_hf(config).tensors().items()
         }
         save_file(tensors, root / name / "model.safetensors")
     cases = []
@@ -86,7 +86,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_tensor_comes_back_bit_for_bit_on_every_rank(found: dict[str, list[dict[str, Any]]], layout: str) -> None:
-    expected = ModelShape.from_hf(MODELS[LAYOUTS[layout][0]]).tensors()
+    expected = ModelConfig.from_hf(MODELS[LAYOUTS[layout][0]]).tensors()
     for rank in found[layout]:
         assert rank["wrong"] == []
         assert len(rank["whole"]) == len(set(rank["whole"]))
@@ -99,7 +99,7 @@ def test_every_tensor_comes_back_bit_for_bit_on_every_rank(found: dict[str, list
 def test_stages_share_the_tensors_without_overlap_and_their_ranks_agree_on_the_order(
     found: dict[str, list[dict[str, Any]]], layout: str
 ) -> None:
-    expected = ModelShape.from_hf(MODELS[LAYOUTS[layout][0]]).tensors()
+    expected = ModelConfig.from_hf(MODELS[LAYOUTS[layout][0]]).tensors()
     by_stage: dict[int, list[str]] = {}
     for rank in found[layout]:
         assert rank["stage_wrong"] == []
@@ -112,14 +112,14 @@ def test_stages_share_the_tensors_without_overlap_and_their_ranks_agree_on_the_o
 def test_the_parameters_of_the_real_ranks_are_a_bijection(found: dict[str, list[dict[str, Any]]], layout: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron-Core warns about packages that a CPU does not have
-        from megatron_bridge.weights.name_map import Place
+        from megatron_bridge.weights.name_map import ShardCoords
         from tests.support.name_bijection import RankParameters, check_bijection
 
-    shape = ModelShape.from_hf(MODELS[LAYOUTS[layout][0]])
+    shape = ModelConfig.from_hf(MODELS[LAYOUTS[layout][0]])
     ranks = [
         RankParameters(
             stage=rank["stage"],
-            place=Place(**rank["place"]),
+            place=ShardCoords(**rank["place"]),
             sizes={name: tuple(size) for name, size in rank["sizes"].items()},
         )
         for rank in found[layout]

@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.build.components import TaskPrompts
 from pipeline.config.recipe import SortDigitsTask
-from pipeline.data.event_log import Journal
+from pipeline.data.event_log import EventLog
 from pipeline.data.records import Batch, Completion, FinishReason, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -91,7 +91,7 @@ class PretendEngines:
     async def load(self, version: int, directory: Path, proof: object = None) -> dict[str, float]:
         raise NotImplementedError
 
-    async def heal(self, version: int, directory: Path) -> None:
+    async def resync(self, version: int, directory: Path) -> None:
         self.healed += 1
 
     async def close(self) -> None: ...
@@ -127,7 +127,7 @@ def build(
         tokenizer=tokenizer,
         verifiers=verifiers,
         contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256=tokenizer.sha256),
-        journal=Journal(run.path),
+        event_log=EventLog(run.path),
         settings=CollectorSettings(**{**settings, **changes}),
     )
 

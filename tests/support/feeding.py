@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from megatron_bridge.weight_sync.buckets import pack
-from megatron_bridge.weight_sync.event_loop_thread import Background
-from megatron_bridge.weight_sync.transport import Wire
-from rollout_sglang.weights.weight_update import FedFleet
+from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
+from megatron_bridge.weight_sync.transport import WeightTransport
+from rollout_sglang.weights.weight_update import FleetUpdateSession
 from tests.doubles.receiving_double import ReceivingDouble
 
 BUCKET_BYTES = 1 << 12
 DEADLINE_S = 2.0
-Publish = Callable[[dict[str, Tensor]], Wire]
+Publish = Callable[[dict[str, Tensor]], WeightTransport]
 
 
 @contextmanager
 def publisher(
-    engines: Sequence[ReceivingDouble], folder: Path, new_wire: type[Wire], *, ranks: int = 1
+    engines: Sequence[ReceivingDouble], folder: Path, new_transport: type[WeightTransport], *, ranks: int = 1
 ) -> Iterator[Publish]:
     """Sends tensors to all engines, over the same wire each time."""
-    background = Background("test")
-    fleet = FedFleet(
+    background = EventLoopThread("test")
+    fleet = FleetUpdateSession(
         [engine.url for engine in engines],
         router_url=None,
         api_key=None,
@@ -36,14 +36,14 @@ def publisher(
         load_deadline_s=5,
         ranks_per_engine=ranks,
     )
-    wire = new_wire(fleet, background, range(len(engines)), torch.device("cpu"), DEADLINE_S)
+    wire = new_transport(fleet, background, range(len(engines)), torch.device("cpu"), DEADLINE_S)
 
-    def send(tensors: dict[str, Tensor]) -> Wire:
-        report = background.run(fleet.open_feed())
+    def send(tensors: dict[str, Tensor]) -> WeightTransport:
+        report = background.run(fleet.begin_weight_update())
         wire.open(report.failures)
         for bucket in pack(tensors.items(), BUCKET_BYTES, wire.new_row):
             wire.send(bucket)
-        background.run(fleet.close_feed(1, folder, None, {**report.failures, **wire.failures}))
+        background.run(fleet.end_weight_update(1, folder, None, {**report.failures, **wire.failures}))
         return wire
 
     try:

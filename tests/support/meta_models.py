@@ -20,14 +20,14 @@ warnings.filterwarnings("ignore")
 
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
-from megatron_bridge.hf.model_config import ModelShape  # noqa: E402
+from megatron_bridge.hf.model_config import ModelConfig  # noqa: E402
 from megatron_bridge.model.build import build_chunks  # noqa: E402
 from megatron_bridge.parallel import cpu_backend  # noqa: E402
 from megatron_bridge.parallel.layout import Layout, leave_layout  # noqa: E402
 from tests.support.name_bijection import RankParameters  # noqa: E402
 
 
-def ranks(shape: ModelShape, layout: Layout) -> Iterator[dict[str, Any]]:
+def ranks(shape: ModelConfig, layout: Layout) -> Iterator[dict[str, Any]]:
     for rank in range(layout.num_processes):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.num_processes)
         parallel_state.initialize_model_parallel(
@@ -51,4 +51,4 @@ if __name__ == "__main__":
     # There is nothing to fill, and on the meta device filling takes most of the time.
     torch.nn.init.normal_ = lambda tensor, *_, **__: tensor
     for config, sizes in json.load(sys.stdin):
-        print(json.dumps(list(ranks(ModelShape.from_hf(config), Layout(**sizes)))), flush=True)
+        print(json.dumps(list(ranks(ModelConfig.from_hf(config), Layout(**sizes)))), flush=True)

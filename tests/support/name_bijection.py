@@ -1,4 +1,4 @@
-"""Proof that a name map is a bijection: all ranks together hold every number of every Hugging Face tensor once.
+"""WeightCheck that a name map is a bijection: all ranks together hold every number of every Hugging Face tensor once.
 
 Works on names and shapes alone, so that a model of any size is checked without its memory.
 """
@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_bridge.hf.model_config import ModelShape
-from megatron_bridge.weights.name_map import OUTPUT_LAYER, NameMap, Piece, Place, parameter_names
+from megatron_bridge.hf.model_config import ModelConfig
+from megatron_bridge.weights.name_map import OUTPUT_LAYER, NameMap, ShardCoords, TensorSlice, parameter_names
 from pipeline.errors import ModelError
 
 _COPY = " (copy of the last stage)"
@@ -25,21 +25,21 @@ class RankParameters:
 
     stage: int
     """Pipeline rank."""
-    place: Place
+    place: ShardCoords
     sizes: Mapping[str, tuple[int, ...]]
     """Stage name → shape, in the order of `named_parameters()` over the rank's chunks."""
 
     @staticmethod
-    def here(chunks: Iterable[Any], shape: ModelShape) -> RankParameters:
+    def here(chunks: Iterable[Any], shape: ModelConfig) -> RankParameters:
         """This process, by Megatron's parallel state. The chunks may be on the meta device."""
         return RankParameters(
             stage=parallel_state.get_pipeline_model_parallel_rank(),
-            place=Place.here(),
+            place=ShardCoords.here(),
             sizes={name: tuple(parameter.shape) for name, parameter in parameter_names(chunks, NameMap(shape))},
         )
 
 
-def check_bijection(shape: ModelShape, ranks: Iterable[RankParameters]) -> int:
+def check_bijection(shape: ModelConfig, ranks: Iterable[RankParameters]) -> int:
     """Prove that the ranks of a whole learner hold every number of every Hugging Face tensor exactly once.
 
     Ranks that hold the same rectangle (replicas) count once, if every rectangle of a tensor has equally many of them.
@@ -47,7 +47,7 @@ def check_bijection(shape: ModelShape, ranks: Iterable[RankParameters]) -> int:
     tied embedding once. Raises ModelError naming the parameter or tensor that breaks it.
     """
     names = NameMap(shape)
-    holders: dict[str, Counter[Piece]] = {}
+    holders: dict[str, Counter[TensorSlice]] = {}
     owner: dict[str, tuple[int, str]] = {}
     stages: dict[int, list[str]] = {}
     for rank in ranks:
@@ -92,7 +92,7 @@ def _require_owner(tensor: str, mine: tuple[int, str], owner: dict[str, tuple[in
         )
 
 
-def _require_tiling(name: str, pieces: Counter[Piece], size: tuple[int, ...]) -> None:
+def _require_tiling(name: str, pieces: Counter[TensorSlice], size: tuple[int, ...]) -> None:
     """Distinct rectangles lie within the tensor, do not overlap, have its area in sum, and equally many holders."""
     rectangles = [(*piece.rows, *(piece.columns or (0, 1))) for piece in pieces]
     rows, columns = size[0], size[1] if len(size) > 1 else 1

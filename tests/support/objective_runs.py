@@ -37,7 +37,7 @@ def run(objective: Objective, step: ScoredStep, layout: Layout | None = None) ->
 
         anchor = prepared.anchor_logprobs
         batch = TokenBatch(
-            sampler_logprobs=laid_out(step.sampler_logprobs),
+            rollout_logprobs=laid_out(step.rollout_logprobs),
             advantages=laid_out(prepared.advantages),
             mask=(places >= 0) & step.sampled[places.clamp(min=0)],
             anchor_logprobs=None if anchor is None else laid_out(anchor),

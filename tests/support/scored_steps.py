@@ -14,26 +14,25 @@ from precision.objectives.base import ScoredStep
 
 SAMPLER = -1.5
 """Every token's log-probability under the sampler, in steps built by hand."""
-TOKEN_FIELDS = ("logprobs", "sampler_logprobs", "proximal_logprobs", "advantages")
+TOKEN_FIELDS = ("logprobs", "rollout_logprobs", "old_logprobs", "advantages")
 
 
 def scored_step(
     log_ratios: Sequence[Sequence[float]],
     advantages: Sequence[float],
     *,
-    proximal: Sequence[Sequence[float]] | None = None,
+    old: Sequence[Sequence[float]] | None = None,
 ) -> ScoredStep:
-    """One inner sequence and one advantage a response; `log_ratios` is log pi - log pi_b, `proximal` is log pi_prox -
+    """One inner sequence and one advantage a response; `log_ratios` is log pi - log pi_b, `old` is log pi_prox -
     log pi_b and equals it by default. Float64, so that numbers worked out by hand can be met closely."""
     lengths = torch.tensor([len(row) for row in log_ratios])
     learner, prox = (
-        torch.tensor([x for row in rows for x in row], dtype=torch.float64)
-        for rows in (log_ratios, proximal or log_ratios)
+        torch.tensor([x for row in rows for x in row], dtype=torch.float64) for rows in (log_ratios, old or log_ratios)
     )
     return ScoredStep(
         logprobs=SAMPLER + learner,
-        sampler_logprobs=torch.full_like(learner, SAMPLER),
-        proximal_logprobs=SAMPLER + prox,
+        rollout_logprobs=torch.full_like(learner, SAMPLER),
+        old_logprobs=SAMPLER + prox,
         advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths),
         sampled=torch.ones_like(learner, dtype=torch.bool),
         row=torch.arange(len(lengths)).repeat_interleave(lengths),
@@ -54,13 +53,13 @@ def scored_steps(draw: Any) -> ScoredStep:
         return torch.randn(total, generator=generator, dtype=torch.float64)
 
     sampler = -3 * torch.rand(total, generator=generator, dtype=torch.float64)
-    proximal = sampler + spread * noise()
+    old = sampler + spread * noise()
     sampled = torch.rand(total, generator=generator) < 0.8
     sampled[0] = True
     return ScoredStep(
-        logprobs=proximal + 0.1 * spread * noise(),
-        sampler_logprobs=sampler,
-        proximal_logprobs=proximal,
+        logprobs=old + 0.1 * spread * noise(),
+        rollout_logprobs=sampler,
+        old_logprobs=old,
         advantages=torch.randn(len(lengths), generator=generator, dtype=torch.float64).repeat_interleave(lengths),
         sampled=sampled,
         row=torch.arange(len(lengths)).repeat_interleave(lengths),

@@ -143,7 +143,7 @@ def assert_gradient(case: Case, gradient: Tensor) -> None:
     upstream = case.upstream.double()[..., None] / case.temperature
     wanted = torch.where(upstream == 0, 0, upstream * (one_hot.double() - probability))
     precision = torch.finfo(case.logits.dtype)
-    error = 2 * _exponent_error(case)  # of the exponent and of the normaliser
+    error = 2 * _exponent_error(case)  # of the exponent and of the normalizer
     cancelled = torch.where(one_hot, error * upstream.abs(), 0)  # 1 - p, where p is near 1
     subnormal = max(precision.smallest_normal * precision.eps, 1e-37)  # exponentials below a normal float32 are lost
     bound = (precision.eps + error) * wanted.abs() + cancelled + subnormal

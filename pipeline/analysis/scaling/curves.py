@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.analysis.run_log import History, number
+from pipeline.analysis.run_log import RunLog, number
 from pipeline.analysis.scaling.sigmoid import Floats, Points
 from pipeline.errors import RecipeError, StoreError
 
@@ -71,7 +71,7 @@ def points_of(curves: Sequence[Curve], *, r0: float | None = None, skip: float =
 def _run_curve(run: Path, x: str, y: str) -> Curve:
     if x not in COMPUTE_AXES:
         raise RecipeError(f"--x {x} is not known for a run, expected one of {', '.join(COMPUTE_AXES)}")
-    history = History.read(run)
+    history = RunLog.read(run)
     scores = {int(event["version"]): number(event, y) for event in history.evaluations}
     known = {version: score for version, score in scores.items() if score is not None}
     if not known:
@@ -79,7 +79,9 @@ def _run_curve(run: Path, x: str, y: str) -> Curve:
     spent = spent_by_version(history, x)
     missing = [version for version in known if version >= len(spent)]
     if missing:
-        raise StoreError(f"{run}: version {missing[0]} was evaluated, but its journal ends at version {len(spent) - 1}")
+        raise StoreError(
+            f"{run}: version {missing[0]} was evaluated, but its event_log ends at version {len(spent) - 1}"
+        )
     versions = sorted(known)
     return Curve(
         name=run.name,
@@ -90,7 +92,7 @@ def _run_curve(run: Path, x: str, y: str) -> Curve:
     )
 
 
-def spent_by_version(history: History, x: str) -> list[float]:
+def spent_by_version(history: RunLog, x: str) -> list[float]:
     """[versions] compute spent when version v had been trained, from version 0 (which cost nothing).
 
     `hours` counts every accelerator of the run, learner ranks and engines, over the seconds of its steps, waiting for

@@ -55,15 +55,15 @@ def plot(fitted: Sequence[Fitted], path: Path, *, x: str, y: str, marks: Sequenc
     figure.savefig(path, dpi=150)
 
 
-def _draw(axes: Axes, one: Fitted, colour: str, end: float) -> None:
+def _draw(axes: Axes, one: Fitted, color: str, end: float) -> None:
     points, fit = one.points, one.fit
     places = np.geomspace(points.compute[0], end, _NUM_PLACES)
     low, high = zip(*(one.region.score_at(place) for place in places), strict=True)
-    axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
     label = f"{one.name}: A {fit.asymptote:.3f}, B {fit.exponent:.2f}, C_mid {fit.midpoint:.4g}"
     until = np.append(places[places < points.end], points.end)
     beyond = np.append(points.end, places[places > points.end])
-    axes.plot(until, fit.score_at(until), color=colour, label=label)
-    axes.plot(beyond, fit.score_at(beyond), color=colour, linestyle="--")
-    axes.plot(points.compute, points.score, ".", color=colour, markersize=4)
-    axes.axvline(fit.midpoint, color=colour, linestyle=":", linewidth=1)
+    axes.plot(until, fit.score_at(until), color=color, label=label)
+    axes.plot(beyond, fit.score_at(beyond), color=color, linestyle="--")
+    axes.plot(points.compute, points.score, ".", color=color, markersize=4)
+    axes.axvline(fit.midpoint, color=color, linestyle=":", linewidth=1)

@@ -246,7 +246,7 @@ def _scan(points: Points, grid: Grid) -> tuple[Floats, Floats]:
         at = ssr.argmin(axis=1).clip(1, num_b - 2)
         below, here, above = ssr[rows, at - 1], ssr[rows, at], ssr[rows, at + 1]
         curvature = np.maximum(below - 2 * here + above, 1e-300)
-        # The least of the parabola through three neighbours; at the ends of the scan it would extrapolate.
+        # The least of the parabola through three neighbors; at the ends of the scan it would extrapolate.
         inside = (here <= below) & (here <= above)
         vertex = here - np.where(inside, (above - below) ** 2 / (8 * curvature), 0.0)
         least[a], exponents[a] = np.where(inside, vertex, np.minimum(below, above)), _EXPONENTS[at]

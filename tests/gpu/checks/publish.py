@@ -74,7 +74,7 @@ def one_publish(learner: Any, channel: Any, version: int) -> dict[str, float]:
             for parameter in chunk.parameters():
                 parameter.mul_(1 + 2**-6)
     measured: dict[str, float] = channel.publish(version)
-    channel.settle()
+    channel.wait_for_folder()
     if measured.get("engines_failed"):
         raise RuntimeError(f"the engine did not take version {version}: {measured}")
     print(version, {name: round(value, 4) for name, value in measured.items()}, flush=True)
@@ -86,13 +86,13 @@ def summary(scale: Scale, rounds: list[dict[str, float]]) -> Figures:
     from tests.gpu.timing import copy_bandwidth
 
     median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-    size, publish_s = median["wire_bytes"], median["publish_s"]
+    size, publish_s = median["transfer_bytes"], median["publish_s"]
     copy_s = 2.0 * size / copy_bandwidth(scale.device, int(size))
     return {
         "publish_s": publish_s,
         "bytes": size,
         "gb_s": size / publish_s / 1e9,
-        "wire_gb_s": size / median["wire_s"] / 1e9,
+        "transfer_gb_s": size / median["transfer_s"] / 1e9,
         "copy_s": copy_s,
         "over_copy": publish_s / copy_s,
     }

@@ -26,18 +26,18 @@ import torch.distributed as dist
 warnings.filterwarnings("ignore")
 
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from megatron_bridge.parallel.layout import Layout, initialise  # noqa: E402
+from megatron_bridge.parallel.layout import Layout, initialize  # noqa: E402
 from megatron_bridge.weight_sync.buckets import Bucket, pack  # noqa: E402
-from megatron_bridge.weight_sync.disk import ProofPlan  # noqa: E402
-from megatron_bridge.weight_sync.process_group_transport import BroadcastWire  # noqa: E402
+from megatron_bridge.weight_sync.disk import WeightCheckPlan  # noqa: E402
+from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport  # noqa: E402
 from megatron_bridge.weight_sync.streaming import StreamedChannel  # noqa: E402
 from pipeline.config.recipe import LearnerSection  # noqa: E402
 from pipeline.data.run_directory import RunDirectory  # noqa: E402
 from pipeline.errors import EngineUnavailableError  # noqa: E402
 from pipeline.ports.weight_update import TensorSpec  # noqa: E402
 from precision.objectives import P3O  # noqa: E402
-from rollout_sglang.weights.expected_checksums import EngineDigests  # noqa: E402
-from rollout_sglang.weights.weight_update import FedFleet  # noqa: E402
+from rollout_sglang.weights.expected_checksums import ExpectedChecksums  # noqa: E402
+from rollout_sglang.weights.weight_update import FleetUpdateSession  # noqa: E402
 
 ROWS = tuple(tuple((7 * row + 3 * place) % 40 for place in range(24)) for row in range(3))
 BUCKET_BYTES = 1 << 18
@@ -45,7 +45,7 @@ BREAK_AT = 4
 """Buckets that an engine loads before it is broken."""
 
 
-class BreakableFleet(FedFleet):
+class BreakableFleet(FleetUpdateSession):
     """Calls `break_engine` once, when one of its engines is asked for its fifth bucket."""
 
     break_engine: Callable[[], None] | None = None
@@ -68,7 +68,7 @@ class Rank:
         section = LearnerSection(
             tensor_parallel=2, pipeline_parallel=2, micro_batch_tokens=256, step_deadline_s=60, data_parallel=1
         )
-        initialise(Layout.of(section), seed=0, deadline_s=60)
+        initialize(Layout.of(section), seed=0, deadline_s=60)
         self.learner = MegatronLearner(Path(task["model"]), section, P3O(), temperature=1.0, total_steps=10)
         nbytes = sum(tensor.nbytes for _, tensor in self.learner.named_weights())
         self.found: dict[str, Any] = {"publishes": {}, "nbytes": nbytes}
@@ -76,8 +76,8 @@ class Rank:
     def channel(self) -> StreamedChannel:
         shape = self.learner.shape
 
-        def new_digests() -> EngineDigests:
-            return EngineDigests(
+        def new_checksums() -> ExpectedChecksums:
+            return ExpectedChecksums(
                 dtype=torch.float32, num_kv_heads=shape.num_kv_heads, tied_embeddings=shape.tied_embeddings
             )
 
@@ -96,8 +96,8 @@ class Rank:
             self.fleet,
             self.run,
             None,
-            ProofPlan(rows=ROWS, max_mean_gap_nats=1e-3, new_digests=new_digests),
-            BroadcastWire,
+            WeightCheckPlan(rows=ROWS, max_mean_gap_nats=1e-3, new_checksums=new_checksums),
+            ProcessGroupTransport,
             keep=2,
             bucket_bytes=BUCKET_BYTES,
             deadline_s=self.task["deadline_s"],
@@ -116,7 +116,7 @@ class Rank:
         ours = self.learner.score_tokens(ROWS)
         if not self.here:
             return
-        theirs = channel._background.run(self.fleet.prompt_logprobs(ROWS))
+        theirs = channel._event_loop.run(self.fleet.prompt_logprobs(ROWS))
         gaps = {
             url: float(max(np.abs(a - b).max() for a, b in zip(ours, rows, strict=True)))
             for url, rows in theirs.items()
@@ -124,7 +124,7 @@ class Rank:
         self.found["publishes"][version if publishing else f"{version} healed"] = {
             "measured": measured,
             "gaps": gaps,
-            "versions": channel._background.run(self.fleet.versions()),
+            "versions": channel._event_loop.run(self.fleet.versions()),
             "published": self.run.published_version(),
         }
 
@@ -143,34 +143,34 @@ class Rank:
             self.mend(version)
             self.move()
             self.publish(channel, version + 1)
-        channel.settle()
+        channel.wait_for_folder()
         self.found["registry_after"] = len(dist.distributed_c10d._world.pg_group_ranks)
         self.crash(channel)
         self.flip(channel)
         self.refuse(channel)
 
     def crash(self, channel: StreamedChannel) -> None:
-        """A sender that dies half-way, after it spoilt engine 0: the collector heals, the next publish works."""
+        """A sender that dies half-way, after it spoilt engine 0: the collector resyncs, the next publish works."""
         if self.here:
-            background = channel._background
-            background.run(self.fleet.open_feed())
+            background = channel._event_loop
+            background.run(self.fleet.begin_weight_update())
             for bucket in pack(
                 [("model.norm.weight", torch.zeros(self.learner.shape.hidden_size))],
                 BUCKET_BYTES,
-                channel._wire.new_row,
+                channel._transport.new_row,
             ):
-                channel._wire.send(bucket)
+                channel._transport.send(bucket)
             assert self.fleet._lock is not None
             background.run(self.fleet._lock.aclose())
             self.fleet._lock = None
             self.found["after_crash"] = list(background.run(self.fleet.versions()).values())
-            background.run(self.fleet.heal(6, self.run.policy_directory(6)))
+            background.run(self.fleet.resync(6, self.run.policy_directory(6)))
         self.publish(channel, 6, publishing=False)
         self.publish(channel, 7)
 
     def flip(self, channel: StreamedChannel) -> None:
         """One bit of one bucket changes on its way to engine 1, the last one of a mantissa."""
-        send, buckets = channel._wire.send, 0
+        send, buckets = channel._transport.send, 0
 
         def send_flipped(bucket: Bucket) -> None:
             nonlocal buckets
@@ -180,18 +180,18 @@ class Rank:
             send(bucket)
 
         if dist.get_rank() == 1:  # of stage 0, whose engine is engine 1
-            channel._wire.send = send_flipped  # type: ignore[method-assign]
+            channel._transport.send = send_flipped  # type: ignore[method-assign]
         self.publish(channel, 8)
-        channel._wire.send = send  # type: ignore[method-assign]
+        channel._transport.send = send  # type: ignore[method-assign]
 
     def refuse(self, channel: StreamedChannel) -> None:
         """No engine comes as near as is asked here: all ranks raise, and the version before stays published."""
-        channel._plan = ProofPlan(rows=ROWS, max_mean_gap_nats=1e-12, new_digests=None)
+        channel._plan = WeightCheckPlan(rows=ROWS, max_mean_gap_nats=1e-12, new_checksums=None)
         try:
             channel.publish(9)
         except EngineUnavailableError as error:
             self.found["refused"] = str(error)
-        channel.settle()
+        channel.wait_for_folder()
         self.found["published_after_refusal"] = self.run.published_version()
         self.found["folders"] = sorted(path.name for path in self.run.policies.iterdir())
 

@@ -15,17 +15,17 @@ warnings.filterwarnings("ignore")
 
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
 from megatron_bridge.model.logprobs import vocab_parallel_logprobs  # noqa: E402
-from megatron_bridge.parallel.layout import Layout, initialise, shut_down  # noqa: E402
+from megatron_bridge.parallel.layout import Layout, initialize, shut_down  # noqa: E402
 from megatron_bridge.step.fp8_emulation import emulated  # noqa: E402
-from megatron_bridge.weight_sync.disk import DiskChannel, ProofPlan  # noqa: E402
+from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan  # noqa: E402
 from pipeline.config.recipe import LearnerSection, OptimizerSection  # noqa: E402
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample  # noqa: E402
 from pipeline.data.run_directory import RunDirectory  # noqa: E402
 from pipeline.errors import EngineUnavailableError, NonFiniteError  # noqa: E402
-from pipeline.ports.weight_check import Proof  # noqa: E402
+from pipeline.ports.weight_check import WeightCheck  # noqa: E402
 from precision.formats.quant_map import QuantMap  # noqa: E402
 from precision.objectives import P3O, Supervised  # noqa: E402
-from rollout_sglang.weights.expected_checksums import EngineDigests  # noqa: E402
+from rollout_sglang.weights.expected_checksums import ExpectedChecksums  # noqa: E402
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
 TEMPERATURE = 0.8
@@ -121,7 +121,7 @@ class Worker:
             if isinstance(objective, Supervised):
                 broken[2] = np.nan
             else:
-                batch.sampler_logprobs[5] = -np.inf
+                batch.rollout_logprobs[5] = -np.inf
             try:
                 learner.update(batch, broken, scored)
                 errors.append("none")
@@ -162,22 +162,22 @@ class Worker:
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert (learner.token_logprobs(batch) == plain).all()
 
-    def digests(self) -> EngineDigests:
-        return EngineDigests(dtype=torch.float32, num_kv_heads=2, tied_embeddings=True)
+    def digests(self) -> ExpectedChecksums:
+        return ExpectedChecksums(dtype=torch.float32, num_kv_heads=2, tied_embeddings=True)
 
     def publishing(self) -> None:
         learner = self.learner("tied")
 
         class Engines:
-            async def load(self, version: int, directory: Path, proof: Proof) -> dict[str, float]:
+            async def load(self, version: int, directory: Path, proof: WeightCheck) -> dict[str, float]:
                 assert (directory / "manifest.json").exists()
-                assert Proof.load(directory) == proof
+                assert WeightCheck.load(directory) == proof
                 if version == 2:
                     raise EngineUnavailableError("no engine is left")
                 return {"load_s": 0.5}
 
         run = RunDirectory(self.out)
-        plan = ProofPlan(rows=((3, 1, 4, 1, 5), (9, 2, 6)), max_mean_gap_nats=0.1, new_digests=self.digests)
+        plan = WeightCheckPlan(rows=((3, 1, 4, 1, 5), (9, 2, 6)), max_mean_gap_nats=0.1, new_checksums=self.digests)
         channel = DiskChannel(learner, Engines(), run, None, plan, keep=1, deadline_s=60)  # type: ignore[arg-type]
         self.found["publish"] = channel.publish(1)
         try:
@@ -217,7 +217,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     layout = Layout(tensor=options.tensor, pipeline=options.pipeline, data=options.data)
-    initialise(layout, seed=0, deadline_s=60)
+    initialize(layout, seed=0, deadline_s=60)
     worker = Worker(layout, options.models, options.out)
     worker.vocabulary()
     worker.scoring()

@@ -18,13 +18,13 @@ warnings.filterwarnings("ignore")
 from launch.build.algorithm import build_objective  # noqa: E402
 from launch.verify.layout_ranks import make_batch, weights  # noqa: E402
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from megatron_bridge.parallel.layout import Layout, initialise, leave_layout  # noqa: E402
+from megatron_bridge.parallel.layout import Layout, initialize, leave_layout  # noqa: E402
 from pipeline.config.layout_names import parse_layout  # noqa: E402
 from pipeline.config.loader import recipe_from  # noqa: E402
 from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe  # noqa: E402
 from pipeline.data.records import Batch  # noqa: E402
 
-PROXIMAL = dict(name="clipped", anchor="proximal")
+OLD_ANCHOR = dict(name="clipped", anchor="old")
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "p3o": dict(objective=dict(name="p3o")),
     "p3o sequence": dict(objective=dict(name="p3o", ess_unit="sequence", kl_estimator="importance")),
@@ -37,10 +37,10 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "m2po": dict(objective=dict(name="m2po")),
     "dppo_tv": dict(objective=dict(name="dppo_tv")),
     "topr": dict(objective=dict(name="topr")),
-    "tis": dict(objective=PROXIMAL, correction=dict(name="tis")),
-    "mis": dict(objective=PROXIMAL, correction=dict(name="mis", level="geometric", veto=0.2, normalised=True)),
-    "rejection": dict(objective=PROXIMAL, correction=dict(name="rejection", low=0.01, high=100.0)),
-    "icepop": dict(objective=dict(name="gspo", anchor="proximal"), correction=dict(name="icepop")),
+    "tis": dict(objective=OLD_ANCHOR, correction=dict(name="tis")),
+    "mis": dict(objective=OLD_ANCHOR, correction=dict(name="mis", level="geometric", veto=0.2, normalized=True)),
+    "rejection": dict(objective=OLD_ANCHOR, correction=dict(name="rejection", low=0.01, high=100.0)),
+    "icepop": dict(objective=dict(name="gspo", anchor="old"), correction=dict(name="icepop")),
     "opsm": dict(objective=dict(name="cispo"), correction=dict(name="opsm")),
 }
 LEFT_OUT = ("cispo", "gspo", "tis")
@@ -59,8 +59,8 @@ def batch_with_forced_tokens(vocabulary: int) -> Batch:
     for sample in range(0, batch.num_samples, 5):
         middle = (batch.response_offsets[sample] + batch.response_offsets[sample + 1]) // 2
         forced[middle : middle + 2] = True
-    sampler = np.where(forced, np.float32(-120.0), batch.sampler_logprobs)
-    return dataclasses.replace(batch, forced=forced, sampler_logprobs=sampler)
+    sampler = np.where(forced, np.float32(-120.0), batch.rollout_logprobs)
+    return dataclasses.replace(batch, loss_mask=~forced, rollout_logprobs=sampler)
 
 
 def step(folder: Path, section: LearnerSection, name: str, variant: str) -> tuple[dict[str, float], Any]:
@@ -70,14 +70,14 @@ def step(folder: Path, section: LearnerSection, name: str, variant: str) -> tupl
     before = weights(learner)
     scored = learner.logprobs(batch)
     random = np.random.default_rng(1)
-    proximal = (scored.logprobs + random.normal(0, 0.2, len(scored.logprobs))).astype(np.float32)
+    old_logprobs = (scored.logprobs + random.normal(0, 0.2, len(scored.logprobs))).astype(np.float32)
     advantages = (batch.reward - batch.reward.mean()).astype(np.float32)
     chosen = np.arange(batch.num_samples) % 4 != 1
     if variant:
         advantages = np.where(chosen, advantages, 0.0).astype(np.float32)
     trained = chosen if variant == " left out" else None
-    update = learner.update(batch, advantages, scored, proximal=proximal, trained=trained)
-    known = np.isfinite(update.logprobs[~batch.forced])
+    update = learner.update(batch, advantages, scored, old_logprobs=old_logprobs, trained=trained)
+    known = np.isfinite(update.logprobs[batch.loss_mask])
     return {**update.metrics, "known_logprobs": float(known.mean())}, weights(learner) - before
 
 
@@ -91,7 +91,7 @@ def measure(folder: Path, layouts: list[str]) -> None:
             optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4),
         )
         section = base.model_copy(update=parse_layout(layout))
-        initialise(Layout.of(section), seed=0, deadline_s=60)
+        initialize(Layout.of(section), seed=0, deadline_s=60)
         metrics: dict[str, dict[str, float]] = {}
         changes: dict[str, NDArray[np.float64]] = {}
         for name in OBJECTIVES:

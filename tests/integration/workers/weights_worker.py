@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 
 warnings.filterwarnings("ignore")
 
-from megatron_bridge.hf.model_config import ModelShape, read_hf_config  # noqa: E402
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config  # noqa: E402
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
 from megatron_bridge.model.build import build_chunks  # noqa: E402
-from megatron_bridge.parallel.layout import Layout, initialise, leave_layout  # noqa: E402
+from megatron_bridge.parallel.layout import Layout, initialize, leave_layout  # noqa: E402
 from megatron_bridge.step.fp8_emulation import _quantize_input, emulated  # noqa: E402
 from megatron_bridge.weights.convert import export_hf, export_stage, load_hf, load_named, stage_tensors  # noqa: E402
-from megatron_bridge.weights.name_map import NameMap, Place, parameter_names  # noqa: E402
+from megatron_bridge.weights.name_map import NameMap, ShardCoords, parameter_names  # noqa: E402
 from pipeline.config.recipe import LearnerSection  # noqa: E402
 from precision.formats.formats import RolloutFormat  # noqa: E402
 from precision.formats.quant_map import QuantMap  # noqa: E402
@@ -78,8 +78,8 @@ def expert_inputs_are_quantized_whole(chunk: torch.nn.Module) -> bool:
 
 def run_layout(layout: Layout, folder: Path, out: Path) -> None:
     rank = dist.get_rank()
-    initialise(layout, seed=0, deadline_s=60)
-    shape = ModelShape.from_hf(read_hf_config(folder))
+    initialize(layout, seed=0, deadline_s=60)
+    shape = ModelConfig.from_hf(read_hf_config(folder))
     original = load_file(folder / "model.safetensors")
     dtype = original["model.norm.weight"].dtype
     chunks = build_chunks(shape, layout, dtype, 1.0)
@@ -106,7 +106,7 @@ def run_layout(layout: Layout, folder: Path, out: Path) -> None:
         "place": asdict(stage.place),
         "sizes": {name: list(size) for name, size in stage.sizes.items()},
     }
-    assert stage.place == Place.here()
+    assert stage.place == ShardCoords.here()
     if shape.experts is not None:
         found["expert_inputs"] = expert_inputs_are_quantized_whole(chunks[0])
     if shape.experts is not None and layout in SCORED:

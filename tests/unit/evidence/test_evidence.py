@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.event_log import Journal
+from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
-from pipeline.rollout.evaluation import summarise
+from pipeline.rollout.evaluation import summarize
 from tests.evidence import __main__ as command
 from tests.evidence import statistics
 from tests.evidence.claims import judge
@@ -122,7 +122,7 @@ class TestMatrix:
                 "target",
             ),
             (dict(columns=[dict(title="t", metric="entropy", take="min")]), "entropy"),
-            (dict(colour="red"), "colour"),
+            (dict(color="red"), "color"),
         ],
     )
     def test_a_matrix_that_contradicts_itself_is_refused(
@@ -155,15 +155,15 @@ class TestMatrix:
             assert (recipe.evaluation.prompts, recipe.evaluation.samples) == (64, 8)
 
 
-def begin(cell: Cell, *events: tuple[str, dict[str, Any]]) -> Journal:
+def begin(cell: Cell, *events: tuple[str, dict[str, Any]]) -> EventLog:
     """A run directory as `evenkeel train` leaves it."""
     run = RunDirectory(cell.directory)
     run.path.mkdir(parents=True)
     run.freeze(cell.resolved())
-    journal = Journal(run.path)
+    event_log = EventLog(run.path)
     for kind, fields in events:
-        journal.event(kind, **fields)  # type: ignore[arg-type]
-    return journal
+        event_log.event(kind, **fields)  # type: ignore[arg-type]
+    return event_log
 
 
 class TestResuming:
@@ -233,16 +233,16 @@ class TestHarvest:
         """Version 0 is evaluated before the first batch is asked for, at 100 s. Version 10 is published at 130 s: 30 s
         of training. Its evaluation takes 131 to 137 s, so version 20, published at 160 s, cost 60 - 6 = 54 s."""
         cell = next(cells_of(read_matrix(matrix_file(tmp_path)), "trial", tmp_path / "runs"))
-        journal = begin(cell)
+        event_log = begin(cell)
         clock = [90.0]
         monkeypatch.setattr("pipeline.data.event_log.time.time", lambda: clock[0])
 
         def event(at: float, kind: Any, **fields: Any) -> None:
             clock[0] = at
-            journal.event(kind, **fields)
+            event_log.event(kind, **fields)
 
         def evaluated(started: float, seconds: float, version: int, correct: list[int]) -> None:
-            scores = dict(prompts=2, samples=4, correct=correct, **summarise(correct, 4))
+            scores = dict(prompts=2, samples=4, correct=correct, **summarize(correct, 4))
             event(started + seconds, "evaluated", version=version, started=started, seconds=seconds, **scores)
 
         evaluated(91.0, 5.0, 0, [1, 0])
@@ -251,8 +251,8 @@ class TestHarvest:
         evaluated(131.0, 6.0, 10, [2, 4])
         event(160.0, "published", version=20)
         evaluated(161.0, 6.0, 20, [3, 4])
-        journal.metrics(0, ess=0.123456789)
-        journal.metrics(2, ess=0.5)
+        event_log.metrics(0, ess=0.123456789)
+        event_log.metrics(2, ess=0.5)
         found = harvest(cell, ["ess", "entropy"])
         assert found is not None
         assert [e.trained_s for e in found.evaluations] == [0.0, 30.0, 54.0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from launch.convert.new_model import new_model
 from launch.verify.parity import Rows
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from precision.formats import formats
 from tests.gpu import models, timing
 from tests.gpu.checks import engine, logprob, loop, parity, publish, quantize, te_linear, training
@@ -101,9 +101,9 @@ def test_flops_of_a_step_by_hand() -> None:
     by_hand = 3 * (2 * parameters + attention)
     assert parameters == 1_720_451_072
     assert by_hand / 1e9 == pytest.approx(11.03, abs=0.005)
-    per_token = training.model_flops(ModelShape.from_hf(config), 1, 2048.0)
+    per_token = training.model_flops(ModelConfig.from_hf(config), 1, 2048.0)
     assert per_token == pytest.approx(by_hand, rel=2e-4)  # the norms' weights count too
-    assert training.model_flops(ModelShape.from_hf(config), 32_752, 2048.0) / 1e12 == pytest.approx(361.2, abs=0.2)
+    assert training.model_flops(ModelConfig.from_hf(config), 32_752, 2048.0) / 1e12 == pytest.approx(361.2, abs=0.2)
 
 
 def test_cosines_by_hand(tmp_path: Path) -> None:
@@ -179,15 +179,16 @@ def test_responses_are_what_the_engine_sampled() -> None:
 
 def test_a_publish_is_summed_up(scale: Scale) -> None:
     rounds = [
-        dict(publish_s=s, wire_s=s / 2, wire_bytes=4e6, gather_s=s / 4, engines_failed=0.0) for s in (1.0, 2.0, 9.0)
+        dict(publish_s=s, transfer_s=s / 2, transfer_bytes=4e6, gather_s=s / 4, engines_failed=0.0)
+        for s in (1.0, 2.0, 9.0)
     ]
     found = publish.summary(scale, rounds)
     assert found["publish_s"] == 2.0
     assert found["gb_s"] == pytest.approx(2e-3)
-    assert found["wire_gb_s"] == pytest.approx(4e-3)
+    assert found["transfer_gb_s"] == pytest.approx(4e-3)
     assert isinstance(found["over_copy"], float)
     assert found["over_copy"] == pytest.approx(2.0 / float(str(found["copy_s"])))
-    assert publish.timers(rounds) == [["timer", "s", "share"], ["wire_s", 1.0, 0.5], ["gather_s", 0.5, 0.25]]
+    assert publish.timers(rounds) == [["timer", "s", "share"], ["transfer_s", 1.0, 0.5], ["gather_s", 0.5, 0.25]]
     derived = publish.derive({"fp8_block_publish_s": 1.0, "bf16_publish_s": 2.0})
     assert derived == {"fp8_over_bf16": 0.5}
 
@@ -197,7 +198,7 @@ def test_a_publish_that_the_engine_did_not_take_is_no_figure() -> None:
         def publish(self, version: int) -> dict[str, float]:
             return {"publish_s": 1.0, "engines_failed": 1.0}
 
-        def settle(self) -> None: ...
+        def wait_for_folder(self) -> None: ...
 
     class Learner:
         model: tuple[()] = ()

@@ -148,4 +148,4 @@ def test_an_interpreter_for_engines_that_is_not_there_fails(tmp_path: Path, monk
     monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "python"))
     [check] = doctor.check_rollout_python()
     assert check.status == "fail"
-    assert "mend or unset it" in check.advice
+    assert "correct or unset it" in check.advice

@@ -115,10 +115,10 @@ def test_fed_weights_are_not_proved_until_they_are_named(engine: EngineDouble, t
         await client.pause()
         await client.update_from_disk(5, tmp_path, deadline_s=5)
         await client.verify(5)
-        with pytest.raises(EngineVersionError, match="'unproved-5', expected a proved policy version"):
+        with pytest.raises(EngineVersionError, match="'unverified-5', expected a proved policy version"):
             await client.version()
         await client.resume()
-        with pytest.raises(EngineVersionError, match="unproved-5"):
+        with pytest.raises(EngineVersionError, match="unverified-5"):
             await client.generate([5], 1, SAMPLING)
         await client.name(5)
         assert (await client.generate([5], 1, SAMPLING))[0].versions == (5, 5, 5)
@@ -150,8 +150,8 @@ def test_a_disowned_engine_has_no_version_and_no_requests(engine: EngineDouble) 
     async def act() -> str:
         sampling = asyncio.create_task(client.generate([5], 1, Sampling(max_new_tokens=40)))
         await asyncio.sleep(0.2)
-        await client.disown()
-        with pytest.raises(EngineVersionError, match="serves version unproved, expected 4"):
+        await client.invalidate()
+        with pytest.raises(EngineVersionError, match="serves version unverified, expected 4"):
             await client.verify(4)
         return (await sampling)[0].finish
 

@@ -111,7 +111,7 @@ def test_load_feeds_all_and_reports_the_slowest(tmp_path: Path, engines: list[En
         return await fleet.load(1, LOADED), await fleet.versions()
 
     seconds, versions = with_fleet(tmp_path / "lock", engines, act)
-    assert seconds.keys() == {"pause_s", "load_s", "digest_s", "probe_s", "verify_s", "lock_s", "engines_checked"}
+    assert seconds.keys() == {"pause_s", "load_s", "checksum_s", "probe_s", "verify_s", "lock_s", "engines_checked"}
     assert seconds["engines_checked"] == 0
     assert versions == {engine.url: 1 for engine in engines}
 
@@ -144,7 +144,7 @@ def test_heal_feeds_an_engine_that_came_back_with_old_weights(tmp_path: Path, en
     async def act(fleet: Fleet) -> set[int]:
         await fleet.load(1, LOADED)
         engines[0].version = "0"
-        await fleet.heal(1, LOADED)
+        await fleet.resync(1, LOADED)
         return await answering_engines(fleet)
 
     for engine in engines:
@@ -156,7 +156,7 @@ def test_heal_feeds_an_engine_that_came_back_with_old_weights(tmp_path: Path, en
 def test_heal_leaves_healthy_engines_alone(tmp_path: Path, engines: list[EngineDouble]) -> None:
     async def act(fleet: Fleet) -> None:
         await fleet.load(1, LOADED)
-        await fleet.heal(1, LOADED)
+        await fleet.resync(1, LOADED)
 
     with_fleet(tmp_path / "lock", engines, act)
     assert [engine.loads for engine in engines] == [1, 1]
@@ -164,7 +164,7 @@ def test_heal_leaves_healthy_engines_alone(tmp_path: Path, engines: list[EngineD
 
 def test_heal_never_takes_back_what_another_process_loaded(tmp_path: Path, engines: list[EngineDouble]) -> None:
     with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.load(2, Path("/policy/000002")))
-    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.heal(1, LOADED))
+    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.resync(1, LOADED))
     assert [engine.version for engine in engines] == ["2", "2"]
 
 
@@ -173,7 +173,7 @@ def test_heal_takes_back_after_a_rollback(tmp_path: Path, engines: list[EngineDo
     engines[0].load_fault = "refuse"
     with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.load(1, LOADED))
     engines[0].load_fault = None
-    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.heal(1, LOADED))
+    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.resync(1, LOADED))
     assert engines[0].version == "1"
 
 
@@ -214,7 +214,7 @@ def test_the_router_forgets_a_dead_engine_until_it_is_healed(
         without = list(router.members)
         engines[0].version = "0"
         engines[0].start()
-        await fleet.heal(1, LOADED)
+        await fleet.resync(1, LOADED)
         return without, list(router.members)
 
     without, healed = with_fleet(tmp_path / "lock", engines, act, router=router)
@@ -235,7 +235,7 @@ def test_heal_puts_back_what_another_process_took_out_of_the_router(
     tmp_path: Path, engines: list[EngineDouble], router: RouterDouble
 ) -> None:
     router.members = [engines[1].url]
-    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.heal(0, LOADED), router=router)
+    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.resync(0, LOADED), router=router)
     assert sorted(router.members) == sorted(engine.url for engine in engines)
     assert engines[0].loads == 0
 

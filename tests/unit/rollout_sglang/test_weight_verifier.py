@@ -13,7 +13,7 @@ import pytest
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import Probe, Proof
+from pipeline.ports.weight_check import Probe, WeightCheck
 from rollout_sglang.fleet import Fleet
 from tests.doubles.sglang_double import PARAMETER, RELEASES, Damage, EngineDouble, checksum_of
 
@@ -21,7 +21,7 @@ SAMPLING = Sampling(max_new_tokens=2)
 ROWS = ((9, 1, 3), (7, 5))
 PROBE = Probe(rows=ROWS, logprobs=((-2 / 8, -4 / 8), (-6 / 8,)), max_mean_gap_nats=0.1)
 DIGESTS: tuple[dict[str, str], ...] = ({PARAMETER: checksum_of(1)},)
-PROOF = Proof(version=1, probe=PROBE, digests=DIGESTS)
+PROOF = WeightCheck(version=1, probe=PROBE, digests=DIGESTS)
 
 
 @pytest.fixture(params=RELEASES)
@@ -92,7 +92,7 @@ def test_an_engine_that_fails_twice_gets_no_request(
     before = engines[0].calls.count("POST /generate")
     assert asyncio.run(answering(fleet)) == {1}
     assert engines[0].calls.count("POST /generate") == before
-    assert (engines[0].loads, engines[0].version, engines[0].paused) == (2, "unproved", False)
+    assert (engines[0].loads, engines[0].version, engines[0].paused) == (2, "unverified", False)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_without_known_digests_engines_must_agree(tmp_path: Path, fleet: Fleet, 
     """Which of the two is right is not known; that both serve is ruled out."""
     engines[1].damages = ["weights", "weights"]
     asyncio.run(fleet.load(1, tmp_path, replace(PROOF, digests=())))
-    assert sorted(engine.version for engine in engines) == ["1", "unproved"]
+    assert sorted(engine.version for engine in engines) == ["1", "unverified"]
 
 
 def test_versions_published_again_may_hold_other_weights(tmp_path: Path, engines: list[EngineDouble]) -> None:
@@ -177,12 +177,12 @@ def test_heal_believes_no_engine_that_only_claims_the_version(tmp_path: Path, en
     engines[0].version, engines[0].damage = "1", "weights"
     engines[1].version = "1"
     fleet = fleet_of(tmp_path, engines)
-    asyncio.run(fleet.heal(1, tmp_path))
+    asyncio.run(fleet.resync(1, tmp_path))
     assert [engine.loads for engine in engines] == [1, 0]  # fed once more, then it proves
     assert [engine.version for engine in engines] == ["1", "1"]
     engines[0].version, engines[0].damage, engines[0].damages = "1", "answers", ["answers"]
     again = fleet_of(tmp_path, engines)
-    asyncio.run(again.heal(1, tmp_path))
+    asyncio.run(again.resync(1, tmp_path))
     assert asyncio.run(answering(again)) == {1}
 
 
@@ -191,12 +191,12 @@ def test_heal_proves_a_restarted_engine_from_the_folder_without_feeding_it(
 ) -> None:
     PROOF.save(tmp_path)
     for engine in engines:
-        engine.version = "unproved-1"
+        engine.version = "unverified-1"
     fleet = fleet_of(tmp_path, engines)
-    asyncio.run(fleet.heal(1, tmp_path))
+    asyncio.run(fleet.resync(1, tmp_path))
     assert [(engine.version, engine.loads) for engine in engines] == [("1", 0), ("1", 0)]
     asked = [len(engine.calls) for engine in engines]
-    asyncio.run(fleet.heal(1, tmp_path))
+    asyncio.run(fleet.resync(1, tmp_path))
     assert [len(engine.calls) - before for engine, before in zip(engines, asked, strict=True)] == [1, 1]
 
 
@@ -204,8 +204,8 @@ def test_a_restart_takes_the_proof_away(tmp_path: Path, engines: list[EngineDoub
     PROOF.save(tmp_path)
     fleet = fleet_of(tmp_path, engines)
     asyncio.run(fleet.load(1, tmp_path, PROOF))
-    engines[0].version, engines[0].damage = "unproved-1", "weights"
-    asyncio.run(fleet.heal(1, tmp_path))
+    engines[0].version, engines[0].damage = "unverified-1", "weights"
+    asyncio.run(fleet.resync(1, tmp_path))
     assert engines[0].loads == 2
     assert engines[0].version == "1"
 
@@ -216,9 +216,9 @@ def test_the_end_of_a_foreign_feed_is_proved_alike(tmp_path: Path, fleet: Fleet,
     async def act() -> None:
         engine = fleet._engines[0]
         await engine.pause()
-        engines[0].version, engines[0].damage = "unproved-1", "weights"
+        engines[0].version, engines[0].damage = "unverified-1", "weights"
         with pytest.raises(EngineVersionError, match=PARAMETER):
-            await fleet._prove(engine, 1, PROOF)
-        assert (engines[0].version, engines[0].paused) == ("unproved", False)
+            await fleet._verify(engine, 1, PROOF)
+        assert (engines[0].version, engines[0].paused) == ("unverified", False)
 
     asyncio.run(act())

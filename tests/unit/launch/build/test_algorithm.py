@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from launch.build.algorithm import build_credit, build_objective
+from launch.build.algorithm import build_advantage_computer, build_objective
 from pipeline.config import algorithm
 from pipeline.config.algorithm import AdvantageSection, CorrectionSection, ObjectiveSection, scores_step
 from pipeline.config.loader import recipe_from
@@ -32,7 +32,7 @@ def test_every_objective_is_built_with_the_recipes_numbers(name: str) -> None:
     assert objective.needs_scoring == scores_step(made.objective, made.correction)
 
 
-@pytest.mark.parametrize("anchor", ["sampler", "proximal"])
+@pytest.mark.parametrize("anchor", ["rollout", "old"])
 @pytest.mark.parametrize("name", ["clipped", "gspo"])
 def test_the_recipe_knows_that_an_anchor_costs_a_pass(name: str, anchor: str) -> None:
     made = recipe(objective=dict(name=name, anchor=anchor))
@@ -47,7 +47,7 @@ def test_p3o_scores_the_step_for_its_step_scope(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [name for name in names(CorrectionSection) if name != "none"])
 def test_every_correction_is_built_around_its_objective(name: str) -> None:
-    made = recipe(objective=dict(name="clipped", anchor="proximal"), correction=dict(name=name))
+    made = recipe(objective=dict(name="clipped", anchor="old"), correction=dict(name=name))
     objective: Any = build_objective(made)
     for field, value in made.correction.model_dump(exclude={"name"}).items():
         assert getattr(objective.correction, field) == value
@@ -58,9 +58,9 @@ def test_every_correction_is_built_around_its_objective(name: str) -> None:
 @pytest.mark.parametrize("name", names(AdvantageSection))
 def test_every_advantage_is_built(name: str) -> None:
     made = recipe(advantage=dict(name=name))
-    credit = build_credit(made)
-    assert credit.section == made.advantage
-    assert credit.max_new_tokens == made.rollout.max_new_tokens
+    advantage_computer = build_advantage_computer(made)
+    assert advantage_computer.section == made.advantage
+    assert advantage_computer.max_new_tokens == made.rollout.max_new_tokens
 
 
 def test_names_are_found() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from launch.build.components import build_interruption, build_prompts, build_retirement, require_engines_here
+from launch.build.components import build_interruption, build_prompts, build_solved_prompt_rule, require_engines_here
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 from pipeline.rollout.interruption import Interruption
-from pipeline.rollout.solved_prompts import Retirement
+from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer
 
@@ -58,12 +58,12 @@ def test_a_phrase_that_the_tokenizer_does_not_know(tokenizer: Tokenizer) -> None
 
 def test_retirement() -> None:
     """Without a number of its own, a pass rate counts after one group."""
-    assert build_retirement(recipe()) is None
-    assert build_retirement(recipe(prompts=dict(retire_at_pass_rate=0.9))) == Retirement(
-        at_pass_rate=0.9, after_samples=8
+    assert build_solved_prompt_rule(recipe()) is None
+    assert build_solved_prompt_rule(recipe(prompts=dict(solved_pass_rate=0.9))) == SolvedPromptRule(
+        pass_rate=0.9, min_samples=8
     )
-    prompts = dict(retire_at_pass_rate=1.0, retire_after_samples=3)
-    assert build_retirement(recipe(prompts=prompts)) == Retirement(at_pass_rate=1.0, after_samples=3)
+    prompts = dict(solved_pass_rate=1.0, solved_min_samples=3)
+    assert build_solved_prompt_rule(recipe(prompts=prompts)) == SolvedPromptRule(pass_rate=1.0, min_samples=3)
 
 
 def test_prompts_name_their_problems(tokenizer: Tokenizer) -> None:

@@ -17,7 +17,7 @@ from launch.convert.modelopt import calibration_rows
 from launch.convert.new_model import new_model
 from megatron_bridge.hf.fp8 import dequantized_tensors, write_fp8_folder
 from megatron_bridge.hf.headers import weight_files
-from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.hf.modelopt import check_scales
 from megatron_bridge.hf.streaming_writer import check_written, new_folder
 from pipeline.errors import CorruptCheckpointError, EvenKeelError, LayoutError, ModelError, NonFiniteError
@@ -54,7 +54,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 def test_blocks_are_those_of_the_whole_matrices_though_read_in_pieces(source: Path, tmp_path: Path) -> None:
     config = read_hf_config(source)
-    quant = fp8_map(config, ModelShape.from_hf(config), "block128")
+    quant = fp8_map(config, ModelConfig.from_hf(config), "block128")
     folder = tmp_path / "out"
     folder.mkdir()
     written: list[int] = []
@@ -75,7 +75,7 @@ def test_what_an_engine_stacks_shares_a_scale(source: Path, tmp_path: Path) -> N
     scales = {float(found[f"{part}.weight_scale"]) for part in parts}
     assert scales == {float(quantize_tensor(torch.cat([plain[f"{part}.weight"] for part in parts]))[1])}
     config = read_hf_config(source)
-    quant = fp8_map(config, ModelShape.from_hf(config), "tensor")
+    quant = fp8_map(config, ModelConfig.from_hf(config), "tensor")
     values = dict(dequantized_tensors(tmp_path / "out", torch.bfloat16))
     assert_same(values, dict(fake_quantize_state(plain.items(), quant)))
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
@@ -141,7 +141,7 @@ def test_what_lies_on_disk_is_compared_with_what_was_written(source: Path, tmp_p
     config = read_hf_config(source)
     folder = tmp_path / "out"
     folder.mkdir()
-    quant = fp8_map(config, ModelShape.from_hf(config), "block128")
+    quant = fp8_map(config, ModelConfig.from_hf(config), "block128")
     manifest = write_fp8_folder(source, folder, quant, advance=lambda _: None)
     file = folder / "model-00001.safetensors"
     data = bytearray(file.read_bytes())
@@ -211,7 +211,7 @@ def test_scales_that_nobody_calibrated_are_refused(
     out = tmp_path / "out"
     hf_to_fp8(source, out, "block128", verify_logprobs=False)
     config = read_hf_config(source)
-    quant = fp8_map(config, ModelShape.from_hf(config), "block128")
+    quant = fp8_map(config, ModelConfig.from_hf(config), "block128")
     scales = {f"model.layers.{i}.self_attn.{p}_proj.{p}_scale": torch.tensor(0.02) for i in range(2) for p in "kv"}
     if value is None:
         scales.popitem()

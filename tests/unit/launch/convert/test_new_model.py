@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from launch.cli import app
 from launch.convert.new_model import DEFAULT_CHARACTERS, new_model, new_model_like
 from megatron_bridge.hf.headers import check_weights
-from megatron_bridge.hf.model_config import Experts, ModelShape, read_hf_config
+from megatron_bridge.hf.model_config import Experts, ModelConfig, read_hf_config
 from pipeline.errors import ModelError, RecipeError
 from pipeline.tasks.tokenizer import Tokenizer
 
@@ -82,8 +82,8 @@ def test_experts_load_in_transformers_and_are_what_the_learner_expects(tmp_path:
     assert type(model).__name__ == "Qwen3MoeForCausalLM"
     with torch.no_grad():
         assert float(model(torch.tensor([[2, 3, 4]])).logits.softmax(-1).max()) < 0.15
-    shape = ModelShape.from_hf(read_hf_config(tmp_path / "m"))
-    assert shape.experts == Experts(count=4, per_token=2, ffn_size=24, normalised=True)
+    shape = ModelConfig.from_hf(read_hf_config(tmp_path / "m"))
+    assert shape.experts == Experts(count=4, per_token=2, ffn_size=24, normalized=True)
     check_weights(tmp_path / "m", shape)
 
 
@@ -177,11 +177,11 @@ def test_a_model_of_given_sizes(tmp_path: Path) -> None:
     assert weights["model.layers.1.self_attn.k_proj.weight"].shape == (8 * 128, 1024)
     assert weights["model.layers.1.mlp.down_proj.weight"].shape == (1024, 3072)
     config = read_hf_config(tmp_path / "m")
-    assert ModelShape.from_hf(config).rope_theta == 1e6
+    assert ModelConfig.from_hf(config).rope_theta == 1e6
     assert "bos_token_id" not in config
     tokenizer = Tokenizer.load(tmp_path / "m", vocab_size=config["vocab_size"])
     assert (tokenizer.vocab_size, config["eos_token_id"]) == (13, tokenizer.eos_token_id)
-    check_weights(tmp_path / "m", ModelShape.from_hf(config))
+    check_weights(tmp_path / "m", ModelConfig.from_hf(config))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from launch.plan.footprint import (
     layer_activations,
     worst_footprint,
 )
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
 from pipeline.config.recipe import LearnerSection
 
@@ -37,8 +37,8 @@ def config(name: str) -> dict[str, Any]:
     return loaded
 
 
-QWEN3_32B = ModelShape.from_hf(config("qwen3-32b"))
-QWEN3_30B_A3B = ModelShape.from_hf(config("qwen3-30b-a3b"))
+QWEN3_32B = ModelConfig.from_hf(config("qwen3-32b"))
+QWEN3_30B_A3B = ModelConfig.from_hf(config("qwen3-30b-a3b"))
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
     "num_hidden_layers": 4,
@@ -220,7 +220,7 @@ def test_counts_are_those_of_real_models_on_the_meta_device() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     for (hf_config, sizes), line in zip(CASES, done.stdout.splitlines(), strict=True):
-        ranks, shape = json.loads(line), ModelShape.from_hf(hf_config)
+        ranks, shape = json.loads(line), ModelConfig.from_hf(hf_config)
         assert len(ranks) == Layout(**sizes).num_processes
         for rank in ranks:
             numbers = 0

@@ -16,7 +16,7 @@ from rich.console import Console
 from launch.plan.costs import Assumptions, active_parameters, bubble_share, forward_flops, learner_time
 from launch.plan.planner import Machine, Planner, config_for, engine_model, make_plan
 from launch.plan.view import render
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
 from pipeline.config.layout_names import layout_name
 from pipeline.config.loader import load_recipe
@@ -34,8 +34,8 @@ def plan(recipe: Path, gpus: int, *overrides: str, gpu_gib: float = 80.0, **chos
     return make_plan(recipe, list(overrides), Machine(gpus=gpus, gpu_gib=gpu_gib), dict(chosen))
 
 
-def shape(name: str) -> ModelShape:
-    return ModelShape.from_hf(json.loads((RECIPES / "models" / name / "config.json").read_text()))
+def shape(name: str) -> ModelConfig:
+    return ModelConfig.from_hf(json.loads((RECIPES / "models" / name / "config.json").read_text()))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from launch.run.live_view import LiveView, Tail, render
-from pipeline.data.event_log import Journal
+from pipeline.data.event_log import EventLog
 
 WriteRun = Callable[..., Path]
 SECONDS = {"wait": 3.0, "update": 1.0}
@@ -19,8 +19,8 @@ def plain_console() -> tuple[Console, io.StringIO]:
     return Console(file=out, force_terminal=False, width=100), out
 
 
-def log_step(journal: Journal, step: int, time: float) -> None:
-    journal.metrics(
+def log_step(event_log: EventLog, step: int, time: float) -> None:
+    event_log.metrics(
         step,
         time=time,
         reward_mean=0.25,
@@ -47,13 +47,13 @@ def test_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
 
 
 def test_plain_lines_every_n_steps_and_on_events(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    event_log = EventLog(tmp_path)
     console, out = plain_console()
     with LiveView(tmp_path, 20, console=console, every_steps=4) as view:
         for step in range(9):
-            log_step(journal, step, 100.0 + 2.0 * step)
+            log_step(event_log, step, 100.0 + 2.0 * step)
             view.refresh()
-        journal.event(
+        event_log.event(
             "evaluated",
             version=9,
             pass_at_1=0.412,
@@ -61,7 +61,7 @@ def test_plain_lines_every_n_steps_and_on_events(tmp_path: Path) -> None:
             pass_at_1_high=0.47,
             pass_at_k={"1": 0.4, "8": 0.8},
         )
-        journal.event("restarted", process="collector", reason="exit code -9")
+        event_log.event("restarted", process="collector", reason="exit code -9")
         view.refresh()
     lines = out.getvalue().splitlines()
     assert [line.split(",")[0] for line in lines] == [
@@ -78,27 +78,27 @@ def test_plain_lines_every_n_steps_and_on_events(tmp_path: Path) -> None:
 
 
 def test_lines_of_a_former_session_are_not_repeated(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    event_log = EventLog(tmp_path)
     for step in range(4):
-        log_step(journal, step, float(step))
-    journal.event("evaluated", version=4, pass_at_1=0.3)
+        log_step(event_log, step, float(step))
+    event_log.event("evaluated", version=4, pass_at_1=0.3)
     console, out = plain_console()
     with LiveView(tmp_path, 20, console=console, every_steps=1) as view:
         assert out.getvalue() == ""
         assert view.progress.num_steps == 4
-        log_step(journal, 4, 4.0)
+        log_step(event_log, 4, 4.0)
     assert out.getvalue().startswith("step 5/20")
     assert "pass@1 30.0 % (v4)" in out.getvalue()
 
 
 def test_terminal_block_shows_numbers_phases_and_verdict(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    event_log = EventLog(tmp_path)
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=110, color_system=None)
     with LiveView(tmp_path, 20, console=console) as view:
         for step in range(6):
-            log_step(journal, step, 100.0 + 4.0 * step)
-        journal.event("evaluated", version=5, pass_at_1=0.6)
+            log_step(event_log, step, 100.0 + 4.0 * step)
+        event_log.event("evaluated", version=5, pass_at_1=0.6)
         view.refresh()
         with console.capture() as capture:
             console.print(render(view.progress))
@@ -127,9 +127,9 @@ def test_a_run_without_files_renders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [1, 500])
 def test_memory_is_bounded(tmp_path: Path, steps: int) -> None:
-    journal = Journal(tmp_path)
+    event_log = EventLog(tmp_path)
     for step in range(steps):
-        log_step(journal, step, float(step))
+        log_step(event_log, step, float(step))
     view = LiveView(tmp_path, 500, console=plain_console()[0])
     view.refresh()
     assert view.progress.num_steps == steps

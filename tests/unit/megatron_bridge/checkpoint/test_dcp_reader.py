@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
 from megatron_bridge.checkpoint.dcp_to_hf import find_sources, stream_hf_tensors
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.errors import CorruptCheckpointError
 
-SHAPE = ModelShape.from_hf(
+SHAPE = ModelConfig.from_hf(
     dict(
         architectures=["Qwen3ForCausalLM"],
         num_hidden_layers=2,

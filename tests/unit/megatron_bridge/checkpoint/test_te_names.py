@@ -18,10 +18,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from megatron_bridge.checkpoint.dcp_reader import StoredTensor
 from megatron_bridge.checkpoint.dcp_to_hf import find_sources
 from megatron_bridge.checkpoint.weights_only import _is_extra, sharded_weights
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.build import build_chunks
-from megatron_bridge.parallel.layout import Layout, initialise, shut_down
-from megatron_bridge.weights.name_map import NameMap, Place
+from megatron_bridge.parallel.layout import Layout, initialize, shut_down
+from megatron_bridge.weights.name_map import NameMap, ShardCoords
 from pipeline.errors import ModelError
 from tests.support.name_bijection import RankParameters, check_bijection
 
@@ -29,12 +29,14 @@ RECORDED = json.loads((Path(__file__).parents[3] / "golden" / "te_parameter_name
 CASES: list[Any] = [pytest.param(case, id=f"{case['model']} TP{case['tensor']}") for case in RECORDED["cases"]]
 
 
-def held(case: dict[str, Any]) -> tuple[ModelShape, list[RankParameters]]:
-    shape, size = ModelShape.from_hf(case["config"]), case["tensor"]
+def held(case: dict[str, Any]) -> tuple[ModelConfig, list[RankParameters]]:
+    shape, size = ModelConfig.from_hf(case["config"]), case["tensor"]
     experts = {} if shape.experts is None else dict(expert_size=size)
     ranks = []
     for rank, parameters in enumerate(case["ranks"]):
-        place = Place(tensor_rank=rank, tensor_size=size, **(dict(expert_rank=rank) if experts else {}), **experts)
+        place = ShardCoords(
+            tensor_rank=rank, tensor_size=size, **(dict(expert_rank=rank) if experts else {}), **experts
+        )
         sizes = {NameMap(shape).stage_name(name, [0, 1]): tuple(size) for name, size in parameters.items()}
         ranks.append(RankParameters(stage=0, place=place, sizes=sizes))
     return shape, ranks
@@ -63,7 +65,7 @@ def test_a_parameter_too_many_would_be_noticed() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_of_them_can_be_converted(case: dict[str, Any], tmp_path: Path) -> None:
-    shape = ModelShape.from_hf(case["config"])
+    shape = ModelConfig.from_hf(case["config"])
     stored = {name: StoredTensor(tuple(size), torch.bfloat16, ()) for name, size in case["stored"].items()}
     sources = find_sources(tmp_path, stored, shape)
     assert sorted(name for source in sources for name in source.names) == sorted(shape.tensors())
@@ -78,7 +80,7 @@ def test_nothing_else_is_in_a_state_dict_but_pickles_that_are_left_out(case: dic
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    initialise(Layout(), seed=0, deadline_s=30.0)
+    initialize(Layout(), seed=0, deadline_s=30.0)
     yield
     shut_down()
 
@@ -87,7 +89,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
 @pytest.mark.parametrize("case", [case for case in RECORDED["cases"] if case["tensor"] == 1], ids=lambda c: c["model"])
 def test_megatrons_own_layers_store_the_same_tensors(case: dict[str, Any]) -> None:
-    chunks = build_chunks(ModelShape.from_hf(case["config"]), Layout(), torch.bfloat16, 1.0, layers="megatron")
+    chunks = build_chunks(ModelConfig.from_hf(case["config"]), Layout(), torch.bfloat16, 1.0, layers="megatron")
     sharded = sharded_weights(chunks, case["stored"])
     apply_factories(sharded)
     found = {one.key: list(one.global_shape) for one in nested_values(sharded) if isinstance(one, ShardedTensor)}

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_bridge.hf.headers import check_weights
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.errors import ModelError
 
-SHAPE = ModelShape.from_hf(
+SHAPE = ModelConfig.from_hf(
     dict(
         architectures=["Qwen3MoeForCausalLM"],
         hidden_size=8,

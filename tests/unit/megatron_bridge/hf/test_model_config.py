@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_bridge.hf.model_config import Experts, ModelShape
+from megatron_bridge.hf.model_config import Experts, ModelConfig
 from pipeline.errors import ModelError
 
 MODELS = Path(__file__).parents[4] / "pipeline" / "recipes" / "models"
@@ -18,19 +18,19 @@ QWEN3_30B_A3B: dict[str, Any] = json.loads((MODELS / "qwen3-30b-a3b" / "config.j
 
 def test_parameters_are_counted_exactly() -> None:
     # The published sizes: 32.76 B and 30.53 B parameters.
-    assert ModelShape.from_hf(QWEN3_32B).num_parameters == 32_762_123_264
-    assert ModelShape.from_hf(QWEN3_30B_A3B).num_parameters == 30_532_122_624
+    assert ModelConfig.from_hf(QWEN3_32B).num_parameters == 32_762_123_264
+    assert ModelConfig.from_hf(QWEN3_30B_A3B).num_parameters == 30_532_122_624
 
 
 def test_a_tied_embedding_counts_once() -> None:
-    untied = ModelShape.from_hf(QWEN3_32B).num_parameters
-    tied = ModelShape.from_hf(QWEN3_32B | dict(tie_word_embeddings=True)).num_parameters
+    untied = ModelConfig.from_hf(QWEN3_32B).num_parameters
+    tied = ModelConfig.from_hf(QWEN3_32B | dict(tie_word_embeddings=True)).num_parameters
     assert untied - tied == 151936 * 5120
 
 
 def test_experts_are_read_and_their_tensors_listed() -> None:
-    shape = ModelShape.from_hf(QWEN3_30B_A3B)
-    assert shape.experts == Experts(count=128, per_token=8, ffn_size=768, normalised=True)
+    shape = ModelConfig.from_hf(QWEN3_30B_A3B)
+    assert shape.experts == Experts(count=128, per_token=8, ffn_size=768, normalized=True)
     assert shape.qk_norm
     assert not shape.qkv_bias
     tensors = shape.tensors()
@@ -43,11 +43,11 @@ def test_experts_are_read_and_their_tensors_listed() -> None:
 
 def test_both_spellings_of_the_number_of_experts() -> None:
     newer = {key: value for key, value in QWEN3_30B_A3B.items() if key != "num_experts"} | dict(num_local_experts=128)
-    assert ModelShape.from_hf(newer) == ModelShape.from_hf(QWEN3_30B_A3B)
+    assert ModelConfig.from_hf(newer) == ModelConfig.from_hf(QWEN3_30B_A3B)
 
 
 def test_a_dense_model_has_no_experts() -> None:
-    assert ModelShape.from_hf(QWEN3_32B).experts is None
+    assert ModelConfig.from_hf(QWEN3_32B).experts is None
 
 
 @pytest.mark.parametrize(
@@ -66,5 +66,5 @@ def test_a_dense_model_has_no_experts() -> None:
 )
 def test_what_cannot_be_reproduced_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as refused:
-        ModelShape.from_hf(QWEN3_30B_A3B | change)
+        ModelConfig.from_hf(QWEN3_30B_A3B | change)
     assert "\n" not in str(refused.value)

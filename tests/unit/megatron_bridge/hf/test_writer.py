@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_bridge.hf.headers import check_weights
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.hf.writer import hf_tensors, write_policy
 from megatron_bridge.weight_sync.disk import prune
 from pipeline.errors import ModelError
@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 32, "max_position_embeddings": 64,
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
-SHAPE = ModelShape.from_hf(CONFIG)
+SHAPE = ModelConfig.from_hf(CONFIG)
 
 
 @pytest.fixture

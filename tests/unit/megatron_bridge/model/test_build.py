@@ -9,9 +9,9 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.build import PolicyModel, build_chunks
-from megatron_bridge.parallel.layout import Layout, initialise, shut_down
+from megatron_bridge.parallel.layout import Layout, initialize, shut_down
 
 # Megatron-Core's own layers are built and called in ways that it calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
@@ -29,13 +29,13 @@ EXPERTS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    initialise(Layout(), seed=0, deadline_s=30.0)
+    initialize(Layout(), seed=0, deadline_s=30.0)
     yield
     shut_down()
 
 
 def build(**settings: Any) -> PolicyModel:
-    shape = ModelShape.from_hf(CONFIG | settings.pop("config", {}))
+    shape = ModelConfig.from_hf(CONFIG | settings.pop("config", {}))
     (model,) = build_chunks(shape, Layout(), settings.pop("dtype", torch.float32), 1.0, **settings)
     return model
 

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_bridge.model.packed_attention import PackedAttention
-from megatron_bridge.parallel.layout import Layout, initialise, shut_down
+from megatron_bridge.parallel.layout import Layout, initialize, shut_down
 
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
 LENGTHS = (5, 1, 9)
@@ -24,7 +24,7 @@ def one_row(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def test_rows_attend_to_themselves_only() -> None:
-    initialise(Layout(), seed=0, deadline_s=30.0)
+    initialize(Layout(), seed=0, deadline_s=30.0)
     try:
         config = TransformerConfig(
             num_layers=1, hidden_size=32, num_attention_heads=HEADS, kv_channels=CHANNELS, cuda_graph_scope=[]

@@ -12,7 +12,7 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_align_size
 
 import megatron_bridge
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model import build
 from megatron_bridge.model.build import build_chunks, choose_layers, transformer_config
 from megatron_bridge.model.te_precision import fp8_arguments, is_fp8, require_fp8, token_multiple, warm_up_passes
@@ -20,7 +20,7 @@ from megatron_bridge.parallel.layout import Layout, check_longest_sample
 from pipeline.config.recipe import LearnerPrecision, LearnerSection
 from pipeline.errors import LayoutError, ModelError
 
-DENSE = ModelShape.from_hf(
+DENSE = ModelConfig.from_hf(
     dict(
         architectures=["Qwen3ForCausalLM"],
         num_hidden_layers=2,

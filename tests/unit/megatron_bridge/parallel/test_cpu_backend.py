@@ -29,15 +29,15 @@ assert x.cuda() is x
 assert x.type() == "torch.cuda.FloatTensor" and x.bfloat16().type() == "torch.cuda.BFloat16Tensor"
 assert x.type(torch.float64).dtype == torch.float64
 
-from megatron_bridge.parallel.layout import Layout, initialise
+from megatron_bridge.parallel.layout import Layout, initialize
 from pipeline.errors import LayoutError
 try:
-    initialise(Layout(tensor=2), seed=0, deadline_s=10)
+    initialize(Layout(tensor=2), seed=0, deadline_s=10)
     raise SystemExit("a world of one is not two tensor parallel ranks")
 except LayoutError as error:
     assert "started with 1 processes" in str(error) and "needs 2" in str(error)
 
-initialise(Layout(), seed=7, deadline_s=10)
+initialize(Layout(), seed=7, deadline_s=10)
 tracker = random.get_cuda_rng_tracker()
 before = torch.get_rng_state()
 with tracker.fork():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_bridge.hf.model_config import ModelShape, read_hf_config
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.parallel.layout import Layout, check_layout, check_longest_sample
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError, ModelError
@@ -110,25 +110,25 @@ def test_models_that_cannot_be_reproduced_are_refused(changes: dict[str, Any], m
 
 
 def test_rope_of_old_and_new_configs() -> None:
-    assert ModelShape.from_hf(QWEN3).rope_theta == 1e6
+    assert ModelConfig.from_hf(QWEN3).rope_theta == 1e6
     new = {key: value for key, value in QWEN3.items() if key != "rope_theta"}
     new["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
-    assert ModelShape.from_hf(new).rope_theta == 5e5
+    assert ModelConfig.from_hf(new).rope_theta == 5e5
     llama3 = {
         "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
-    scaling = ModelShape.from_hf(QWEN3 | {"rope_scaling": llama3}).rope_scaling
+    scaling = ModelConfig.from_hf(QWEN3 | {"rope_scaling": llama3}).rope_scaling
     assert scaling is not None
     assert scaling.factor == 32.0
 
 
 def test_tensors_follow_the_architecture() -> None:
-    qwen3 = ModelShape.from_hf(QWEN3).tensors()
+    qwen3 = ModelConfig.from_hf(QWEN3).tensors()
     assert qwen3["model.layers.5.self_attn.k_proj.weight"] == (32, 48)
     assert qwen3["model.layers.0.self_attn.q_norm.weight"] == (8,)
     assert "lm_head.weight" not in qwen3
-    qwen2 = ModelShape.from_hf(QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False}).tensors()
+    qwen2 = ModelConfig.from_hf(QWEN3 | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": False}).tensors()
     assert qwen2["model.layers.0.self_attn.q_proj.bias"] == (96,)
     assert qwen2["lm_head.weight"] == (200, 48)
     assert "model.layers.0.self_attn.q_norm.weight" not in qwen2

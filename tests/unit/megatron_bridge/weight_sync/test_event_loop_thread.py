@@ -10,7 +10,7 @@ import time
 import pytest
 
 from megatron_bridge.weight_sync import event_loop_thread
-from megatron_bridge.weight_sync.event_loop_thread import Background
+from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError
 from rollout_sglang.transport import Transport
 from tests.doubles.sglang_double import EngineDouble
@@ -22,7 +22,7 @@ async def double(number: int) -> int:
 
 
 def test_it_runs_what_it_is_given_and_ends() -> None:
-    loop = Background("test-loop")
+    loop = EventLoopThread("test-loop")
     assert loop.run(double(3)) == 6
     assert loop.start(double(4)).result(5) == 8
     loop.close()
@@ -34,7 +34,7 @@ def test_a_call_that_hangs_is_cancelled_with_its_connection() -> None:
     """A connection that stayed open would be reported by the garbage collector, as an error here."""
     with EngineDouble() as engine:
         engine.generate_faults = ["hang"]
-        loop, transport = Background("test-loop"), Transport(engine.url, None)
+        loop, transport = EventLoopThread("test-loop"), Transport(engine.url, None)
         call = loop.start(transport.call("POST", "/generate", deadline_s=60, json={}))
         while "POST /generate" not in engine.calls:
             time.sleep(0.01)
@@ -46,7 +46,7 @@ def test_a_call_that_hangs_is_cancelled_with_its_connection() -> None:
 
 def test_a_coroutine_that_blocks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_loop_thread, "CLOSE_DEADLINE_S", 0.1)
-    loop, released = Background("test-loop"), threading.Event()
+    loop, released = EventLoopThread("test-loop"), threading.Event()
 
     async def block() -> None:
         released.wait(30)
@@ -60,7 +60,7 @@ def test_a_coroutine_that_blocks_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_error_reaches_the_caller() -> None:
-    loop = Background("test-loop")
+    loop = EventLoopThread("test-loop")
 
     async def fail() -> None:
         raise EngineUnavailableError("gone")

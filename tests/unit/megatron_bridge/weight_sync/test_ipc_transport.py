@@ -23,8 +23,8 @@ from torch.multiprocessing import reductions
 
 from megatron_bridge.weight_sync import shared_buffer
 from megatron_bridge.weight_sync.buckets import Bucket, pack
-from megatron_bridge.weight_sync.ipc_transport import SharedWire, flattened_bucket
-from megatron_bridge.weight_sync.shared_buffer import Call, SharedRow, cuda_arguments
+from megatron_bridge.weight_sync.ipc_transport import IpcTransport, flattened_bucket
+from megatron_bridge.weight_sync.shared_buffer import Call, SharedBuffer, cuda_arguments
 from pipeline.errors import FatalError
 from tests.doubles.receiving_double import BucketFault, ReceivingDouble, SafeUnpickler
 from tests.support.feeding import BUCKET_BYTES, DEADLINE_S, Publish, publisher, same, weights
@@ -32,8 +32,8 @@ from tests.support.feeding import BUCKET_BYTES, DEADLINE_S, Publish, publisher, 
 CPU = torch.device("cpu")
 SENDER = """
 import sys, torch
-from megatron_bridge.weight_sync.shared_buffer import SharedRow
-row = SharedRow(1 << 16, torch.device("cpu"))
+from megatron_bridge.weight_sync.shared_buffer import SharedBuffer
+row = SharedBuffer(1 << 16, torch.device("cpu"))
 row.lend(1 << 16, readers=3)  # which never come
 print(row.file, flush=True)
 sys.stdin.read()
@@ -41,8 +41,8 @@ sys.stdin.read()
 
 
 @contextmanager
-def shared(num_bytes: int) -> Iterator[SharedRow]:
-    row = SharedRow(num_bytes, CPU)
+def shared(num_bytes: int) -> Iterator[SharedBuffer]:
+    row = SharedBuffer(num_bytes, CPU)
     try:
         yield row
     finally:
@@ -57,7 +57,7 @@ def engines() -> Iterator[list[ReceivingDouble]]:
 
 @pytest.fixture
 def publish(engines: list[ReceivingDouble], tmp_path: Path) -> Iterator[Publish]:
-    with publisher(engines, tmp_path, SharedWire) as publish:
+    with publisher(engines, tmp_path, IpcTransport) as publish:
         yield publish
 
 
@@ -118,14 +118,14 @@ def test_each_rank_of_an_engine_opens_the_row(
     engines: list[ReceivingDouble], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks open one row, again and again: it is lent to each."""
-    lend, lent = SharedRow.lend, []
+    lend, lent = SharedBuffer.lend, []
 
-    def lend_and_note(row: SharedRow, num_bytes: int, readers: int) -> Call:
+    def lend_and_note(row: SharedBuffer, num_bytes: int, readers: int) -> Call:
         lent.append(readers)
         return lend(row, num_bytes, readers)
 
-    monkeypatch.setattr(SharedRow, "lend", lend_and_note)
-    with publisher(engines, tmp_path, SharedWire, ranks=3) as publish:
+    monkeypatch.setattr(SharedBuffer, "lend", lend_and_note)
+    with publisher(engines, tmp_path, IpcTransport, ranks=3) as publish:
         publish(weights(0))
         assert publish(weights(1)).failures == {}
     assert same(engines[0].received, weights(1))
@@ -137,7 +137,7 @@ def test_one_row_serves_all_buckets_and_grows_for_the_largest_tensor(
     engines: list[ReceivingDouble], publish: Publish
 ) -> None:
     wire = publish(weights(0))
-    assert isinstance(wire, SharedWire)
+    assert isinstance(wire, IpcTransport)
     row = wire._row
     publish(weights(1))
     assert wire._row is row
@@ -151,7 +151,7 @@ def test_one_row_serves_all_buckets_and_grows_for_the_largest_tensor(
 
 def test_a_row_of_another_is_refused() -> None:
     feed: Any = SimpleNamespace(ranks_per_engine=1)
-    wire = SharedWire(feed, None, [0], CPU, 1.0)  # type: ignore[arg-type]
+    wire = IpcTransport(feed, None, [0], CPU, 1.0)  # type: ignore[arg-type]
     wire.open({})
     wire.new_row(10)
     with pytest.raises(AssertionError, match="was not packed into new_row"):
@@ -258,7 +258,7 @@ def test_what_is_written_later_is_seen_by_who_has_it_open() -> None:
 def test_no_room_is_an_error_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_buffer.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     with pytest.raises(FatalError, match=r"64 MiB free, 65 MiB are needed .* weights.bucket_mib"):
-        SharedRow((64 << 20) + 1, CPU)
+        SharedBuffer((64 << 20) + 1, CPU)
 
 
 def test_a_sender_that_was_killed_leaves_nothing_behind() -> None:

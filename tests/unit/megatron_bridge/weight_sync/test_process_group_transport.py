@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_bridge.weight_sync.process_group_transport import BroadcastWire, Transfer
+from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport, Transfer
 from megatron_bridge.weight_sync.process_groups import EngineGroup
 from pipeline.errors import DeadlineExceededError
 from tests.doubles.receiving_double import BucketFault, ReceivingDouble
@@ -27,7 +27,7 @@ def engines() -> Iterator[list[ReceivingDouble]]:
 
 @pytest.fixture
 def publish(engines: list[ReceivingDouble], tmp_path: Path) -> Iterator[Publish]:
-    with publisher(engines, tmp_path, BroadcastWire) as publish:
+    with publisher(engines, tmp_path, ProcessGroupTransport) as publish:
         yield publish
 
 

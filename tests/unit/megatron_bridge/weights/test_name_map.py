@@ -19,9 +19,9 @@ from mbridge.core.llm_bridge import LLMBridge
 from mbridge.core.parallel_states import ParallelStates
 from mbridge.models.qwen2moe import Qwen2MoEBridge
 
-from megatron_bridge.hf.model_config import ModelShape
+from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import check_layout
-from megatron_bridge.weights.name_map import NameMap, Piece, Place
+from megatron_bridge.weights.name_map import NameMap, ShardCoords, TensorSlice
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError, ModelError
 from tests.support.name_bijection import RankParameters, _require_tiling, check_bijection
@@ -44,8 +44,8 @@ TINY = dict(
     vocab_size=12,
     max_position_embeddings=8,
 )
-TINY_BIASED = ModelShape.from_hf(TINY | dict(architectures=["Qwen2ForCausalLM"]))
-TINY_EXPERTS = ModelShape.from_hf(
+TINY_BIASED = ModelConfig.from_hf(TINY | dict(architectures=["Qwen2ForCausalLM"]))
+TINY_EXPERTS = ModelConfig.from_hf(
     TINY | dict(architectures=["Qwen3MoeForCausalLM"], num_experts=4, num_experts_per_tok=2, moe_intermediate_size=4)
 )
 
@@ -80,7 +80,7 @@ def built() -> dict[str, list[RankParameters]]:
         case: [
             RankParameters(
                 stage=rank["stage"],
-                place=Place(**rank["place"]),
+                place=ShardCoords(**rank["place"]),
                 sizes={name: tuple(size) for name, size in rank["sizes"].items()},
             )
             for rank in json.loads(line)
@@ -91,7 +91,7 @@ def built() -> dict[str, list[RankParameters]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_real_models_hold_every_number_exactly_once(built: dict[str, list[RankParameters]], case: str) -> None:
-    shape = ModelShape.from_hf(CASES[case][0])
+    shape = ModelConfig.from_hf(CASES[case][0])
     sizes = CASES[case][1]
     assert len(built[case]) == sizes.get("tensor", 1) * sizes.get("pipeline", 1) * sizes.get("data", 1)
     counted = check_bijection(shape, built[case])
@@ -111,7 +111,7 @@ def test_names_of_transformer_engine_layers_are_a_bijection_too(
         return fused.replace(".pre_mlp_layernorm.weight", norm)
 
     ranks = [replace(rank, sizes={of_te(name): size for name, size in rank.sizes.items()}) for rank in built[case]]
-    check_bijection(ModelShape.from_hf(CASES[case][0]), ranks)
+    check_bijection(ModelConfig.from_hf(CASES[case][0]), ranks)
 
 
 def test_tensor_parallel_8_does_not_divide_4_key_value_heads() -> None:
@@ -187,7 +187,7 @@ def test_a_broken_map_is_named(
         for number, rank in enumerate(built[case])
     ]
     with pytest.raises(ModelError, match=message) as refused:
-        check_bijection(ModelShape.from_hf(CASES[case][0]), broken)
+        check_bijection(ModelConfig.from_hf(CASES[case][0]), broken)
     assert "\n" not in str(refused.value)
 
 
@@ -195,13 +195,13 @@ def test_a_broken_map_is_named(
 def test_a_missing_rank_is_a_gap(built: dict[str, list[RankParameters]], missing: int) -> None:
     ranks = [rank for number, rank in enumerate(built["Qwen3-32B TP8"]) if number != missing]
     with pytest.raises(ModelError, match=r"embed_tokens\.weight .* gaps or overlaps; expected each of its 777912320"):
-        check_bijection(ModelShape.from_hf(QWEN3_32B), ranks)
+        check_bijection(ModelConfig.from_hf(QWEN3_32B), ranks)
 
 
 def test_two_ranks_that_claim_the_same_place_are_noticed(built: dict[str, list[RankParameters]]) -> None:
     ranks = [*built["Qwen3-32B TP8"], built["Qwen3-32B TP8"][0]]
     with pytest.raises(ModelError, match=r"held by \[1, 2\] ranks; expected equally many"):
-        check_bijection(ModelShape.from_hf(QWEN3_32B), ranks)
+        check_bijection(ModelConfig.from_hf(QWEN3_32B), ranks)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_two_ranks_that_claim_the_same_place_are_noticed(built: dict[str, list[R
     ],
 )
 def test_pieces_must_tile_the_tensor(rows: list[tuple[int, int]], whole: bool) -> None:
-    pieces = Counter({Piece("w", span, (0, 2)): 1 for span in rows})
+    pieces = Counter({TensorSlice("w", span, (0, 2)): 1 for span in rows})
     if whole:
         _require_tiling("w", pieces, (5, 2))
         return
@@ -224,24 +224,24 @@ def test_pieces_must_tile_the_tensor(rows: list[tuple[int, int]], whole: bool) -
 
 def test_pieces_by_hand() -> None:
     names = NameMap(TINY_BIASED)
-    second = Place(tensor_rank=1, tensor_size=2)
+    second = ShardCoords(tensor_rank=1, tensor_size=2)
     qkv = "model.layers.1.self_attn."
     # 2 key/value heads of size 2, each with 2 query heads: rank 1 has the second group.
     assert names.pieces("decoder.layers.1.self_attention.linear_qkv.weight", second) == (
-        Piece(qkv + "q_proj.weight", (4, 8), (0, 6)),
-        Piece(qkv + "k_proj.weight", (2, 4), (0, 6)),
-        Piece(qkv + "v_proj.weight", (2, 4), (0, 6)),
+        TensorSlice(qkv + "q_proj.weight", (4, 8), (0, 6)),
+        TensorSlice(qkv + "k_proj.weight", (2, 4), (0, 6)),
+        TensorSlice(qkv + "v_proj.weight", (2, 4), (0, 6)),
     )
-    assert names.pieces("decoder.layers.1.self_attention.linear_qkv.bias", Place()) == (
-        Piece(qkv + "q_proj.bias", (0, 4), None),
-        Piece(qkv + "k_proj.bias", (0, 2), None),
-        Piece(qkv + "v_proj.bias", (0, 2), None),
-        Piece(qkv + "q_proj.bias", (4, 8), None),
-        Piece(qkv + "k_proj.bias", (2, 4), None),
-        Piece(qkv + "v_proj.bias", (2, 4), None),
+    assert names.pieces("decoder.layers.1.self_attention.linear_qkv.bias", ShardCoords()) == (
+        TensorSlice(qkv + "q_proj.bias", (0, 4), None),
+        TensorSlice(qkv + "k_proj.bias", (0, 2), None),
+        TensorSlice(qkv + "v_proj.bias", (0, 2), None),
+        TensorSlice(qkv + "q_proj.bias", (4, 8), None),
+        TensorSlice(qkv + "k_proj.bias", (2, 4), None),
+        TensorSlice(qkv + "v_proj.bias", (2, 4), None),
     )
     assert names.pieces("decoder.layers.0.mlp.linear_fc2.weight", second) == (
-        Piece("model.layers.0.mlp.down_proj.weight", (0, 6), (4, 8)),
+        TensorSlice("model.layers.0.mlp.down_proj.weight", (0, 6), (4, 8)),
     )
     assert names.size("decoder.layers.0.mlp.linear_fc1.weight", second) == (8, 6)
 
@@ -251,13 +251,13 @@ def test_experts_are_counted_from_the_ranks_first_and_cut_by_expert_tensor_ranks
     local = names.stage_name("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", [1])
     grouped = names.stage_name("decoder.layers.0.mlp.experts.linear_fc1.weight1", [1])
     assert local == grouped == "decoder.layers.1.mlp.experts.linear_fc1.weight1"
-    place = Place(tensor_rank=1, tensor_size=2, expert_rank=1, expert_size=2, expert_tensor_size=2)
+    place = ShardCoords(tensor_rank=1, tensor_size=2, expert_rank=1, expert_size=2, expert_tensor_size=2)
     assert names.pieces(local, place) == (
-        Piece("model.layers.1.mlp.experts.3.gate_proj.weight", (0, 2), (0, 6)),
-        Piece("model.layers.1.mlp.experts.3.up_proj.weight", (0, 2), (0, 6)),
+        TensorSlice("model.layers.1.mlp.experts.3.gate_proj.weight", (0, 2), (0, 6)),
+        TensorSlice("model.layers.1.mlp.experts.3.up_proj.weight", (0, 2), (0, 6)),
     )
     assert names.pieces("decoder.layers.1.mlp.router.weight", place) == (
-        Piece("model.layers.1.mlp.gate.weight", (0, 4), (0, 6)),
+        TensorSlice("model.layers.1.mlp.gate.weight", (0, 4), (0, 6)),
     )
 
 
@@ -277,7 +277,7 @@ def _halved(name: str, size: torch.Size) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", [TINY_BIASED, TINY_EXPERTS], ids=["dense", "experts"])
-def test_every_rank_gets_what_mbridge_would_load(shape: ModelShape) -> None:
+def test_every_rank_gets_what_mbridge_would_load(shape: ModelConfig) -> None:
     fields = SimpleNamespace(
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
@@ -295,7 +295,9 @@ def test_every_rank_gets_what_mbridge_would_load(shape: ModelShape) -> None:
     for name in [f"decoder.layers.1.{part}" for part in layer] + ["output_layer.weight"]:
         hf_names = mbridge._weight_name_mapping_mcore_to_hf(name)
         merged = mbridge._weight_to_mcore_format(name, [tensors[hf_name] for hf_name in hf_names])
-        places = [Place(tensor_rank=r, tensor_size=2, expert_tensor_rank=r, expert_tensor_size=2) for r in range(2)]
+        places = [
+            ShardCoords(tensor_rank=r, tensor_size=2, expert_tensor_rank=r, expert_tensor_size=2) for r in range(2)
+        ]
         parameter = torch.empty(_halved(name, merged.shape))
         split = mbridge._weight_split_across_tp(name, merged, parameter, 2)
         for theirs, place in zip(split, places, strict=True):

@@ -30,7 +30,7 @@ PER_SAMPLE = np.array([1.0, -2.0, 3.0, 4.0, 5.0], np.float32)
 def batch_of(layout: Layout) -> Batch:
     def completion(forced: list[bool]) -> Completion:
         given = Completion.given([7] * len(forced), [-1.0] * len(forced))
-        return replace(given, forced=tuple(forced))
+        return replace(given, loss_mask=tuple(not one for one in forced))
 
     groups = [
         Group(
@@ -85,21 +85,21 @@ def test_each_mean_counts_its_parts_alike_and_the_sum_is_that_of_the_tokens(layo
     section = PlainAdvantage(aggregation=aggregation)  # type: ignore[arg-type]
     found = token_advantages(section, batch, np.ones(batch.num_samples, np.float32), max_new_tokens=8)
     assert found.sum() == pytest.approx(batch.num_sampled_tokens, rel=1e-5)
-    assert not found[batch.forced].any()
+    assert not found[~batch.loss_mask].any()
     sample = np.repeat(np.arange(batch.num_samples), batch.response_lengths)
     part = {"token": np.arange(len(sample)), "sequence": sample, "prompt": batch.group[sample]}[aggregation]
-    sampled = ~batch.forced
+    sampled = batch.loss_mask
     shares = [found[(part == each) & sampled].sum() for each in np.unique(part[sampled])]
     np.testing.assert_allclose(shares, batch.num_sampled_tokens / max(1, len(shares)), rtol=1e-5)
     for each in np.unique(part[sampled]):
         assert np.ptp(found[(part == each) & sampled]) == 0.0, "tokens of a part count alike"
 
 
-@given(layout=layouts, aggregation=st.sampled_from(list(HANDS)), normalised=st.booleans())
-def test_groups_may_come_in_any_order(layout: Layout, aggregation: str, normalised: bool) -> None:
+@given(layout=layouts, aggregation=st.sampled_from(list(HANDS)), normalized=st.booleans())
+def test_groups_may_come_in_any_order(layout: Layout, aggregation: str, normalized: bool) -> None:
     def by_group(each: Layout, values: list[float]) -> list[list[float]]:
         per_sample = np.array(values, np.float32)
-        tokens = iter(tokens_of(each, per_sample, aggregation=aggregation, batch_normalised=normalised))
+        tokens = iter(tokens_of(each, per_sample, aggregation=aggregation, batch_normalized=normalized))
         return [[next(tokens) for response in group for _ in response] for group in each]
 
     sizes = [len(group) for group in layout]
@@ -112,7 +112,7 @@ def test_groups_may_come_in_any_order(layout: Layout, aggregation: str, normalis
 
 def test_normalisation_divides_by_the_std_of_all_samples() -> None:
     """Advantages 1, -2, 3, 4, 5: mean 2.2, squares 1.44 + 17.64 + .64 + 3.24 + 7.84 = 30.8, sample std sqrt(7.7)."""
-    found = tokens_of(HAND, PER_SAMPLE, batch_normalised=True)
+    found = tokens_of(HAND, PER_SAMPLE, batch_normalized=True)
     assert found[0] == pytest.approx(1 / 7.7**0.5)
     assert found[2] == pytest.approx(-2 / 7.7**0.5)
 
@@ -120,8 +120,8 @@ def test_normalisation_divides_by_the_std_of_all_samples() -> None:
 @given(values=st.lists(st.integers(-8, 8), min_size=5, max_size=5), scale=st.sampled_from([1e-6, 0.5, 1e6]))
 def test_normalised_advantages_feel_no_scale(values: list[int], scale: float) -> None:
     advantages = np.array(values, np.float32)
-    straight = tokens_of(HAND, advantages, batch_normalised=True)
-    scaled = tokens_of(HAND, (advantages * scale).astype(np.float32), batch_normalised=True)
+    straight = tokens_of(HAND, advantages, batch_normalized=True)
+    scaled = tokens_of(HAND, (advantages * scale).astype(np.float32), batch_normalized=True)
     if len(set(values)) > 1:  # equal ones have no std, and stay as they are
         np.testing.assert_allclose(scaled, straight, rtol=1e-5)
 
@@ -129,7 +129,7 @@ def test_normalised_advantages_feel_no_scale(values: list[int], scale: float) ->
 @pytest.mark.parametrize("aggregation", HANDS)
 def test_dropping_groups_without_contrast_changes_no_token(aggregation: str) -> None:
     per_sample = np.array([1.0, -1.0, 0.0, 0.0, 0.0], np.float32)
-    options: dict[str, Any] = dict(aggregation=aggregation, batch_normalised=True)
+    options: dict[str, Any] = dict(aggregation=aggregation, batch_normalized=True)
     kept = tokens_of(HAND, per_sample, zero_variance="keep", **options)
     assert tokens_of(HAND, per_sample, zero_variance="drop", **options) == kept
     assert informative_samples(batch_of(HAND), per_sample).tolist() == [True, True, False, False, False]
@@ -143,6 +143,6 @@ def test_one_advantage_makes_its_whole_group_informative() -> None:
 
 def test_batches_without_contrast_or_tokens_are_no_error() -> None:
     zeros = np.zeros(5, np.float32)
-    assert not any(tokens_of(HAND, zeros, batch_normalised=True, aggregation="sequence"))
+    assert not any(tokens_of(HAND, zeros, batch_normalized=True, aggregation="sequence"))
     assert tokens_of([[[], []]], zeros[:2], aggregation="prompt") == []
-    assert tokens_of([[[T]]], zeros[:1] + 1, aggregation="constant", batch_normalised=True) == [0.0]
+    assert tokens_of([[[T]]], zeros[:1] + 1, aggregation="constant", batch_normalized=True) == [0.0]

@@ -1,4 +1,4 @@
-"""Masses m_S and m_F: closed forms against enumeration, random groups, and the identities between methods."""
+"""WeightCurves m_S and m_F: closed forms against enumeration, random groups, and the identities between methods."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from pipeline.advantages import FADE, Masses, empirical_masses
-from pipeline.advantages import weight_curves as masses
+from pipeline.advantages import FADE, WeightCurves, empirical_weight_curves
+from pipeline.advantages import weight_curves as weight_curves
 from pipeline.advantages.estimators import formula_of
 from pipeline.config.algorithm import AdvantageSection, FADEAdvantage
 
@@ -20,8 +20,8 @@ P = np.linspace(0.0, 1.0, 21)
 Q = 1.0 - P
 
 
-def of(p: Any = P, group_size: int | None = None, **section: object) -> Masses:
-    return masses(SECTION.validate_python(section), np.asarray(p), group_size=group_size)
+def of(p: Any = P, group_size: int | None = None, **section: object) -> WeightCurves:
+    return weight_curves(SECTION.validate_python(section), np.asarray(p), group_size=group_size)
 
 
 SECTIONS: list[dict[str, Any]] = [
@@ -70,12 +70,14 @@ def test_fade_weighs_p_q_alpha_and_that_over_delta(alpha: float, delta: float) -
     """Its schedule turned until it stands at (alpha, delta): alpha = 3 (1 - p̂) / (2 p̂), delta = 1 + Ĥ - H*."""
     run = FADE(FADEAdvantage(name="fade", smoothing=1.0, target_entropy=2.0))
     run.observe(solve_rate=3.0 / (2.0 * alpha + 3.0), entropy=1.0 + delta)
-    found = masses(run.as_power(), P)
+    found = weight_curves(run.as_power(), P)
     np.testing.assert_allclose(found.success, P * Q**alpha, atol=1e-9)
     np.testing.assert_allclose(found.failure, P * Q**alpha / delta, atol=1e-9)
     if alpha > 1.0:
         fine = np.linspace(0.0, 1.0, 20001)
-        assert fine[masses(run.as_power(), fine).success.argmax()] == pytest.approx(1.0 / (1.0 + alpha), abs=1e-3)
+        assert fine[weight_curves(run.as_power(), fine).success.argmax()] == pytest.approx(
+            1.0 / (1.0 + alpha), abs=1e-3
+        )
 
 
 def test_identities_between_methods() -> None:
@@ -108,7 +110,7 @@ def test_finite_groups_by_hand(group_size: int) -> None:
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: str(section["name"]))
 def test_random_groups_have_the_masses_of_finite_groups(section: dict[str, Any]) -> None:
-    """20,000 groups of 6 with p = .3; the mean of 20,000 masses below 3 errs by less than .02 almost always."""
+    """20,000 groups of 6 with p = .3; the mean of 20,000 weight_curves below 3 errs by less than .02 almost always."""
     rng, size, num = np.random.default_rng(7), 6, 20_000
     reward = (rng.random(size * num) < 0.3).astype(np.float32)
     group = np.repeat(np.arange(num), size)
@@ -124,7 +126,7 @@ def test_empirical_masses_by_hand() -> None:
     reward = np.array([1, 0, 0, 1, 1, 0, 0, 0, 0], np.float32)
     group = np.array([5, 5, 6, 6, 7, 7, 7, 8, 8], np.int64)
     advantage = np.array([4, -3, -1, 2, 6, -1, -2, -5, -5], np.float32)
-    found = empirical_masses(advantage, reward, group)
+    found = empirical_weight_curves(advantage, reward, group)
     np.testing.assert_allclose(found.p, [0, 1 / 3, 1 / 2])
     np.testing.assert_allclose(found.success, [0, 2, 1.5])
     np.testing.assert_allclose(found.failure, [5, 1, 1])

@@ -1,4 +1,4 @@
-"""A synthetic run, written with the real journal and the real recipe; every number can be worked out by hand."""
+"""A synthetic run, written with the real event_log and the real recipe; every number can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.analysis.html_report import write_report
 from pipeline.config.loader import recipe_from
-from pipeline.data.event_log import Journal
+from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 
@@ -49,27 +49,29 @@ def _write_run(
     run = RunDirectory(root / name)
     run.freeze(recipe_from(data | (overrides or {}), source="test"))
     if steps_done:
-        _write_journal(Journal(run.path), steps_done, seconds or SECONDS, evaluations=evaluations)
+        _write_journal(EventLog(run.path), steps_done, seconds or SECONDS, evaluations=evaluations)
     return run.path
 
 
-def _write_journal(journal: Journal, steps: int, seconds: dict[str, float], *, evaluations: bool) -> None:
+def _write_journal(event_log: EventLog, steps: int, seconds: dict[str, float], *, evaluations: bool) -> None:
     for process in ("engine-0", "collector", "learner"):
-        journal.event("started", process=process, time=START)
+        event_log.event("started", process=process, time=START)
     for step in range(steps):
-        journal.event("issued", batch=step, first_group=32 * step, next_group=32 * (step + 1), version=step, time=START)
+        event_log.event(
+            "issued", batch=step, first_group=32 * step, next_group=32 * (step + 1), version=step, time=START
+        )
         started = START + 10.0 + 2.0 * step
         spent = {"generate": 1.0, "hold": 0.05, "commit": 0.1}
-        journal.event(
+        event_log.event(
             "committed", batch=step, samples=256, dropped=0, started=started, seconds=spent, time=started + 1.15
         )
-        journal.metrics(step, **step_metrics(step, seconds), time=started + sum(seconds.values()))
+        event_log.metrics(step, **step_metrics(step, seconds), time=started + sum(seconds.values()))
         if evaluations and step in (0, steps - 1):
-            _evaluate(journal, step + 1 if step else 0, 0.125 if step == 0 else 0.5, started)
+            _evaluate(event_log, step + 1 if step else 0, 0.125 if step == 0 else 0.5, started)
 
 
-def _evaluate(journal: Journal, version: int, value: float, time: float) -> None:
-    journal.event(
+def _evaluate(event_log: EventLog, version: int, value: float, time: float) -> None:
+    event_log.event(
         "evaluated",
         version=version,
         pass_at_1=value,

@@ -14,7 +14,7 @@ from pipeline.data.records import Batch, DroppedGroup
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import CorruptBatchError
-from pipeline.rollout.solved_prompts import Retirement
+from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.schedule import Schedule
 
 MakeBatch = Callable[..., Batch]
@@ -92,7 +92,7 @@ def test_groups_that_a_later_batch_has_under_way_are_not_lost(
     assert (audit.duplicated, audit.sound) == ((4,), False), "group 4 is committed, and would be asked again"
 
 
-RETIREMENT = Retirement(at_pass_rate=0.5, after_samples=3)
+RETIREMENT = SolvedPromptRule(pass_rate=0.5, min_samples=3)
 
 
 def with_problems(batch: Batch, *drops: DroppedGroup) -> Batch:
@@ -107,24 +107,24 @@ def test_problems_must_retire_when_their_pass_rate_says_so(
 ) -> None:
     """Sync. Batch 0 asks problems 0 and 1; 1 is solved in 3 of 3 samples and retires before batch 1."""
     sync = Schedule(kind="sync", steps=3)
-    passed_over = DroppedGroup(group=3, reason="retired", kind="retired", problem=1)
+    passed_over = DroppedGroup(group=3, reason="solved", kind="solved", problem=1)
     store.commit(with_problems(make_batch(0, first_group=0)))
     store.commit(with_problems(make_batch(1, first_group=2, num_groups=1, next_group=4, versions=(1,)), passed_over))
     audit = verify_history(tmp_path, sync, 2, RETIREMENT)
-    assert (audit.retirement_violations, audit.retired, audit.dropped) == ((), 1, 1)
-    assert verify_history(tmp_path, sync, 2).retirement_violations == (3,), "nobody retires in such a run"
+    assert (audit.solved_violations, audit.solved, audit.dropped) == ((), 1, 1)
+    assert verify_history(tmp_path, sync, 2).solved_violations == (3,), "nobody retires in such a run"
     store.commit(
         with_problems(
             make_batch(2, first_group=5, num_groups=1, next_group=8, versions=(2,)),
-            DroppedGroup(group=4, reason="retired", kind="retired", problem=0),
+            DroppedGroup(group=4, reason="solved", kind="solved", problem=0),
             DroppedGroup(group=6, reason="too long", problem=0),
             DroppedGroup(group=7, reason="all right", kind="zero_variance", problem=1, samples=3, solved=3),
         )
     )
     audit = verify_history(tmp_path, sync, 3, RETIREMENT)
-    # Group 4 asks problem 0 (1 of 3 right: not retired); groups 5 and 7 ask problem 1, which has retired.
-    assert (audit.retirement_violations, audit.sound) == ((4, 5, 7), False)
-    assert (audit.retired, audit.unfit, audit.zero_variance, audit.dropped) == (2, 1, 1, 4)
+    # Group 4 asks problem 0 (1 of 3 right: not solved); groups 5 and 7 ask problem 1, which is solved.
+    assert (audit.solved_violations, audit.sound) == ((4, 5, 7), False)
+    assert (audit.solved, audit.unfit, audit.zero_variance, audit.dropped) == (2, 1, 1, 4)
 
 
 def test_the_lag_says_which_batches_a_verdict_rests_on(
@@ -133,8 +133,8 @@ def test_the_lag_says_which_batches_a_verdict_rests_on(
     """Lag 1: batch 1 was begun on version 0, before anything was known of batch 0."""
     store.commit(with_problems(make_batch(0, first_group=0)))
     store.commit(with_problems(make_batch(1, first_group=2)))
-    assert verify_history(tmp_path, ASYNC, 2, RETIREMENT).retirement_violations == ()
-    assert verify_history(tmp_path, Schedule(kind="sync", steps=3), 2, RETIREMENT).retirement_violations == (3,)
+    assert verify_history(tmp_path, ASYNC, 2, RETIREMENT).solved_violations == ()
+    assert verify_history(tmp_path, Schedule(kind="sync", steps=3), 2, RETIREMENT).solved_violations == (3,)
 
 
 def test_a_missing_batch(tmp_path: Path, store: BatchStore, make_batch: MakeBatch) -> None:

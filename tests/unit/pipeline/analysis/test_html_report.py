@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.analysis import figures
 from pipeline.analysis.html_report import _ess, count, decimal, duration, percent, write_report
-from pipeline.analysis.run_log import History
-from pipeline.data.event_log import Journal
+from pipeline.analysis.run_log import RunLog
+from pipeline.data.event_log import EventLog
 
 WriteRun = Callable[..., Path]
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -93,14 +93,14 @@ def test_every_figure_is_there_for_a_full_run(full_page: str) -> None:
         "k3 KL",
         "lag",
         "log-ratio histogram",
-        "masses",
+        "weight_curves",
         "timeline",
         "seconds of each phase",
     }
 
 
 def test_histogram_names_first_middle_and_last_step_with_their_ess(write_run: WriteRun) -> None:
-    svg = figures.log_ratio_histogram(History.read(write_run(24)))
+    svg = figures.log_ratio_histogram(RunLog.read(write_run(24)))
     assert svg is not None
     for label in ("step 0, ESS 0.9990", "step 11, ESS 0.9880", "step 23, ESS 0.9760"):
         assert label in svg
@@ -118,12 +118,12 @@ def test_histogram_names_first_middle_and_last_step_with_their_ess(write_run: Wr
 def test_kl_weight_is_shaded_only_where_it_is_one_minus_the_drawn_ess(
     write_run: WriteRun, objective: dict[str, str], shaded: bool
 ) -> None:
-    history = History.read(write_run(3, overrides=dict(objective=objective)))
+    history = RunLog.read(write_run(3, overrides=dict(objective=objective)))
     assert ("KL weight" in str(_ess(history))) == shaded
 
 
 def test_timeline_shows_the_last_steps_and_lanes(write_run: WriteRun) -> None:
-    svg = figures.timeline(History.read(write_run(24)))
+    svg = figures.timeline(RunLog.read(write_run(24)))
     assert svg is not None
     numbers = {int(found) for found in re.findall(r">(\d+)</text>", svg)}
     assert {12, 23} <= numbers  # steps 12 to 23, and their batches
@@ -150,7 +150,7 @@ def test_a_run_that_goes_on(write_run: WriteRun, steps: int) -> None:
 
 def test_a_step_without_the_optional_metrics(write_run: WriteRun) -> None:
     run = write_run(0)
-    Journal(run).metrics(0, reward_mean=0.5)
+    EventLog(run).metrics(0, reward_mean=0.5)
     page = page_of(run)
     assert 'aria-label="training reward"' in page
     assert 'aria-label="timeline"' not in page
@@ -158,11 +158,11 @@ def test_a_step_without_the_optional_metrics(write_run: WriteRun) -> None:
 
 def test_events_are_listed_escaped_and_repeats_collapse(write_run: WriteRun) -> None:
     run = write_run(3)
-    journal = Journal(run)
-    journal.event("restarted", process="learner", reason="<script>alert(1)</script>", time=1_700_000_125.0)
+    event_log = EventLog(run)
+    event_log.event("restarted", process="learner", reason="<script>alert(1)</script>", time=1_700_000_125.0)
     for group in range(9):
-        journal.event("retried", group=group, reason="engine 0 is gone")
-    journal.event("dropped", batch=2, group=77, reason="prompt has 600 tokens, at most 490 fit")
+        event_log.event("retried", group=group, reason="engine 0 is gone")
+    event_log.event("dropped", batch=2, group=77, reason="prompt has 600 tokens, at most 490 fit")
     page = page_of(run)
     assert "<td>2 min 05 s</td><td>restarted</td>" in page
     assert "process learner: &lt;script&gt;" in page

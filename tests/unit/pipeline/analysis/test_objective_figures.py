@@ -13,26 +13,26 @@ from pipeline.advantages import build_advantages
 from pipeline.analysis import objective_figures
 from pipeline.analysis.html_report import render_page
 from pipeline.analysis.objective_figures import CORRECTION_MEASURES, FADE_MEASURES, OBJECTIVE_MEASURES, Measure
-from pipeline.analysis.run_log import History
-from pipeline.analysis.summary import summarise
+from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.summary import summarize
 from pipeline.config.algorithm import PowerAdvantage
 from pipeline.config.recipe import Recipe
-from pipeline.data.event_log import Journal
+from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from tests.support.objective_runs import run
 from tests.support.scored_steps import scored_step
 
 WriteRun = Callable[..., Path]
 
-PROXIMAL = dict(name="clipped", anchor="proximal")
+OLD_ANCHOR = dict(name="clipped", anchor="old")
 COMBINATIONS: list[dict[str, dict[str, Any]]] = [
     dict(objective=dict(name="p3o"), advantage=dict(name="grpo")),
-    dict(objective=dict(name="p3o", ess_unit="sequence"), advantage=dict(name="rloo", batch_normalised=True)),
+    dict(objective=dict(name="p3o", ess_unit="sequence"), advantage=dict(name="rloo", batch_normalized=True)),
     dict(objective=dict(name="p4o"), advantage=dict(name="asym_grpo")),
-    dict(objective=PROXIMAL | dict(dual_clip=2.0), correction=dict(name="tis"), advantage=dict(name="fade")),
-    dict(objective=PROXIMAL, correction=dict(name="mis"), advantage=dict(name="maxrl", aggregation="sequence")),
-    dict(objective=PROXIMAL, correction=dict(name="icepop"), advantage=dict(name="power", delta=0.5)),
-    dict(objective=dict(name="gspo", anchor="proximal"), correction=dict(name="rejection")),
+    dict(objective=OLD_ANCHOR | dict(dual_clip=2.0), correction=dict(name="tis"), advantage=dict(name="fade")),
+    dict(objective=OLD_ANCHOR, correction=dict(name="mis"), advantage=dict(name="maxrl", aggregation="sequence")),
+    dict(objective=OLD_ANCHOR, correction=dict(name="icepop"), advantage=dict(name="power", delta=0.5)),
+    dict(objective=dict(name="gspo", anchor="old"), correction=dict(name="rejection")),
     dict(objective=dict(name="cispo"), correction=dict(name="opsm"), advantage=dict(name="dr_grpo")),
     dict(objective=dict(name="mu_grpo"), advantage=dict(name="f_grpo", zero_variance="drop")),
     dict(objective=dict(name="decoupled"), advantage=dict(name="pass_at_k", k=7)),
@@ -51,7 +51,7 @@ def names(values: dict[str, dict[str, Any]]) -> str:
 
 def measured_by(recipe: Recipe) -> dict[str, float]:
     """What a real step writes: two responses with ratios far from 1."""
-    step = scored_step([[0.3, -0.8, 1.1], [0.9, -1.4]], [1.0, -1.0], proximal=[[0.2, -0.5, 0.9], [0.8, -1.2]])
+    step = scored_step([[0.3, -0.8, 1.1], [0.9, -1.4]], [1.0, -1.0], old=[[0.2, -0.5, 0.9], [0.8, -1.2]])
     outcome = run(build_objective(recipe), step)
     estimator = build_advantages(recipe.advantage)
     estimator.observe(solve_rate=0.4, entropy=1.5)
@@ -64,13 +64,13 @@ def test_every_choice_renders_and_leaves_no_measure_out(write_run: WriteRun, sec
     path = write_run(0, overrides=sections)
     measured = measured_by(RunDirectory(path).recipe())
     for step in range(2):
-        Journal(path).metrics(step, solve_rate=0.4, entropy=1.5, **measured)
-    history = History.read(path)
+        EventLog(path).metrics(step, solve_rate=0.4, entropy=1.5, **measured)
+    history = RunLog.read(path)
     page = render_page(history)
-    assert 'aria-label="masses"' in page
+    assert 'aria-label="weight_curves"' in page
     drawn = {metric for measure in measures() if f'aria-label="{measure.title}"' in page for metric in keys(measure)}
     assert set(measured) - NOT_DRAWN <= drawn
-    assert summarise(history)["objective"].startswith(sections["objective"]["name"])
+    assert summarize(history)["objective"].startswith(sections["objective"]["name"])
     assert sections.get("correction", dict(name="none"))["name"] in page
 
 
@@ -92,19 +92,19 @@ def test_every_drawn_metric_is_one_that_something_measures(write_run: WriteRun) 
 
 def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> None:
     path = write_run(3, overrides=dict(advantage=dict(name="fade")))
-    Journal(path).metrics(3, advantage_alpha=2.0, advantage_delta=0.5)
-    Journal(path).metrics(4, advantage_alpha=2.5, advantage_delta=0.75)
-    history = History.read(path)
+    EventLog(path).metrics(3, advantage_alpha=2.0, advantage_delta=0.5)
+    EventLog(path).metrics(4, advantage_alpha=2.5, advantage_delta=0.75)
+    history = RunLog.read(path)
     assert objective_figures.present_section(history) == PowerAdvantage(name="power", alpha=2.5, delta=0.75)
     assert "newest alpha and delta" in objective_figures.advantage_text(history)
-    svg = str(objective_figures.mass_curves(history))
+    svg = str(objective_figures.weight_curve_points(history))
     assert ">successes</text>" in svg
     assert ">failures</text>" in svg
 
 
 def test_a_symmetric_advantage_has_one_line_and_no_schedule(write_run: WriteRun) -> None:
-    history = History.read(write_run(3, overrides=dict(advantage=dict(name="maxrl"), rollout=dict(group_size=4))))
-    svg = str(objective_figures.mass_curves(history))
+    history = RunLog.read(write_run(3, overrides=dict(advantage=dict(name="maxrl"), rollout=dict(group_size=4))))
+    svg = str(objective_figures.weight_curve_points(history))
     assert ">both</text>" in svg
     assert ">failures</text>" not in svg
     assert "groups of 4." in objective_figures.advantage_text(history)

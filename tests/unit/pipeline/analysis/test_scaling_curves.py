@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.analysis.scaling.curves import Curve, points_of, read_curve
 from pipeline.config.loader import recipe_from
-from pipeline.data.event_log import Journal
+from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, StoreError
 
@@ -37,14 +37,14 @@ def run(tmp_path: Path) -> Path:
     )
     directory = RunDirectory(tmp_path / "demo")
     directory.freeze(recipe_from(data, source="test"))
-    journal = Journal(directory.path)
+    event_log = EventLog(directory.path)
     for step in range(4):
-        journal.event("committed", batch=step, samples=100 + 10 * step, dropped=0)
-        journal.metrics(
+        event_log.event("committed", batch=step, samples=100 + 10 * step, dropped=0)
+        event_log.metrics(
             step, num_tokens=1000 + 100 * step, seconds={"wait": 4.0 * (step + 1), "update": 6.0 * (step + 1)}
         )
     for version, value in ((4, 0.75), (0, 0.25), (2, 0.5)):
-        journal.event("evaluated", version=version, pass_at_1=value, pass_at_1_low=value - 0.1)
+        event_log.event("evaluated", version=version, pass_at_1=value, pass_at_1_low=value - 0.1)
     return directory.path
 
 
@@ -75,7 +75,7 @@ def test_another_field_of_the_evaluations(run: Path) -> None:
 
 
 def test_a_step_trained_again_counts_once(run: Path) -> None:
-    Journal(run).metrics(3, num_tokens=2000)
+    EventLog(run).metrics(3, num_tokens=2000)
     assert read_curve(run, "tokens", None).compute[-1] == 1000 + 1100 + 1200 + 2000
 
 
@@ -92,8 +92,8 @@ def test_bad_axes_of_a_run(run: Path, x: str | None, y: str | None, error: type[
 
 
 def test_an_evaluation_beyond_the_journal(run: Path) -> None:
-    Journal(run).event("evaluated", version=9, pass_at_1=0.9)
-    with pytest.raises(StoreError, match="version 9 was evaluated, but its journal ends at version 4"):
+    EventLog(run).event("evaluated", version=9, pass_at_1=0.9)
+    with pytest.raises(StoreError, match="version 9 was evaluated, but its event_log ends at version 4"):
         read_curve(run, None, None)
 
 

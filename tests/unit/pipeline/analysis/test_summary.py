@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from launch.show.runs import render, summary
-from pipeline.data.event_log import Journal
+from pipeline.data.event_log import EventLog
 from pipeline.errors import StoreError
 
 
@@ -30,7 +30,7 @@ def test_finished_run(write_run: Callable[..., Path]) -> None:
     assert (numbers["k"], numbers["pass_at_k_first"], numbers["pass_at_k_last"]) == (8, 0.375, 0.75)
     assert (numbers["version_first"], numbers["version_last"]) == (0, 24)
     assert (numbers["steps"], numbers["steps_planned"], numbers["state"]) == (24, 24, "finished")
-    # Journal from START to the end of step 23: 10 s, 23 steps of 2 s before it, and its own 2 s.
+    # EventLog from START to the end of step 23: 10 s, 23 steps of 2 s before it, and its own 2 s.
     assert numbers["wall_s"] == pytest.approx(10 + 23 * 2 + 2)
     assert (numbers["samples"], numbers["tokens"]) == (24 * 256, 48_000)
     assert numbers["tokens_per_s"] == pytest.approx(48_000 / 58)
@@ -66,30 +66,30 @@ def test_layout_precision_objective_and_schedule(
 
 def test_choices_are_named_with_what_is_not_default(write_run: Callable[..., Path]) -> None:
     overrides = dict(
-        objective=dict(name="clipped", clip_high=0.28, anchor="proximal"),
+        objective=dict(name="clipped", clip_high=0.28, anchor="old"),
         correction=dict(name="tis", cap=2.0),
-        advantage=dict(name="dr_grpo", aggregation="prompt", batch_normalised=True),
+        advantage=dict(name="dr_grpo", aggregation="prompt", batch_normalized=True),
     )
     numbers = summary(write_run(2, overrides=overrides))
-    assert numbers["objective"] == "clipped (clip_high 0.28, anchor proximal)"
+    assert numbers["objective"] == "clipped (clip_high 0.28, anchor old)"
     assert numbers["correction"] == "tis"
-    assert numbers["advantage"] == "dr_grpo (aggregation prompt, batch_normalised)"
+    assert numbers["advantage"] == "dr_grpo (aggregation prompt, batch_normalized)"
     text = " ".join(text_of(render(numbers)).split())
-    assert "advantage dr_grpo (aggregation prompt, batch_normalised), correction tis" in text
+    assert "dr_grpo (aggregation prompt, batch_normalized), correction tis" in text
 
 
 def test_a_step_trained_again_counts_once(write_run: Callable[..., Path]) -> None:
     run = write_run(5)
-    Journal(run).metrics(4, num_tokens=3000, ess=0.5)
+    EventLog(run).metrics(4, num_tokens=3000, ess=0.5)
     numbers = summary(run)
     assert (numbers["steps"], numbers["tokens"], numbers["ess_last"]) == (5, 4 * 2000 + 3000, 0.5)
 
 
 def test_restarts_and_drops_are_counted_and_shown(write_run: Callable[..., Path]) -> None:
     run = write_run(3)
-    journal = Journal(run)
-    journal.event("restarted", process="learner", reason="exit code -9")
-    journal.event("committed", batch=3, samples=248, dropped=1)
+    event_log = EventLog(run)
+    event_log.event("restarted", process="learner", reason="exit code -9")
+    event_log.event("committed", batch=3, samples=248, dropped=1)
     numbers = summary(run)
     assert (numbers["restarts"], numbers["dropped"], numbers["state"]) == (1, 1, "unfinished: 3 of 24 steps")
     assert "restarts 1, dropped groups 1" in text_of(render(numbers))
@@ -98,14 +98,14 @@ def test_restarts_and_drops_are_counted_and_shown(write_run: Callable[..., Path]
 def test_prompts_that_were_not_asked_as_they_came_are_counted_and_shown(write_run: Callable[..., Path]) -> None:
     run = write_run(2)
     assert "all asked as they came" in text_of(render(summary(run)))
-    journal = Journal(run)
+    event_log = EventLog(run)
     for refills in (3, 4):
-        journal.event(
-            "committed", batch=2, samples=8, refills=refills, zero_variance=2, retired_groups=1, interrupted=0
+        event_log.event(
+            "committed", batch=2, samples=8, refills=refills, zero_variance=2, solved_groups=1, interrupted=0
         )
     numbers = summary(run)
-    assert (numbers["refills"], numbers["zero_variance"], numbers["retired_groups"]) == (7, 4, 2)
-    assert "refills 7, groups without contrast 4, groups of retired problems 2" in text_of(render(numbers))
+    assert (numbers["refills"], numbers["zero_variance"], numbers["solved_groups"]) == (7, 4, 2)
+    assert "refills 7, groups without contrast 4, groups of solved problems 2" in text_of(render(numbers))
 
 
 def test_a_run_that_has_not_begun(write_run: Callable[..., Path]) -> None:

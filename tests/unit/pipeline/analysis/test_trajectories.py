@@ -55,12 +55,12 @@ def test_an_empty_response(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
     ]
 
 
-def test_gaps_between_learner_and_sampler(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+def test_gaps_between_learner_and_rollout(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
     batch = make_batch(0, num_groups=2)
-    learner = batch.sampler_logprobs + np.arange(8, dtype=np.float32) / 8
+    learner = batch.rollout_logprobs + np.arange(8, dtype=np.float32) / 8
     lines = list(render_batch(batch, tokenizer, learner_logprobs=learner, samples=[3]))
     assert lines[-4:] == [
-        "  token            version   sampler   learner       gap",
+        "  token            version   rollout   learner       gap",
         "  6                      0   -0.5000    0.0000   +0.5000",
         "  7                      0   -1.0000   -0.3750   +0.6250",
         "  8                      0   -1.5000   -0.7500   +0.7500",
@@ -73,22 +73,22 @@ def test_forced_tokens_are_shown_as_such(tokenizer: Tokenizer, make_batch: MakeB
     batch = make_batch(0, num_groups=1)
     forced = np.array([False, True, False, False])
     lines = list(
-        render_batch(replace(batch, forced=forced), tokenizer, samples=[0], learner_logprobs=np.zeros(4, "f4"))
+        render_batch(replace(batch, loss_mask=~forced), tokenizer, samples=[0], learner_logprobs=np.zeros(4, "f4"))
     )
     assert lines[-5:] == [
         "  forced    6",
-        "  token            version   sampler   learner       gap",
+        "  token            version   rollout   learner       gap",
         "  5                      0   -0.5000    0.0000   +0.5000",
         "  6                      0    forced",
         "  7                      0   -1.5000    0.0000   +1.5000",
     ]
 
 
-def test_groups_of_retired_problems_are_counted(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
-    retired = [DroppedGroup(group=group, reason="…", kind="retired") for group in (2, 3)]
-    batch = replace(make_batch(0, dropped=(4,)), dropped=(*retired, DroppedGroup(group=4, reason="too long")))
+def test_groups_of_solved_problems_are_counted(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    solved = [DroppedGroup(group=group, reason="…", kind="solved") for group in (2, 3)]
+    batch = replace(make_batch(0, dropped=(4,)), dropped=(*solved, DroppedGroup(group=4, reason="too long")))
     first = next(render_batch(batch, tokenizer))
-    assert first.endswith("; group 4 dropped: too long; 2 groups of retired problems passed over")
+    assert first.endswith("; group 4 dropped: too long; 2 groups of solved problems passed over")
 
 
 def test_all_samples_are_shown_by_default(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.data.event_log import EVENT_KINDS, Journal, read_events, read_metrics
+from pipeline.data.event_log import EVENT_KINDS, EventLog, read_events, read_metrics
 from pipeline.errors import NonFiniteError, StoreError
 
 
 def test_lines_come_back_in_order_with_their_time(tmp_path: Path) -> None:
-    journal, before = Journal(tmp_path), time.time()
-    journal.event("issued", batch=0, first_group=0)
-    journal.event("dropped", group=3, reason="zu lang: é\n")
-    journal.event("issued", batch=1)
+    event_log, before = EventLog(tmp_path), time.time()
+    event_log.event("issued", batch=0, first_group=0)
+    event_log.event("dropped", group=3, reason="zu lang: é\n")
+    event_log.event("issued", batch=1)
     events = read_events(tmp_path)
     assert [event["kind"] for event in events] == ["issued", "dropped", "issued"]
     assert events[1]["reason"] == "zu lang: é\n"
@@ -28,14 +28,14 @@ def test_lines_come_back_in_order_with_their_time(tmp_path: Path) -> None:
 
 
 def test_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    event_log = EventLog(tmp_path)
     for step, loss in ((0, 1.0), (1, 2.0), (2, 3.0), (1, 20.0)):
-        journal.metrics(step, loss=loss)
+        event_log.metrics(step, loss=loss)
     assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(0, 1.0), (1, 20.0), (2, 3.0)]
 
 
 def test_numpy_values_paths_and_nesting(tmp_path: Path) -> None:
-    Journal(tmp_path).metrics(
+    EventLog(tmp_path).metrics(
         0,
         ess=np.float32(0.5),
         count=np.int64(3),
@@ -64,20 +64,20 @@ def test_numpy_values_paths_and_nesting(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, fields: dict[str, object], where: str) -> None:
-    journal = Journal(tmp_path)
+    event_log = EventLog(tmp_path)
     with pytest.raises(NonFiniteError, match=where):
-        journal.metrics(0, **fields)
+        event_log.metrics(0, **fields)
     assert read_metrics(tmp_path) == []
 
 
 def test_unknown_kinds_and_values_are_refused(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    event_log = EventLog(tmp_path)
     with pytest.raises(ValueError, match="'exploded' is unknown, expected one of issued"):
-        journal.event("exploded")  # type: ignore[arg-type]
+        event_log.event("exploded")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="what is a set"):
-        journal.event("saved", what={1})
+        event_log.event("saved", what={1})
     for kind in EVENT_KINDS:
-        journal.event(kind)  # type: ignore[arg-type]
+        event_log.event(kind)  # type: ignore[arg-type]
     assert len(read_events(tmp_path)) == len(EVENT_KINDS)
 
 
@@ -86,36 +86,36 @@ def test_there_is_nothing_before_the_first_line(tmp_path: Path) -> None:
 
 
 def test_a_line_torn_anywhere_costs_only_itself(tmp_path: Path) -> None:
-    Journal(tmp_path).metrics(0, loss=1.5, text="é")
+    EventLog(tmp_path).metrics(0, loss=1.5, text="é")
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
     for length in range(1, len(whole)):
         path.write_bytes(whole + whole[:length])
         assert [line["step"] for line in read_metrics(tmp_path)] == [0]
-        Journal(tmp_path).metrics(1, loss=2.5)
+        EventLog(tmp_path).metrics(1, loss=2.5)
         lines = read_metrics(tmp_path)
         assert [(line["step"], line["loss"]) for line in lines] == [(0, 1.5), (1, 2.5)]
 
 
 def test_opening_again_changes_nothing_when_no_line_is_torn(tmp_path: Path) -> None:
-    Journal(tmp_path).metrics(0)
+    EventLog(tmp_path).metrics(0)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    Journal(tmp_path)
+    EventLog(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path)
+    event_log = EventLog(tmp_path)
     monkeypatch.setattr("pipeline.data.event_log.os.write", lambda descriptor, data: len(data) - 1)
     with pytest.raises(StoreError, match="free some disk space"):
-        journal.metrics(0)
+        event_log.metrics(0)
 
 
 def test_several_processes_append_to_one_file(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from pipeline.data.event_log import Journal\n"
-        "journal = Journal(Path(sys.argv[1]))\n"
-        "for number in range(200): journal.event('issued', process=sys.argv[2], number=number, padding='x' * 3000)\n"
+        "import sys; from pathlib import Path; from pipeline.data.event_log import EventLog\n"
+        "event_log = EventLog(Path(sys.argv[1]))\n"
+        "for number in range(200): event_log.event('issued', process=sys.argv[2], number=number, padding='x' * 3000)\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path), name]) for name in "abc"]
     assert [writer.wait(timeout=120) for writer in writers] == [0, 0, 0]

@@ -81,9 +81,9 @@ def test_round_trip_of_any_batch(tmp_path: Path, make_batch: MakeBatch, data: st
         sample_offsets=np.cumsum([0, *map(sum, lengths)], dtype=np.int64),
         prompt_lengths=np.array([prompt for prompt, _ in lengths], np.int32),
         group=np.sort(np.arange(count, dtype=np.int64) // 2),
-        sampler_logprobs=np.array(data.draw(st.lists(floats, min_size=responses, max_size=responses)), np.float32),
+        rollout_logprobs=np.array(data.draw(st.lists(floats, min_size=responses, max_size=responses)), np.float32),
         policy_version=np.arange(responses, dtype=np.int32),
-        forced=np.zeros(responses, np.bool_),
+        loss_mask=np.ones(responses, np.bool_),
         problem=np.full(count, -1, np.int64),
         reward=np.array(data.draw(st.lists(floats, min_size=count, max_size=count)), np.float32),
         reward_parts={"a": np.full(count, np.nan, np.float32), "": np.zeros(count, np.float32)},
@@ -135,7 +135,7 @@ def test_a_committed_batch_is_never_overwritten(tmp_path: Path, make_batch: Make
         (dict(sample_offsets=np.array([0, 5, 3, 6, 9, 11, 14], np.int64)), "sample_offsets does not rise"),
         (dict(sample_offsets=np.array([0, 5, 7, 10], np.int64)), "sample_offsets has 4 entries"),
         (dict(prompt_lengths=np.array([2, 3, 2, 2, 2, 2], np.int32)), "prompt is longer than its sample"),
-        (dict(prompt_lengths=np.array([1, 2, 2, 2, 2, 2], np.int32)), "sampler_logprobs has 8 entries, expected 9"),
+        (dict(prompt_lengths=np.array([1, 2, 2, 2, 2, 2], np.int32)), "rollout_logprobs has 8 entries, expected 9"),
         (dict(policy_version=np.zeros(7, np.int32)), "policy_version has 7 entries"),
         (dict(finish=np.array([0, 0, 3, 0, 0, 0], np.uint8)), "finish holds 3"),
         (dict(group=np.array([0, 1, 0, 0, 1, 1], np.int64)), "not adjacent"),
@@ -143,8 +143,8 @@ def test_a_committed_batch_is_never_overwritten(tmp_path: Path, make_batch: Make
         (dict(open_groups=(2,)), "group 2 is not below next_group 2"),
         (dict(open_groups=(1,)), "a group of this very batch"),
         (dict(open_groups=(6, 5), next_group=7), "not ascending"),
-        (dict(forced=np.ones(8, np.bool_)), "a forced token has a log-probability"),
-        (dict(forced=np.zeros(7, np.bool_)), "forced has 7 entries"),
+        (dict(loss_mask=np.zeros(8, np.bool_)), "a token outside loss_mask has a log-probability"),
+        (dict(loss_mask=np.ones(7, np.bool_)), "loss_mask has 7 entries"),
         (dict(reward_parts={"a": np.zeros(2, np.float32)}), "reward part a is float32"),
     ],
 )
@@ -182,9 +182,9 @@ def rewrite(path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
 def test_a_missing_chunk_is_not_read_as_zeros(tmp_path: Path, make_batch: MakeBatch) -> None:
     store = BatchStore(tmp_path)
     path = store.commit(make_batch(0))
-    rewrite(path, lambda members: members.pop("sampler_logprobs/c/0"))  # type: ignore[arg-type, return-value]
+    rewrite(path, lambda members: members.pop("rollout_logprobs/c/0"))  # type: ignore[arg-type, return-value]
     with ZipStore(path, mode="r") as archive:
-        assert not np.any(zarr.open_group(archive, mode="r")["sampler_logprobs"][:])  # what Zarr alone would say
+        assert not np.any(zarr.open_group(archive, mode="r")["rollout_logprobs"][:])  # what Zarr alone would say
     with pytest.raises(CorruptBatchError, match="content digest"):
         store.read(0, None)
 
@@ -213,11 +213,11 @@ def test_a_changed_attribute_fails_the_digest(tmp_path: Path, make_batch: MakeBa
 
 def test_another_schema_version_is_named(tmp_path: Path, make_batch: MakeBatch) -> None:
     def age(members: dict[str, bytes]) -> None:
-        members["zarr.json"] = members["zarr.json"].replace(b'"schema_version": 2', b'"schema_version": 7')
+        members["zarr.json"] = members["zarr.json"].replace(b'"schema_version": 3', b'"schema_version": 7')
 
     store = BatchStore(tmp_path)
     rewrite(store.commit(make_batch(0)), age)
-    with pytest.raises(CorruptBatchError, match="schema version 7, this program reads 1 and 2"):
+    with pytest.raises(CorruptBatchError, match="schema version 7, this program reads 1 to 3"):
         store.read(0, None)
 
 
@@ -235,7 +235,9 @@ def test_forced_tokens_and_open_groups_come_back(tmp_path: Path, make_batch: Mak
     """Six samples of 3, 0, 1, 3, 0, 1 tokens; the third and the sixth to the last token are forced."""
     batch = make_batch(0, next_group=20, open_groups=(2, 3, 4, 6, 17, 18, 19))
     forced = np.array([0, 0, 1, 0, 0, 0, 1, 0], np.bool_)
-    batch = replace(batch, forced=forced, sampler_logprobs=np.where(forced, np.float32(0.0), batch.sampler_logprobs))
+    batch = replace(
+        batch, loss_mask=~forced, rollout_logprobs=np.where(forced, np.float32(0.0), batch.rollout_logprobs)
+    )
     store = BatchStore(tmp_path)
     path = store.commit(batch)
     assert_same(store.read(0, None), batch)

@@ -9,31 +9,31 @@ import numpy as np
 import pytest
 
 from pipeline.errors import StoreError
-from pipeline.ports.weight_check import PROOF_FILE, Probe, Proof, probe_rows
+from pipeline.ports.weight_check import WEIGHT_CHECK_FILE, Probe, WeightCheck, probe_rows
 
 PROBE = Probe(rows=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.5), (-0.1234567,)), max_mean_gap_nats=0.25)
 
 
 def test_a_proof_comes_back_from_its_folder_as_it_was(tmp_path: Path) -> None:
     for proof in (
-        Proof(version=3, probe=PROBE, digests=({"a": "00ff"}, {"a": "11ff"})),
-        Proof(version=0, digests=({"a": "00ff"},)),
+        WeightCheck(version=3, probe=PROBE, digests=({"a": "00ff"}, {"a": "11ff"})),
+        WeightCheck(version=0, digests=({"a": "00ff"},)),
     ):
         proof.save(tmp_path)
-        assert Proof.load(tmp_path) == proof
-    assert [path.name for path in tmp_path.iterdir()] == [PROOF_FILE]
+        assert WeightCheck.load(tmp_path) == proof
+    assert [path.name for path in tmp_path.iterdir()] == [WEIGHT_CHECK_FILE]
 
 
 def test_a_folder_without_a_proof_has_none(tmp_path: Path) -> None:
-    assert Proof.load(tmp_path) is None
-    assert Proof.load(tmp_path / "missing") is None
+    assert WeightCheck.load(tmp_path) is None
+    assert WeightCheck.load(tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "probe": {"rows": 3}, "digests": []}'])
 def test_a_damaged_proof_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / PROOF_FILE).write_text(text)
+    (tmp_path / WEIGHT_CHECK_FILE).write_text(text)
     with pytest.raises(StoreError, match=r"proof\.json is damaged"):
-        Proof.load(tmp_path)
+        WeightCheck.load(tmp_path)
 
 
 def test_the_gap_is_the_mean_over_all_tokens() -> None:

@@ -156,8 +156,8 @@ def test_any_text_reaches_the_verifier() -> None:
 
 
 def test_judge_reports_what_was_raised() -> None:
-    judgement = judge("verifier_examples:behave", "", "raise", "")
-    assert (judgement.reward, judgement.failed, judgement.detail) == (0.0, "raised", "ZeroDivisionError: by zero")
+    judgment = judge("verifier_examples:behave", "", "raise", "")
+    assert (judgment.reward, judgment.failed, judgment.detail) == (0.0, "raised", "ZeroDivisionError: by zero")
 
 
 @pytest.mark.parametrize(

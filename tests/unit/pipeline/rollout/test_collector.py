@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pipeline.data.event_log import Journal, read_events
+from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -110,7 +110,7 @@ def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers:
     async def trains_for(steps: int) -> None:
         for step in range(steps):
             await asyncio.sleep(0.1)
-            Journal(run.path).metrics(step)
+            EventLog(run.path).metrics(step)
 
     async def both(steps: int) -> None:
         training = asyncio.create_task(trains_for(steps))

@@ -1,4 +1,4 @@
-"""Which prompts are asked: dynamic sampling and retired problems, with several batches under way and with kills."""
+"""Which prompts are asked: dynamic sampling and solved problems, with several batches under way and with kills."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.data.event_log import read_events
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import PromptsExhaustedError
 from pipeline.rewards.pool import Verifiers
-from pipeline.rollout.solved_prompts import Retirement
+from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.schedule import Schedule
 from tests.support.collecting import GROUP, PROMPTS, batches, build, collect, engines_of
 
@@ -23,7 +23,7 @@ SCHEDULES = [
     Schedule(kind="async", steps=8, lag=2),
     Schedule(kind="staged", steps=8, updates_per_stage=4),
 ]
-RETIREMENT = Retirement(at_pass_rate=0.9, after_samples=GROUP)
+RETIREMENT = SolvedPromptRule(pass_rate=0.9, min_samples=GROUP)
 
 
 def tells_apart(digits: str, member: int) -> bool:
@@ -88,9 +88,9 @@ def test_however_often_it_is_killed_no_group_is_lost_or_asked_for_two_batches(
     run: RunDirectory, verifiers: Verifiers, schedule: Schedule, seed: int
 ) -> None:
     rng = random.Random(seed)
-    retirement = Retirement(at_pass_rate=0.9, after_samples=GROUP)
+    solved_rule = SolvedPromptRule(pass_rate=0.9, min_samples=GROUP)
     for killed_after_s in [*(rng.uniform(0.05, 0.35) for _ in range(4)), None]:
-        collector = build(run, verifiers, schedule, num_prompts=15, max_refills=3, retirement=retirement)
+        collector = build(run, verifiers, schedule, num_prompts=15, max_refills=3, solved_rule=solved_rule)
         engines = engines_of(collector)
         engines.solves = tells_apart
         engines.latency_s = lambda _digits: rng.uniform(0.0, 0.03)
@@ -100,16 +100,16 @@ def test_however_often_it_is_killed_no_group_is_lost_or_asked_for_two_batches(
     assert set(owners) == set(range(found[-1].next_group))
     assert set(owners.values()) == {1}
     assert [b.num_samples for b in found] == [PROMPTS * GROUP] * schedule.steps
-    audit = verify_history(run.path, schedule, schedule.steps, retirement)
+    audit = verify_history(run.path, schedule, schedule.steps, solved_rule)
     assert audit.sound
     assert audit.zero_variance > 0
-    assert audit.retired > 0
+    assert audit.solved > 0
 
 
 def test_solved_problems_leave_for_good(run: RunDirectory, verifiers: Verifiers) -> None:
     """6 problems, 3 a batch: batches 0 and 1 ask each once. One that is solved in either is never asked again."""
     schedule = Schedule(kind="sync", steps=6)
-    collector = build(run, verifiers, schedule, num_prompts=6, retirement=RETIREMENT)
+    collector = build(run, verifiers, schedule, num_prompts=6, solved_rule=RETIREMENT)
     engines = engines_of(collector)
     source = collector.prompts
     solved = {source.problem(group) for group in (0, 5)}
@@ -120,8 +120,8 @@ def test_solved_problems_leave_for_good(run: RunDirectory, verifiers: Verifiers)
     assert [drop for batch in found[:2] for drop in batch.dropped] == []
     passed_over = [drop for batch in found[2:] for drop in batch.dropped]
     assert {drop.problem for drop in passed_over} == solved
-    assert {drop.kind for drop in passed_over} == {"retired"}
-    assert passed_over[0].reason == f"problem {passed_over[0].problem} has retired: 2 of 2 samples solved"
+    assert {drop.kind for drop in passed_over} == {"solved"}
+    assert passed_over[0].reason == f"problem {passed_over[0].problem} is solved: 2 of 2 samples solved"
     assert [batch.num_samples for batch in found] == [PROMPTS * GROUP] * 6
     # Batches 2 to 5 ask 12 groups of the 4 problems that are left: 3 epochs of 6 groups, 2 of them passed over.
     assert set(range(found[-1].next_group)) == {g for b in found for g in b.group.tolist()} | {
@@ -130,14 +130,14 @@ def test_solved_problems_leave_for_good(run: RunDirectory, verifiers: Verifiers)
     assert Counter(p for b in found[2:] for p in b.problem[::GROUP].tolist()) == dict.fromkeys({*range(6)} - solved, 3)
     audit = verify_history(run.path, schedule, 6, RETIREMENT)
     assert audit.sound
-    assert audit.retired == len(passed_over)
-    assert [e["retired_problems"] for e in read_events(run.path, "committed")] == [0, 1, 2, 2, 2, 2]
+    assert audit.solved == len(passed_over)
+    assert [e["solved_problems"] for e in read_events(run.path, "committed")] == [0, 1, 2, 2, 2, 2]
 
 
 def test_the_verdict_rests_on_what_the_required_version_was_trained_on(run: RunDirectory, verifiers: Verifiers) -> None:
     """One problem a batch of three groups, lag 2: batch b looks at the batches below b - 2, however many are there."""
     schedule = Schedule(kind="async", steps=5, lag=2)
-    collector = build(run, verifiers, schedule, num_prompts=4, retirement=RETIREMENT)
+    collector = build(run, verifiers, schedule, num_prompts=4, solved_rule=RETIREMENT)
     engines_of(collector).solves = lambda digits, member: digits == collector.prompts.prompt(0).text[:-1] or member == 0
     found = batches(collect(collector))
     solved = collector.prompts.problem(0)  # group 0: in batch 0
@@ -150,22 +150,20 @@ def test_the_verdict_rests_on_what_the_required_version_was_trained_on(run: RunD
 def test_samples_of_dropped_groups_count_for_the_pass_rate(run: RunDirectory, verifiers: Verifiers) -> None:
     """All right means zero variance: with refills, such a group is in no batch, and its problem retires anyway."""
     schedule = Schedule(kind="sync", steps=5)
-    collector = build(run, verifiers, schedule, num_prompts=8, max_refills=3, retirement=RETIREMENT)
+    collector = build(run, verifiers, schedule, num_prompts=8, max_refills=3, solved_rule=RETIREMENT)
     easy = collector.prompts.prompt(0).text.removesuffix("=")
     engines_of(collector).solves = lambda digits, member: digits == easy or member == 0
     found = batches(collect(collector))
     [dropped] = found[0].dropped
     assert (dropped.group, dropped.kind, dropped.solved) == (0, "zero_variance", GROUP)
-    assert {drop.problem for b in found[1:] for drop in b.dropped if drop.kind == "retired"} == {dropped.problem}
+    assert {drop.problem for b in found[1:] for drop in b.dropped if drop.kind == "solved"} == {dropped.problem}
     assert verify_history(run.path, schedule, 3, RETIREMENT).sound
 
 
 def test_when_every_problem_has_retired_the_run_ends_with_a_reason(run: RunDirectory, verifiers: Verifiers) -> None:
     schedule = Schedule(kind="sync", steps=9)
-    collector = build(run, verifiers, schedule, num_prompts=4, retirement=RETIREMENT)
-    with pytest.raises(
-        PromptsExhaustedError, match=r"all 4 problems have retired before batch 2 of 9: .* raise prompts"
-    ):
+    collector = build(run, verifiers, schedule, num_prompts=4, solved_rule=RETIREMENT)
+    with pytest.raises(PromptsExhaustedError, match=r"all 4 problems are solved before batch 2 of 9: .* raise prompts"):
         collect(collector)
     assert collector.store.committed() == [0, 1]
     assert verify_history(run.path, schedule, 2, RETIREMENT).sound

@@ -85,7 +85,7 @@ def test_long_thoughts_are_cut_told_and_answered(run: RunDirectory, verifiers: V
             span = slice(offsets[sample], offsets[sample + 1])
             prompt_length = batch.prompt_lengths[sample]
             response = tokenizer.decode(batch.sample_tokens(sample)[prompt_length:].tolist())
-            forced = batch.forced[span]
+            forced = ~batch.loss_mask[span]
             if prompt_length <= LONG:
                 assert not forced.any()
                 assert not batch.interrupted[sample]
@@ -94,7 +94,7 @@ def test_long_thoughts_are_cut_told_and_answered(run: RunDirectory, verifiers: V
             cuts.append(cut)
             assert response == "3" * cut + "==" + "012345"
             assert np.flatnonzero(forced).tolist() == [cut, cut + 1]
-            assert batch.sampler_logprobs[span].tolist() == [-0.25] * cut + [0.0] * 2 + [-0.75] * 7
+            assert batch.rollout_logprobs[span].tolist() == [-0.25] * cut + [0.0] * 2 + [-0.75] * 7
             assert batch.policy_version[span].tolist() == [batch.index] * (cut + 9)
             assert (FINISH_REASONS[batch.finish[sample]], batch.engine[sample]) == ("stop", 1)
             assert batch.generated_s[sample] == 3.0

@@ -94,7 +94,7 @@ def test_a_partial_rollout_survives_a_publish(run: RunDirectory, verifiers: Veri
         assert versions == [0] * half + [1] * (len(versions) - half)
     assert len(engines.asked) == 2 * PROMPTS, "nothing was sampled again"
     assert verify_history(run.path, schedule, 2).lags == {
-        0: len(first.forced) + int(np.sum(second.policy_version == 1)),
+        0: len(first.loss_mask) + int(np.sum(second.policy_version == 1)),
         1: int(np.sum(second.policy_version == 0)),
     }
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.rollout.evaluation import clustered_wilson, pass_at_k, summarise
+from pipeline.rollout.evaluation import clustered_wilson, pass_at_k, summarize
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_nonsense_is_refused(n: int, c: int, k: int) -> None:
 
 
 def test_summary() -> None:
-    summary = summarise([4, 2, 0], 4)
+    summary = summarize([4, 2, 0], 4)
     assert summary["pass_at_1"] == pytest.approx(0.5)
     assert summary["pass_at_k"] == pytest.approx({"1": 0.5, "2": (1 + 5 / 6) / 3, "4": 2 / 3})
     assert summary["pass_at_1_low"] < 0.5 < summary["pass_at_1_high"]
-    assert list(summarise([1], 6)["pass_at_k"]) == ["1", "2", "4", "6"]
-    assert list(summarise([1], 1)["pass_at_k"]) == ["1"]
+    assert list(summarize([1], 6)["pass_at_k"]) == ["1", "2", "4", "6"]
+    assert list(summarize([1], 1)["pass_at_k"]) == ["1"]
     with pytest.raises(ValueError, match="no prompts"):
-        summarise([], 4)
+        summarize([], 4)
 
 
 def test_interval_golden() -> None:

@@ -51,5 +51,5 @@ def test_join() -> None:
         engine=1,
         queued_s=0.75,
         generated_s=3.0,
-        forced=(False, False, False, True, True, False),
+        loss_mask=(True, True, True, False, False, True),
     )

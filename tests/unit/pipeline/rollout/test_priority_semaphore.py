@@ -1,4 +1,4 @@
-"""Slots are given by turn, never lost, and never given twice."""
+"""PrioritySemaphore are given by priority, never lost, and never given twice."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.rollout.priority_semaphore import Slots, Turn, gather_or_cancel
+from pipeline.rollout.priority_semaphore import Priority, PrioritySemaphore, gather_or_cancel
 
 
 def test_the_smallest_turn_goes_first_and_equal_turns_by_arrival() -> None:
     served: list[str] = []
 
-    async def ask(slots: Slots, turn: Turn, name: str) -> None:
-        async with slots.taken(turn):
+    async def ask(slots: PrioritySemaphore, priority: Priority, name: str) -> None:
+        async with slots.acquire(priority):
             served.append(name)
             await asyncio.sleep(0)
 
     async def run() -> None:
-        slots = Slots(1)
-        async with slots.taken((9, 9)):
+        slots = PrioritySemaphore(1)
+        async with slots.acquire((9, 9)):
             turns = [((2, 0), "d"), ((1, 5), "b"), ((0, 7), "a"), ((1, 5), "c")]
-            waiting = [asyncio.create_task(ask(slots, *turn)) for turn in turns]
+            waiting = [asyncio.create_task(ask(slots, *priority)) for priority in turns]
             await asyncio.sleep(0)
             assert served == []
         await asyncio.gather(*waiting)
@@ -39,9 +39,9 @@ def test_cancelled_waiters_and_holders_lose_no_slot(seed: int, number: int, task
     rng = random.Random(seed)
     holders = 0
 
-    async def work(slots: Slots) -> None:
+    async def work(slots: PrioritySemaphore) -> None:
         nonlocal holders
-        async with slots.taken((rng.randrange(3), 0)):
+        async with slots.acquire((rng.randrange(3), 0)):
             holders += 1
             assert holders <= number
             try:
@@ -51,7 +51,7 @@ def test_cancelled_waiters_and_holders_lose_no_slot(seed: int, number: int, task
                 holders -= 1
 
     async def run() -> None:
-        slots = Slots(number)
+        slots = PrioritySemaphore(number)
         under_way = [asyncio.create_task(work(slots)) for _ in range(tasks)]
         for _ in range(tasks):
             rng.choice(under_way).cancel()

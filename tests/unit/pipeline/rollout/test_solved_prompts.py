@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.records import Batch, DroppedGroup
-from pipeline.rollout.solved_prompts import Attempts, PromptLedger, Retirement, attempts
+from pipeline.rollout.solved_prompts import Attempts, SolvedPromptFilter, SolvedPromptRule, attempts
 
 MakeBatch = Callable[..., Batch]
 
@@ -36,35 +36,35 @@ def test_attempts_of_a_batch(make_batch: MakeBatch) -> None:
 
 def test_it_takes_enough_samples_and_a_high_enough_rate(make_batch: MakeBatch) -> None:
     """At least 6 samples, at least 5 of 6 solved. Problem 1: 3/3, 5/6, gone. Problem 2: 2/3, 4/6, 7/9, 10/12, gone."""
-    ledger = PromptLedger(Retirement(at_pass_rate=5 / 6, after_samples=6))
+    ledger = SolvedPromptFilter(SolvedPromptRule(pass_rate=5 / 6, min_samples=6))
     rows = [
         ({1: [1, 1, 1], 2: [1, 1, 0]}, {}),
         ({1: [1, 0, 1], 2: [1, 1, 0]}, {1: Attempts(6, 5)}),
         ({2: [1, 1, 1]}, {1: Attempts(6, 5)}),
         ({2: [1, 1, 1]}, {1: Attempts(6, 5), 2: Attempts(12, 10)}),
     ]
-    for index, (rewards, retired) in enumerate(rows):
+    for index, (rewards, solved) in enumerate(rows):
         ledger.record(batch_of(make_batch, index, rewards))
-        assert ledger.retired(index + 1) == retired
+        assert ledger.solved(index + 1) == solved
 
 
 def test_only_batches_below_the_version_count_and_the_retired_stay_away(make_batch: MakeBatch) -> None:
-    ledger = PromptLedger(Retirement(at_pass_rate=1.0, after_samples=3))
+    ledger = SolvedPromptFilter(SolvedPromptRule(pass_rate=1.0, min_samples=3))
     ledger.record(batch_of(make_batch, 0, {1: [1, 1, 1]}))
-    # Batches 1 and 2 were under way when problem 1 retired: what they say of it changes nothing.
+    # Batches 1 and 2 were under way when problem 1 solved: what they say of it changes nothing.
     ledger.record(batch_of(make_batch, 1, {1: [1, 1, 1], 2: [1, 1, 1]}))
     ledger.record(batch_of(make_batch, 2, {1: [0, 0, 0]}))
-    assert ledger.retired(0) == {}
-    after_one = ledger.retired(1)
+    assert ledger.solved(0) == {}
+    after_one = ledger.solved(1)
     assert after_one == {1: Attempts(3, 3)}
-    assert ledger.retired(2) == ledger.retired(3) == {1: Attempts(3, 3), 2: Attempts(3, 3)}
+    assert ledger.solved(2) == ledger.solved(3) == {1: Attempts(3, 3), 2: Attempts(3, 3)}
     assert after_one == {1: Attempts(3, 3)}, "what a batch was told does not change under it"
 
 
 def test_without_a_rule_nobody_retires(make_batch: MakeBatch) -> None:
-    ledger = PromptLedger(None)
+    ledger = SolvedPromptFilter(None)
     ledger.record(batch_of(make_batch, 0, {1: [1, 1, 1]}))
-    assert ledger.retired(1) == {}
+    assert ledger.solved(1) == {}
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=4), max_size=8), st.data())
@@ -72,17 +72,17 @@ def test_when_it_is_asked_does_not_matter(
     make_batch: MakeBatch, history: list[list[tuple[int, bool]]], data: st.DataObject
 ) -> None:
     """Recorded all at once and asked once, or step by step: the same verdict."""
-    rule = Retirement(at_pass_rate=0.7, after_samples=4)
+    rule = SolvedPromptRule(pass_rate=0.7, min_samples=4)
     batches = []
     for index, groups in enumerate(history):
         rewards: dict[int, list[float]] = {}
         for problem, solved in groups:
             rewards[problem] = [*rewards.get(problem, []), 1.0, 1.0, float(solved)]
         batches.append(batch_of(make_batch, index, rewards))
-    at_once, stepwise = PromptLedger(rule), PromptLedger(rule)
+    at_once, stepwise = SolvedPromptFilter(rule), SolvedPromptFilter(rule)
     for batch in batches:
         at_once.record(batch)
         stepwise.record(batch)
         if data.draw(st.booleans()):
-            stepwise.retired(batch.index + 1)
-    assert stepwise.retired(len(batches)) == at_once.retired(len(batches))
+            stepwise.solved(batch.index + 1)
+    assert stepwise.solved(len(batches)) == at_once.solved(len(batches))

@@ -12,7 +12,7 @@ from pipeline.trainer.checkpoints import Checkpoints
 
 
 class Learner:
-    speaks = True
+    is_rank_zero = True
 
     def save(self, directory: Path) -> None:
         (directory / "shard").write_text("weights")

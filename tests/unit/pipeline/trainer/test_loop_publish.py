@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.data.event_log import Journal, read_events
+from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.records import DroppedGroup
 from pipeline.data.run_directory import RunDirectory
 from pipeline.schedule import Schedule
@@ -19,17 +19,17 @@ from pipeline.trainer.loop import Trainer, asked_solve_rate
 class Recorder:
     """Learner, channel and checkpoints in one: keeps the order of the calls."""
 
-    speaks = True
+    is_rank_zero = True
 
     def __init__(self) -> None:
         self.calls: list[str] = []
 
     def publish(self, version: int) -> dict[str, float]:
         self.calls.append(f"publish {version}")
-        return {"publish_s": 0.25, "load_s": 0.125, "wire_bytes": 8.0}
+        return {"publish_s": 0.25, "load_s": 0.125, "transfer_bytes": 8.0}
 
-    def settle(self) -> None:
-        self.calls.append("settle")
+    def wait_for_folder(self) -> None:
+        self.calls.append("wait_for_folder")
 
     def save(self, learner: Any, step: int, state: Any) -> None:
         self.calls.append(f"save {step}")
@@ -49,14 +49,14 @@ def trainer(run: RunDirectory, recorder: Recorder, channel: Any) -> Trainer:
         store=unused,
         learner=recorder,  # type: ignore[arg-type]
         schedule=Schedule(kind="sync", steps=4),
-        credit=SimpleNamespace(estimator=SimpleNamespace(state=dict)),  # type: ignore[arg-type]
+        advantage_computer=SimpleNamespace(estimator=SimpleNamespace(state=dict)),  # type: ignore[arg-type]
         scores_step=False,
-        proximal=None,
+        old_logprobs=None,
         channel=channel,
         checkpoints=recorder,  # type: ignore[arg-type]
         checkpoint_every=2,
         contract=unused,
-        journal=Journal(run.path),
+        event_log=EventLog(run.path),
         wait_deadline_s=1.0,
     )
 
@@ -89,7 +89,7 @@ def test_a_checkpoint_waits_for_the_folder(run: RunDirectory) -> None:
     loop = trainer(run, recorder, recorder)
     for step in range(4):
         loop._save(step)
-    assert recorder.calls == ["settle", "save 2", "settle", "save 4"]
+    assert recorder.calls == ["wait_for_folder", "save 2", "wait_for_folder", "save 4"]
 
 
 def test_a_replay_publishes_nothing(run: RunDirectory) -> None:

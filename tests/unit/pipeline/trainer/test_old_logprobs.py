@@ -12,13 +12,13 @@ import pytest
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from pipeline.schedule import Schedule
-from pipeline.trainer.old_logprobs import ProximalLogprobs
+from pipeline.trainer.old_logprobs import OldLogprobs
 
 
 class Learner:
     """Scores batch b as `weights` + b, and remembers what it was asked."""
 
-    speaks = True
+    is_rank_zero = True
 
     def __init__(self, weights: float) -> None:
         self.weights = weights
@@ -32,17 +32,17 @@ class Learner:
         pass
 
 
-def proximal(folder: Path, learner: Learner, schedule: Schedule) -> ProximalLogprobs:
+def old_logprobs(folder: Path, learner: Learner, schedule: Schedule) -> OldLogprobs:
     run = RunDirectory(folder)
     run.logprobs.mkdir(parents=True, exist_ok=True)
     store: Any = SimpleNamespace(wait=lambda index, contract, deadline_s: SimpleNamespace(index=index))
     adapters: dict[str, Any] = dict(learner=learner, store=store, contract=None)
-    return ProximalLogprobs(run=run, schedule=schedule, wait_deadline_s=1.0, **adapters)
+    return OldLogprobs(run=run, schedule=schedule, wait_deadline_s=1.0, **adapters)
 
 
 def test_a_stage_is_scored_once_and_whole(tmp_path: Path) -> None:
     learner = Learner(weights=-10.0)
-    old = proximal(tmp_path, learner, Schedule(kind="staged", steps=5, updates_per_stage=3))
+    old = old_logprobs(tmp_path, learner, Schedule(kind="staged", steps=5, updates_per_stage=3))
     for step, expected in ((0, -10.0), (1, -9.0), (2, -8.0)):
         found = old.of(step)
         assert found is not None
@@ -58,16 +58,16 @@ def test_a_stage_is_scored_once_and_whole(tmp_path: Path) -> None:
 
 def test_a_learner_that_is_started_again_inside_a_stage_reads_what_was_kept(tmp_path: Path) -> None:
     schedule = Schedule(kind="staged", steps=3, updates_per_stage=3)
-    proximal(tmp_path, Learner(weights=-10.0), schedule).of(0)
+    old_logprobs(tmp_path, Learner(weights=-10.0), schedule).of(0)
     successor = Learner(weights=5.0)
-    found = proximal(tmp_path, successor, schedule).of(2)
+    found = old_logprobs(tmp_path, successor, schedule).of(2)
     assert found is not None
     assert found[0] == -8.0
     assert successor.scored == []
 
 
 def test_without_it_the_stage_cannot_go_on(tmp_path: Path) -> None:
-    old = proximal(tmp_path, Learner(0.0), Schedule(kind="staged", steps=4, updates_per_stage=4))
+    old = old_logprobs(tmp_path, Learner(0.0), Schedule(kind="staged", steps=4, updates_per_stage=4))
     with pytest.raises(StoreError, match="batch 2 from the beginning of its stage; remove the checkpoints"):
         old.of(2)
 
@@ -75,5 +75,5 @@ def test_without_it_the_stage_cannot_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_where_every_step_is_a_stage_the_scored_step_is_enough(tmp_path: Path, kind: Any) -> None:
     learner = Learner(0.0)
-    assert proximal(tmp_path, learner, Schedule(kind=kind, steps=4, lag=2)).of(1) is None
+    assert old_logprobs(tmp_path, learner, Schedule(kind=kind, steps=4, lag=2)).of(1) is None
     assert learner.scored == []

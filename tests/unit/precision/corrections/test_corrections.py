@@ -24,7 +24,7 @@ CORRECTIONS: list[Correction] = [
     TIS(),
     TIS(level="sequence"),
     MIS(veto=1e-4),
-    MIS(level="sequence", normalised=True),
+    MIS(level="sequence", normalized=True),
     MIS(level="geometric", low=0.9, high=1.1),
     Rejection(),
     Rejection(level="token", veto=0.01),
@@ -77,13 +77,13 @@ def test_mis_by_hand() -> None:
 
 def test_mis_normalised_by_hand() -> None:
     # Kept: 2, 1/2, 1, mean 7/6. Dropped tokens are not made up for: the sum is 3 of 5 tokens.
-    factor, measured = MIS(low=0.5 - 1e-9, high=2 + 1e-9, normalised=True)(by_hand())
+    factor, measured = MIS(low=0.5 - 1e-9, high=2 + 1e-9, normalized=True)(by_hand())
     assert_factor(factor, [12 / 7, 0, 3 / 7, 6 / 7, 0])
     assert measured["correction_factor"] == pytest.approx(3 / 5)
     # Sequences: 3 and 1/4, mean 13/8, each response counted once whatever its length.
-    factor, _ = MIS(low=0.1, high=4.0, level="sequence", normalised=True)(by_hand())
+    factor, _ = MIS(low=0.1, high=4.0, level="sequence", normalized=True)(by_hand())
     assert_factor(factor, [24 / 13] * 3 + [2 / 13] * 2)
-    nothing, _ = MIS(low=10.0, high=20.0, normalised=True)(by_hand())
+    nothing, _ = MIS(low=10.0, high=20.0, normalized=True)(by_hand())
     assert (nothing == 0).all()
 
 
@@ -131,12 +131,12 @@ def test_opsm_by_hand() -> None:
 
 
 def test_opsm_measures_from_the_engine_not_from_the_proximal_policy() -> None:
-    step = scored_step([[-0.1]], [-1.0], proximal=[[-0.1]])
+    step = scored_step([[-0.1]], [-1.0], old=[[-0.1]])
     assert_factor(OPSM()(step)[0], [0.0])
 
 
 def test_all_others_read_the_proximal_policy_not_the_present_one() -> None:
-    step = scored_step([[5.0]], [1.0], proximal=[[LN2]])
+    step = scored_step([[5.0]], [1.0], old=[[LN2]])
     for correction in (TIS(cap=3.0), IcePop(), MIS(high=3.0)):
         assert_factor(correction(step)[0], [2.0])
 
@@ -178,7 +178,7 @@ def test_forced_tokens_and_order_do_not_matter(correction: Correction, step: Sco
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_broken_logprobs_raise(correction: Correction, bad: float) -> None:
     step = by_hand()
-    field = "logprobs" if isinstance(correction, OPSM) else "proximal_logprobs"
+    field = "logprobs" if isinstance(correction, OPSM) else "old_logprobs"
     values = getattr(step, field).clone()
     values[1] = bad
     with pytest.raises(FloatingPointError, match="1 of 5 tokens"):
@@ -206,7 +206,7 @@ def test_refusals_say_what_is_allowed() -> None:
 @given(step=scored_steps())
 def test_corrected_gradient_is_the_factor_times_the_gradient(step: ScoredStep) -> None:
     """A factor on A is a factor on the term, whichever side of the clip a token is on; N stays."""
-    inner = Clipped(clip_low=0.2, clip_high=0.28, anchor="proximal")
+    inner = Clipped(clip_low=0.2, clip_high=0.28, anchor="old")
     for correction in (TIS(), MIS(veto=1e-4), IcePop(), Rejection(level="token")):
         plain, corrected = run(inner, step), run(Corrected(inner=inner, correction=correction), step)
         factor = torch.where(step.sampled, correction(step)[0], 0.0)
@@ -215,8 +215,8 @@ def test_corrected_gradient_is_the_factor_times_the_gradient(step: ScoredStep) -
 
 def test_tis_with_a_proximal_anchor_is_the_plain_importance_weight() -> None:
     # k * r = (pi_prox / pi_b)(pi / pi_prox) = pi / pi_b. k = 1.5, r = 1.1: A = 1, N = 1: slope -1.65.
-    step = scored_step([[math.log(1.65)]], [1.0], proximal=[[math.log(1.5)]])
-    corrected = run(Corrected(inner=Clipped(anchor="proximal"), correction=TIS()), step)
+    step = scored_step([[math.log(1.65)]], [1.0], old=[[math.log(1.5)]])
+    corrected = run(Corrected(inner=Clipped(anchor="old"), correction=TIS()), step)
     assert corrected.gradient.tolist() == pytest.approx([-1.65], rel=1e-6)
 
 

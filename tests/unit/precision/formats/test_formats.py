@@ -47,7 +47,7 @@ def test_cast_is_exact_on_the_grid_and_nearest_even_between() -> None:
     assert grid.max() == E4M3_MAX
     assert torch.equal(to_e4m3(grid).float(), grid)
     assert torch.equal(to_e4m3(-grid).float(), -grid)
-    between = (grid[:-1] + grid[1:]) / 2  # a tie goes to the neighbour with an even mantissa
+    between = (grid[:-1] + grid[1:]) / 2  # a tie goes to the neighbor with an even mantissa
     even = torch.where(torch.arange(len(between)) % 2 == 0, grid[:-1], grid[1:])
     assert torch.equal(to_e4m3(between).float(), even)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from pathlib import Path
 
 import pytest
@@ -109,10 +108,10 @@ def test_published_weights_are_quantized_by_the_chosen_implementation() -> None:
     assert set(published) == {name for name, _ in stream} | {"model.layers.0.mlp.down_proj.weight_scale_inv"}
 
 
-@pytest.mark.parametrize("module", ["policy_files", "streamed"])
+@pytest.mark.parametrize("module", ["hf/writer", "weight_sync/streaming"])
 def test_both_channels_choose_by_device(module: str) -> None:
     """A channel that forgot would be slow on a GPU and the same everywhere else: only its call can show it."""
-    source = Path(inspect.getfile(quantize)).with_name(f"{module}.py").read_text()
+    source = (Path(__file__).parents[4] / "megatron_bridge" / f"{module}.py").read_text()
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     mine = [call for call in calls if getattr(call.func, "id", None) == "quantize_state"]
     assert mine

@@ -14,7 +14,7 @@ WEIGHTS = [0.5, 1.0, 4.0, 5.0, 5.0]  # min(rho, 5)
 
 def batch_of(ratios: torch.Tensor) -> tuple[torch.Tensor, TokenBatch]:
     sampler = torch.full_like(ratios, -3.0)
-    batch = TokenBatch(sampler_logprobs=sampler, advantages=ADVANTAGES, mask=torch.ones_like(ratios, dtype=torch.bool))
+    batch = TokenBatch(rollout_logprobs=sampler, advantages=ADVANTAGES, mask=torch.ones_like(ratios, dtype=torch.bool))
     return (sampler + ratios.log()).requires_grad_(), batch
 
 

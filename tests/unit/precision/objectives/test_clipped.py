@@ -23,7 +23,7 @@ DAPO = Clipped(clip_low=0.2, clip_high=0.28)
 def step_with(ratios: list[float], *, engine: float = 0.0) -> ScoredStep:
     """One token a response; pi / pi_prox = ratio, and the engine off by `engine` nats."""
     proximal = [[engine]] * len(ratios)
-    return scored_step([[math.log(r) + engine] for r in ratios], ADVANTAGES[: len(ratios)], proximal=proximal)
+    return scored_step([[math.log(r) + engine] for r in ratios], ADVANTAGES[: len(ratios)], old=proximal)
 
 
 def test_all_cases_by_hand() -> None:
@@ -38,7 +38,7 @@ def test_all_cases_by_hand() -> None:
 def test_proximal_anchor_divides_by_the_learners_own_and_leaves_k3_to_the_sampler() -> None:
     # The engine is off by .7 nats on every token. Anchored to pi_prox the ratios, hence loss and slopes, are those by
     # hand; k3 is of pi / pi_b = e^.7 r.
-    objective = Clipped(clip_low=0.2, clip_high=0.28, anchor="proximal")
+    objective = Clipped(clip_low=0.2, clip_high=0.28, anchor="old")
     outcome = run(objective, step_with(RATIOS, engine=0.7))
     assert objective.needs_scoring
     assert outcome.loss == pytest.approx(-SURROGATE / 9, rel=1e-12)
@@ -73,7 +73,7 @@ def test_a_huge_ratio_against_a_negative_advantage_is_finite_in_float32() -> Non
     values = torch.full((1, 1), -80.0)
     logprobs = torch.zeros(1, 1, requires_grad=True)
     mask = torch.ones(1, 1, dtype=torch.bool)
-    batch = TokenBatch(sampler_logprobs=values, advantages=torch.full((1, 1), -1e4), mask=mask)
+    batch = TokenBatch(rollout_logprobs=values, advantages=torch.full((1, 1), -1e4), mask=mask)
     loss, _ = Clipped(dual_clip=3.0)(logprobs, batch, StepContext(num_tokens=1))
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
@@ -95,7 +95,7 @@ def test_a_dual_clip_that_would_touch_on_policy_tokens_is_refused(dual_clip: flo
 def test_supervised_is_cross_entropy_and_ignores_the_sampler() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, -4.0]], requires_grad=True)
     batch = TokenBatch(
-        sampler_logprobs=torch.full((1, 3), math.nan),
+        rollout_logprobs=torch.full((1, 3), math.nan),
         advantages=torch.ones(1, 3),
         mask=torch.tensor([[True, True, False]]),
     )

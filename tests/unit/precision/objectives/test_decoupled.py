@@ -34,9 +34,9 @@ def test_by_hand(over_cap: OverCap) -> None:
     step = scored_step(
         [[math.log(b * r)] for b, r in zip(BEHAVIOUR, RATIOS, strict=True)],
         ADVANTAGES,
-        proximal=[[math.log(b)] for b in BEHAVIOUR],
+        old=[[math.log(b)] for b in BEHAVIOUR],
     )
-    outcome = run(Decoupled(behaviour_cap=2.0, over_cap=over_cap), step)
+    outcome = run(Decoupled(mismatch_cap=2.0, over_cap=over_cap), step)
     # The dropped token stays in the denominator: N = 5.
     assert outcome.loss == pytest.approx(-sum(TERMS[over_cap]) / 5, rel=1e-12)
     assert outcome.gradient.tolist() == pytest.approx([-x / 5 for x in SLOPES[over_cap]], rel=1e-12)
@@ -51,43 +51,43 @@ def test_gradient_matches_a_slow_reference(over_cap: OverCap, step: ScoredStep) 
     leaf = step.logprobs.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for t in torch.nonzero(step.sampled).flatten().tolist():
-        behaviour = math.exp(step.proximal_logprobs[t] - step.sampler_logprobs[t])
-        weight = behaviour if behaviour <= 1.5 else {"mask": 0.0, "truncate": 1.5}[over_cap]
-        ratio, advantage = (leaf[t] - step.proximal_logprobs[t]).exp(), step.advantages[t]
+        behavior = math.exp(step.old_logprobs[t] - step.rollout_logprobs[t])
+        weight = behavior if behavior <= 1.5 else {"mask": 0.0, "truncate": 1.5}[over_cap]
+        ratio, advantage = (leaf[t] - step.old_logprobs[t]).exp(), step.advantages[t]
         total = total - weight * torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.3) * advantage)
     (total / step.sampled.sum()).backward()  # type: ignore[no-untyped-call]
-    objective = Decoupled(clip_low=0.1, clip_high=0.3, behaviour_cap=1.5, over_cap=over_cap)
+    objective = Decoupled(clip_low=0.1, clip_high=0.3, mismatch_cap=1.5, over_cap=over_cap)
     torch.testing.assert_close(run(objective, step).gradient, leaf.grad, rtol=1e-9, atol=1e-12)
 
 
 @settings(max_examples=20)
 @given(step=scored_steps())
 def test_limits(step: ScoredStep) -> None:
-    """A sampler that is the proximal policy: PPO. No stale weights: importance sampling. No clip and no cap: the whole
-    ratio, wherever the proximal policy stands between the two."""
-    own_engine = dataclasses.replace(step, sampler_logprobs=step.proximal_logprobs)
+    """A sampler that is the old policy: PPO. No stale weights: importance sampling. No clip and no cap: the whole
+    ratio, wherever the old policy stands between the two."""
+    own_engine = dataclasses.replace(step, rollout_logprobs=step.old_logprobs)
     ppo = run(Clipped(), own_engine)
     torch.testing.assert_close(run(Decoupled(), own_engine).gradient, ppo.gradient, rtol=1e-9, atol=1e-12)
 
     free = Clipped(clip_low=1.0, clip_high=math.inf)
-    first = dataclasses.replace(step, proximal_logprobs=step.logprobs)
+    first = dataclasses.replace(step, old_logprobs=step.logprobs)
     importance = run(free, step).gradient
     huge = 1e30
-    torch.testing.assert_close(run(Decoupled(behaviour_cap=huge), first).gradient, importance, rtol=1e-9, atol=1e-12)
-    unclipped = Decoupled(clip_low=1.0, clip_high=math.inf, behaviour_cap=huge)
+    torch.testing.assert_close(run(Decoupled(mismatch_cap=huge), first).gradient, importance, rtol=1e-9, atol=1e-12)
+    unclipped = Decoupled(clip_low=1.0, clip_high=math.inf, mismatch_cap=huge)
     torch.testing.assert_close(run(unclipped, step).gradient, importance, rtol=1e-9, atol=1e-12)
 
 
 def test_an_overflowing_weight_is_dropped_or_cut_not_nan() -> None:
-    step = scored_step([[80.0]], [-1.0], proximal=[[800.0]])
+    step = scored_step([[80.0]], [-1.0], old=[[800.0]])
     assert Decoupled(over_cap="mask").prepare(step).advantages.tolist() == [0.0]
     assert Decoupled(over_cap="truncate").prepare(step).advantages.tolist() == [-5.0]
 
 
 @pytest.mark.parametrize("cap", [0.99, 0.0, math.inf, math.nan])
 def test_a_cap_out_of_range_is_refused(cap: float) -> None:
-    with pytest.raises(ValueError, match="behaviour_cap is"):
-        Decoupled(behaviour_cap=cap)
+    with pytest.raises(ValueError, match="mismatch_cap is"):
+        Decoupled(mismatch_cap=cap)
 
 
 def test_bounds_out_of_range_are_refused() -> None:

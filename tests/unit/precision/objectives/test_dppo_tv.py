@@ -27,7 +27,7 @@ def test_by_hand() -> None:
     kept = [0, 1, 0, 1, 1]
     logprobs = torch.tensor([learner], dtype=torch.float64).log().requires_grad_()
     batch = TokenBatch(
-        sampler_logprobs=torch.tensor([sampler], dtype=torch.float64).log(),
+        rollout_logprobs=torch.tensor([sampler], dtype=torch.float64).log(),
         advantages=torch.tensor([advantages], dtype=torch.float64),
         mask=torch.ones(1, 5, dtype=torch.bool),
     )
@@ -51,8 +51,8 @@ def test_gradient_matches_a_slow_reference(step: ScoredStep, threshold: float, c
     leaf = step.logprobs.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for t in torch.nonzero(step.sampled).flatten().tolist():
-        log_ratio, advantage = leaf[t] - step.sampler_logprobs[t], float(step.advantages[t])
-        change = math.exp(leaf[t].item()) - math.exp(float(step.sampler_logprobs[t]))
+        log_ratio, advantage = leaf[t] - step.rollout_logprobs[t], float(step.advantages[t])
+        change = math.exp(leaf[t].item()) - math.exp(float(step.rollout_logprobs[t]))
         if not (change > threshold if advantage > 0 else change < -threshold):
             total = total - log_ratio.exp() * advantage
         total = total + coefficient * log_ratio**2

@@ -17,8 +17,8 @@ from precision.objectives.gspo import GSPO
 from tests.support.objective_runs import run
 from tests.support.scored_steps import scored_step, scored_steps
 
-Anchor = Literal["sampler", "proximal"]
-ANCHORS: tuple[Anchor, ...] = ("sampler", "proximal")
+Anchor = Literal["rollout", "old"]
+ANCHORS: tuple[Anchor, ...] = ("rollout", "old")
 
 
 def test_by_hand() -> None:
@@ -71,7 +71,7 @@ def test_gradient_is_that_of_the_paper(anchor: Anchor, step: ScoredStep, low: fl
     by_sequence = step.advantages * step.sampled.sum() / (step.num_rows * lengths)
     objective = GSPO(clip_low=low, clip_high=high, anchor=anchor)
     gradient = run(objective, dataclasses.replace(step, advantages=by_sequence)).gradient
-    chosen = step.proximal_logprobs if anchor == "proximal" else step.sampler_logprobs
+    chosen = step.old_logprobs if anchor == "old" else step.rollout_logprobs
     torch.testing.assert_close(gradient, paper_gradient(step, chosen, low, high), rtol=1e-9, atol=1e-12)
 
 
@@ -84,7 +84,7 @@ def test_the_clip_does_not_follow_rounding_of_the_training_pass() -> None:
     assert prepared.measured["clip_hits"] == 0
     leaf = (step.logprobs + torch.tensor([0.01, -0.01, -0.01, 0.01]))[None].requires_grad_()
     batch = TokenBatch(
-        sampler_logprobs=step.sampler_logprobs[None], advantages=prepared.advantages[None], mask=step.sampled[None]
+        rollout_logprobs=step.rollout_logprobs[None], advantages=prepared.advantages[None], mask=step.sampled[None]
     )
     objective(leaf, batch, StepContext(num_tokens=4))[0].backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None

@@ -98,7 +98,7 @@ def test_clip_by_hand() -> None:
 
 def test_areal_by_hand() -> None:
     # All tokens, engine against pi_prox: squares .01, 4, 0, whatever A and pi are. Up to .1: .005. 2 goes.
-    step = scored_step([[3.0, 0.5], [0.7]], [1.0, -1.0], proximal=[[0.1, 2.0], [0.0]])
+    step = scored_step([[3.0, 0.5], [0.7]], [1.0, -1.0], old=[[0.1, 2.0], [0.0]])
     outcome = run(M2PO(variant="areal"), step)
     prepared = outcome.prepared
     assert prepared.advantages.tolist() == [1.0, 0.0, -1.0]
@@ -114,14 +114,14 @@ def test_clip_has_the_gradient_of_the_authors_clip(step: ScoredStep, threshold: 
     """-1/N sum min(rho A, clip(rho, e^-tau, e^tau) A), floors included, by autograd in float64."""
     objective = M2PO(threshold=threshold)
     gradient = run(objective, step).gradient
-    log_ratios = (step.logprobs - step.sampler_logprobs)[step.sampled]
+    log_ratios = (step.logprobs - step.rollout_logprobs)[step.sampled]
     advantages = step.advantages[step.sampled]
     harmful = ((advantages > 0) & (log_ratios > 0)) | ((advantages < 0) & (log_ratios < 0))
     tau = widest_cap(log_ratios[harmful].abs(), threshold)
     # A hair wider than the bound: the token that sets it is on it, and rounding must not decide.
     floor, ceiling = min(math.exp(-tau) * (1 - 1e-9), 0.7), max(math.exp(min(tau, 80.0)) * (1 + 1e-9), 1.5)
     leaf = step.logprobs[step.sampled].clone().requires_grad_()
-    ratios = (leaf - step.sampler_logprobs[step.sampled]).exp()
+    ratios = (leaf - step.rollout_logprobs[step.sampled]).exp()
     loss = -torch.minimum(ratios * advantages, ratios.clamp(floor, ceiling) * advantages).sum() / len(leaf)
     loss.backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
@@ -155,7 +155,7 @@ def test_never_above_the_threshold_after_dropping(variant: Variant) -> None:
     noise = torch.randn(200, generator=generator, dtype=torch.float64).tolist()
     step = scored_step([[x] for x in noise], [math.copysign(1.0, math.sin(i)) for i in range(200)])
     prepared = M2PO(variant=variant, clip_low=0.0, clip_high=0.0).prepare(step)
-    log_ratios = step.logprobs - step.sampler_logprobs
+    log_ratios = step.logprobs - step.rollout_logprobs
     kept = prepared.advantages != 0
     if variant != "areal":
         kept &= step.advantages * log_ratios > 0

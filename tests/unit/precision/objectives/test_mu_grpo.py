@@ -100,7 +100,7 @@ def slow_kept(step: ScoredStep, t: int, trigger: Trigger, scope: Scope, kappa: f
     if step.advantages[t] >= 0:
         return True
     tokens = [s for s in range(len(step.row)) if step.row[s] == step.row[t] and step.sampled[s]]
-    ratios = {s: math.exp(float(step.logprobs[s] - step.sampler_logprobs[s])) for s in tokens}
+    ratios = {s: math.exp(float(step.logprobs[s] - step.rollout_logprobs[s])) for s in tokens}
     hits = [s for s, ratio in ratios.items() if (ratio < kappa if trigger == "below" else ratio > kappa)]
     if trigger == "none" or not hits:
         return True
@@ -121,7 +121,7 @@ def test_gradient_matches_a_slow_reference(
     total = torch.zeros((), dtype=torch.float64)
     for t in torch.nonzero(step.sampled).flatten().tolist():
         if slow_kept(step, t, trigger, scope, kappa, keeps_trigger):
-            ratio, advantage = (leaf[t] - step.sampler_logprobs[t]).exp(), step.advantages[t]
+            ratio, advantage = (leaf[t] - step.rollout_logprobs[t]).exp(), step.advantages[t]
             total = total - torch.minimum(ratio * advantage, ratio.clamp(0.5, 2.0) * advantage)
     loss = total / step.sampled.sum()
     if loss.requires_grad:

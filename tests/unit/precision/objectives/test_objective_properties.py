@@ -46,26 +46,26 @@ READS_SAMPLER: list[Objective] = [
     M2PO(variant="mask"),
     Corrected(inner=CISPO(), correction=OPSM(delta=0.1)),
 ]
-ANCHORED = Clipped(anchor="proximal")
-READS_PROXIMAL: list[Objective] = [
+ANCHORED = Clipped(anchor="old")
+READS_OLD_ANCHOR: list[Objective] = [
     ANCHORED,
-    GSPO(clip_low=0.1, clip_high=0.1, anchor="proximal"),
-    Decoupled(behaviour_cap=1.2),
-    Decoupled(behaviour_cap=1.2, over_cap="truncate"),
+    GSPO(clip_low=0.1, clip_high=0.1, anchor="old"),
+    Decoupled(mismatch_cap=1.2),
+    Decoupled(mismatch_cap=1.2, over_cap="truncate"),
     M2PO(variant="areal"),
     P4O(),
     Corrected(inner=ANCHORED, correction=TIS(cap=1.2)),
-    Corrected(inner=ANCHORED, correction=MIS(level="sequence", veto=0.5, normalised=True)),
+    Corrected(inner=ANCHORED, correction=MIS(level="sequence", veto=0.5, normalized=True)),
     Corrected(inner=ANCHORED, correction=Rejection(level="geometric", low=0.9, high=1.1)),
-    Corrected(inner=GSPO(clip_low=0.1, clip_high=0.1, anchor="proximal"), correction=IcePop()),
+    Corrected(inner=GSPO(clip_low=0.1, clip_high=0.1, anchor="old"), correction=IcePop()),
 ]
-MICRO_BATCH_INVARIANT: list[Objective] = [*READS_SAMPLER, *READS_PROXIMAL, Supervised()]
+MICRO_BATCH_INVARIANT: list[Objective] = [*READS_SAMPLER, *READS_OLD_ANCHOR, Supervised()]
 OBJECTIVES = [*MICRO_BATCH_INVARIANT, P3O(ess_scope="micro_batch")]
-FIELDS = ("logprobs", "advantages", "sampler_logprobs", "proximal_logprobs")
+FIELDS = ("logprobs", "advantages", "rollout_logprobs", "old_logprobs")
 READS = [
     (objective, field)
     for objective in OBJECTIVES
-    for field in FIELDS[: 2 if isinstance(objective, Supervised) else 3 + (objective in READS_PROXIMAL)]
+    for field in FIELDS[: 2 if isinstance(objective, Supervised) else 3 + (objective in READS_OLD_ANCHOR)]
 ]
 GARBAGE = [math.nan, -math.inf, math.inf, -120.0, 3e38]
 
@@ -79,7 +79,7 @@ def fixed_step() -> ScoredStep:
     step = scored_step(
         [[0.3, -0.4, 0.1, -1.5], [0.2, -0.1], [-0.6, 0.5, 0.4, 0.3, -0.2]],
         [1.5, 0.5, -2.0],
-        proximal=[[0.2, -0.2, -0.2, -1.6], [0.2, -0.3], [-0.7, 0.4, 0.3, 0.2, -0.3]],
+        old=[[0.2, -0.2, -0.2, -1.6], [0.2, -0.3], [-0.7, 0.4, 0.3, 0.2, -0.3]],
     )
     return dataclasses.replace(step, sampled=torch.tensor([0, 1, 1, 1, 1, 0, 1, 1, 0, 0, 1]).bool())
 
@@ -125,7 +125,7 @@ def test_garbage_behind_the_mask_gets_no_gradient(objective: Objective, garbage:
         return torch.where(mask, value, garbage)
 
     leaf = masked(-0.9).requires_grad_()
-    batch = TokenBatch(sampler_logprobs=masked(-1.0), advantages=masked(0.5), mask=mask, anchor_logprobs=masked(-0.8))
+    batch = TokenBatch(rollout_logprobs=masked(-1.0), advantages=masked(0.5), mask=mask, anchor_logprobs=masked(-0.8))
     loss, _ = objective(leaf, batch, StepContext(num_tokens=8, step_ess=0.8))
     loss.backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
@@ -182,8 +182,8 @@ def test_micro_batches_in_any_layout_add_up_to_the_step(objective: Objective, st
 @given(step=scored_steps())
 def test_exactly_on_policy_it_is_the_score_function_gradient(objective: Objective, step: ScoredStep) -> None:
     """-A / N for every sampled token: nothing weighs, clips, vetoes or anchors."""
-    same = step.sampler_logprobs
-    gradient = run(objective, dataclasses.replace(step, logprobs=same, proximal_logprobs=same)).gradient
+    same = step.rollout_logprobs
+    gradient = run(objective, dataclasses.replace(step, logprobs=same, old_logprobs=same)).gradient
     expected = torch.where(step.sampled, -step.advantages, 0.0) / step.sampled.sum()
     torch.testing.assert_close(gradient, expected, rtol=1e-7, atol=1e-15)  # 1e-8: epsilon inside the ESS
 
@@ -207,7 +207,7 @@ def test_what_is_prepared_is_a_factor_on_the_advantage(objective: Objective, ste
 def test_a_micro_batch_of_padding_is_silent(objective: Objective) -> None:
     nothing = torch.zeros(2, 3)
     leaf = nothing.clone().requires_grad_()
-    batch = TokenBatch(sampler_logprobs=nothing, advantages=nothing, mask=nothing.bool(), anchor_logprobs=nothing)
+    batch = TokenBatch(rollout_logprobs=nothing, advantages=nothing, mask=nothing.bool(), anchor_logprobs=nothing)
     loss, sums = objective(leaf, batch, StepContext(num_tokens=7, step_ess=0.5))
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss == 0
@@ -230,7 +230,7 @@ def test_non_finite_under_the_mask_raises(objective: Objective, field: str, bad:
 def test_sums_are_detached_float64_and_leave_num_tokens_to_the_caller(objective: Objective) -> None:
     values = torch.full((1, 2), -0.5)
     mask = torch.ones(1, 2, dtype=torch.bool)
-    batch = TokenBatch(sampler_logprobs=values, advantages=values, mask=mask, anchor_logprobs=values)
+    batch = TokenBatch(rollout_logprobs=values, advantages=values, mask=mask, anchor_logprobs=values)
     _, sums = objective(values.clone().requires_grad_(), batch, StepContext(num_tokens=2, step_ess=0.5))
     assert sums
     assert "num_tokens" not in sums
@@ -244,7 +244,7 @@ def test_sums_are_detached_float64_and_leave_num_tokens_to_the_caller(objective:
 def test_a_step_without_tokens_and_broadcast_advantages_are_refused(objective: Objective) -> None:
     values = torch.full((2, 3), -0.5)
     mask = torch.ones(2, 3, dtype=torch.bool)
-    good = TokenBatch(sampler_logprobs=values, advantages=values, mask=mask, anchor_logprobs=values)
+    good = TokenBatch(rollout_logprobs=values, advantages=values, mask=mask, anchor_logprobs=values)
     with pytest.raises(ValueError, match="num_tokens of the step is 0"):
         objective(values, good, StepContext(num_tokens=0, step_ess=0.5))
     broadcast = dataclasses.replace(good, advantages=values[:, :1])
@@ -252,9 +252,9 @@ def test_a_step_without_tokens_and_broadcast_advantages_are_refused(objective: O
         objective(values, broadcast, StepContext(num_tokens=6, step_ess=0.5))
 
 
-@pytest.mark.parametrize("objective", [Clipped(anchor="proximal"), Decoupled(), P4O()], ids=repr)
+@pytest.mark.parametrize("objective", [Clipped(anchor="old"), Decoupled(), P4O()], ids=repr)
 def test_an_anchor_that_was_not_prepared_is_asked_for(objective: Objective) -> None:
     values = torch.zeros(1, 1)
-    batch = TokenBatch(sampler_logprobs=values, advantages=values, mask=values.bool())
+    batch = TokenBatch(rollout_logprobs=values, advantages=values, mask=values.bool())
     with pytest.raises(ValueError, match="anchor_logprobs"):
         objective(values, batch, StepContext(num_tokens=1, step_ess=0.5))

@@ -31,7 +31,7 @@ def run(
     sampler = torch.full((1, len(log_ratios)), -1.5, dtype=torch.float64)
     logprobs = (sampler + torch.tensor([log_ratios], dtype=torch.float64)).requires_grad_()
     batch = TokenBatch(
-        sampler_logprobs=sampler,
+        rollout_logprobs=sampler,
         advantages=torch.tensor([advantages], dtype=torch.float64),
         mask=torch.ones_like(sampler, dtype=torch.bool),
     )
@@ -164,7 +164,7 @@ def test_gradient_against_autograd_of_a_slow_reference(estimator: Estimator, uni
     num_tokens = int(step.sampled.sum())
     loss = torch.zeros((), dtype=torch.float64)
     for t in torch.nonzero(step.sampled).flatten().tolist():
-        log_ratio = leaf[t] - step.sampler_logprobs[t]
+        log_ratio = leaf[t] - step.rollout_logprobs[t]
         held = log_ratio.detach()
         if abs(float(held)) > 9.9:  # outside the clip of the exponent, where autograd has the wrong slope
             return
@@ -205,7 +205,7 @@ def test_prepare_sees_neither_forced_tokens_nor_order(unit: Unit, step: ScoredSt
     ess = objective.prepare(step).step_ess
     assert objective.prepare(soiled(step, garbage)).step_ess == ess
     assert objective.prepare(reordered(step)[0]).step_ess == pytest.approx(ess, rel=1e-12)
-    log_ratios = step.logprobs - step.sampler_logprobs
+    log_ratios = step.logprobs - step.rollout_logprobs
     if unit == "token":
         assert ess == pytest.approx(token_ess(log_ratios[step.sampled]), rel=1e-12)
     else:

@@ -24,11 +24,11 @@ def test_by_hand() -> None:
     # Two tokens. pi / pi_b = 3 and 1: e_b = 16 / (2 * 10) = .8. pi / pi_prox = 1 and 2: e_prox = 9 / (2 * 5) = .9.
     # So e = .8, weights .2 and .1: pi_mix = 2/3 pi_b + 1/3 pi_prox.
     # Token 1: pi_prox = 3 pi_b: pi_mix = 5/3 pi_b, pi / pi_mix = 9/5. Token 2: pi_prox = pi_b / 2: 5/6 pi_b, 6/5.
-    step = scored_step([[LN3], [0.0]], [2.0, -1.0], proximal=[[LN3], [-math.log(2.0)]])
+    step = scored_step([[LN3], [0.0]], [2.0, -1.0], old=[[LN3], [-math.log(2.0)]])
     outcome = run(P4O(), step)
     prepared = outcome.prepared
     assert prepared.step_ess == pytest.approx(0.8, rel=1e-8)
-    assert prepared.measured == pytest.approx({"sampler_ess": 0.8, "proximal_ess": 0.9}, rel=1e-8)
+    assert prepared.measured == pytest.approx({"sampler_ess": 0.8, "old_ess": 0.9}, rel=1e-8)
     assert prepared.anchor_logprobs is not None
     assert prepared.anchor_logprobs.tolist() == pytest.approx([SAMPLER + math.log(5 / 3), SAMPLER + math.log(5 / 6)])
     # K = l + e^-l - 1, slope 1 - e^-l: log 1.8 + 5/9 - 1 and 4/9; log 1.2 + 5/6 - 1 and 1/6. Both rho exceed e.
@@ -42,18 +42,18 @@ def test_by_hand() -> None:
 
 def test_the_smaller_ess_caps_whichever_anchor_it_belongs_to() -> None:
     # As above with the two anchors exchanged: pi / pi_b = 1 and 2, pi / pi_prox = 3 and 1.
-    step = scored_step([[0.0], [math.log(2.0)]], [1.0, 1.0], proximal=[[-LN3], [math.log(2.0)]])
+    step = scored_step([[0.0], [math.log(2.0)]], [1.0, 1.0], old=[[-LN3], [math.log(2.0)]])
     prepared = P4O().prepare(step)
-    assert prepared.measured == pytest.approx({"sampler_ess": 0.9, "proximal_ess": 0.8}, rel=1e-8)
+    assert prepared.measured == pytest.approx({"sampler_ess": 0.9, "old_ess": 0.8}, rel=1e-8)
     assert prepared.step_ess == pytest.approx(0.8, rel=1e-8)
 
 
 @settings(max_examples=60)
 @given(step=scored_steps())
 def test_on_the_first_step_of_a_stage_it_is_p3o(step: ScoredStep) -> None:
-    step = dataclasses.replace(step, proximal_logprobs=step.logprobs)
+    step = dataclasses.replace(step, old_logprobs=step.logprobs)
     p4o, p3o = run(P4O(), step), run(P3O(), step)
-    assert p4o.prepared.measured["proximal_ess"] == pytest.approx(1.0, abs=1e-6)
+    assert p4o.prepared.measured["old_ess"] == pytest.approx(1.0, abs=1e-6)
     # Not exactly: the epsilon inside the ESS leaves w_prox at about 1e-8.
     torch.testing.assert_close(p4o.gradient, p3o.gradient, rtol=1e-3, atol=1e-5)
 
@@ -62,7 +62,7 @@ def test_on_the_first_step_of_a_stage_it_is_p3o(step: ScoredStep) -> None:
 @given(step=scored_steps())
 def test_gradient_against_autograd_of_the_formula(step: ScoredStep) -> None:
     outcome = run(P4O(), step)
-    logb, logprox = step.sampler_logprobs[step.sampled], step.proximal_logprobs[step.sampled]
+    logb, logprox = step.rollout_logprobs[step.sampled], step.old_logprobs[step.sampled]
     advantages = step.advantages[step.sampled]
     leaf = step.logprobs[step.sampled].clone().requires_grad_()
 
@@ -111,7 +111,7 @@ def test_exactly_on_policy_is_the_score_function() -> None:
 
 def test_an_unprepared_step_is_refused() -> None:
     batch = TokenBatch(
-        sampler_logprobs=torch.zeros(1, 1), advantages=torch.ones(1, 1), mask=torch.ones(1, 1, dtype=torch.bool)
+        rollout_logprobs=torch.zeros(1, 1), advantages=torch.ones(1, 1), mask=torch.ones(1, 1, dtype=torch.bool)
     )
     with pytest.raises(ValueError, match="prepare"):
         P4O()(torch.zeros(1, 1), batch, StepContext(num_tokens=1, step_ess=0.5))

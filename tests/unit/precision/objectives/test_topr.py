@@ -36,7 +36,7 @@ def slow_gradient(step: ScoredStep, low: float, high: float) -> Tensor:
         tokens = torch.nonzero((step.row == row) & step.sampled).flatten()
         if len(tokens):
             advantage = step.advantages[tokens[0]]
-            ratio = (leaf[tokens].detach() - step.sampler_logprobs[tokens]).exp().prod()
+            ratio = (leaf[tokens].detach() - step.rollout_logprobs[tokens]).exp().prod()
             weight = ratio.clamp(low, high) if advantage < 0 else 1.0
             total = total - advantage * weight * leaf[tokens].sum()
     (total / step.sampled.sum()).backward()  # type: ignore[no-untyped-call]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EngineStartError
-from rollout_sglang.server.rollout_python import PYTHON_VARIABLE, module_command, module_environment, require_sglang
 from rollout_sglang.server import rollout_python
+from rollout_sglang.server.rollout_python import PYTHON_VARIABLE, module_command, module_environment, require_sglang
 
 SGLANG = {
     "__init__.py": "",
@@ -84,7 +84,7 @@ def test_a_foreign_interpreter_runs_the_server_with_its_own_packages(
 
 def test_what_is_no_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / "missing"))
-    with pytest.raises(EngineStartError, match="expected a Python executable; mend or unset it"):
+    with pytest.raises(EngineStartError, match="expected a Python executable; correct or unset it"):
         require_sglang()
     monkeypatch.setenv(PYTHON_VARIABLE, "/bin/false")
     with pytest.raises(EngineStartError, match="does not run as Python"):

@@ -168,7 +168,7 @@ def test_sessions_are_opened_and_closed_where_there_are_any(release: Release) ->
     session_calls = [call for call in double.calls if call.endswith("_weight_update")]
     begin, end = "POST /begin_weight_update", "POST /end_weight_update"
     assert session_calls == ([] if release == "0.5.17" else [begin, end, end])
-    assert double.version == "unproved-5"
+    assert double.version == "unverified-5"
 
 
 def test_an_old_server_is_never_asked_about_a_group_by_updating_from_it() -> None:

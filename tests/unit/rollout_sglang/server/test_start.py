@@ -53,7 +53,7 @@ def test_the_command_says_what_the_spec_says(tmp_path: Path) -> None:
     )
     assert argv[:3] == [sys.executable, "-m", "rollout_sglang.cpu.cpu_server"]
     assert value_of(argv, "--host") == "127.0.0.1"
-    assert value_of(argv, "--weight-version") == "unproved-3"
+    assert value_of(argv, "--weight-version") == "unverified-3"
     assert value_of(argv, "--random-seed") == "11"
     assert value_of(argv, "--tp-size") == "2"
     assert value_of(argv, "--context-length") == "256"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from precision.formats.formats import dequantize_block, quantize_block
-from rollout_sglang.weights.expected_checksums import EngineDigests
+from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
 LAYER = "model.layers.0"
 
@@ -43,7 +43,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def digests_of(
+def checksums_of(
     policy: Mapping[str, Tensor],
     *,
     dtype: torch.dtype = torch.float32,
@@ -51,7 +51,7 @@ def digests_of(
     kv_heads: int = 2,
     tied: bool = False,
 ) -> tuple[dict[str, str], ...]:
-    digests = EngineDigests(dtype=dtype, num_kv_heads=kv_heads, tied_embeddings=tied, tensor_parallel=ranks)
+    digests = ExpectedChecksums(dtype=dtype, num_kv_heads=kv_heads, tied_embeddings=tied, tensor_parallel=ranks)
     passed = dict(digests.watch(policy.items()))
     assert all(passed[name] is tensor for name, tensor in policy.items())
     return digests.digests()
@@ -59,7 +59,7 @@ def digests_of(
 
 def test_parts_are_joined_as_the_engine_stacks_them() -> None:
     policy = random_policy(bias=True)
-    (found,) = digests_of(policy)
+    (found,) = checksums_of(policy)
     attention = f"{LAYER}.self_attn"
     stacked = {
         f"{attention}.qkv_proj.weight": [policy[f"{attention}.{name}_proj.weight"] for name in "qkv"],
@@ -79,28 +79,28 @@ def test_the_order_of_the_stream_does_not_matter() -> None:
     policy = random_policy(bias=True)
     names = list(policy)
     random.Random(1).shuffle(names)
-    assert digests_of({name: policy[name] for name in names}) == digests_of(policy)
+    assert checksums_of({name: policy[name] for name in names}) == checksums_of(policy)
 
 
 def test_tensors_may_be_overwritten_once_they_passed() -> None:
     policy = random_policy()
     backwards = sorted(policy, reverse=True)
-    digests = EngineDigests(dtype=torch.float32, num_kv_heads=2)
+    digests = ExpectedChecksums(dtype=torch.float32, num_kv_heads=2)
     buffer = torch.empty(1)
     for name in backwards:
         buffer = policy[name].clone()
         digests.observe(name, buffer)
         buffer.zero_()
-    assert digests.digests() == digests_of(policy)
+    assert digests.digests() == checksums_of(policy)
 
 
 def test_values_are_hashed_in_the_dtype_of_the_engine() -> None:
     policy = random_policy()
-    (found,) = digests_of(policy, dtype=torch.bfloat16)
+    (found,) = checksums_of(policy, dtype=torch.bfloat16)
     assert found["model.norm.weight"] == digest(policy["model.norm.weight"].bfloat16())
     half = {name: tensor.bfloat16() for name, tensor in policy.items()}
-    assert digests_of(half, dtype=torch.bfloat16) == (found,)
-    assert digests_of(half, dtype=torch.float32) != digests_of(policy, dtype=torch.float32)
+    assert checksums_of(half, dtype=torch.bfloat16) == (found,)
+    assert checksums_of(half, dtype=torch.float32) != checksums_of(policy, dtype=torch.float32)
 
 
 def test_block_weights_are_hashed_as_what_they_stand_for() -> None:
@@ -110,28 +110,28 @@ def test_block_weights_are_hashed_as_what_they_stand_for() -> None:
             policy[name], policy[f"{name}_scale_inv"] = quantize_block(tensor)
         else:
             policy[name] = tensor
-    (found,) = digests_of(policy)
+    (found,) = checksums_of(policy)
     name = f"{LAYER}.mlp.down_proj.weight"
     assert found[name] == digest(dequantize_block(policy[name], policy[f"{name}_scale_inv"]).bfloat16())
     assert not [name for name in found if "scale" in name]
     policy[f"{name}_scale_inv"] = policy[f"{name}_scale_inv"] * 1.25
-    (other,) = digests_of(policy)
+    (other,) = checksums_of(policy)
     assert {key for key in found if found[key] != other[key]} == {name}
 
 
 @pytest.mark.parametrize("name", sorted(random_policy()))
 def test_one_flipped_bit_changes_one_digest(name: str) -> None:
     policy = random_policy()
-    (before,) = digests_of(policy)
+    (before,) = checksums_of(policy)
     policy[name].view(torch.int32).flatten()[3] ^= 1
-    (after,) = digests_of(policy)
+    (after,) = checksums_of(policy)
     assert len([key for key in before if before[key] != after[key]]) == 1
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 2), (4, 2)])
 def test_ranks_hold_their_shards(ranks: int, kv_heads: int) -> None:
     policy = random_policy(kv_heads=kv_heads)
-    found = digests_of(policy, ranks=ranks, kv_heads=kv_heads)
+    found = checksums_of(policy, ranks=ranks, kv_heads=kv_heads)
     attention = f"{LAYER}.self_attn"
     q, k, v, o = (policy[f"{attention}.{name}_proj.weight"] for name in "qkvo")
     for rank in range(ranks):
@@ -148,7 +148,7 @@ def test_ranks_hold_their_shards(ranks: int, kv_heads: int) -> None:
 
 
 def test_a_tied_head_is_no_parameter() -> None:
-    (found,) = digests_of(random_policy(), tied=True)
+    (found,) = checksums_of(random_policy(), tied=True)
     assert "lm_head.weight" not in found
 
 
@@ -162,7 +162,7 @@ def test_experts_lie_one_after_the_other(ranks: int) -> None:
         for name, shape in shapes.items()
         for number in (11, *range(11))
     }
-    digests = EngineDigests(dtype=torch.float32, num_kv_heads=2, num_experts=12, tensor_parallel=ranks)
+    digests = ExpectedChecksums(dtype=torch.float32, num_kv_heads=2, num_experts=12, tensor_parallel=ranks)
     for name, tensor in policy.items():
         digests.observe(name, tensor)
     for rank, found in enumerate(digests.digests()):
@@ -179,6 +179,6 @@ def test_a_part_that_never_came_is_named() -> None:
     policy = random_policy()
     del policy[f"{LAYER}.self_attn.k_proj.weight"]
     with pytest.raises(ValueError, match=r"1 parameters are incomplete, first .*qkv_proj\.weight \(k_proj, v_proj\)"):
-        digests_of(policy)
+        checksums_of(policy)
     with pytest.raises(ValueError, match="or its scale"):
-        digests_of({"a.weight": quantize_block(torch.ones(128, 128))[0]})
+        checksums_of({"a.weight": quantize_block(torch.ones(128, 128))[0]})

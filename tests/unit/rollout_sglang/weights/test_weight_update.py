@@ -12,11 +12,11 @@ import pytest
 
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_update import FeedReport
+from pipeline.ports.weight_update import WeightUpdateReport
 from rollout_sglang.fleet import Fleet
 from rollout_sglang.weights.locks import exclusive_lock
 from rollout_sglang.weights.receiver import Receiver
-from rollout_sglang.weights.weight_update import FedFleet
+from rollout_sglang.weights.weight_update import FleetUpdateSession
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.doubles.sglang_double import RELEASES
 
@@ -32,10 +32,14 @@ def engines(request: pytest.FixtureRequest) -> Iterator[list[ReceivingDouble]]:
 
 
 def with_fleet(
-    tmp_path: Path, engines: list[ReceivingDouble], act: Callable[[FedFleet], Awaitable[T]], *, deadline_s: float = 5.0
+    tmp_path: Path,
+    engines: list[ReceivingDouble],
+    act: Callable[[FleetUpdateSession], Awaitable[T]],
+    *,
+    deadline_s: float = 5.0,
 ) -> T:
     async def main() -> T:
-        fleet = FedFleet(
+        fleet = FleetUpdateSession(
             [engine.url for engine in engines],
             router_url=None,
             api_key=None,
@@ -64,8 +68,8 @@ def collector_fleet(tmp_path: Path, engines: list[ReceivingDouble]) -> Fleet:
 
 
 def test_while_a_publish_is_open_engines_wait_and_claim_nothing(tmp_path: Path, engines: list[ReceivingDouble]) -> None:
-    async def act(fleet: FedFleet) -> FeedReport:
-        report = await fleet.open_feed()
+    async def act(fleet: FleetUpdateSession) -> WeightUpdateReport:
+        report = await fleet.begin_weight_update()
         assert fleet.is_open
         assert all(engine.paused and engine.session == engine.has_sessions for engine in engines)
         assert set((await fleet.versions()).values()) == {None}
@@ -82,9 +86,9 @@ def test_while_a_publish_is_open_engines_wait_and_claim_nothing(tmp_path: Path, 
 def test_fed_engines_serve_the_version_and_the_others_get_no_requests(
     tmp_path: Path, engines: list[ReceivingDouble]
 ) -> None:
-    async def act(fleet: FedFleet) -> FeedReport:
-        await fleet.open_feed()
-        report = await fleet.close_feed(13, POLICY, None, {1: "its broadcast broke"})
+    async def act(fleet: FleetUpdateSession) -> WeightUpdateReport:
+        await fleet.begin_weight_update()
+        report = await fleet.end_weight_update(13, POLICY, None, {1: "its broadcast broke"})
         groups = await asyncio.gather(*(fleet.generate([1], 1, SAMPLING) for _ in range(4)))
         assert {group[0].engine for group in groups} == {0}
         assert list((await fleet.versions()).values()) == [13, None]
@@ -94,7 +98,7 @@ def test_fed_engines_serve_the_version_and_the_others_get_no_requests(
 
     report = with_fleet(tmp_path, engines, act)
     assert report.failures == {1: "its broadcast broke"}
-    assert report.measured.keys() >= {"load_s", "digest_s", "probe_s"}
+    assert report.measured.keys() >= {"load_s", "checksum_s", "probe_s"}
     assert not any(engine.paused or engine.session for engine in engines)
     assert engines[1].aborts == 1, "requests under way are asked elsewhere"
     assert "POST /generate" not in engines[1].calls
@@ -103,9 +107,9 @@ def test_fed_engines_serve_the_version_and_the_others_get_no_requests(
 def test_an_engine_that_cannot_be_reached_is_reported(tmp_path: Path, engines: list[ReceivingDouble]) -> None:
     engines[0].stop()
 
-    async def act(fleet: FedFleet) -> tuple[FeedReport, FeedReport]:
-        opened = await fleet.open_feed()
-        return opened, await fleet.close_feed(13, POLICY, None, opened.failures)
+    async def act(fleet: FleetUpdateSession) -> tuple[WeightUpdateReport, WeightUpdateReport]:
+        opened = await fleet.begin_weight_update()
+        return opened, await fleet.end_weight_update(13, POLICY, None, opened.failures)
 
     opened, closed = with_fleet(tmp_path, engines, act)
     assert opened.failures.keys() == closed.failures.keys() == {0}
@@ -114,21 +118,21 @@ def test_an_engine_that_cannot_be_reached_is_reported(tmp_path: Path, engines: l
 
 @pytest.mark.parametrize("engines", ["0.5.23"], indirect=True)
 def test_what_fails_at_the_end_is_quarantined_too(tmp_path: Path, engines: list[ReceivingDouble]) -> None:
-    async def act(fleet: FedFleet) -> FeedReport:
-        await fleet.open_feed()
+    async def act(fleet: FleetUpdateSession) -> WeightUpdateReport:
+        await fleet.begin_weight_update()
         engines[0].session = False  # its end_weight_update will be refused
-        return await fleet.close_feed(13, POLICY, None, {})
+        return await fleet.end_weight_update(13, POLICY, None, {})
 
     report = with_fleet(tmp_path, engines, act)
     assert report.failures.keys() == {0}
     assert "end_weight_update failed" in report.failures[0]
-    assert engines[0].version == "unproved"
+    assert engines[0].version == "unverified"
 
 
 @pytest.mark.parametrize("engines", ["0.5.23"], indirect=True)
 def test_a_session_that_a_dead_sender_left_open_is_closed(tmp_path: Path, engines: list[ReceivingDouble]) -> None:
-    async def open_only(fleet: FedFleet) -> FeedReport:
-        return await fleet.open_feed()
+    async def open_only(fleet: FleetUpdateSession) -> WeightUpdateReport:
+        return await fleet.begin_weight_update()
 
     with_fleet(tmp_path, engines, open_only)
     assert all(engine.session for engine in engines)
@@ -139,43 +143,43 @@ def test_a_session_that_a_dead_sender_left_open_is_closed(tmp_path: Path, engine
 def test_after_a_dead_sender_the_collector_feeds_the_published_version(
     tmp_path: Path, engines: list[ReceivingDouble]
 ) -> None:
-    async def open_only(fleet: FedFleet) -> None:
-        await fleet.open_feed()
+    async def open_only(fleet: FleetUpdateSession) -> None:
+        await fleet.begin_weight_update()
 
     with_fleet(tmp_path, engines, open_only)
 
-    async def heal() -> list[int | None]:
+    async def resync() -> list[int | None]:
         fleet = collector_fleet(tmp_path, engines)
         try:
-            await fleet.heal(12, tmp_path)
+            await fleet.resync(12, tmp_path)
             return list((await fleet.versions()).values())
         finally:
             await fleet.close()
 
-    assert asyncio.run(heal()) == [12, 12]
+    assert asyncio.run(resync()) == [12, 12]
     assert not any(engine.paused for engine in engines)
 
 
 def test_a_folder_that_is_not_there_yet_leaves_the_engine_out(tmp_path: Path, engines: list[ReceivingDouble]) -> None:
     """Version 13 is served by engine 0 and not written yet; engine 1 was started again, from the folder before."""
 
-    async def publish(fleet: FedFleet) -> None:
-        await fleet.open_feed()
-        await fleet.close_feed(13, POLICY, None, {})
+    async def publish(fleet: FleetUpdateSession) -> None:
+        await fleet.begin_weight_update()
+        await fleet.end_weight_update(13, POLICY, None, {})
 
     with_fleet(tmp_path, engines, publish)
     engines[1].restart()
     engines[1].load_fault = "refuse"
 
-    async def heal() -> set[int]:
+    async def resync() -> set[int]:
         fleet = collector_fleet(tmp_path, engines)
         try:
-            await fleet.heal(13, tmp_path / "missing")
+            await fleet.resync(13, tmp_path / "missing")
             return {(await fleet.generate([1], 1, SAMPLING))[0].engine for _ in range(3)}
         finally:
             await fleet.close()
 
-    assert asyncio.run(heal()) == {0}
+    assert asyncio.run(resync()) == {0}
 
 
 def test_a_dropped_update_is_not_asked_again(engines: list[ReceivingDouble]) -> None:
