@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from launch.convert.commands import convert_app
+from launch.show.output import AsJson, emit, emit_or_print
 from launch.show.scaling import scaling_app
 from pipeline.errors import EvenKeelError, RecipeError
 
@@ -38,12 +39,6 @@ RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/d
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
-
-
-def emit(result: dict[str, Any]) -> None:
-    """The machine-readable last line."""
-    print(json.dumps(result), flush=True)
 
 
 @app.command()
@@ -345,20 +340,6 @@ def print_plan(result: dict[str, Any]) -> None:
     from launch.plan.view import render
 
     Console().print(render(result))
-
-
-def emit_or_print(result: dict[str, Any], as_json: bool) -> None:
-    """One JSON line, or a readable list."""
-    if as_json:
-        emit(result)
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None)
-    for key, value in result.items():
-        table.add_row(f"[bold]{key}[/bold]", json.dumps(value) if isinstance(value, dict | list) else str(value))
-    Console().print(table)
 
 
 def main() -> NoReturn:

@@ -25,7 +25,8 @@ from megatron_bridge.checkpoint import training_state
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.build import build_chunks, choose_layers
 from megatron_bridge.model.te_precision import Layers, token_multiple, warm_up_passes
-from megatron_bridge.parallel.layout import Layout, check_layout, initialize
+from megatron_bridge.parallel.layout import Layout, initialize
+from megatron_bridge.parallel.layout_checks import check_layout
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.step import passes
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, plan_micro_batches
@@ -36,7 +37,7 @@ from megatron_bridge.step.optimizer import (
     step_with_clipping,
     wrap_and_optimize,
 )
-from megatron_bridge.weight_sync.disk import export_policy
+from megatron_bridge.weight_sync.export import export_policy
 from megatron_bridge.weights import convert
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.records import Batch
@@ -208,7 +209,7 @@ class MegatronLearner:
 
     def export(self, directory: Path) -> None:
         """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json."""
-        export_policy(self, directory, None, self._rank_zero)
+        export_policy(self.named_weights(), self.model_folder, directory, self._rank_zero)
 
     def barrier(self) -> None:
         """Wait for every rank, no longer than learner.step_deadline_s."""

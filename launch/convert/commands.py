@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from launch.show.output import AsJson, emit, emit_or_print
 
 convert_app = typer.Typer(
     help="Convert model folders between Hugging Face, Megatron and FP8, and look into them.\n\n"
@@ -18,7 +19,6 @@ convert_app = typer.Typer(
 
 Source = Annotated[Path, typer.Argument(help="HF folder: config.json, safetensors, tokenizer.", show_default=False)]
 Out = Annotated[Path, typer.Argument(help="Folder to make; must not exist, or be empty.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Verify = Annotated[
     bool, typer.Option("--verify", help="Also compare log-probabilities of random rows (loads the model whole).")
 ]
@@ -74,7 +74,7 @@ def hf_to_megatron_command(
         dtype=dtype.value,
         verify_logprobs=verify,
     )
-    _print(result, as_json)
+    emit_or_print(result, as_json)
 
 
 @convert_app.command("megatron-to-hf")
@@ -95,7 +95,7 @@ def megatron_to_hf_command(
     """
     from launch.convert.folders import megatron_to_hf
 
-    _print(megatron_to_hf(checkpoint, out, verify_logprobs=verify), as_json)
+    emit_or_print(megatron_to_hf(checkpoint, out, verify_logprobs=verify), as_json)
 
 
 @convert_app.command("hf-to-fp8")
@@ -117,7 +117,7 @@ def hf_to_fp8_command(
     """
     from launch.convert.folders import hf_to_fp8
 
-    _print(hf_to_fp8(source, out, format_.value, verify_logprobs=verify), as_json)
+    emit_or_print(hf_to_fp8(source, out, format_.value, verify_logprobs=verify), as_json)
 
 
 @convert_app.command("hf-to-modelopt")
@@ -142,7 +142,9 @@ def hf_to_modelopt_command(
     """
     from launch.convert.modelopt import hf_to_modelopt
 
-    _print(hf_to_modelopt(source, out, format_.value, calibration=calibration, kv_cache=kv_cache is not None), as_json)
+    emit_or_print(
+        hf_to_modelopt(source, out, format_.value, calibration=calibration, kv_cache=kv_cache is not None), as_json
+    )
 
 
 @convert_app.command("inspect")
@@ -160,17 +162,11 @@ def inspect_command(
 
     result = inspect_folder(folder)
     if as_json:
-        print(json.dumps(result), flush=True)
+        emit(result)
         return
     shapes = result.pop("shapes")
-    _print(result, False)
+    emit_or_print(result, False)
     _print_shapes(shapes)
-
-
-def _print(result: dict[str, Any], as_json: bool) -> None:
-    from launch.cli import emit_or_print
-
-    emit_or_print(result, as_json)
 
 
 def _print_shapes(shapes: list[dict[str, Any]]) -> None:

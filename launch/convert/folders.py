@@ -7,38 +7,33 @@ A conversion that finds any difference between what it read and what lies on dis
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from launch.run.processes import child_environment, run_ranks, torchrun
-from megatron_bridge.hf.headers import check_weights, tensor_headers
-from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config
-from megatron_bridge.parallel.layout import Layout, check_layout
+from launch.convert.jobs import run_job
+from launch.convert.sources import (
+    Fp8Layout,
+    Number,
+    check_committed,
+    checked_source,
+    chosen_dtype,
+    description_of,
+    fp8_map,
+)
+from megatron_bridge.hf.model_config import ModelConfig, read_config
+from megatron_bridge.parallel.layout import Layout
+from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.config.layout_names import layout_name
 from pipeline.config.recipe import LearnerSection
-from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import CorruptCheckpointError, LayoutError, ModelError, NonFiniteError
-from pipeline.trainer.checkpoints import COMMIT, commit, verify
-
-if TYPE_CHECKING:
-    from precision.formats.quant_map import QuantMap
-
-Number = Literal["bf16", "fp32", "keep"]
-Fp8Layout = Literal["block128", "tensor"]
-
-SAFETENSORS_DTYPES = {"bf16": "BF16", "fp32": "F32"}
-SLOWEST_BYTES_S = 5e6
-"""Ranks that are slower than this, after ten minutes of grace, have hung."""
+from pipeline.errors import LayoutError, ModelError, NonFiniteError
+from pipeline.trainer.checkpoints import commit
 
 
 def hf_to_megatron(
@@ -149,32 +144,6 @@ def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bo
     return result
 
 
-def fp8_map(config: dict[str, Any], shape: ModelConfig, layout: Fp8Layout) -> QuantMap:
-    """Which weights are quantized. Raises ModelError for widths that blocks cannot cut."""
-    from precision.formats.quant_map import QuantMap
-    from rollout_sglang.server.block_shapes import check_block_shapes
-
-    experts = shape.experts
-    if layout == "block128":
-        check_block_shapes(config)
-    rollout_format = "fp8_block" if layout == "block128" else "fp8_tensor"
-    return QuantMap.for_decoder(shape.num_layers, rollout_format, None if experts is None else experts.count)
-
-
-def checked_source(source: Path) -> tuple[dict[str, Any], ModelConfig, list[str]]:
-    """(config, shape, names that are not carried over) of an HF folder whose headers are all as they should be.
-
-    Raises ModelError naming every tensor that is missing, misshapen or not part of the architecture.
-    """
-    config = read_hf_config(source)
-    shape = ModelConfig.from_hf(config)
-    check_weights(source, shape)
-    ignored = sorted(set(tensor_headers(source)) - set(shape.tensors()))
-    if "lm_head.weight" in ignored:
-        _require_tied(source)
-    return config, shape, ignored
-
-
 def learner_section(
     shape: ModelConfig, config: dict[str, Any], tensor: int, pipeline: int, expert: int
 ) -> LearnerSection:
@@ -195,19 +164,6 @@ def learner_section(
         raise LayoutError(message) from None
     assert Layout.of(section).num_processes == section.num_processes
     return section
-
-
-def chosen_dtype(source: Path, dtype: Number) -> str:
-    """BF16 or F32. Raises ModelError when `keep` has nothing to keep."""
-    if dtype != "keep":
-        return SAFETENSORS_DTYPES[dtype]
-    kinds = {kind for _, kind in tensor_headers(source).values()}
-    if len(kinds) != 1 or not kinds <= set(SAFETENSORS_DTYPES.values()):
-        raise ModelError(
-            f"{source} holds {', '.join(sorted(kinds))}, and --dtype keep needs BF16 or F32 throughout; "
-            "choose --dtype bf16 or --dtype fp32"
-        )
-    return kinds.pop()
 
 
 def compare_with_source(index: Any, shape: ModelConfig, source: Path, advance: Callable[[int], None]) -> None:
@@ -232,30 +188,6 @@ def require_same_names(expected: set[str], found: set[str]) -> None:
     """Raise ModelError unless the tensors map one to one."""
     if expected != found:
         raise ModelError(f"missing {sorted(expected - found)[:5]}, left over {sorted(found - expected)[:5]}")
-
-
-def description_of(checkpoint: Path) -> Path:
-    """The folder with config.json and tokenizer of a checkpoint: itself, or the model that its run started from."""
-    if not checkpoint.is_dir():
-        raise CorruptCheckpointError(
-            f"{checkpoint} is not a folder; name one, for example runs/demo/checkpoints/000012"
-        )
-    if (checkpoint / "config.json").exists():
-        return checkpoint
-    run = RunDirectory(checkpoint.resolve().parent.parent)
-    if not (run.path / "recipe.yaml").exists():
-        raise CorruptCheckpointError(
-            f"{checkpoint} has no config.json and lies in no run; name runs/NAME/checkpoints/STEP, or a folder that "
-            "`evenkeel convert hf-to-megatron` wrote"
-        )
-    return run.recipe().model.path
-
-
-def check_committed(checkpoint: Path) -> None:
-    """Raise CorruptCheckpointError unless every file is as its COMMIT says."""
-    if not (checkpoint / COMMIT).exists():
-        raise CorruptCheckpointError(f"{checkpoint} has no {COMMIT}: it was never completed; use another checkpoint")
-    verify(checkpoint)
 
 
 @contextmanager
@@ -286,28 +218,6 @@ def watching(folder: Path, advance: Callable[[int], None]) -> Callable[[], None]
     return watch
 
 
-def run_job(
-    module: str,
-    job: dict[str, Any],
-    num_processes: int | None,
-    num_bytes: int,
-    watch: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Run `module` on a job in ranks, or (None) in one plain process; returns what it left in result.json."""
-
-    with tempfile.TemporaryDirectory(prefix="evenkeel-convert-") as scratch:
-        run = RunDirectory(Path(scratch))
-        run.logs.mkdir()
-        (run.path / "job.json").write_text(json.dumps(job))
-        ranks = [sys.executable, "-m", module, scratch]
-        command = ranks if num_processes is None else torchrun(num_processes, module, scratch)
-        deadline = 600.0 + num_bytes / SLOWEST_BYTES_S
-        log = run.logs / "conversion.log"
-        run_ranks(run, command, log=log, env=child_environment(), watch=watch, deadline_s=deadline)
-        path = run.path / "result.json"
-        return json.loads(path.read_text()) if path.exists() else {}
-
-
 def _counts(shape: ModelConfig, num_bytes: int, ignored: list[str], started: float) -> dict[str, Any]:
     sizes = shape.tensors().values()
     return dict(
@@ -318,18 +228,6 @@ def _counts(shape: ModelConfig, num_bytes: int, ignored: list[str], started: flo
         left_over=ignored,
         wall_s=round(time.monotonic() - started, 1),
     )
-
-
-def _require_tied(source: Path) -> None:
-    """An LM head that a tied model stores as well may be left out only if it is the embedding."""
-    from megatron_bridge.hf.safetensors_stream import TensorFolder, digest
-
-    folder = TensorFolder(source)
-    if digest(folder, "lm_head.weight") != digest(folder, "model.embed_tokens.weight"):
-        raise ModelError(
-            f"{source}: tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight; "
-            "set it to false in config.json, or remove lm_head.weight"
-        )
 
 
 def _bytes(tensor: Any) -> Any:

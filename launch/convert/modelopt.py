@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.convert.folders import bars, checked_source, require_same_names, run_job
+from launch.convert.folders import bars, require_same_names
+from launch.convert.jobs import run_job
+from launch.convert.sources import checked_source
 from launch.run.processes import die_with_parent, run_child
 from megatron_bridge.hf.headers import tensor_headers
 from megatron_bridge.hf.model_config import read_config

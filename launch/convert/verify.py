@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.convert.folders import fp8_map, run_job
+from launch.convert.jobs import run_job
+from launch.convert.sources import fp8_map
 from launch.run.processes import die_with_parent, run_child
 from megatron_bridge.hf.headers import tensor_headers
 from megatron_bridge.hf.model_config import ModelConfig, read_config

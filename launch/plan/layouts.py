@@ -13,7 +13,7 @@ from launch.plan.costs import GPUS_PER_NODE
 from launch.plan.footprint import GIB, Footprint, Workload, worst_footprint
 from launch.plan.simulation import Durations
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.parallel.layout import check_layout
+from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError
 

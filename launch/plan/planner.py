@@ -27,7 +27,7 @@ from launch.plan.footprint import GIB, Allowance, Footprint, MicroBatches, Workl
 from launch.plan.layouts import Search, Verdict, shortage
 from launch.plan.simulation import Durations, Simulated, simulate, steady_seconds_per_step
 from megatron_bridge.hf.model_config import ModelConfig, read_config
-from megatron_bridge.parallel.layout import check_layout
+from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.config.layout_names import layout_name
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import LearnerSection, Recipe

@@ -9,7 +9,7 @@ from launch.run.live_view import LiveView
 from launch.run.supervisor import Supervisor
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from megatron_bridge.parallel.layout import check_layout, check_longest_sample
+from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
 from pipeline.config.recipe import Recipe

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch.show.output import AsJson
+
 if TYPE_CHECKING:
     from pipeline.analysis.scaling.report import Bounds
 
@@ -37,7 +39,6 @@ AMax = Annotated[float, typer.Option(help="End of the grid of A; paper: .8.")]
 CMidMin = Annotated[float | None, typer.Option(help="Grid of 100 C_mid. Default: 1/50 of the last C; paper: 100.")]
 CMidMax = Annotated[float | None, typer.Option(help="End of that grid. Default: twice the last C; paper: 40000.")]
 Plot = Annotated[Path | None, typer.Option(help="Also draw the curves into this .png or .svg file.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 
 
 @scaling_app.command("fit")

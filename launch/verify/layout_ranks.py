@@ -15,7 +15,8 @@ from launch.run.processes import die_with_parent, run_child
 from launch.verify.layouts import MAX_ROW
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.parallel.layout import Layout, check_layout, initialize, leave_layout
+from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
+from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory

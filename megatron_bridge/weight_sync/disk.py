@@ -9,18 +9,14 @@ older version published and complete.
 from __future__ import annotations
 
 import asyncio
-import re
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from megatron_bridge.hf.writer import write_policy
 from megatron_bridge.parallel.rank_sync import RankZero
+from megatron_bridge.weight_sync.export import export_policy, prune
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Engines
 from pipeline.ports.weight_check import ChecksumRecorder, Probe, WeightCheck
@@ -89,7 +85,10 @@ class DiskChannel:
             else None
         )
         folder = self._run.policy_directory(version)
-        export_policy(self._learner, folder, self._quant, self._rank_zero, digests)
+        learner = self._learner
+        export_policy(
+            learner.named_weights(), learner.model_folder, folder, self._rank_zero, quant=self._quant, digests=digests
+        )
         exported = time.monotonic()
         seconds = self._rank_zero.run(lambda: self._load_and_name(version, folder, probe, digests))
         if seconds is None:
@@ -114,48 +113,3 @@ class DiskChannel:
         loaded = time.monotonic()
         prune(self._run.policies, version, self._keep)
         return {**seconds, "prune_s": time.monotonic() - loaded}
-
-
-def export_policy(
-    learner: MegatronLearner,
-    folder: Path,
-    quant: QuantMap | None,
-    rank_zero: RankZero,
-    digests: ChecksumRecorder | None = None,
-) -> None:
-    """Write the learner's weights as a policy folder. Collective: every rank takes part in gathering each tensor.
-
-    What fails on rank 0 is raised on every rank, after all ranks have finished gathering.
-    """
-    tensors = learner.named_weights()
-
-    def write() -> None:
-        try:
-            write_policy(tensors, learner.model_folder, folder, quant, digests=digests)
-        finally:
-            _exhaust(tensors)  # the other ranks are in the same gathers, whatever happened here
-
-    if not rank_zero.is_rank_zero:
-        _exhaust(tensors)
-    rank_zero.run(write)
-
-
-def prune(policies: Path, published: int, keep: int) -> list[int]:
-    """Delete all but the published policy and the `keep` newest before it, and what dead writers left behind.
-
-    Returns the deleted versions. Newer ones stay: they are from a future that a resumed run will write again.
-    """
-    versions = sorted(int(path.name) for path in policies.iterdir() if re.fullmatch(r"\d{6,}", path.name))
-    older = [version for version in versions if version < published]
-    doomed = older[: max(0, len(older) - keep)]
-    for version in doomed:
-        shutil.rmtree(policies / f"{version:06}")
-    for path in policies.iterdir():
-        if re.fullmatch(r"\d{6,}\.(tmp|old)-\d+", path.name):
-            shutil.rmtree(path)
-    return doomed
-
-
-def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
-    for _ in tensors:
-        pass

@@ -30,8 +30,9 @@ from megatron_bridge.hf.writer import complete_policy
 from megatron_bridge.parallel.rank_sync import RankSync
 from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_manifests
 from megatron_bridge.weight_sync.buckets import pack
-from megatron_bridge.weight_sync.disk import WeightCheckPlan, prune
+from megatron_bridge.weight_sync.disk import WeightCheckPlan
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
+from megatron_bridge.weight_sync.export import prune
 from megatron_bridge.weight_sync.transport import WeightTransport
 from megatron_bridge.weights import convert
 from pipeline.data.run_directory import RunDirectory

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from launch.convert.folders import fp8_map, hf_to_fp8, hf_to_megatron, megatron_to_hf
+from launch.convert.folders import hf_to_fp8, hf_to_megatron, megatron_to_hf
 from launch.convert.modelopt import calibration_rows
 from launch.convert.new_model import new_model
+from launch.convert.sources import fp8_map
 from megatron_bridge.hf.fp8 import dequantized_tensors, write_fp8_folder
 from megatron_bridge.hf.headers import weight_files
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.hf.writer import hf_tensors, write_policy
-from megatron_bridge.weight_sync.disk import prune
+from megatron_bridge.weight_sync.export import prune
 from pipeline.errors import ModelError
 from precision.formats.formats import dequantize_block
 from precision.formats.quant_map import QuantMap

@@ -20,7 +20,7 @@ from mbridge.core.parallel_states import ParallelStates
 from mbridge.models.qwen2moe import Qwen2MoEBridge
 
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.parallel.layout import check_layout
+from megatron_bridge.parallel.layout_checks import check_layout
 from megatron_bridge.weights.name_map import NameMap, ShardCoords, TensorSlice
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError, ModelError

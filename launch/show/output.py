@@ -1,0 +1,29 @@
+"""How a command hands over its result: one JSON object for programs, or a table for people."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+
+
+def emit(result: dict[str, Any]) -> None:
+    """The machine-readable last line."""
+    print(json.dumps(result), flush=True)
+
+
+def emit_or_print(result: dict[str, Any], as_json: bool) -> None:
+    """One JSON line, or a readable list."""
+    if as_json:
+        emit(result)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for key, value in result.items():
+        table.add_row(f"[bold]{key}[/bold]", json.dumps(value) if isinstance(value, dict | list) else str(value))
+    Console().print(table)

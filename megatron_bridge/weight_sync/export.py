@@ -1,0 +1,62 @@
+"""Policy folders: all ranks gather the weights, rank 0 writes them; folders that nothing needs any more are deleted."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_bridge.hf.writer import write_policy
+from megatron_bridge.parallel.rank_sync import RankZero
+from pipeline.ports.weight_check import ChecksumRecorder
+from precision.formats.quant_map import QuantMap
+
+
+def export_policy(
+    tensors: Iterator[tuple[str, Tensor]],
+    model_folder: Path,
+    folder: Path,
+    rank_zero: RankZero,
+    *,
+    quant: QuantMap | None = None,
+    digests: ChecksumRecorder | None = None,
+) -> None:
+    """Write named HF tensors, with config and tokenizer of `model_folder`, as the policy folder `folder`.
+
+    Collective: each tensor is gathered from all ranks when it is asked for, so every rank exhausts `tensors`. What
+    fails on rank 0 is raised on every rank, after all ranks have finished gathering.
+    """
+
+    def write() -> None:
+        try:
+            write_policy(tensors, model_folder, folder, quant, digests=digests)
+        finally:
+            _exhaust(tensors)  # the other ranks are in the same gathers, whatever happened here
+
+    if not rank_zero.is_rank_zero:
+        _exhaust(tensors)
+    rank_zero.run(write)
+
+
+def prune(policies: Path, published: int, keep: int) -> list[int]:
+    """Delete all but the published policy and the `keep` newest before it, and what dead writers left behind.
+
+    Returns the deleted versions. Newer ones stay: they are from a future that a resumed run will write again.
+    """
+    versions = sorted(int(path.name) for path in policies.iterdir() if re.fullmatch(r"\d{6,}", path.name))
+    older = [version for version in versions if version < published]
+    doomed = older[: max(0, len(older) - keep)]
+    for version in doomed:
+        shutil.rmtree(policies / f"{version:06}")
+    for path in policies.iterdir():
+        if re.fullmatch(r"\d{6,}\.(tmp|old)-\d+", path.name):
+            shutil.rmtree(path)
+    return doomed
+
+
+def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    for _ in tensors:
+        pass
