@@ -210,7 +210,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 def test_counts_are_those_of_real_models_on_the_meta_device() -> None:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "meta_models.py")],
+        [sys.executable, str(ROOT / "tests/support/meta_models.py")],
         input=json.dumps(CASES),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},

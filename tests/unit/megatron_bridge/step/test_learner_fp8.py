@@ -106,7 +106,7 @@ def test_a_checkpoint_that_is_loaded_warms_up_again(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner_module, "warm_up_passes", lambda precision: 2)
-    monkeypatch.setattr(learner_module.checkpoint, "load", lambda *_, **__: 5)
+    monkeypatch.setattr(learner_module.training_state, "load", lambda *_, **__: 5)
     with learner(models / "dense") as trained:
         assert trained._warm_ups == 2
         trained.score_tokens([[1, 2, 3]])

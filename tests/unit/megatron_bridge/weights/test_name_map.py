@@ -67,7 +67,7 @@ BILLIONS = {"Qwen3-32B": 32_762_123_264, "Qwen2.5-32B": 32_763_876_352, "Qwen3-3
 def built() -> dict[str, list[RankParameters]]:
     """What real Megatron models of every rank hold, built without memory."""
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "meta_models.py")],
+        [sys.executable, str(ROOT / "tests/support/meta_models.py")],
         input=json.dumps(list(CASES.values())),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
