@@ -42,7 +42,7 @@ from megatron_bridge.weights import convert
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.records import Batch
 from pipeline.errors import NonFiniteError
-from pipeline.ports.learner import Scored, Update
+from pipeline.ports.learner import Update
 from precision.objectives.base import Objective, Prepared, ScoredStep
 from precision.ratios import RatioSums
 
@@ -127,13 +127,7 @@ class MegatronLearner:
         """True on global rank 0."""
         return dist.get_rank() == 0
 
-    def logprobs(self, batch: Batch) -> Scored:
-        """Score the batch at the present weights."""
-        found = self.token_logprobs(batch)
-        ratios = _ratio_sums(torch.from_numpy(found), batch, torch.from_numpy(batch.loss_mask))
-        return Scored(statistics=ratios.statistics(), histogram=ratios.histogram.tolist(), logprobs=found)
-
-    def token_logprobs(self, batch: Batch) -> NDArray[np.float32]:
+    def logprobs(self, batch: Batch) -> NDArray[np.float32]:
         """[responses] natural log-probability of every response token at the present weights, in the batch's order."""
         gathered = self._score(TokenRows.of_batch(batch))
         logprobs: NDArray[np.float32] = gathered.logprobs.cpu().numpy()
@@ -153,15 +147,17 @@ class MegatronLearner:
         self,
         batch: Batch,
         advantages: NDArray[np.float32],
-        scored: Scored | None,
+        scored: NDArray[np.float32] | None,
         *,
         old_logprobs: NDArray[np.float32] | None = None,
         trained: NDArray[np.bool_] | None = None,
     ) -> Update:
         """One optimizer step on the whole batch; see pipeline.ports.learner.Learner.
 
-        The metrics hold loss, grad_norm (before clipping), lr, entropy (nats per token), padding_share, num_tokens, the
-        mean of each of the objective's sums, what it prepared, and the ratio statistics of the training pass.
+        The metrics hold loss, grad_norm (before clipping), lr, entropy (nats per token), padding_share, num_tokens (the
+        loss's denominator), the mean of each of the objective's sums, what it prepared, and the ratio statistics of the
+        training pass. All means are over the tokens that were run through the model; only the loss is divided by
+        num_tokens, which counts the samples that `trained` leaves out as well.
         Raises NonFiniteError before any parameter or optimizer state is changed, and ValueError when the objective
         needs the step scored but `scored` is None.
         """
@@ -256,7 +252,7 @@ class MegatronLearner:
         self,
         batch: Batch,
         advantages: NDArray[np.float32],
-        scored: Scored | None,
+        scored: NDArray[np.float32] | None,
         old_logprobs: NDArray[np.float32] | None,
     ) -> tuple[Prepared, passes.TrainingInputs]:
         """What the objective decides about the whole step, and what the passes take; the same on every rank."""
@@ -265,17 +261,17 @@ class MegatronLearner:
             return torch.from_numpy(values).to(self.device)
 
         given = tensor(_by_token(batch, advantages))
-        sampler, sampled = tensor(batch.rollout_logprobs), tensor(batch.loss_mask)
+        rollout, sampled = tensor(batch.rollout_logprobs), tensor(batch.loss_mask)
         if not self._objective.needs_scoring:
             prepared = Prepared(advantages=given)
         elif scored is None:
-            raise ValueError("the objective needs the step scored: pass the Scored that logprobs(batch) returned")
+            raise ValueError("the objective needs the step scored: pass what logprobs(batch) returned")
         else:
             lengths = batch.response_lengths
             step = ScoredStep(
-                logprobs=tensor(scored.logprobs),
-                rollout_logprobs=sampler,
-                old_logprobs=tensor(scored.logprobs if old_logprobs is None else old_logprobs),
+                logprobs=tensor(scored),
+                rollout_logprobs=rollout,
+                old_logprobs=tensor(scored if old_logprobs is None else old_logprobs),
                 advantages=given,
                 sampled=sampled,
                 row=tensor(np.repeat(np.arange(batch.num_samples), lengths)),
@@ -284,7 +280,7 @@ class MegatronLearner:
             )
             prepared = _finite_or_refused(lambda: self._objective.prepare(step), batch)
         return prepared, passes.TrainingInputs(
-            rollout_logprobs=sampler,
+            rollout_logprobs=rollout,
             advantages=prepared.advantages,
             sampled=sampled,
             anchor_logprobs=prepared.anchor_logprobs,
@@ -307,7 +303,8 @@ class MegatronLearner:
         return grad_norm
 
     def _metrics(self, gathered: passes.Gathered, num_tokens: int, seen: Tensor) -> dict[str, float]:
-        means = {name: gathered.sums[name].item() / num_tokens for name in self._runner.names}
+        num_seen = int(seen.sum())  # what the objective's sums are over
+        means = {name: gathered.sums[name].item() / num_seen for name in self._runner.names}
         return {
             "loss": gathered.sums["loss"].item(),
             "entropy": gathered.entropy.cpu()[seen].double().mean().item(),
@@ -344,16 +341,19 @@ def _seen_tokens(batch: Batch, trained: NDArray[np.bool_] | None) -> Tensor:
 
 
 def _known_logprobs(
-    gathered: passes.Gathered, batch: Batch, trained: NDArray[np.bool_] | None, scored: Scored | None
+    gathered: passes.Gathered,
+    batch: Batch,
+    trained: NDArray[np.bool_] | None,
+    scored: NDArray[np.float32] | None,
 ) -> NDArray[np.float32]:
     """[responses] at the weights before the step; NaN where neither pass looked."""
     found: NDArray[np.float32] = gathered.logprobs.cpu().numpy()
     if trained is None:
         return found
-    otherwise = np.float32(np.nan) if scored is None else scored.logprobs
+    otherwise = np.float32(np.nan) if scored is None else scored
     return np.where(np.repeat(trained, batch.response_lengths), found, otherwise)
 
 
 def _ratio_sums(logprobs: Tensor, batch: Batch, mask: Tensor) -> RatioSums:
-    sampler = torch.from_numpy(batch.rollout_logprobs)
-    return _finite_or_refused(lambda: RatioSums.from_logprobs(logprobs, sampler, mask), batch)
+    rollout = torch.from_numpy(batch.rollout_logprobs)
+    return _finite_or_refused(lambda: RatioSums.from_logprobs(logprobs, rollout, mask), batch)

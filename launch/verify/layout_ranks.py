@@ -61,8 +61,7 @@ def train(learner: MegatronLearner, step: int) -> dict[str, float]:
     """One optimizer step."""
     batch = make_batch(step, vocabulary=learner.shape.vocab_size)
     scored = learner.logprobs(batch)
-    metrics = learner.update(batch, (batch.reward - batch.reward.mean()).astype(np.float32), scored).metrics
-    return {**metrics, "ess": scored.statistics["ess"]}
+    return learner.update(batch, (batch.reward - batch.reward.mean()).astype(np.float32), scored).metrics
 
 
 def weights(learner: MegatronLearner) -> NDArray[np.float64]:

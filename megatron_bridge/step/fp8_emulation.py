@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def emulated(learner: MegatronLearner, quant_map: QuantMap) -> Iterator[None]:
     """Score as an engine with these formats would; weights are restored bit by bit at the end. Collective.
 
-    For `token_logprobs` and `score_tokens` only: an update inside would be lost. Raises ModelError with TE layers,
+    For `logprobs` and `score_tokens` only: an update inside would be lost. Raises ModelError with TE layers,
     FloatingPointError for weights or activations that are not finite.
     """
     if learner.layers != "megatron":

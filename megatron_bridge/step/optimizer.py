@@ -59,7 +59,13 @@ def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
 
 
 def learning_rate(step: int, section: OptimizerSection, total_steps: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine decay to `min_lr`."""
+    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine decay to `min_lr`.
+
+    The rate is a function of the step alone, so a resumed run needs no other state. Megatron's OptimizerParamScheduler
+    is not used, for three reasons. It refuses a run that is not longer than its warm-up. It takes the first step after
+    the warm-up at a decayed rate, never at `lr`. It counts steps by itself, and a checkpoint would have to keep its
+    count equal to the learner's.
+    """
     if step < section.warmup_steps:
         return section.lr * (step + 1) / section.warmup_steps
     if section.decay == "constant":

@@ -42,7 +42,6 @@ PHASE_COLOURS = {
     "publish": "orange",
     "save": "sand",
     "generate": "blue",
-    "score": "green",
     "hold": "gray",
     "commit": "orange",
     "evaluate": "pink",

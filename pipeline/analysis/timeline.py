@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.analysis.bottleneck import LEARNER_PHASES
 
-COLLECTOR_PHASES = ("generate", "score", "hold", "commit")
+COLLECTOR_PHASES = ("generate", "hold", "commit")
 """In the order in which they happen within a batch; `hold` waits until the batch before it is committed."""
 
 

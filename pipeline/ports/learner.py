@@ -13,27 +13,13 @@ from pipeline.data.records import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
-    """The no-grad pass over a batch at the weights before the update.
-
-    `statistics` are global (the same on every rank): ess, k3_kl, ratio_max … of the whole step;
-    `histogram` counts tokens by log-ratio, bins of precision.ratios.
-    """
-
-    statistics: dict[str, float]
-    histogram: list[float]
-    logprobs: NDArray[np.float32] = field(repr=False)
-    """[responses] natural log, in the batch's order; where a token was forced it means nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Update:
     """One optimizer step: what it measured, the same on every rank."""
 
     metrics: dict[str, float]
     """loss, grad_norm, lr, entropy, num_tokens, padding_share, the objective's sums as means, ratio statistics."""
     histogram: list[float]
-    """As in Scored."""
+    """Tokens counted by log-ratio, in the bins of precision.histogram."""
     logprobs: NDArray[np.float32] = field(repr=False)
     """[responses] the learner's log-probabilities at the weights before the step, in the batch's order; NaN where the
     step did not look."""
@@ -47,21 +33,26 @@ class Learner(Protocol):
         """True on the one rank that writes metrics and events."""
         ...
 
-    def logprobs(self, batch: Batch) -> Scored:
-        """Score the batch at the present weights, without gradients."""
+    def logprobs(self, batch: Batch) -> NDArray[np.float32]:
+        """Score the batch at the present weights, without gradients.
+
+        Returns [responses] natural log-probabilities in the batch's order; those of tokens that no engine sampled mean
+        nothing.
+        """
         ...
 
     def update(
         self,
         batch: Batch,
         advantages: NDArray[np.float32],
-        scored: Scored | None,
+        scored: NDArray[np.float32] | None,
         *,
         old_logprobs: NDArray[np.float32] | None = None,
         trained: NDArray[np.bool_] | None = None,
     ) -> Update:
         """One optimizer step; `advantages` is [samples] or [responses].
 
+        `scored` is what `logprobs(batch)` returned at the present weights, None for an objective that does not read it.
         `old_logprobs` are the learner's log-probabilities [responses] when the batch's stage began, by default those of
         `scored`. `trained` [samples] names the samples that are run through the model, by default all; the others still
         count in the denominators.

@@ -55,5 +55,5 @@ class OldLogprobs:
             batch = self.store.wait(index, self.contract, deadline_s=self.wait_deadline_s)
             scored = self.learner.logprobs(batch)
             if self.learner.is_rank_zero:
-                self.run.write_old_logprobs(index, scored.logprobs)
+                self.run.write_old_logprobs(index, scored)
         self.learner.barrier()

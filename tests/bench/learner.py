@@ -1,7 +1,7 @@
 """What the learner adds to Megatron-Core, and what a scoring pass holds beside the logits. Prints ratios.
 
     step      MegatronLearner.update  ÷  Megatron's own forward-backward and optimizer step on the same packed rows
-    memory    largest growth of resident memory during token_logprobs  ÷  bytes of one micro-batch's logits
+    memory    largest growth of resident memory during logprobs  ÷  bytes of one micro-batch's logits
 
 The bare side gets its micro-batches ready-made and computes Megatron's own cross-entropy; the learner plans them, runs
 P3O, gathers log-probabilities and entropies, measures ratios and guards the step against numbers that are not finite.
@@ -117,10 +117,10 @@ def logprob_memory(learner: MegatronLearner) -> dict[str, float]:
     batch = make_batch(learner.shape.vocab_size, prompts=2, lengths=(200, 240))
     rows = int((TokenRows.of_batch(batch).lengths - 1).sum())
     assert rows <= 4096
-    learner.token_logprobs(batch)  # buffers that stay
+    learner.logprobs(batch)  # buffers that stay
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    learner.token_logprobs(batch)
+    learner.logprobs(batch)
     logits = rows * learner.shape.vocab_size * 4
     return dict(ratio=(resident("VmHWM") - before) / logits, logits_mib=logits / 2**20, micro_batch_tokens=float(rows))
 

@@ -67,3 +67,11 @@ def test_leaving_samples_out_is_running_them_without_advantage(folder: Path) -> 
         assert metrics[left_out]["known_logprobs"] == 1.0  # scored, if not trained
         np.testing.assert_allclose(changes[left_out], changes[zeros], atol=1e-7)
         assert not np.allclose(changes[left_out], changes[name], atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["", " left out", " zeros"])
+def test_means_are_over_what_was_run_through_the_model(folder: Path, variant: str) -> None:
+    """Samples that were left out are in no sum, so they are in no mean's denominator either."""
+    metrics = found(folder, "one")[0][f"cispo{variant}"]
+    assert metrics["weight"] == pytest.approx(metrics["weight_by_hand"], rel=1e-6)
+    assert metrics["k3"] == pytest.approx(metrics["k3_kl"], rel=1e-4)

@@ -92,7 +92,7 @@ class Worker:
         for model in ("untied", "tied", "qwen2", "llama"):
             learner = self.learner(model)
             self.found[f"scores_{model}"] = [row.tolist() for row in learner.score_tokens(rows)]
-            self.found[f"token_logprobs_{model}"] = learner.token_logprobs(make_batch(3)).tolist()
+            self.found[f"token_logprobs_{model}"] = learner.logprobs(make_batch(3)).tolist()
             torch.save(self.state(learner), self.out / f"export_{model}_{torch.distributed.get_rank()}.pt")
 
     def training(self) -> None:
@@ -154,13 +154,13 @@ class Worker:
     def formats(self) -> None:
         learner = self.learner()
         batch, before = make_batch(3), self.state(learner)
-        plain = learner.token_logprobs(batch)
+        plain = learner.logprobs(batch)
         for name in ("fp8_tensor", "fp8_block"):
             with emulated(learner, QuantMap.for_decoder(learner.shape.num_layers, name)):
-                self.found[f"emulated_{name}"] = learner.token_logprobs(batch).tolist()
+                self.found[f"emulated_{name}"] = learner.logprobs(batch).tolist()
         after = self.state(learner)
         assert all(torch.equal(before[name], after[name]) for name in before)
-        assert (learner.token_logprobs(batch) == plain).all()
+        assert (learner.logprobs(batch) == plain).all()
 
     def digests(self) -> ExpectedChecksums:
         return ExpectedChecksums(dtype=torch.float32, num_kv_heads=2, tied_embeddings=True)

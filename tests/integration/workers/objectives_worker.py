@@ -70,7 +70,7 @@ def step(folder: Path, section: LearnerSection, name: str, variant: str) -> tupl
     before = weights(learner)
     scored = learner.logprobs(batch)
     random = np.random.default_rng(1)
-    old_logprobs = (scored.logprobs + random.normal(0, 0.2, len(scored.logprobs))).astype(np.float32)
+    old_logprobs = (scored + random.normal(0, 0.2, len(scored))).astype(np.float32)
     advantages = (batch.reward - batch.reward.mean()).astype(np.float32)
     chosen = np.arange(batch.num_samples) % 4 != 1
     if variant:
@@ -78,7 +78,10 @@ def step(folder: Path, section: LearnerSection, name: str, variant: str) -> tupl
     trained = chosen if variant == " left out" else None
     update = learner.update(batch, advantages, scored, old_logprobs=old_logprobs, trained=trained)
     known = np.isfinite(update.logprobs[batch.loss_mask])
-    return {**update.metrics, "known_logprobs": float(known.mean())}, weights(learner) - before
+    seen = batch.loss_mask if trained is None else batch.loss_mask & np.repeat(trained, batch.response_lengths)
+    ratios = np.exp(update.logprobs[seen].astype(np.float64) - batch.rollout_logprobs[seen])
+    by_hand = dict(known_logprobs=float(known.mean()), weight_by_hand=float(np.minimum(ratios, 5.0).mean()))
+    return {**update.metrics, **by_hand}, weights(learner) - before
 
 
 def measure(folder: Path, layouts: list[str]) -> None:

@@ -119,13 +119,13 @@ def test_a_checkpoint_that_is_loaded_warms_up_again(
 def test_scoring_keeps_nothing_for_a_backward_pass(models: Path, recompute: str) -> None:
     batch = make_batch(0, vocabulary=13)
     with learner(models / "dense") as plain:
-        wanted = plain.token_logprobs(batch)
+        wanted = plain.logprobs(batch)
     modes: set[bool] = set()
     with learner(models / "dense", recompute=recompute) as trained:
         (chunk,) = trained.model
         layer = chunk.module.decoder.layers[0]
         layer.register_forward_hook(lambda module, *_: modes.add(module.training))
-        assert np.array_equal(trained.token_logprobs(batch), wanted)
+        assert np.array_equal(trained.logprobs(batch), wanted)
         assert modes == {False}
         train(trained, 0)
         assert modes == {False, True}

@@ -26,7 +26,7 @@ class Learner:
 
     def logprobs(self, batch: Any) -> Any:
         self.scored.append(batch.index)
-        return SimpleNamespace(logprobs=np.full(3, self.weights + batch.index, np.float32))
+        return np.full(3, self.weights + batch.index, np.float32)
 
     def barrier(self) -> None:
         pass
