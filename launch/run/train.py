@@ -13,7 +13,7 @@ from megatron_bridge.parallel.layout_checks import check_layout, check_longest_s
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
 from pipeline.config.recipe import Recipe
-from pipeline.data.event_log import EventLog, read_events
+from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.ports.weight_check import WeightCheck
@@ -27,10 +27,11 @@ def train_run(recipe: Recipe) -> dict[str, Any]:
     with run.claimed():
         run.freeze(recipe)
         event_log = EventLog(run.path)
-        if not is_finished(run):
+        if not run.is_finished():
             seed_policy(run, recipe)
             with LiveView(run.path, recipe.run.steps) as view, Supervisor(run, recipe, view, event_log) as supervisor:
                 supervisor.supervise()
+            run.set_finished()
             event_log.event("finished", steps=recipe.run.steps)
     return {**summary(run.path), "report": str(write_report(run.path))}
 
@@ -50,11 +51,6 @@ def preflight(recipe: Recipe) -> None:
             f"evaluation.prompts is {recipe.evaluation.prompts}, but the task holds out only "
             f"{prompts.task.num_held_out} prompts; lower it or give more"
         )
-
-
-def is_finished(run: RunDirectory) -> bool:
-    """Whether the run already reached its last step and evaluated it."""
-    return any(event["kind"] == "finished" for event in read_events(run.path))
 
 
 def seed_policy(run: RunDirectory, recipe: Recipe) -> None:

@@ -5,11 +5,13 @@
       batches/000012.zarr.zip  the ledger (pipeline.data.store)
       policy/000012/           HF safetensors of version 12; policy/PUBLISHED names the version that the engines serve
       logprobs/000012.npy      the learner's log-probabilities of batch 12, as it met them (float32 [responses])
-      logprobs/000012-old.npy   … and when the batch's stage began, where pi_old is needed
+      logprobs/000012-old.npy  … and when the batch's stage began, where pi_old is needed
+      evaluations/000012.json  held-out pass@k of version 12
       checkpoints/000012/      Megatron distributed checkpoint + COMMIT, written last
       model/                   the final policy in full precision
       engines.json             where the engines listen (never their key)
-      metrics.jsonl  events.jsonl  logs/  report.html
+      FINISHED                 the run has reached its last step and evaluated it
+      metrics.jsonl  events.jsonl  logs/  report.html      for people: no process takes a decision from them
 
 Small files are replaced atomically (temporary name, fsync, rename), so a reader sees the old or the new, never half.
 """
@@ -20,10 +22,11 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -75,6 +78,10 @@ class RunDirectory:
     @property
     def logprobs(self) -> Path:
         return self.path / "logprobs"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
 
     @property
     def logs(self) -> Path:
@@ -145,10 +152,31 @@ class RunDirectory:
             "remove it and the checkpoints after its stage began: the stage is then trained again",
         )
 
+    def trained_at_ns(self) -> int:
+        """Changes with every step that the learner trains, also again after a resume: each leaves its logprobs."""
+        return self.logprobs.stat().st_mtime_ns
+
+    def write_evaluation(self, version: int, result: Mapping[str, Any]) -> None:
+        """Keep what a version scored on the held-out prompts: it is not evaluated again."""
+        write_atomically(self.evaluations / f"{version:06d}.json", json.dumps(dict(version=version, **result)) + "\n")
+
+    def evaluated_versions(self) -> set[int]:
+        """Versions that have been evaluated."""
+        return {int(path.stem) for path in self.evaluations.glob("*.json")}
+
+    def set_finished(self) -> None:
+        """The run has reached its last step, and its last version is evaluated."""
+        write_atomically(self.path / "FINISHED", "")
+
+    def is_finished(self) -> bool:
+        """Whether `set_finished` was called: there is nothing left to train."""
+        return (self.path / "FINISHED").exists()
+
     def freeze(self, recipe: Recipe) -> Recipe:
         """Store the recipe at the first start; refuse another one later (RunConflictError names the keys)."""
         frozen = self.path / "recipe.yaml"
-        for directory in (self.batches, self.policies, self.logprobs, self.checkpoints, self.logs):
+        rooms = (self.batches, self.policies, self.logprobs, self.evaluations, self.checkpoints, self.logs)
+        for directory in rooms:
             directory.mkdir(parents=True, exist_ok=True)
         if not frozen.exists():
             write_atomically(frozen, recipe.to_yaml())

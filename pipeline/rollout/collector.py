@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipeline.data.event_log import EventLog, read_events
+from pipeline.data.event_log import EventLog
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -92,7 +92,7 @@ class Collector:
             deadline_s=self.settings.wait_deadline_s,
             retry_s=self.settings.retry_s,
         )
-        self._evaluated = {event["version"] for event in read_events(self.run.path) if event["kind"] == "evaluated"}
+        self._evaluated = self.run.evaluated_versions()
 
     async def collect(self) -> None:
         """Commit every batch that the run still lacks, then evaluate the final policy."""
@@ -228,16 +228,9 @@ class Collector:
         held_out = self.prompts.held_out(self.settings.evaluation_prompts)
         samples = self.settings.evaluation_samples
         solved = await gather_or_cancel([self._solve(prompt, samples, index) for prompt in held_out])
-        self.event_log.event(
-            "evaluated",
-            version=version,
-            prompts=len(held_out),
-            samples=samples,
-            seconds=time.time() - started,
-            started=started,
-            correct=solved,
-            **summarize(solved, samples),
-        )
+        found = dict(prompts=len(held_out), samples=samples, correct=solved, **summarize(solved, samples))
+        self.run.write_evaluation(version, found)
+        self.event_log.event("evaluated", version=version, seconds=time.time() - started, started=started, **found)
 
     async def _solve(self, prompt: Prompt, samples: int, index: int) -> int:
         """How many of `samples` attempts at a held-out prompt are right."""
@@ -253,10 +246,10 @@ class Collector:
     async def _wait_published(self, version: int) -> int:
         """Wait until the engines serve at least `version`; the learner publishes, or dies and is started again. While
         it trains, it is waited for: a long stage has many steps between two publishes."""
-        trained, deadline = self._trained(), time.monotonic() + self.settings.wait_deadline_s
+        trained, deadline = self.run.trained_at_ns(), time.monotonic() + self.settings.wait_deadline_s
         while (published := self.run.published_version()) < version:
             if time.monotonic() > deadline:
-                before, trained = trained, self._trained()
+                before, trained = trained, self.run.trained_at_ns()
                 if trained == before:
                     raise DeadlineExceededError(
                         f"version {version} was not published within {self.settings.wait_deadline_s:.0f} s "
@@ -265,11 +258,6 @@ class Collector:
                 deadline = time.monotonic() + self.settings.wait_deadline_s
             await asyncio.sleep(self.settings.poll_s)
         return published
-
-    def _trained(self) -> int:
-        """Grows with every step that the learner trains, also again after a resume: it writes a line of metrics."""
-        metrics = self.event_log.metrics_path
-        return metrics.stat().st_size if metrics.exists() else 0
 
     async def _resync(self) -> None:
         version = self.run.published_version()

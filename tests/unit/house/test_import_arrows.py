@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -145,6 +146,18 @@ def test_rooms_and_files_can_be_looked_over() -> None:
     assert {str(room.relative_to(ROOT)): count for room, count in rooms.items() if count > MAX_MODULES} == {}
     lines = {module: len(file.read_text().splitlines()) for module, file in MODULES.items()}
     assert {module: count for module, count in lines.items() if count > MAX_LINES} == {}
+
+
+def test_no_process_takes_a_decision_from_the_logs() -> None:
+    """metrics.jsonl and events.jsonl are for people: whoever runs the loops reads neither."""
+    running = ("pipeline.rollout", "pipeline.trainer", "megatron_bridge", "rollout_sglang", "launch.build")
+    running += tuple(f"launch.run.{program}" for program in ("train", "supervisor", "collect", "learn", "replay"))
+    readers = [
+        module
+        for module, file in MODULES.items()
+        if is_in(module, running) and {"read_events", "read_metrics"} & set(re.findall(r"\w+", file.read_text()))
+    ]
+    assert readers == []
 
 
 def modules_after(*modules: str) -> set[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
-from pipeline.data.event_log import EventLog, read_events
+from pipeline.data.event_log import read_events
 from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -39,6 +40,13 @@ def test_every_group_is_in_one_batch_and_every_token_is_fresh(
     evaluated = [event["version"] for event in read_events(run.path, "evaluated")]
     assert evaluated[-1] == schedule.steps
     assert len(evaluated) == len(set(evaluated))
+    assert run.evaluated_versions() == set(evaluated)
+
+
+def test_what_was_evaluated_is_known_without_the_log(run: RunDirectory, verifiers: Verifiers) -> None:
+    run.write_evaluation(0, {"pass_at_1": 0.5})
+    collect(build(run, verifiers, Schedule(kind="sync", steps=1), evaluate_every=1))
+    assert [event["version"] for event in read_events(run.path, "evaluated")] == [1]
 
 
 def test_stale_aborted_and_refused_answers_are_sampled_again(run: RunDirectory, verifiers: Verifiers) -> None:
@@ -110,7 +118,7 @@ def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers:
     async def trains_for(steps: int) -> None:
         for step in range(steps):
             await asyncio.sleep(0.1)
-            EventLog(run.path).metrics(step)
+            run.write_learner_logprobs(step, np.zeros(1, np.float32))
 
     async def both(steps: int) -> None:
         training = asyncio.create_task(trains_for(steps))
@@ -123,4 +131,4 @@ def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers:
         asyncio.run(both(10))
     waited = [event["time"] for event in read_events(run.path, "issued")]
     assert len(waited) == 1
-    assert (run.path / "metrics.jsonl").read_text().count("\n") == 10, "the clock ran while the learner trained"
+    assert run.learner_logprobs(9) is not None, "the clock ran while the learner trained"
