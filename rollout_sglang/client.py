@@ -26,7 +26,6 @@ from rollout_sglang.protocol import (
     aborted_completion,
     claimed_version,
     completion_of,
-    policy_version,
 )
 from rollout_sglang.server.sglang_compat import ABORTED, DialectOf
 from rollout_sglang.transport import Transport
@@ -97,10 +96,6 @@ class EngineClient:
         """Which folder and version the server serves."""
         answer = await self._transport.call("GET", "/model_info", deadline_s=self._control_deadline_s)
         return _parse(TypeAdapter(ModelInfo), answer)
-
-    async def version(self) -> int:
-        """The policy version served. Raises EngineVersionError when it was not proved, or is not one of ours."""
-        return policy_version((await self.model_info()).weight_version)
 
     async def health(self) -> bool:
         """Whether the server answers and says that it is well."""

@@ -21,9 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
 from pipeline.ports.engines import Sampling
@@ -146,12 +143,6 @@ class Fleet:
         """URL → policy version that the engine serves; None where it does not answer or serves none of ours."""
         found = await all_of(_version_of(engine) for engine in self._engines)
         return {engine.url: version for engine, version in zip(self._engines, found, strict=True)}
-
-    async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> dict[str, list[NDArray[np.float32]]]:
-        """URL → prefill log-probabilities of `rows` (see EngineClient.prompt_logprobs), for every admitted engine."""
-        engines = [engine for engine in self._engines if engine.index not in self._quarantined]
-        scored = await all_of(engine.prompt_logprobs(rows) for engine in engines)
-        return {engine.url: arrays for engine, arrays in zip(engines, scored, strict=True)}
 
     async def close(self) -> None:
         """Release connections; engines and router go on."""

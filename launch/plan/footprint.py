@@ -58,10 +58,6 @@ class Allowance:
     """Of what comes and goes above static, the share that the caching allocator cannot hand out again."""
 
 
-NO_ALLOWANCE = Allowance(runtime_bytes=0, fragmentation=0.0)
-"""A process on a CPU, whose allocator returns what is freed."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Everything beside model and layout that memory depends on."""

@@ -17,6 +17,9 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 FinishReason = Literal["stop", "length", "abort"]
 
+SOLVED_REWARD = 1.0
+"""A sample with at least this reward solved its problem. Pass rates, pass@k and weights by solve rate rest on it."""
+
 DropKind = Literal["unfit", "zero_variance", "solved"]
 """unfit: it cannot be asked. zero_variance: all its rewards are equal, and another group took its place. solved: its
 problem is solved too often to be asked again."""

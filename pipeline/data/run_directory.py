@@ -109,10 +109,6 @@ class RunDirectory:
             raise StoreError(f"{self.policies} holds no policy up to version {at_most}; start the run anew")
         return max(allowed)
 
-    def checkpoint_directory(self, step: int) -> Path:
-        """The checkpoint from which training goes on at `step`."""
-        return self.checkpoints / f"{step:06d}"
-
     def is_published(self) -> bool:
         """Whether the run has any policy yet."""
         return self._pointer.exists()

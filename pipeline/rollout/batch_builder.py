@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pipeline.data.records import DroppedGroup, Group, Prompt
+from pipeline.data.records import SOLVED_REWARD, DroppedGroup, Group, Prompt
 from pipeline.rollout.group_allocator import GroupAllocator
 from pipeline.rollout.solved_prompts import Attempts
 
@@ -46,7 +46,6 @@ class BatchBuilder:
     """Groups that the batch should hold."""
     max_refills: int
     """How often `wanted` further groups may be asked; 0 keeps every group, whatever its rewards."""
-    solved_reward: float
     asked: int = 0
     kept: list[Group] = field(default_factory=list)
     dropped: list[DroppedGroup] = field(default_factory=list)
@@ -92,7 +91,7 @@ class BatchBuilder:
                 kind="zero_variance",
                 problem=group.prompt.problem,
                 samples=samples,
-                solved=samples * (reward >= self.solved_reward),
+                solved=samples * (reward >= SOLVED_REWARD),
             )
 
     def figures(self) -> dict[str, int]:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.data.event_log import EventLog
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.records import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, PromptsExhaustedError
@@ -58,7 +58,6 @@ class CollectorSettings:
     max_refills: int = 0
     """Dynamic sampling: how often `prompts_per_batch` further groups may be asked for a batch."""
     solved_rule: SolvedPromptRule | None = None
-    solved_reward: float = 1.0
     poll_s: float = 0.02
     retry_s: float = 0.2
 
@@ -168,7 +167,6 @@ class Collector:
             solved=solved,
             wanted=self.settings.prompts_per_batch,
             max_refills=self.settings.max_refills,
-            solved_reward=self.settings.solved_reward,
         )
 
     async def _fill_place(self, builder: BatchBuilder, first: Prompt) -> None:
@@ -241,7 +239,7 @@ class Collector:
             priority=(index, prompt.group),
             allowed=lambda _version: True,
         )
-        return sum(sample.reward >= self.settings.solved_reward for sample in await self._score(prompt, answers))
+        return sum(sample.reward >= SOLVED_REWARD for sample in await self._score(prompt, answers))
 
     async def _wait_published(self, version: int) -> int:
         """Wait until the engines serve at least `version`; the learner publishes, or dies and is started again. While

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.data.records import Batch
+from pipeline.data.records import SOLVED_REWARD, Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,6 @@ class SolvedPromptRule:
 
     pass_rate: float
     min_samples: int
-    solved_reward: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class SolvedPromptFilter:
     def record(self, batch: Batch) -> None:
         """A batch that was committed."""
         if self._solved_rule is not None:
-            self._later.append((batch.index, attempts(batch, self._solved_rule.solved_reward)))
+            self._later.append((batch.index, attempts(batch)))
 
     def solved(self, version: int) -> Mapping[int, Attempts]:
         """Problem → the attempts that made it count as solved, by the batches below `version`, which must not fall from
@@ -77,11 +76,11 @@ class SolvedPromptFilter:
             self._retired = {**self._retired, **leaving}
 
 
-def attempts(batch: Batch, solved_reward: float) -> dict[int, Attempts]:
+def attempts(batch: Batch) -> dict[int, Attempts]:
     """Problem → its samples in one batch, those of dropped groups included; what asked no known problem is left out."""
     problems, members = np.unique(batch.problem, return_inverse=True)
     samples = np.bincount(members, minlength=len(problems)).tolist()
-    solved = np.bincount(members, batch.reward >= solved_reward, minlength=len(problems)).astype(int).tolist()
+    solved = np.bincount(members, batch.reward >= SOLVED_REWARD, minlength=len(problems)).astype(int).tolist()
     found = {p: Attempts(*counts) for p, *counts in zip(problems.tolist(), samples, solved, strict=True)}
     for drop in batch.dropped:
         if drop.samples:

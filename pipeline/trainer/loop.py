@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.data.event_log import EventLog
-from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.records import SOLVED_REWARD, Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.ports.learner import Learner
@@ -134,7 +134,7 @@ def describe(batch: Batch, step: int) -> dict[str, float]:
     failed = batch.reward_parts.get("verifier_failed", np.zeros(0, np.float32))
     return dict(
         reward_mean=float(batch.reward.mean()),
-        solve_rate=float((batch.reward >= 1).mean()),
+        solve_rate=float((batch.reward >= SOLVED_REWARD).mean()),
         lag_mean=float(lag.mean()),
         lag_max=float(lag.max()),
         truncated_share=float(batch.truncated.mean()),
@@ -147,5 +147,5 @@ def asked_solve_rate(batch: Batch) -> float:
     """Share of solved samples among all that were sampled for the batch, those of dropped groups included: dynamic
     sampling keeps only groups of mixed outcome, whose rate says little about the policy's."""
     samples = batch.num_samples + sum(group.samples for group in batch.dropped)
-    solved = int((batch.reward >= 1).sum()) + sum(group.solved for group in batch.dropped)
+    solved = int((batch.reward >= SOLVED_REWARD).sum()) + sum(group.solved for group in batch.dropped)
     return solved / samples

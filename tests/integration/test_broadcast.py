@@ -178,12 +178,12 @@ def test_an_engine_that_came_back_is_fed_again(found: list[dict[str, Any]], vers
     assert result["measured"]["engines_failed"] == 0
 
 
-def test_a_dead_sender_leaves_engines_that_are_healed_and_fed_again(found: list[dict[str, Any]]) -> None:
+def test_a_dead_sender_leaves_engines_that_are_resynced(found: list[dict[str, Any]]) -> None:
     assert found[0]["after_crash"] == [None, None], "half-fed engines claim no version"
-    healed = found[0]["publishes"]["6 healed"]
-    assert set(healed["versions"].values()) == {6}
-    assert len(healed["gaps"]) == 2
-    assert max(healed["gaps"].values()) < 1e-4
+    resynced = found[0]["publishes"]["6 resynced"]
+    assert set(resynced["versions"].values()) == {6}
+    assert len(resynced["gaps"]) == 2
+    assert max(resynced["gaps"].values()) < 1e-4
     assert set(publish(found, 7)["versions"].values()) == {7}
     assert max(publish(found, 7)["gaps"].values()) < 1e-4
 

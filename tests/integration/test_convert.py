@@ -77,7 +77,7 @@ def run_with_checkpoint(folder: Path, model: Path, weights: Path) -> Path:
     recipe = load_recipe(make_recipe(folder, model, "run"))
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
-    checkpoint = run.checkpoint_directory(7)
+    checkpoint = run.checkpoints / "000007"
     shutil.copytree(weights, checkpoint, ignore=shutil.ignore_patterns("*config.json", "tokenizer*", COMMIT))
     commit(checkpoint, 7)
     return checkpoint

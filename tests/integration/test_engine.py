@@ -142,7 +142,7 @@ def test_sampled_logprobs_are_those_of_transformers(engine: Engine, temperature:
 def test_new_weights_are_those_that_answer(engine: Engine) -> None:
     for version in (0, 1, 0):
         engine.load(version)
-        assert engine.ask(lambda client: client.version()) == version
+        assert engine.ask(lambda client: client.model_info()).weight_version == str(version)
         scored = engine.ask(lambda client: client.prompt_logprobs(ROWS))
         assert largest_difference(scored, engine.expected(version)) < 1e-4
         assert largest_difference(scored, engine.expected(1 - version)) > 0.1
@@ -193,7 +193,7 @@ def test_a_folder_that_is_not_there_changes_nothing(engine: Engine, tmp_path: Pa
     engine.load(0)
     with pytest.raises(EngineVersionError, match="did not take version 9"):
         engine.ask(lambda client: load(client, 9, tmp_path / "missing"))
-    assert engine.ask(lambda client: client.version()) == 0
+    assert engine.ask(lambda client: client.model_info()).weight_version == "0"
     assert largest_difference(engine.ask(lambda client: client.prompt_logprobs(ROWS)), engine.expected(0)) < 1e-4
 
 
@@ -201,7 +201,7 @@ def test_nothing_is_open_without_the_key(engine: Engine) -> None:
     for path in ("/generate", "/update_weights_from_disk", "/pause_generation", "/continue_generation"):
         assert httpx.post(f"{engine.spec.url}{path}", json={}, trust_env=False).status_code == 401
     with pytest.raises(FatalError, match="another API key"):
-        engine.ask(lambda client: client.version(), key="guess")
+        engine.ask(lambda client: client.model_info(), key="guess")
     assert KEY not in " ".join(psutil.Process(engine.process.pid).cmdline())
     assert KEY not in engine.spec.log.read_text()
 

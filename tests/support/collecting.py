@@ -51,7 +51,7 @@ class PretendEngines:
     latency_s: Callable[[str], float] = lambda _digits: 0.0
     answers_from: Callable[[str], int] = lambda _digits: 0
     """(digits of the prompt) → the version that must be published before the answer is done."""
-    healed: int = 0
+    resyncs: int = 0
     asked: list[str] = field(default_factory=list)
     """Digits of every request, in order."""
     in_flight: int = 0
@@ -92,7 +92,7 @@ class PretendEngines:
         raise NotImplementedError
 
     async def resync(self, version: int, directory: Path) -> None:
-        self.healed += 1
+        self.resyncs += 1
 
     async def close(self) -> None: ...
 

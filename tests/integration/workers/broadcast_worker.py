@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 warnings.filterwarnings("ignore")
 
@@ -110,18 +111,23 @@ class Rank:
                 for parameter in chunk.parameters():
                     parameter.mul_(1.1)
 
+    async def prefill(self) -> dict[str, list[NDArray[np.float32]]]:
+        """URL → log-probabilities of ROWS, for every admitted engine."""
+        engines = [engine for engine in self.fleet._engines if engine.index not in self.fleet._quarantined]
+        return {engine.url: await engine.prompt_logprobs(ROWS) for engine in engines}
+
     def publish(self, channel: StreamedChannel, version: int, *, publishing: bool = True) -> None:
         """Publish, then compare what each admitted engine says with the learner."""
         measured = channel.publish(version) if publishing else {}
         ours = self.learner.score_tokens(ROWS)
         if not self.here:
             return
-        theirs = channel._event_loop.run(self.fleet.prompt_logprobs(ROWS))
+        theirs = channel._event_loop.run(self.prefill())
         gaps = {
             url: float(max(np.abs(a - b).max() for a, b in zip(ours, rows, strict=True)))
             for url, rows in theirs.items()
         }
-        self.found["publishes"][version if publishing else f"{version} healed"] = {
+        self.found["publishes"][version if publishing else f"{version} resynced"] = {
             "measured": measured,
             "gaps": gaps,
             "versions": channel._event_loop.run(self.fleet.versions()),

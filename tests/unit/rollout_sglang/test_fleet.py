@@ -204,7 +204,7 @@ def test_the_router_answers_for_an_engine_it_does_not_name(
     assert all("POST /generate" in engine.calls for engine in engines)
 
 
-def test_the_router_forgets_a_dead_engine_until_it_is_healed(
+def test_the_router_forgets_a_dead_engine_until_it_is_resynced(
     tmp_path: Path, engines: list[EngineDouble], router: RouterDouble
 ) -> None:
     async def act(fleet: Fleet) -> tuple[list[str], list[str]]:
@@ -217,9 +217,9 @@ def test_the_router_forgets_a_dead_engine_until_it_is_healed(
         await fleet.resync(1, LOADED)
         return without, list(router.members)
 
-    without, healed = with_fleet(tmp_path / "lock", engines, act, router=router)
+    without, resynced = with_fleet(tmp_path / "lock", engines, act, router=router)
     assert without == [engines[1].url]
-    assert sorted(healed) == sorted(engine.url for engine in engines)
+    assert sorted(resynced) == sorted(engine.url for engine in engines)
     assert engines[0].version == "1"
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from launch.plan.footprint import (
     GIB,
-    NO_ALLOWANCE,
+    Allowance,
     MicroBatches,
     Workload,
     chunks_in_flight,
@@ -193,7 +193,7 @@ def test_stages_together_hold_the_model(section: LearnerSection) -> None:
 def test_the_allowance_is_stated_apart() -> None:
     with_it, without = (
         worst_footprint(QWEN3_32B, learner(8, 2, 2), work(**changes))
-        for changes in (dict[str, Any](), dict[str, Any](allowance=NO_ALLOWANCE))
+        for changes in (dict[str, Any](), dict[str, Any](allowance=Allowance(runtime_bytes=0, fragmentation=0.0)))
     )
     assert with_it.total - without.total == with_it.allowance >= 3 * GIB
     assert without.allowance == 0

@@ -61,7 +61,7 @@ def test_stale_aborted_and_refused_answers_are_sampled_again(run: RunDirectory, 
     batch = store.read(1, None)
     assert set(batch.policy_version.tolist()) == {1}
     assert "abort" not in {FINISH_REASONS[f] for f in batch.finish}
-    assert engines.healed >= 4
+    assert engines.resyncs >= 4
     assert len(read_events(run.path, "retried")) == 4
 
 
