@@ -168,12 +168,15 @@ class RunDirectory:
         """Whether `set_finished` was called: there is nothing left to train."""
         return (self.path / "FINISHED").exists()
 
+    def make_folders(self) -> None:
+        """Create what is missing of the folders."""
+        for folder in (self.batches, self.policies, self.logprobs, self.evaluations, self.checkpoints, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+
     def freeze(self, recipe: Recipe) -> Recipe:
         """Store the recipe at the first start; refuse another one later (RunConflictError names the keys)."""
+        self.make_folders()
         frozen = self.path / "recipe.yaml"
-        rooms = (self.batches, self.policies, self.logprobs, self.evaluations, self.checkpoints, self.logs)
-        for directory in rooms:
-            directory.mkdir(parents=True, exist_ok=True)
         if not frozen.exists():
             write_atomically(frozen, recipe.to_yaml())
         elif difference := differing_keys(self.recipe(), recipe):

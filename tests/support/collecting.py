@@ -28,8 +28,7 @@ PROMPTS, GROUP = 3, 2
 def new_run(folder: Path) -> RunDirectory:
     """An empty run that serves version 0, with a tokenizer of digits and `=` beside it."""
     run = RunDirectory(folder / "run")
-    for directory in (run.batches, run.policies):
-        directory.mkdir(parents=True)
+    run.make_folders()
     write_character_tokenizer(folder / "model", "0123456789=")
     run.set_published(0)
     return run
