@@ -68,8 +68,7 @@ def test_stale_aborted_and_refused_answers_are_sampled_again(run: RunDirectory, 
 def collect_one(run: RunDirectory, verifiers: Verifiers) -> Batch:
     """Batch 0 of the same run, made in a directory of its own."""
     other = RunDirectory(run.path.parent / "other")
-    other.batches.mkdir(parents=True)
-    other.policies.mkdir()
+    other.make_folders()
     other.set_published(0)
     return collect(build(other, verifiers, Schedule(kind="sync", steps=1))).read(0, None)
 
