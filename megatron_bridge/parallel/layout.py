@@ -113,12 +113,3 @@ def leave_layout() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-
-
-def shut_down() -> None:
-    """Leave the parallel groups and the process group."""
-    import torch
-
-    leave_layout()
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

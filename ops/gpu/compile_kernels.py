@@ -46,7 +46,7 @@ class Compiled:
     @property
     def is_fast(self) -> bool:
         """Nothing in local memory, and full width wherever the large tensors are touched."""
-        reads_only = self.kernel in ("_statistics_kernel", "_amax_kernel")
+        reads_only = self.kernel == "_statistics_kernel"
         return not self.spilled_bytes and self.load_bytes == WIDE and (reads_only or self.store_bytes == WIDE)
 
 
@@ -93,18 +93,16 @@ def _widest(ptx: str, access: str) -> int:
 def compile_all() -> list[Compiled]:
     """Every kernel in the dtypes that it meets."""
     rows = {name: "*rows" for name in ("rows", "target", "weight")}
-    numbers = dict.fromkeys(("peaks", "sums", "normalisers", "scales", "scale"), "*fp32")
-    integers = dict.fromkeys(("row_stride", "target_stride", "height", "width", "count"), "i32")
+    numbers = dict.fromkeys(("peaks", "sums", "normalisers", "scales"), "*fp32")
+    integers = dict.fromkeys(("row_stride", "target_stride", "height", "width"), "i32")
     types = {
         **rows,
         **numbers,
         **integers,
         "wanted": "*i64",
-        "largest": "*i32",
         "quantized": "*fp8e4nv",
         "base2": "fp32",
     }
-    span = {"SPAN": quantize_triton.SPAN, "num_warps": quantize_triton.WARPS}
     block = quantize_triton.tile(BLOCK)
     return [
         compile_kernel(kernel, dtype, types, tile)
@@ -113,8 +111,6 @@ def compile_all() -> list[Compiled]:
             (logprobs_triton._statistics_kernel, logprobs_triton.tile(VOCABULARY, size)),
             (logprobs_triton._gradient_kernel, logprobs_triton.tile(VOCABULARY, size)),
             (quantize_triton._block_kernel, block),
-            (quantize_triton._amax_kernel, span),
-            (quantize_triton._tensor_kernel, span),
         )
     ]
 

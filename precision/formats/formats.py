@@ -44,12 +44,6 @@ class RolloutFormat(StrEnum):
         """`group` of `fake_quantize_activation`."""
         return ACTIVATION_GROUP if self is RolloutFormat.FP8_BLOCK else None
 
-    def fake_quantize_weight(self, weight: Tensor) -> Tensor:
-        """`weight` [out, in] as the engine sees it, same dtype; for fp8_tensor pass the whole fused matrix."""
-        if self is RolloutFormat.FP8_BLOCK:
-            return fake_quantize_block(weight)
-        return fake_quantize_tensor(weight)
-
     def fake_quantize_activation(self, activation: Tensor) -> Tensor:
         """`activation` [..., channels] as the engine's matrix product sees it, same dtype."""
         return fake_quantize_activation(activation, self.activation_group)

@@ -97,18 +97,6 @@ class QuantMap:
                 )
         return QuantMap({module: self.formats[module] for group in groups for module in group}, groups)
 
-    def format_of(self, module_name: str) -> str | None:
-        """Name of the module's format, None when it is not quantized."""
-        rollout_format = self.formats.get(module_name)
-        return None if rollout_format is None else rollout_format.value
-
-    def fused_group(self, module_name: str) -> tuple[str, ...]:
-        """The modules stacked with this one, itself included, in the order of the stack. Raises KeyError."""
-        for group in self.fused_groups:
-            if module_name in group:
-                return group
-        raise KeyError(f"{module_name} is not quantized by this map; ask format_of first")
-
     def to_hf_quantization_config(self) -> dict[str, Any] | None:
         """`quantization_config` for config.json, next to what `quantize_state` yields.
 

@@ -1,7 +1,7 @@
-"""e4m3 quantization as Triton kernels: bit for bit what formats.py makes of the same weight, in fewer reads.
+"""e4m3 quantization in blocks as a Triton kernel: bit for bit what formats.py makes of the same weight, in one read.
 
-In blocks a weight is read once: a program holds its block in registers, finds the scale, divides and rounds. Per tensor
-it is read twice, the scale being known only at the end of the first pass. Not yet run on a GPU.
+A program holds its block in registers, finds the scale, divides and rounds. Not yet run on a GPU. There is no kernel
+for one scale a matrix: an fp8_tensor engine is sent plain weights and quantizes them itself.
 
 Bits agree on every device because nothing is left to a device's fast paths. Largest magnitudes are compared as integers
 (floats of one sign are ordered as their bits are; NaN comes out above infinity, where a float maximum would drop it).
@@ -32,8 +32,6 @@ _TO_ANCHOR = tl.constexpr((23 - 3) << 23)
 _E4M3_MAX = tl.constexpr(formats.E4M3_MAX)
 _SCALE_FLOOR = tl.constexpr(formats.SCALE_FLOOR)
 
-SPAN = 8192
-"""Elements of one program in the kernels per tensor."""
 WARPS = 8
 
 
@@ -56,20 +54,6 @@ def tile(block: tuple[int, int]) -> dict[str, int]:
     sides = {"BLOCK_ROWS": block[0], "BLOCK_COLUMNS": block[1]}
     powers = {"TILE_ROWS": triton.next_power_of_2(block[0]), "TILE_COLUMNS": triton.next_power_of_2(block[1])}
     return {**sides, **powers, "num_warps": WARPS}
-
-
-def quantize_tensor(weight: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """formats.quantize_tensor of a bfloat16, float16 or float32 `weight`: (q e4m3, scale f32 scalar)."""
-    formats.require_values(weight)
-    flat = weight.detach().contiguous().view(-1)
-    grid = (triton.cdiv(len(flat), SPAN),)
-    bits = torch.zeros(1, dtype=torch.int32, device=weight.device)
-    _amax_kernel[grid](flat, bits, len(flat), SPAN=SPAN, num_warps=WARPS)
-    own = bits.view(torch.float32)[0]
-    scale = formats.scale_of(own if amax is None else torch.maximum(own, amax.float()))
-    quantized = torch.empty(weight.shape, dtype=formats.E4M3, device=weight.device)
-    _tensor_kernel[grid](flat, quantized, scale, len(flat), SPAN=SPAN, num_warps=WARPS)
-    return quantized, scale
 
 
 @triton.jit
@@ -112,25 +96,3 @@ def _block_kernel(
     tl.store(scales + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), scale)
     result = _on_grid(tl.math.div_rn(values, scale)).to(quantized.dtype.element_ty)
     tl.store(quantized + rows * width + columns, result, mask=inside)
-
-
-@triton.jit
-def _amax_kernel(weight: tl.tensor, largest: tl.tensor, count: tl.tensor, SPAN: tl.constexpr) -> None:
-    places = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
-    values = tl.load(weight + places, mask=places < count, other=0.0).to(tl.float32)
-    tl.atomic_max(largest, tl.max(_magnitude_bits(values), 0))
-
-
-@triton.jit
-def _tensor_kernel(
-    weight: tl.tensor,
-    quantized: tl.tensor,
-    scale: tl.tensor,
-    count: tl.tensor,
-    SPAN: tl.constexpr,
-) -> None:
-    places = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
-    inside = places < count
-    values = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
-    result = _on_grid(tl.math.div_rn(values, tl.load(scale))).to(quantized.dtype.element_ty)
-    tl.store(quantized + places, result, mask=inside)

@@ -99,13 +99,11 @@ class Bench:
         weights = [0.02 * torch.randn(WEIGHT, device="cuda", dtype=torch.bfloat16) for _ in range(NUM_WEIGHTS)]
         turns = itertools.cycle(weights)
         moved = weights[0].numel() * 3
-        for name in ("quantize_block", "quantize_tensor"):
-            kernel, plain = getattr(quantize_triton, name), getattr(formats, name)
-            torch_s = timing.seconds(lambda plain=plain: plain(next(turns)))
-            for warps in QUANTIZE_VARIANTS:
-                with variant(quantize_triton, WARPS=warps):
-                    action = lambda kernel=kernel: kernel(next(turns))  # noqa: E731
-                    yield self.row(name.removeprefix("quantize_"), str(warps), moved, action, torch_s)
+        torch_s = timing.seconds(lambda: formats.quantize_block(next(turns)))
+        for warps in QUANTIZE_VARIANTS:
+            with variant(quantize_triton, WARPS=warps):
+                action = lambda: quantize_triton.quantize_block(next(turns))  # noqa: E731
+                yield self.row("block", str(warps), moved, action, torch_s)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from precision.formats.formats import RolloutFormat, fake_quantize_tensor, quantize_block
+from precision.formats.formats import RolloutFormat, fake_quantize_block, fake_quantize_tensor, quantize_block
 
 VOCABULARY = 512
 END = "<|im_end|>"
@@ -95,7 +95,7 @@ def _quantize(block: nn.Module, rollout_format: RolloutFormat) -> None:
             if rollout_format is RolloutFormat.FP8_TENSOR:
                 layer.weight.data = fake_quantize_tensor(weight, amax)
             else:
-                layer.weight.data = rollout_format.fake_quantize_weight(weight)
+                layer.weight.data = fake_quantize_block(weight)
             layer.forward = _QuantizedForward(layer, rollout_format)
 
 

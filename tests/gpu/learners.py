@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.parallel.layout import shut_down
 from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from precision.objectives.supervised import Supervised
+from tests.support.world import leave_world
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
 PROMPT_TOKENS = 8
@@ -57,7 +57,7 @@ def learner(
             model, settings, Supervised(), temperature=1.0, seed=0, total_steps=total_steps, **chosen
         )
     finally:
-        shut_down()
+        leave_world()
 
 
 def train_step(subject: MegatronLearner, batch: Batch) -> dict[str, float]:

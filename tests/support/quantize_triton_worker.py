@@ -1,4 +1,4 @@
-"""`quantize_kernels_worker FILE`: tests.support.weight_cases by Triton's interpreter, results as safetensors.
+"""`quantize_triton_worker FILE`: tests.support.weight_cases by Triton's interpreter, results as safetensors.
 
 Run with TRITON_INTERPRET=1 and Triton on the path. The file's metadata has the errors, by case.
 """
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from precision.formats import quantize, quantize_triton
-from precision.formats.quantize_triton import quantize_block, quantize_tensor
+from precision.formats.quantize_triton import quantize_block
 from tests.support.weight_cases import NON_FINITE, OTHER_BLOCKS, WEIGHTS, gaussian, small
 
 
@@ -38,22 +38,14 @@ def main(path: str) -> None:
     warnings.filterwarnings("ignore", "invalid value encountered", RuntimeWarning)  # the interpreter's, at NaN
     results = {}
     for name, make in WEIGHTS.items():
-        weight = make()
-        results[f"{name} block"] = quantize_block(weight)
-        results[f"{name} tensor"] = quantize_tensor(weight)
-        results[f"{name} shared"] = quantize_tensor(weight, torch.tensor(7e4))
+        results[f"{name} block"] = quantize_block(make())
     results |= {f"small {block}": quantize_block(small(), block) for block in OTHER_BLOCKS}
-    results["stacked shared"] = quantize_tensor(torch.ones(2, 3, 4), torch.tensor(0.5))
     with mock.patch.object(quantize_triton, "quantize_block", wraps=quantize_block) as kernel:
         results["chosen"] = quantize.quantize_block(gaussian(130, 5).as_subclass(OnGpu))
     assert kernel.call_count == 1
     errors = {f"block {name}": message(lambda make=make: quantize_block(make())) for name, make in NON_FINITE.items()}
-    errors |= {
-        f"tensor {name}": message(lambda make=make: quantize_tensor(make())) for name, make in NON_FINITE.items()
-    }
     errors |= {"empty": message(lambda: quantize_block(torch.ones(0, 4)))}
     errors |= {"vector": message(lambda: quantize_block(torch.ones(4)))}
-    errors |= {"shared": message(lambda: quantize_tensor(torch.ones(4), torch.tensor(torch.inf)))}
     tensors = {
         f"{case} {part}": value for case, pair in results.items() for part, value in zip("qs", pair, strict=True)
     }

@@ -42,10 +42,10 @@ GOALS = _goals()
 def run(scale: Scale) -> Figures:
     from launch.run.learn import build_channel, build_learner
     from launch.verify.parity import Engine, prepare
-    from megatron_bridge.parallel.layout import shut_down
     from rollout_sglang.server.launch_server import API_KEY_VARIABLE
     from tests.gpu.engines import engine_recipe
     from tests.gpu.models import shared_model
+    from tests.support.world import leave_world
 
     model = shared_model(scale, "1.7b")
     recipe = engine_recipe(
@@ -59,7 +59,7 @@ def run(scale: Scale) -> Figures:
         channel = build_channel(run_directory, recipe, learner)
         rounds = [one_publish(learner, channel, version) for version in range(1, ROUNDS + 1)]
         channel.close()
-        shut_down()
+        leave_world()
     return {f"{scale.part}_{name}": value for name, value in summary(scale, rounds[1:]).items()} | {
         f"{scale.part} seconds": timers(rounds[1:])
     }

@@ -17,10 +17,8 @@ PARTS = ("one", "variants")
 DEADLINE_S = 120.0
 GOALS = (
     Goal(figure="block_wrong_bytes", what="bytes that differ from the reference, 128×128 blocks", at_most=0.0),
-    Goal(figure="tensor_wrong_bytes", what="bytes that differ from the reference, one scale a matrix", at_most=0.0),
     Goal(figure="block_gb_s", what="128×128 blocks, read + written", unit="GB/s"),
     Goal(figure="block_over_copy", what="its time ÷ a copy that moves as many bytes"),
-    Goal(figure="tensor_gb_s", what="one scale a matrix, read + written once", unit="GB/s"),
     Goal(figure="reference_over_kernel", what="time of the torch reference ÷ the kernel's, blocks"),
 )
 
@@ -45,22 +43,18 @@ def _one(scale: Scale) -> Figures:
     from precision.formats import formats, quantize_triton
     from tests.gpu import timing
 
-    wrong = {"block": 0, "tensor": 0}
-    for weight in samples(scale):
-        for name, kernel, reference in (
-            ("block", quantize_triton.quantize_block, formats.quantize_block),
-            ("tensor", quantize_triton.quantize_tensor, formats.quantize_tensor),
-        ):
-            wrong[name] += differing_bytes(kernel(weight), reference(weight))
-    scale.keep(block_wrong_bytes=float(wrong["block"]), tensor_wrong_bytes=float(wrong["tensor"]))
+    wrong = sum(
+        differing_bytes(quantize_triton.quantize_block(weight), formats.quantize_block(weight))
+        for weight in samples(scale)
+    )
+    scale.keep(block_wrong_bytes=float(wrong))
     weight = torch.randn(16384, 8192, device=scale.device).bfloat16()
     moved = weight.numel() * 3
     bandwidth = timing.copy_bandwidth(scale.device, moved)
     block_s = timing.seconds(lambda: quantize_triton.quantize_block(weight))
     scale.keep(block_gb_s=moved / block_s / 1e9, block_over_copy=block_s / (moved / bandwidth))
-    tensor_s = timing.seconds(lambda: quantize_triton.quantize_tensor(weight))
     reference_s = timing.seconds(lambda: formats.quantize_block(weight))
-    return scale.keep(tensor_gb_s=moved / tensor_s / 1e9, reference_over_kernel=reference_s / block_s)
+    return scale.keep(reference_over_kernel=reference_s / block_s)
 
 
 def samples(scale: Scale) -> list[Any]:

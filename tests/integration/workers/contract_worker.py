@@ -8,13 +8,13 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import torch
 
 warnings.filterwarnings("ignore")
 
 
 def main(model: str, rows: str, out: str, temperature: str) -> None:
     from megatron_bridge.learner import MegatronLearner
-    from megatron_bridge.parallel.layout import shut_down
     from pipeline.config.recipe import LearnerSection
     from precision.objectives import Supervised
 
@@ -28,7 +28,7 @@ def main(model: str, rows: str, out: str, temperature: str) -> None:
     )
     scored = learner.score_tokens(json.loads(Path(rows).read_text()))
     np.savez(out, *scored)
-    shut_down()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ warnings.filterwarnings("ignore")
 
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
 from megatron_bridge.model.logprobs import vocab_parallel_logprobs  # noqa: E402
-from megatron_bridge.parallel.layout import Layout, initialize, shut_down  # noqa: E402
+from megatron_bridge.parallel.layout import Layout, initialize  # noqa: E402
 from megatron_bridge.step.fp8_emulation import emulated  # noqa: E402
 from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan  # noqa: E402
 from pipeline.config.recipe import LearnerSection, OptimizerSection  # noqa: E402
@@ -230,4 +230,4 @@ def main() -> None:
     worker.publishing()
     (options.out / f"found_{torch.distributed.get_rank()}.json").write_text(json.dumps(worker.found))
     torch.distributed.barrier()
-    shut_down()
+    torch.distributed.destroy_process_group()

@@ -20,10 +20,11 @@ from megatron_bridge.checkpoint.dcp_to_hf import find_sources
 from megatron_bridge.checkpoint.weights_only import _is_extra, sharded_weights
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.build import build_chunks
-from megatron_bridge.parallel.layout import Layout, initialize, shut_down
+from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.weights.name_map import NameMap, ShardCoords
 from pipeline.errors import ModelError
 from tests.support.name_bijection import RankParameters, check_bijection
+from tests.support.world import leave_world
 
 RECORDED = json.loads((Path(__file__).parents[3] / "golden" / "te_parameter_names.json").read_text())
 CASES: list[Any] = [pytest.param(case, id=f"{case['model']} TP{case['tensor']}") for case in RECORDED["cases"]]
@@ -82,7 +83,7 @@ def test_nothing_else_is_in_a_state_dict_but_pickles_that_are_left_out(case: dic
 def alone() -> Iterator[None]:
     initialize(Layout(), seed=0, deadline_s=30.0)
     yield
-    shut_down()
+    leave_world()
 
 
 @pytest.mark.usefixtures("alone")

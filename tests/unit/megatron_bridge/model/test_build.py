@@ -11,7 +11,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.build import PolicyModel, build_chunks
-from megatron_bridge.parallel.layout import Layout, initialize, shut_down
+from megatron_bridge.parallel.layout import Layout, initialize
+from tests.support.world import leave_world
 
 # Megatron-Core's own layers are built and called in ways that it calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
@@ -31,7 +32,7 @@ EXPERTS: dict[str, Any] = {
 def alone() -> Iterator[None]:
     initialize(Layout(), seed=0, deadline_s=30.0)
     yield
-    shut_down()
+    leave_world()
 
 
 def build(**settings: Any) -> PolicyModel:

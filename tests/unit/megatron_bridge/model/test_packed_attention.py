@@ -9,7 +9,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_bridge.model.packed_attention import PackedAttention
-from megatron_bridge.parallel.layout import Layout, initialize, shut_down
+from megatron_bridge.parallel.layout import Layout, initialize
+from tests.support.world import leave_world
 
 HEADS, KV_HEADS, CHANNELS = 4, 2, 8
 LENGTHS = (5, 1, 9)
@@ -40,7 +41,7 @@ def test_rows_attend_to_themselves_only() -> None:
         found = attention(*inputs, None, packed_seq_params=packed)
         assert parallel_state.get_context_parallel_world_size() == 1
     finally:
-        shut_down()
+        leave_world()
     rows = zip(*(tensor.split(LENGTHS) for tensor in inputs), strict=True)
     expected = torch.cat([one_row(*row) for row in rows])
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)

@@ -185,10 +185,8 @@ def test_shared_amax_is_the_scale_of_the_stacked_matrix() -> None:
 
 
 def test_rollout_formats() -> None:
-    weight, activation = gaussian(130, 260) * torch.logspace(-3, 3, 260), gaussian(2, 260) * torch.logspace(-3, 3, 260)
+    activation = gaussian(2, 260) * torch.logspace(-3, 3, 260)
     tensor, block = RolloutFormat("fp8_tensor"), RolloutFormat("fp8_block")
-    assert torch.equal(tensor.fake_quantize_weight(weight), fake_quantize_tensor(weight))
-    assert torch.equal(block.fake_quantize_weight(weight), fake_quantize_block(weight))
     assert torch.equal(tensor.fake_quantize_activation(activation), fake_quantize_activation(activation, None))
     assert torch.equal(block.fake_quantize_activation(activation), fake_quantize_activation(activation, 128))
-    assert not torch.equal(tensor.fake_quantize_weight(weight), block.fake_quantize_weight(weight))
+    assert not torch.equal(tensor.fake_quantize_activation(activation), block.fake_quantize_activation(activation))

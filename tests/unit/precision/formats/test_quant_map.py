@@ -13,6 +13,7 @@ from precision.formats.formats import (
     RolloutFormat,
     dequantize_block,
     dequantize_tensor,
+    fake_quantize_block,
     fake_quantize_tensor,
     quantize_tensor,
 )
@@ -53,21 +54,21 @@ def test_map_names_every_projection_and_nothing_else(rollout_format: str) -> Non
     quant_map = QuantMap.for_decoder(2, rollout_format)
     weights = {name.removesuffix(".weight") for name in state() if name.endswith(".weight")}
     expected = {f"model.layers.{layer}.{module}" for layer in range(2) for module in SHAPES}
-    assert {name for name in weights if quant_map.format_of(name)} == expected == set(quant_map.formats)
-    assert quant_map.format_of("model.layers.1.mlp.up_proj") == rollout_format
+    assert weights & quant_map.formats.keys() == expected == set(quant_map.formats)
+    assert quant_map.formats["model.layers.1.mlp.up_proj"] == rollout_format
     for other in ("lm_head", "model.layers.2.mlp.up_proj", "layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj.weight"):
-        assert quant_map.format_of(other) is None
+        assert other not in quant_map.formats
 
 
 def test_every_expert_is_quantized_for_itself_and_the_router_is_not() -> None:
     quant_map = QuantMap.for_decoder(2, "fp8_tensor", num_experts=3)
     assert len(quant_map.formats) == 2 * (4 + 3 * 3)
     expert = "model.layers.1.mlp.experts.2."
-    assert quant_map.fused_group(expert + "up_proj") == (expert + "gate_proj", expert + "up_proj")
-    assert quant_map.fused_group(expert + "down_proj") == (expert + "down_proj",)
-    assert quant_map.format_of("model.layers.1.self_attn.o_proj") == "fp8_tensor"
+    assert (expert + "gate_proj", expert + "up_proj") in quant_map.fused_groups
+    assert (expert + "down_proj",) in quant_map.fused_groups
+    assert quant_map.formats["model.layers.1.self_attn.o_proj"] == "fp8_tensor"
     for other in ("model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.experts.3.up_proj"):
-        assert quant_map.format_of(other) is None
+        assert other not in quant_map.formats
     with pytest.raises(ValueError, match="num_experts is 0"):
         QuantMap.for_decoder(1, "fp8_block", num_experts=0)
 
@@ -107,10 +108,9 @@ def test_a_share_must_not_cut_a_stack() -> None:
 def test_fused_groups() -> None:
     quant_map = QuantMap.for_decoder(1, RolloutFormat.FP8_TENSOR)
     attention = tuple(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")
-    assert quant_map.fused_group(attention[1]) == attention
-    assert quant_map.fused_group("model.layers.0.mlp.down_proj") == ("model.layers.0.mlp.down_proj",)
-    with pytest.raises(KeyError, match="not quantized"):
-        quant_map.fused_group("lm_head")
+    assert quant_map.fused_groups[0] == attention
+    assert quant_map.fused_groups[-1] == ("model.layers.0.mlp.down_proj",)
+    assert len(quant_map.fused_groups) == 4
 
 
 def test_hf_config() -> None:
@@ -145,7 +145,7 @@ def test_block_state_holds_e4m3_and_scales_that_restore_the_emulated_weights() -
     assert list(emulated) == list(state())
     for name, tensor in state().items():
         module = name.removesuffix(".weight")
-        if quant_map.format_of(module):
+        if module in quant_map.formats:
             scale_inv = stored[f"{module}.weight_scale_inv"]
             assert stored[name].dtype is E4M3
             assert torch.equal(dequantize_block(stored[name], scale_inv), emulated[name])
@@ -159,7 +159,7 @@ def test_stacking_block_quantized_parts_is_quantizing_the_stack() -> None:
     """Rows of q, k and gate are multiples of 128, so the engine may stack before or after."""
     emulated = dict(fake_quantize_state(state(1).items(), QuantMap.for_decoder(1, "fp8_block")))
     names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
-    stacked = RolloutFormat.FP8_BLOCK.fake_quantize_weight(torch.cat([state(1)[name] for name in names]))
+    stacked = fake_quantize_block(torch.cat([state(1)[name] for name in names]))
     assert torch.equal(torch.cat([emulated[name] for name in names]), stacked)
 
 

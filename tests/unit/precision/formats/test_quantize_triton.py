@@ -50,38 +50,25 @@ def test_other_blocks(file: Path, block: tuple[int, int]) -> None:
     assert_same_bits(file, f"small {block}", formats.quantize_block(small(), block))
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_per_tensor(file: Path, name: str) -> None:
-    weight = WEIGHTS[name]()
-    assert_same_bits(file, f"{name} tensor", formats.quantize_tensor(weight))
-    assert_same_bits(file, f"{name} shared", formats.quantize_tensor(weight, torch.tensor(7e4)))
-
-
-def test_experts_may_be_stacked_per_tensor(file: Path) -> None:
-    assert_same_bits(file, "stacked shared", formats.quantize_tensor(torch.ones(2, 3, 4)))
-
-
 def test_ties_go_to_even_by_hand(file: Path) -> None:
     """Between 16 and 18 (mantissas 0 and 1) 17 becomes 16; between 18 and 20 19 becomes 20; 2^-10 becomes 0."""
     weight = grid_and_ties()
     with safe_open(file, framework="pt") as results:
-        rounded = results.get_tensor("grid_and_ties tensor q").float()
+        rounded = results.get_tensor("grid_and_ties block q").float()
     for value, wanted in ((17.0, 16.0), (19.0, 20.0), (-19.0, -20.0), (2.0**-10, 0.0), (3 * 2.0**-10, 2.0**-8)):
         assert (rounded[weight == value] == wanted).all()
         assert (weight == value).any()
 
 
-@pytest.mark.parametrize("kind", ["block", "tensor"])
 @pytest.mark.parametrize("name", NON_FINITE)
-def test_a_non_finite_weight_is_refused(errors: dict[str, str], kind: str, name: str) -> None:
+def test_a_non_finite_weight_is_refused(errors: dict[str, str], name: str) -> None:
     expected = "nan" if "nan" in name else "inf"
-    assert errors[f"{kind} {name}"].startswith(f"FloatingPointError: largest magnitude to quantize is {expected}, ")
+    assert errors[f"block {name}"].startswith(f"FloatingPointError: largest magnitude to quantize is {expected}, ")
 
 
 def test_other_refusals(errors: dict[str, str]) -> None:
     assert errors["empty"].startswith("ValueError: weight of shape (0, 4) is empty")
     assert errors["vector"].startswith("ValueError: block scales need a matrix")
-    assert errors["shared"].startswith("FloatingPointError: largest magnitude to quantize is inf")
 
 
 def test_weights_on_a_cpu_are_quantized_by_torch() -> None:
