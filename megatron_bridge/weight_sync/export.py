@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_bridge.hf.writer import write_policy
 from megatron_bridge.parallel.rank_sync import RankZero
+from pipeline.data.run_directory import numbered, numbered_folders
 from pipeline.ports.weight_check import ChecksumRecorder
 from precision.formats.quant_map import QuantMap
 
@@ -46,11 +47,10 @@ def prune(policies: Path, published: int, keep: int) -> list[int]:
 
     Returns the deleted versions. Newer ones stay: they are from a future that a resumed run will write again.
     """
-    versions = sorted(int(path.name) for path in policies.iterdir() if re.fullmatch(r"\d{6,}", path.name))
-    older = [version for version in versions if version < published]
+    older = [version for version in numbered_folders(policies) if version < published]
     doomed = older[: max(0, len(older) - keep)]
     for version in doomed:
-        shutil.rmtree(policies / f"{version:06}")
+        shutil.rmtree(policies / numbered(version))
     for path in policies.iterdir():
         if re.fullmatch(r"\d{6,}\.(tmp|old)-\d+", path.name):
             shutil.rmtree(path)

@@ -1,6 +1,7 @@
 """Where everything of a run lies, and the few small files that processes share.
 
     runs/NAME/
+      FORMAT                   which layout of the directory this is (RUN_FORMAT); written before the recipe
       recipe.yaml              resolved and frozen at the first start
       batches/000012.zarr.zip  the ledger (pipeline.data.store)
       policy/000012/           HF safetensors of version 12; policy/PUBLISHED names the version that the engines serve
@@ -34,7 +35,13 @@ from numpy.typing import NDArray
 
 from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.errors import RunConflictError, StoreError
+from pipeline.errors import RecipeError, RunConflictError, StoreError
+
+RUN_FORMAT = 2
+"""Raise it when recipe keys, metrics or files change their names, so that a run that was begun before cannot go on.
+Runs of format 1 have no FORMAT file. Batch files have a schema version of their own (pipeline.data.batch_format)."""
+
+_NUMBER = re.compile(r"\d{6,}")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -99,12 +106,11 @@ class RunDirectory:
 
     def policy_directory(self, version: int) -> Path:
         """HF folder of one published version, in the rollout's format."""
-        return self.policies / f"{version:06d}"
+        return self.policies / numbered(version)
 
     def newest_policy(self, at_most: int) -> int:
         """The newest version, `at_most` or older, whose folder is complete. Raises StoreError when there is none."""
-        versions = [int(path.name) for path in self.policies.iterdir() if re.fullmatch(r"\d{6,}", path.name)]
-        allowed = [version for version in versions if version <= at_most]
+        allowed = [version for version in numbered_folders(self.policies) if version <= at_most]
         if not allowed:
             raise StoreError(f"{self.policies} holds no policy up to version {at_most}; start the run anew")
         return max(allowed)
@@ -131,20 +137,20 @@ class RunDirectory:
 
     def write_learner_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep what the learner thought of batch `step` before it trained on it."""
-        _write_array(self.logprobs / f"{step:06d}.npy", logprobs)
+        _write_array(self.logprobs / f"{numbered(step)}.npy", logprobs)
 
     def learner_logprobs(self, step: int) -> NDArray[np.float32] | None:
         """What `write_learner_logprobs` kept, or None when batch `step` is not trained yet."""
-        return _read_array(self.logprobs / f"{step:06d}.npy", "remove it, training does not need it")
+        return _read_array(self.logprobs / f"{numbered(step)}.npy", "remove it, training does not need it")
 
     def write_old_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep what the learner thought of batch `step` when the batch's stage began."""
-        _write_array(self.logprobs / f"{step:06d}-old.npy", logprobs)
+        _write_array(self.logprobs / f"{numbered(step)}-old.npy", logprobs)
 
     def old_logprobs(self, step: int) -> NDArray[np.float32] | None:
         """What `write_old_logprobs` kept, or None when the batch's stage has not begun."""
         return _read_array(
-            self.logprobs / f"{step:06d}-old.npy",
+            self.logprobs / f"{numbered(step)}-old.npy",
             "remove it and the checkpoints after its stage began: the stage is then trained again",
         )
 
@@ -154,7 +160,9 @@ class RunDirectory:
 
     def write_evaluation(self, version: int, result: Mapping[str, Any]) -> None:
         """Keep what a version scored on the held-out prompts: it is not evaluated again."""
-        write_atomically(self.evaluations / f"{version:06d}.json", json.dumps(dict(version=version, **result)) + "\n")
+        write_atomically(
+            self.evaluations / f"{numbered(version)}.json", json.dumps(dict(version=version, **result)) + "\n"
+        )
 
     def evaluated_versions(self) -> set[int]:
         """Versions that have been evaluated."""
@@ -175,25 +183,52 @@ class RunDirectory:
 
     def freeze(self, recipe: Recipe) -> Recipe:
         """Store the recipe at the first start; refuse another one later (RunConflictError names the keys)."""
-        self.make_folders()
         frozen = self.path / "recipe.yaml"
-        if not frozen.exists():
-            write_atomically(frozen, recipe.to_yaml())
-        elif difference := differing_keys(self.recipe(), recipe):
+        if frozen.exists() and (difference := differing_keys(self.recipe(), recipe)):
             raise RunConflictError(
                 f"{self.path} was started with another recipe ({'; '.join(difference)}); "
                 "give the run another run.name or restore the values"
             )
+        self.make_folders()
+        if not frozen.exists():
+            write_atomically(self._format, f"{RUN_FORMAT}\n")  # first: a recipe without it is of format 1
+            write_atomically(frozen, recipe.to_yaml())
         return recipe
 
     def recipe(self) -> Recipe:
-        """The frozen recipe. Raises StoreError when there is none, RecipeError when it was damaged."""
+        """The frozen recipe. Raises StoreError when there is none or when another version of Even Keel made the run,
+        RecipeError when the file was damaged."""
         frozen = self.path / "recipe.yaml"
+        if not frozen.is_file():
+            raise StoreError(
+                f"{self.path} is not a run directory: it has no recipe.yaml; give a folder such as runs/NAME"
+            )
+        self.check_format()
         try:
             data = yaml.safe_load(frozen.read_text())
-        except OSError as error:
-            raise StoreError(f"{self.path} is not a run directory: it has no recipe.yaml") from error
+        except yaml.YAMLError as error:
+            raise RecipeError(f"{frozen} is damaged ({' '.join(str(error).split())}); start a new run") from error
         return recipe_from(data, source=str(frozen))
+
+    def check_format(self) -> None:
+        """Raises StoreError unless this version of Even Keel made the run, or one with the same RUN_FORMAT."""
+        try:
+            found = int(self._format.read_text()) if self._format.exists() else 1
+        except ValueError as error:
+            raise StoreError(
+                f"{self._format} is damaged ({error}); expected {RUN_FORMAT}, or start a new run"
+            ) from error
+        if found != RUN_FORMAT:
+            origin = "an earlier" if found < RUN_FORMAT else "a later"
+            raise StoreError(
+                f"{self.path} was made by {origin} version of Even Keel (run format {found}, this version reads "
+                f"{RUN_FORMAT}); go on with that version, or start a new run under another run.name. Its batches can "
+                "still be read, by pipeline.data.store.BatchStore"
+            )
+
+    @property
+    def _format(self) -> Path:
+        return self.path / "FORMAT"
 
     def write_engines(self, urls: list[str], router: str | None) -> None:
         """Announce where the engines listen."""
@@ -219,6 +254,16 @@ class RunDirectory:
                     f"{self.path} is being trained by another process; wait for it, stop it, or use another run.name"
                 ) from error
             yield
+
+
+def numbered(number: int) -> str:
+    """How a version, a step or a batch is written in the names of files and folders."""
+    return f"{number:06d}"
+
+
+def numbered_folders(directory: Path) -> list[int]:
+    """The numbers of the folders in `directory` that are named by a number, ascending."""
+    return sorted(int(path.name) for path in directory.iterdir() if _NUMBER.fullmatch(path.name))
 
 
 def _write_array(path: Path, values: NDArray[np.float32]) -> None:

@@ -26,7 +26,7 @@ from zarr.storage import MemoryStore, ZipStore
 
 from pipeline.data.batch_format import array_names, arrays_of, attributes_of, batch_from, check_batch, content_sha256
 from pipeline.data.records import Batch, LogprobContract
-from pipeline.data.run_directory import fsync_directory
+from pipeline.data.run_directory import fsync_directory, numbered
 from pipeline.errors import ContractMismatchError, CorruptBatchError, DeadlineExceededError, StoreError
 
 _NAME = re.compile(r"^(\d{6,})\.zarr\.zip$")
@@ -44,7 +44,7 @@ class BatchStore:
 
     def path(self, index: int) -> Path:
         """Where batch `index` lies once it is committed."""
-        return self.directory / f"{index:06d}.zarr.zip"
+        return self.directory / f"{numbered(index)}.zarr.zip"
 
     def exists(self, index: int) -> bool:
         """Whether batch `index` is committed."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.run_directory import fsync_directory, write_atomically
+from pipeline.data.run_directory import fsync_directory, numbered, numbered_folders, write_atomically
 from pipeline.errors import CorruptCheckpointError
 from pipeline.ports.learner import Learner
 
@@ -32,7 +32,7 @@ class Checkpoints:
     def save(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
         """Collective. After it returns on the speaking rank, training can go on at `step` whatever dies; `state` is
         what the loop itself must remember."""
-        target = self.directory / f"{step:06d}"
+        target = self.directory / numbered(step)
         if learner.is_rank_zero:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir(parents=True)
@@ -43,7 +43,7 @@ class Checkpoints:
             write_atomically(target / _LOOP_STATE, json.dumps(dict(state)) + "\n")
             commit(target, step)
             for old in self._committed()[: -self.keep]:
-                shutil.rmtree(self.directory / f"{old:06d}")
+                shutil.rmtree(self.directory / numbered(old))
 
     def restore(self, learner: Learner) -> tuple[int, dict[str, float]]:
         """Collective. Load the newest committed checkpoint; returns the step to go on at (0 when there is none) and the
@@ -51,7 +51,7 @@ class Checkpoints:
         committed = self._committed()
         if not committed:
             return 0, {}
-        folder = self.directory / f"{committed[-1]:06d}"
+        folder = self.directory / numbered(committed[-1])
         if learner.is_rank_zero:
             verify(folder)
         learner.barrier()
@@ -60,7 +60,9 @@ class Checkpoints:
         return committed[-1], json.loads(state.read_text()) if state.exists() else {}
 
     def _committed(self) -> list[int]:
-        return sorted(int(marker.parent.name) for marker in self.directory.glob(f"[0-9]*/{COMMIT}"))
+        return [
+            step for step in numbered_folders(self.directory) if (self.directory / numbered(step) / COMMIT).exists()
+        ]
 
 
 def commit(folder: Path, step: int) -> None:

@@ -24,12 +24,13 @@ from hypothesis import strategies as st
 from zarr.storage import ZipStore
 
 from pipeline.data.batch_format import PER_SAMPLE, PER_TOKEN, arrays_of, attributes_of, content_sha256
-from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.records import Batch, DroppedGroup, LogprobContract
 from pipeline.data.store import BatchStore
 from pipeline.errors import ContractMismatchError, CorruptBatchError, DeadlineExceededError, StoreError
 
 MakeBatch = Callable[..., Batch]
-SCHEMA_1 = Path(__file__).parents[3] / "golden" / "store" / "schema_1.zarr.zip"
+GOLDEN = Path(__file__).parents[3] / "golden" / "store"
+SCHEMA_1, SCHEMA_2 = GOLDEN / "schema_1.zarr.zip", GOLDEN / "schema_2.zarr.zip"
 
 
 def assert_same(left: Batch, right: Batch) -> None:
@@ -231,6 +232,28 @@ def test_a_file_of_schema_1_is_read_and_checked(tmp_path: Path, make_batch: Make
         store.read(5, None)
 
 
+def test_a_file_of_schema_2_is_read_and_checked(tmp_path: Path, make_batch: MakeBatch) -> None:
+    """Written when `loss_mask` was stored negated, as `forced`, and solved problems were called retired."""
+    store = BatchStore(tmp_path)
+    shutil.copy(SCHEMA_2, store.path(6))
+    batch = make_batch(6, next_group=20, open_groups=(2, 3, 4, 6, 17, 18, 19))
+    forced = np.array([0, 0, 1, 0, 0, 0, 1, 0], np.bool_)
+    expected = replace(
+        batch,
+        loss_mask=~forced,
+        rollout_logprobs=np.where(forced, np.float32(0.0), batch.rollout_logprobs),
+        problem=np.array([3, 3, 3, 5, 5, 5], np.int64),
+        dropped=(
+            DroppedGroup(group=5, reason="problem 1 is retired: 4 of 4 samples solved", kind="solved", problem=1),
+            DroppedGroup(group=7, reason="zero variance: all rewards 0.0", kind="zero_variance", problem=2, samples=3),
+        ),
+    )
+    assert_same(store.read(6, None), expected)
+    rewrite(store.path(6), lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}))
+    with pytest.raises(CorruptBatchError, match="content digest"):
+        store.read(6, None)
+
+
 def test_forced_tokens_and_open_groups_come_back(tmp_path: Path, make_batch: MakeBatch) -> None:
     """Six samples of 3, 0, 1, 3, 0, 1 tokens; the third and the sixth to the last token are forced."""
     batch = make_batch(0, next_group=20, open_groups=(2, 3, 4, 6, 17, 18, 19))
@@ -349,7 +372,7 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 import pipeline.data.store
-from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.records import Batch, DroppedGroup, LogprobContract
 from pipeline.data.store import BatchStore
 
 store, moment = BatchStore(Path(sys.argv[1])), sys.argv[2]

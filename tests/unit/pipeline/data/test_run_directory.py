@@ -1,0 +1,104 @@
+"""A run directory knows which version of Even Keel it belongs to, and says so in one line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import launch.run.train
+from launch.cli import app
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.data.run_directory import RUN_FORMAT, RunDirectory, numbered_folders
+from pipeline.errors import RecipeError, RunConflictError, StoreError
+
+FORMAT_1 = Path(__file__).parents[3] / "golden" / "store" / "run_format_1.yaml"
+"""The frozen recipe of a run that was begun before runs had a format."""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    data: dict[str, Any] = dict(
+        run=dict(name="demo", root=str(tmp_path), steps=2), model=dict(path="nowhere"), task=dict(name="sort_digits")
+    )
+    return recipe_from(data, source="test")
+
+
+@pytest.fixture
+def former(recipe: Recipe) -> Path:
+    """A run directory of format 1."""
+    recipe.directory.mkdir()
+    shutil.copy(FORMAT_1, recipe.directory / "recipe.yaml")
+    return recipe.directory
+
+
+def test_a_frozen_run_is_read_and_resumed(recipe: Recipe) -> None:
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    assert (run.path / "FORMAT").read_text() == f"{RUN_FORMAT}\n"
+    assert run.freeze(recipe) == run.recipe() == recipe
+    with pytest.raises(RunConflictError, match=r"run.seed: 0 → 1"):
+        run.freeze(recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(seed=1)))))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("runs", "show"),
+        ("report",),
+        ("verify", "history"),
+        ("trajectories", "show", "RUN", "0"),
+        ("train", "--replay"),
+        ("scaling", "fit"),
+    ],
+)
+def test_commands_refuse_a_run_of_an_earlier_version_in_one_line(former: Path, command: tuple[str, ...]) -> None:
+    arguments = [str(former) if word == "RUN" else word for word in command]
+    arguments += [] if "RUN" in command else [str(former)]
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, StoreError), error
+    assert str(error).startswith(
+        f"{former} was made by an earlier version of Even Keel (run format 1, this version reads"
+    )
+    assert "start a new run" in str(error)
+    assert "BatchStore" in str(error)
+    assert "\n" not in str(error)
+    assert [path.name for path in former.iterdir()] == ["recipe.yaml"]
+
+
+def test_training_does_not_go_on_with_a_run_of_an_earlier_version(
+    former: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.run.train, "preflight", lambda _: None)
+    with pytest.raises(StoreError, match="made by an earlier version"):
+        launch.run.train.train_run(recipe)
+    assert not (former / "batches").exists()
+
+
+@pytest.mark.parametrize(("text", "said"), [("99\n", "made by a later version"), ("two\n", "FORMAT is damaged")])
+def test_other_formats_are_named(recipe: Recipe, text: str, said: str) -> None:
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    (run.path / "FORMAT").write_text(text)
+    with pytest.raises(StoreError, match=said):
+        run.recipe()
+
+
+def test_what_is_no_run_or_damaged_is_said(tmp_path: Path, recipe: Recipe) -> None:
+    with pytest.raises(StoreError, match="is not a run directory"):
+        RunDirectory(tmp_path).recipe()
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    (run.path / "recipe.yaml").write_text("run: [")
+    with pytest.raises(RecipeError, match=r"recipe.yaml is damaged"):
+        run.recipe()
+
+
+def test_numbered_folders_are_found_among_others(tmp_path: Path) -> None:
+    for name in ("000012", "000003", "1000000", "000004.tmp-7", "12", "PUBLISHED"):
+        (tmp_path / name).mkdir()
+    assert numbered_folders(tmp_path) == [3, 12, 1000000]
