@@ -40,7 +40,7 @@ def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearn
         objective=build_objective(recipe),
         temperature=recipe.learner.temperature or recipe.rollout.temperature,
         seed=recipe.run.seed,
-        total_steps=recipe.run.steps,
+        total_steps=recipe.run.steps * recipe.learner.updates_per_batch,
         fp32_lm_head=recipe.model.fp32_lm_head,
         layers=layers,
     )
@@ -81,6 +81,7 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         learner=learner,
         schedule=recipe.build_schedule(),
         contract=build_contract(recipe, build_tokenizer(recipe)),
+        updates_per_batch=recipe.learner.updates_per_batch,
         wait_deadline_s=recipe.run.wait_deadline_s,
     )
     trainer = Trainer(

@@ -1,7 +1,8 @@
 """From one advantage a sample to one a token: normalized over the batch, weighed by what the mean counts alike.
 
-An objective averages over the N sampled tokens of the step. A factor on the advantages turns that mean into another
-one, because every policy term is linear in the advantage; terms without an advantage (a KL anchor) stay token means.
+An objective averages over the N sampled tokens of an optimizer step. A factor on the advantages turns that mean into
+another one, because every policy term is linear in the advantage; terms without an advantage (a KL anchor) stay token
+means. N, R, P and the samples below are those of the step: of the batch, or of a part of it (learner.updates_per_batch).
 
     token     1                     every token alike (DAPO, arXiv 2503.14476)
     sequence  N / (R n_i)           every response alike (GRPO, arXiv 2402.03300, eq. 3); n_i its tokens, R responses
@@ -15,42 +16,38 @@ its point: a long response then counts more, and a short batch takes a shorter s
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.algorithm import AdvantageSection
 from pipeline.data.records import Batch
 
 
+Aggregation = Literal["token", "sequence", "prompt", "constant"]
+
+
 def token_advantages(
-    section: AdvantageSection, batch: Batch, per_sample: NDArray[np.float32], *, max_new_tokens: int
-) -> NDArray[np.float32]:
-    """[responses] float32: the advantages [samples] of a batch as its tokens get them; 0 on forced tokens.
+    aggregation: Aggregation, step: Batch, values: NDArray[np.float64], *, max_new_tokens: int
+) -> NDArray[np.float64]:
+    """[responses]: the advantages `values` [samples] of a step as its tokens get them; 0 where no engine sampled.
 
     `max_new_tokens` is the length L of `constant`.
     """
-    advantages = batch_normalized(per_sample) if section.batch_normalized else per_sample.astype(np.float64)
-    factors = _factors(section.aggregation, batch, max_new_tokens)
-    sample = np.repeat(np.arange(batch.num_samples), batch.response_lengths)
-    return np.where(batch.loss_mask, (advantages * factors)[sample], 0.0).astype(np.float32)
+    factors = _factors(aggregation, step, max_new_tokens)
+    sample = np.repeat(np.arange(step.num_samples), step.response_lengths)
+    return np.where(step.loss_mask, (values * factors)[sample], 0.0)
 
 
-def batch_normalized(per_sample: NDArray[np.float32]) -> NDArray[np.float64]:
-    """[samples] divided by the standard deviation (samples - 1 in the denominator) of all advantages of the batch
-    (ScaleRL, arXiv 2510.13786, recipe). Groups without contrast count, also where they are dropped: dropping must save
-    time and change nothing else."""
-    values = per_sample.astype(np.float64)
-    std = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+def batch_normalized(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """`values` [samples] divided by the standard deviation (samples - 1 in the denominator) of those that are
+    `counted` [samples] (ScaleRL, arXiv 2510.13786, recipe: A^norm). Values that are all equal stay as they are."""
+    kept = values[counted]
+    std = float(np.std(kept, ddof=1)) if len(kept) > 1 else 0.0
     return values / std if std > 0.0 else values
 
 
-def informative_samples(batch: Batch, per_sample: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """[samples] False where no sample of the group has an advantage: such a group's policy gradient is 0."""
-    _, group = np.unique(batch.group, return_inverse=True)
-    return np.asarray(np.bincount(group, per_sample != 0.0)[group] > 0)
-
-
-def _factors(aggregation: str, batch: Batch, max_new_tokens: int) -> NDArray[np.float64]:
+def _factors(aggregation: Aggregation, batch: Batch, max_new_tokens: int) -> NDArray[np.float64]:
     """[samples] the factor of a sample's tokens."""
     ends = np.concatenate([[0], np.cumsum(batch.loss_mask)])[batch.response_offsets]
     lengths = np.diff(ends).astype(np.float64)

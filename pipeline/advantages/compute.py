@@ -1,4 +1,15 @@
-"""From a batch to what each of its tokens is trained with: estimator, normalization, aggregation, in this order."""
+"""From a batch to the advantages of its samples, and from those to what each token of an optimizer step is trained with.
+
+    rewards ──estimator──▶ advantages of samples ──normalized over the batch──▶ aggregation over the tokens of a step
+
+Groups in which every advantage is 0 (those of equal rewards) have no policy gradient. What becomes of them is the
+recipe's choice, `advantage.zero_variance`:
+
+    keep      they are trained on like the others
+    skip      they are not run through the model, but count in every denominator and statistic: same gradient, less work
+    exclude   they are no part of the step: the others are trained on as if these had never been sampled. This is the
+              loss of ScaleRL (arXiv 2510.13786, J_ScaleRL), whose sums run over prompts with 0 < mean(r) < 1 only
+"""
 
 from __future__ import annotations
 
@@ -8,19 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.advantages import AdvantageEstimator
-from pipeline.advantages.aggregation import informative_samples, token_advantages
+from pipeline.advantages.aggregation import batch_normalized, token_advantages
 from pipeline.config.algorithm import AdvantageSection
 from pipeline.data.records import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComputedAdvantages:
-    """What the learner takes."""
+class SampleAdvantages:
+    """The advantages of a batch, before they are given to tokens."""
 
-    advantages: NDArray[np.float32]
-    """[responses]"""
-    trained: NDArray[np.bool_] | None
-    """[samples] those that are run through the model; None for all."""
+    values: NDArray[np.float64]
+    """[samples] normalized, where the recipe says so."""
+    in_loss: NDArray[np.bool_]
+    """[samples] True where the sample is part of an optimizer step, its denominators and statistics; whole groups, at
+    least one."""
+    through_model: NDArray[np.bool_]
+    """[samples] True where the sample is run through the model if it is in the loss; whole groups."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +45,25 @@ class AdvantageComputer:
     estimator: AdvantageEstimator
     max_new_tokens: int
 
-    def compute_advantages(self, batch: Batch) -> ComputedAdvantages:
-        """Advantages by token. Raises NonFiniteError on a reward that is not finite."""
-        per_sample = self.estimator.advantages(batch)
-        advantages = token_advantages(self.section, batch, per_sample, max_new_tokens=self.max_new_tokens)
-        if self.section.zero_variance == "keep":
-            return ComputedAdvantages(advantages=advantages, trained=None)
-        trained = informative_samples(batch, per_sample)
-        # A batch without any contrast still makes its step, of nothing: the schedule counts steps.
-        return ComputedAdvantages(advantages=advantages, trained=trained if trained.any() else None)
+    def compute_advantages(self, batch: Batch) -> SampleAdvantages:
+        """Advantages of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""
+        values, everything = self.estimator.advantages(batch).astype(np.float64), np.ones(batch.num_samples, np.bool_)
+        informative = informative_samples(batch, values)
+        # A batch without any advantage still makes its step, of nothing: the schedule counts steps.
+        in_loss = informative if self.section.zero_variance == "exclude" and informative.any() else everything
+        return SampleAdvantages(
+            values=batch_normalized(values, in_loss) if self.section.batch_normalized else values,
+            in_loss=in_loss,
+            through_model=informative if self.section.zero_variance == "skip" else everything,
+        )
+
+    def by_token(self, step: Batch, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[responses] what the tokens of one optimizer step are trained with, from `values` [samples] of the same
+        samples; 0 on tokens that no engine sampled."""
+        return token_advantages(self.section.aggregation, step, values, max_new_tokens=self.max_new_tokens)
+
+
+def informative_samples(batch: Batch, values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """[samples] False where every one of the group's `values` [samples] is 0: such a group has no policy gradient."""
+    _, group = np.unique(batch.group, return_inverse=True)
+    return np.asarray(np.bincount(group, values != 0.0)[group] > 0)

@@ -196,9 +196,11 @@ class AdvantageBase(Section):
         "alike (ScaleRL), or tokens over a fixed length (Dr. GRPO: rollout.max_new_tokens).",
     )
     batch_normalized: bool = Field(False, description="Divide by the standard deviation over the batch (ScaleRL).")
-    zero_variance: Literal["keep", "drop"] = Field(
+    zero_variance: Literal["keep", "skip", "exclude"] = Field(
         "keep",
-        description="drop: groups of equal rewards are not run through the learner; they still count in denominators.",
+        description="Groups of equal rewards, which have no policy gradient. keep: trained on like the others. skip: not "
+        "run through the learner, but counted in every denominator and batch statistic; the gradient is that of keep. "
+        "exclude: no part of the loss, its denominators and the batch statistics (ScaleRL's effective batch).",
     )
 
 

@@ -38,7 +38,7 @@ class RunSection(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Folder below `root`.")
     root: Path = Field(Path("runs"), description="Where run directories live.")
     seed: NonNegativeInt = Field(0, description="Seeds prompt order, model-parallel RNG and evaluation prompts.")
-    steps: PositiveInt = Field(description="Optimizer steps = batches.")
+    steps: PositiveInt = Field(description="Batches to train on, each in learner.updates_per_batch optimizer steps.")
     wait_deadline_s: PositiveFloat = Field(3600.0, description="Longest wait of one loop for the other.")
     max_restarts: NonNegativeInt = Field(5, description="Restarts of one process without progress before giving up.")
 
@@ -168,7 +168,7 @@ class OptimizerSection(Section):
     lr: PositiveFloat = 4e-4
     min_lr: float = Field(0.0, ge=0.0)
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 5
+    warmup_steps: NonNegativeInt = Field(5, description="Optimizer steps of linear warm-up.")
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(0.01, ge=0.0)
@@ -206,6 +206,12 @@ class LearnerSection(Section):
         "fp8_delayed one a tensor, from earlier micro-batches.",
     )
     micro_batch_tokens: PositiveInt = Field(8192, description="Padded tokens of a micro-batch, at most.")
+    updates_per_batch: PositiveInt = Field(
+        1,
+        description="Optimizer steps of a batch, each on prompts of its own (mini-batches in verl and slime). "
+        "Advantages are those of the whole batch, and old log-probabilities those before its first step; denominators, "
+        "an ESS or a veto of `step` scope are those of the mini-batch. Versions and lag count batches.",
+    )
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     step_deadline_s: PositiveFloat = Field(600.0, description="A collective that takes longer ends the process.")
 
@@ -230,7 +236,7 @@ class AsyncSchedule(Section):
 
 class StagedSchedule(Section):
     kind: Literal["staged"]
-    updates_per_stage: PositiveInt = Field(8, description="mu: optimizer steps between two publishes.")
+    updates_per_stage: PositiveInt = Field(8, description="mu: batches that are trained on between two publishes.")
 
 
 ScheduleSection = Annotated[SyncSchedule | AsyncSchedule | StagedSchedule, Field(discriminator="kind")]
@@ -303,10 +309,15 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _batch_feeds_every_rank(self) -> Self:
-        samples = self.rollout.prompts_per_batch * self.rollout.group_size
-        if samples < self.learner.data_parallel:
+        prompts, updates = self.rollout.prompts_per_batch, self.learner.updates_per_batch
+        if prompts % updates:
             raise ValueError(
-                f"a batch of {self.rollout.prompts_per_batch} prompts × {self.rollout.group_size} samples cannot feed "
+                f"rollout.prompts_per_batch {prompts} is no multiple of learner.updates_per_batch {updates}: the "
+                "optimizer steps of a batch would differ in size; change one of them"
+            )
+        if prompts // updates * self.rollout.group_size < self.learner.data_parallel:
+            raise ValueError(
+                f"an optimizer step on {prompts // updates} prompts × {self.rollout.group_size} samples cannot feed "
                 f"learner.data_parallel {self.learner.data_parallel}; raise rollout.prompts_per_batch"
             )
         return self

@@ -6,7 +6,7 @@ A Batch is flat and ragged, exactly as it lies in the store: all tokens of all s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -199,6 +199,23 @@ class Batch:
     def sample_tokens(self, sample: int) -> NDArray[np.int32]:
         """Prompt and response tokens of one sample."""
         return self.tokens[self.sample_offsets[sample] : self.sample_offsets[sample + 1]]
+
+    def select(self, samples: NDArray[np.bool_]) -> Batch:
+        """The samples marked in `samples` [n] alone, in the same order. What describes the collection (`dropped`,
+        `next_group`, `open_groups`) stays that of the whole batch."""
+        tokens = np.repeat(samples, np.diff(self.sample_offsets))
+        responses = np.repeat(samples, self.response_lengths)
+        lengths = np.diff(self.sample_offsets)[samples]
+        of_samples = "prompt_lengths group problem reward finish truncated engine queued_s generated_s".split()
+        of_responses = "rollout_logprobs policy_version loss_mask".split()
+        return replace(
+            self,
+            tokens=self.tokens[tokens],
+            sample_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            reward_parts={name: values[samples] for name, values in self.reward_parts.items()},
+            **{name: getattr(self, name)[samples] for name in of_samples},
+            **{name: getattr(self, name)[responses] for name in of_responses},
+        )
 
     @staticmethod
     def from_groups(

@@ -1,6 +1,8 @@
 """The learner loop, run by every rank.
 
-store ──batch──▶ learner.logprobs ──scored step──▶ advantages──▶ learner.update ──▶ channel.publish ──▶ engines
+store ──batch──▶ advantages ──▶ mini-batches ──▶ learner.logprobs ──▶ learner.update ──▶ channel.publish ──▶ engines
+                                      ▲       updates_per_batch times          │
+                                      └────────────────────────────────────────┘
 
 train     consumes: batch `step` of the store, in order
           waits for: that batch's file
@@ -23,10 +25,11 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.records import SOLVED_REWARD, Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.ports.learner import Learner
+from pipeline.ports.learner import Learner, Update
 from pipeline.ports.weight_update import WeightChannel
 from pipeline.schedule import Schedule
 from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.trainer.mini_batches import merge_updates, mini_batches
 from pipeline.trainer.old_logprobs import OldLogprobs
 
 
@@ -53,7 +56,9 @@ class Trainer:
     schedule: Schedule
     advantage_computer: AdvantageComputer
     scores_step: bool
-    """Whether the objective wants the batch scored before the step."""
+    """Whether the objective wants what it is trained on scored before each optimizer step."""
+    updates_per_batch: int
+    """Optimizer steps of a batch, at most."""
     old_logprobs: OldLogprobs | None
     """None when nothing divides by pi_old."""
     channel: WeightChannel | None
@@ -71,14 +76,7 @@ class Trainer:
             watch = Stopwatch()
             with watch.phase("wait"):
                 batch = self.store.wait(step, self.contract, deadline_s=self.wait_deadline_s)
-            with watch.phase("logprobs"):
-                scored = self.learner.logprobs(batch) if self.scores_step else None
-                old_logprobs = self.old_logprobs.of(step) if self.old_logprobs else None
-            with watch.phase("update"):
-                computed = self.advantage_computer.compute_advantages(batch)
-                update = self.learner.update(
-                    batch, computed.advantages, scored, old_logprobs=old_logprobs, trained=computed.trained
-                )
+            update = self._update(batch, watch)
             measured = describe(batch, step)
             self.advantage_computer.estimator.observe(
                 solve_rate=asked_solve_rate(batch), entropy=update.metrics["entropy"]
@@ -101,6 +99,22 @@ class Trainer:
                     **{name: value for name, value in published.items() if not name.endswith("_s")},
                 )
         self.learner.export(self.run.model)
+
+    def _update(self, batch: Batch, watch: Stopwatch) -> Update:
+        """The optimizer steps of one batch."""
+        with watch.phase("logprobs"):
+            old_logprobs = self.old_logprobs.of(batch) if self.old_logprobs else None
+        parts, updates = mini_batches(self.advantage_computer, batch, self.updates_per_batch), []
+        for part in parts:
+            with watch.phase("logprobs"):
+                scored = self.learner.logprobs(part.batch) if self.scores_step else None
+            with watch.phase("update"):
+                old = part.part_of(old_logprobs)
+                update = self.learner.update(
+                    part.batch, part.advantages, scored, old_logprobs=old, trained=part.trained
+                )
+                updates.append(update)
+        return merge_updates(parts, updates)
 
     def _publish(self, step: int) -> dict[str, float]:
         """Give version `step + 1` to the engines when the schedule says so and it is not published already."""

@@ -1,9 +1,11 @@
-"""pi_old: the learner's own log-probabilities of a batch at the weights with which its stage began.
+"""pi_old: the learner's own log-probabilities of a batch, at weights that stay the same for several optimizer steps.
 
-Where every step is published (sync, async) that is the policy just before the step, which is what scoring the step
-yields anyway. In a staged run the batches of a stage are scored together before its first step, as trainers with
-mini-batches recompute the old log-probabilities of a rollout batch, and kept in the run directory: a learner that is
-started again in the middle of a stage has other weights by then.
+staged                            the weights with which the stage began. All batches of a stage are scored before
+                                  its first step, and kept in the run directory: a learner that is started again in
+                                  the middle of a stage has other weights by then
+sync, async; several updates      the weights before the batch's first update. The batch is scored as a whole, as
+                                  trainers with mini-batches do
+sync, async; one update a batch   the weights before the step, which is what scoring the step yields anyway
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.records import LogprobContract
+from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
@@ -29,17 +31,19 @@ class OldLogprobs:
     store: BatchStore
     learner: Learner
     schedule: Schedule
+    updates_per_batch: int
     contract: LogprobContract
     wait_deadline_s: float
 
-    def of(self, step: int) -> NDArray[np.float32] | None:
-        """[responses] for batch `step`, None where they are those of the scored step. Collective.
+    def of(self, batch: Batch) -> NDArray[np.float32] | None:
+        """[responses], None where they are those of the scored step. Collective; called before the first update.
 
-        The first step of a stage waits for all batches of the stage, and scores them. Raises StoreError when those of a
-        stage that is under way are missing.
+        The first batch of a stage waits for all batches of the stage, and scores them. Raises StoreError when those of
+        a stage that is under way are missing.
         """
         if self.schedule.kind != "staged":
-            return None
+            return self.learner.logprobs(batch) if self.updates_per_batch > 1 else None
+        step = batch.index
         if step == self.schedule.required_version(step):
             self._score_stage(step)
         kept = self.run.old_logprobs(step)

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.advantages.aggregation import informative_samples, token_advantages
-from pipeline.config.algorithm import PlainAdvantage
+from pipeline.advantages.aggregation import batch_normalized, token_advantages
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
@@ -42,10 +41,13 @@ def batch_of(layout: Layout) -> Batch:
     return Batch.from_groups(0, groups, contract=CONTRACT, dropped=[], next_group=99, recipe_sha256="cd" * 32)
 
 
-def tokens_of(layout: Layout, per_sample: NDArray[np.float32], **options: object) -> list[float]:
-    section = PlainAdvantage.model_validate(options)
-    found = token_advantages(section, batch_of(layout), per_sample, max_new_tokens=8)
-    assert found.dtype == np.float32
+def tokens_of(
+    layout: Layout, per_sample: NDArray[Any], aggregation: Any = "token", *, normalized: bool = False
+) -> list[float]:
+    values = per_sample.astype(np.float64)
+    values = batch_normalized(values, np.ones(len(values), np.bool_)) if normalized else values
+    found = token_advantages(aggregation, batch_of(layout), values, max_new_tokens=8)
+    assert found.dtype == np.float64
     return found.tolist()
 
 
@@ -82,8 +84,8 @@ layouts = st.lists(st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max
 def test_each_mean_counts_its_parts_alike_and_the_sum_is_that_of_the_tokens(layout: Layout, aggregation: str) -> None:
     """With advantage 1 everywhere the tokens sum to N, and every part that has a token holds the same share of it."""
     batch = batch_of(layout)
-    section = PlainAdvantage(aggregation=aggregation)  # type: ignore[arg-type]
-    found = token_advantages(section, batch, np.ones(batch.num_samples, np.float32), max_new_tokens=8)
+    means: Any = aggregation
+    found = token_advantages(means, batch, np.ones(batch.num_samples), max_new_tokens=8)
     assert found.sum() == pytest.approx(batch.num_sampled_tokens, rel=1e-5)
     assert not found[~batch.loss_mask].any()
     sample = np.repeat(np.arange(batch.num_samples), batch.response_lengths)
@@ -99,7 +101,7 @@ def test_each_mean_counts_its_parts_alike_and_the_sum_is_that_of_the_tokens(layo
 def test_groups_may_come_in_any_order(layout: Layout, aggregation: str, normalized: bool) -> None:
     def by_group(each: Layout, values: list[float]) -> list[list[float]]:
         per_sample = np.array(values, np.float32)
-        tokens = iter(tokens_of(each, per_sample, aggregation=aggregation, batch_normalized=normalized))
+        tokens = iter(tokens_of(each, per_sample, aggregation, normalized=normalized))
         return [[next(tokens) for response in group for _ in response] for group in each]
 
     sizes = [len(group) for group in layout]
@@ -112,7 +114,7 @@ def test_groups_may_come_in_any_order(layout: Layout, aggregation: str, normaliz
 
 def test_normalisation_divides_by_the_std_of_all_samples() -> None:
     """Advantages 1, -2, 3, 4, 5: mean 2.2, squares 1.44 + 17.64 + .64 + 3.24 + 7.84 = 30.8, sample std sqrt(7.7)."""
-    found = tokens_of(HAND, PER_SAMPLE, batch_normalized=True)
+    found = tokens_of(HAND, PER_SAMPLE, normalized=True)
     assert found[0] == pytest.approx(1 / 7.7**0.5)
     assert found[2] == pytest.approx(-2 / 7.7**0.5)
 
@@ -120,29 +122,20 @@ def test_normalisation_divides_by_the_std_of_all_samples() -> None:
 @given(values=st.lists(st.integers(-8, 8), min_size=5, max_size=5), scale=st.sampled_from([1e-6, 0.5, 1e6]))
 def test_normalised_advantages_feel_no_scale(values: list[int], scale: float) -> None:
     advantages = np.array(values, np.float32)
-    straight = tokens_of(HAND, advantages, batch_normalized=True)
-    scaled = tokens_of(HAND, (advantages * scale).astype(np.float32), batch_normalized=True)
+    straight = tokens_of(HAND, advantages, normalized=True)
+    scaled = tokens_of(HAND, (advantages * scale).astype(np.float32), normalized=True)
     if len(set(values)) > 1:  # equal ones have no std, and stay as they are
         np.testing.assert_allclose(scaled, straight, rtol=1e-5)
 
 
-@pytest.mark.parametrize("aggregation", HANDS)
-def test_dropping_groups_without_contrast_changes_no_token(aggregation: str) -> None:
-    per_sample = np.array([1.0, -1.0, 0.0, 0.0, 0.0], np.float32)
-    options: dict[str, Any] = dict(aggregation=aggregation, batch_normalized=True)
-    kept = tokens_of(HAND, per_sample, zero_variance="keep", **options)
-    assert tokens_of(HAND, per_sample, zero_variance="drop", **options) == kept
-    assert informative_samples(batch_of(HAND), per_sample).tolist() == [True, True, False, False, False]
-
-
-def test_one_advantage_makes_its_whole_group_informative() -> None:
-    """maxrl in a group of which one sample has an advantage of exactly 0."""
-    per_sample = np.array([0.0, 0.0, 0.0, 0.0, -1e-30], np.float32)
-    assert informative_samples(batch_of(HAND), per_sample).tolist() == [False, False, True, True, True]
+def test_normalisation_counts_only_what_it_is_told_to() -> None:
+    """Of 1, -2, 3, 4, 5 the first and the third: mean 2, sample std sqrt(2)."""
+    found = batch_normalized(PER_SAMPLE.astype(np.float64), np.array([True, False, True, False, False]))
+    np.testing.assert_allclose(found, PER_SAMPLE / 2**0.5)
 
 
 def test_batches_without_contrast_or_tokens_are_no_error() -> None:
     zeros = np.zeros(5, np.float32)
-    assert not any(tokens_of(HAND, zeros, batch_normalized=True, aggregation="sequence"))
+    assert not any(tokens_of(HAND, zeros, normalized=True, aggregation="sequence"))
     assert tokens_of([[[], []]], zeros[:2], aggregation="prompt") == []
-    assert tokens_of([[[T]]], zeros[:1] + 1, aggregation="constant", batch_normalized=True) == [0.0]
+    assert tokens_of([[[T]]], zeros[:1] + 1, aggregation="constant", normalized=True) == [0.0]

@@ -34,7 +34,7 @@ COMBINATIONS: list[dict[str, dict[str, Any]]] = [
     dict(objective=OLD_ANCHOR, correction=dict(name="icepop"), advantage=dict(name="power", delta=0.5)),
     dict(objective=dict(name="gspo", anchor="old"), correction=dict(name="rejection")),
     dict(objective=dict(name="cispo"), correction=dict(name="opsm"), advantage=dict(name="dr_grpo")),
-    dict(objective=dict(name="mu_grpo"), advantage=dict(name="f_grpo", zero_variance="drop")),
+    dict(objective=dict(name="mu_grpo"), advantage=dict(name="f_grpo", zero_variance="skip")),
     dict(objective=dict(name="decoupled"), advantage=dict(name="pass_at_k", k=7)),
     dict(objective=dict(name="m2po"), advantage=dict(name="rloo", aggregation="constant")),
     dict(objective=dict(name="dppo_tv")),

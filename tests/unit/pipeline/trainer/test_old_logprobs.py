@@ -32,25 +32,29 @@ class Learner:
         pass
 
 
-def old_logprobs(folder: Path, learner: Learner, schedule: Schedule) -> OldLogprobs:
+def batch(index: int) -> Any:
+    return SimpleNamespace(index=index)
+
+
+def old_logprobs(folder: Path, learner: Learner, schedule: Schedule, updates_per_batch: int = 1) -> OldLogprobs:
     run = RunDirectory(folder)
     run.logprobs.mkdir(parents=True, exist_ok=True)
-    store: Any = SimpleNamespace(wait=lambda index, contract, deadline_s: SimpleNamespace(index=index))
+    store: Any = SimpleNamespace(wait=lambda index, contract, deadline_s: batch(index))
     adapters: dict[str, Any] = dict(learner=learner, store=store, contract=None)
-    return OldLogprobs(run=run, schedule=schedule, wait_deadline_s=1.0, **adapters)
+    return OldLogprobs(run=run, schedule=schedule, updates_per_batch=updates_per_batch, wait_deadline_s=1.0, **adapters)
 
 
 def test_a_stage_is_scored_once_and_whole(tmp_path: Path) -> None:
     learner = Learner(weights=-10.0)
     old = old_logprobs(tmp_path, learner, Schedule(kind="staged", steps=5, updates_per_stage=3))
     for step, expected in ((0, -10.0), (1, -9.0), (2, -8.0)):
-        found = old.of(step)
+        found = old.of(batch(step))
         assert found is not None
         assert found.tolist() == [expected] * 3
         learner.weights += 100.0  # the policy moves within the stage; pi_old does not
     assert learner.scored == [0, 1, 2]
     learner.weights = -20.0
-    last = old.of(3)
+    last = old.of(batch(3))
     assert last is not None
     assert last[0] == -17.0
     assert learner.scored == [0, 1, 2, 3, 4]  # the run ends within its second stage
@@ -58,9 +62,9 @@ def test_a_stage_is_scored_once_and_whole(tmp_path: Path) -> None:
 
 def test_a_learner_that_is_started_again_inside_a_stage_reads_what_was_kept(tmp_path: Path) -> None:
     schedule = Schedule(kind="staged", steps=3, updates_per_stage=3)
-    old_logprobs(tmp_path, Learner(weights=-10.0), schedule).of(0)
+    old_logprobs(tmp_path, Learner(weights=-10.0), schedule).of(batch(0))
     successor = Learner(weights=5.0)
-    found = old_logprobs(tmp_path, successor, schedule).of(2)
+    found = old_logprobs(tmp_path, successor, schedule).of(batch(2))
     assert found is not None
     assert found[0] == -8.0
     assert successor.scored == []
@@ -69,11 +73,20 @@ def test_a_learner_that_is_started_again_inside_a_stage_reads_what_was_kept(tmp_
 def test_without_it_the_stage_cannot_go_on(tmp_path: Path) -> None:
     old = old_logprobs(tmp_path, Learner(0.0), Schedule(kind="staged", steps=4, updates_per_stage=4))
     with pytest.raises(StoreError, match="batch 2 from the beginning of its stage; remove the checkpoints"):
-        old.of(2)
+        old.of(batch(2))
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_where_every_step_is_a_stage_the_scored_step_is_enough(tmp_path: Path, kind: Any) -> None:
     learner = Learner(0.0)
-    assert old_logprobs(tmp_path, learner, Schedule(kind=kind, steps=4, lag=2)).of(1) is None
+    assert old_logprobs(tmp_path, learner, Schedule(kind=kind, steps=4, lag=2)).of(batch(1)) is None
     assert learner.scored == []
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_batch_of_several_updates_is_scored_as_a_whole(tmp_path: Path, kind: Any) -> None:
+    learner = Learner(weights=-10.0)
+    found = old_logprobs(tmp_path, learner, Schedule(kind=kind, steps=4, lag=2), updates_per_batch=4).of(batch(1))
+    assert found is not None
+    assert found.tolist() == [-9.0] * 3
+    assert learner.scored == [1]

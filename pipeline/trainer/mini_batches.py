@@ -1,0 +1,89 @@
+"""The optimizer steps of one batch: up to `learner.updates_per_batch` of them, each on whole groups of its own.
+
+    batch ──advantages──▶ groups that are trained on ──split──▶ mini-batch 1 … µ ──learner.update──▶ one Update
+
+Trainers such as verl and slime call the parts mini-batches. Advantages, and their normalization over the batch, are
+those of the whole batch; what is averaged or counted in an optimizer step (aggregation, the loss's denominator, the
+effective sample size of a step) is that of its mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.advantages.compute import AdvantageComputer
+from pipeline.data.records import Batch
+from pipeline.ports.learner import Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """What one optimizer step takes."""
+
+    batch: Batch
+    """Its samples alone."""
+    advantages: NDArray[np.float32]
+    """[responses of the mini-batch]"""
+    trained: NDArray[np.bool_] | None
+    """[samples of the mini-batch] as Learner.update takes it."""
+    responses: NDArray[np.bool_]
+    """[responses of the whole batch] True on those of the mini-batch."""
+
+    def part_of(self, values: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+        """[responses of the mini-batch] of `values` [responses of the whole batch]; None stays None."""
+        return None if values is None else values[self.responses]
+
+
+def mini_batches(computer: AdvantageComputer, batch: Batch, count: int) -> list[MiniBatch]:
+    """At most `count` mini-batches, which share no group. They depend on the batch alone, so every rank makes the same
+    ones and as many.
+
+    Raises NonFiniteError on a reward that is not finite.
+    """
+    computed = computer.compute_advantages(batch)
+    parts = []
+    for samples in split_groups(batch.group, computed.in_loss, count):
+        part = batch if samples.all() else batch.select(samples)
+        through_model = computed.through_model[samples]
+        parts.append(
+            MiniBatch(
+                batch=part,
+                advantages=computer.by_token(part, computed.values[samples]).astype(np.float32),
+                # Where no sample has an advantage, the step is made of all of them: it needs some token.
+                trained=through_model if through_model.any() and not through_model.all() else None,
+                responses=np.repeat(samples, batch.response_lengths),
+            )
+        )
+    return parts
+
+
+def split_groups(group: NDArray[np.int64], in_loss: NDArray[np.bool_], count: int) -> list[NDArray[np.bool_]]:
+    """Masks [samples] of whole groups, out of those `in_loss` [samples], in the order of the batch: `count` of them with
+    numbers of groups that differ by at most one, or one for each group where there are fewer than `count`."""
+    _, first, member = np.unique(group, return_index=True, return_inverse=True)
+    chosen = np.array(sorted(np.flatnonzero(in_loss[first]), key=lambda number: first[number]))
+    return [np.isin(member, part) for part in np.array_split(chosen, min(count, len(chosen)))]
+
+
+_OVER_UPDATES: dict[str, Callable[[Sequence[float]], float]] = {"num_tokens": sum, "ratio_max": max, "ratio_min": min}
+"""How a metric of several updates becomes that of the batch; the mean for all others."""
+
+
+def merge_updates(parts: Sequence[MiniBatch], updates: Sequence[Update]) -> Update:
+    """One Update for the batch. Metrics are means over the updates, but for the tokens, which add up, and the extremes.
+    Log-probabilities are those before the sample's own update; NaN for samples that no update looked at."""
+    if len(updates) == 1 and parts[0].responses.all():
+        return updates[0]
+    logprobs = np.full(len(parts[0].responses), np.nan, np.float32)
+    for part, update in zip(parts, updates, strict=True):
+        logprobs[part.responses] = update.logprobs
+    values = {name: [update.metrics[name] for update in updates] for name in updates[0].metrics}
+    return Update(
+        metrics={name: float(_OVER_UPDATES.get(name, np.mean)(each)) for name, each in values.items()},
+        histogram=np.sum([update.histogram for update in updates], axis=0).tolist(),
+        logprobs=logprobs,
+    )

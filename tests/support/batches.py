@@ -1,0 +1,41 @@
+"""Batches from rewards alone: responses of random length and content, for tests of what is computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
+
+
+def batch_of_rewards(
+    rewards: Sequence[Sequence[float]], *, index: int = 0, seed: int = 0, unsampled: float = 0.0, vocabulary: int = 256
+) -> Batch:
+    """One group for each of `rewards`, of prompts of 2 to 5 tokens and answers of 1 to 9; of their tokens the share
+    `unsampled` was not sampled (the first always was)."""
+    random = np.random.default_rng(seed)
+
+    def sample(reward: float) -> Sample:
+        length = int(random.integers(1, 10))
+        given = Completion.given(
+            random.integers(0, vocabulary, length).tolist(), random.normal(-2.0, 0.5, length).tolist()
+        )
+        mask = (True, *(random.random(length - 1) >= unsampled).tolist())
+        return Sample(completion=replace(given, loss_mask=mask), reward=reward)
+
+    groups = [
+        Group(
+            prompt=Prompt(
+                group=number, text="", answer="", tokens=tuple(random.integers(0, vocabulary, random.integers(2, 6)))
+            ),
+            samples=tuple(sample(reward) for reward in group),
+        )
+        for number, group in enumerate(rewards)
+    ]
+    return Batch.from_groups(
+        index, groups, contract=CONTRACT, dropped=(), next_group=len(groups), recipe_sha256="cd" * 32
+    )

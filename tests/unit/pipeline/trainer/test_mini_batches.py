@@ -1,0 +1,164 @@
+"""Several optimizer steps of one batch: how it is divided, what each step gets, and what becomes of the metrics."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from pipeline.advantages import build_advantages
+from pipeline.advantages.compute import AdvantageComputer
+from pipeline.config.algorithm import PlainAdvantage
+from pipeline.data.records import Batch
+from pipeline.ports.learner import Update
+from pipeline.trainer.loop import Stopwatch, Trainer
+from pipeline.trainer.mini_batches import mini_batches, split_groups
+from tests.support.batches import batch_of_rewards
+
+MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
+
+
+def computer(**options: Any) -> AdvantageComputer:
+    section = PlainAdvantage.model_validate(dict(name="dr_grpo") | options)
+    return AdvantageComputer(section=section, estimator=build_advantages(section), max_new_tokens=9)
+
+
+class Learner:
+    """Scores a batch by the number of updates that it has made, and remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.given: list[dict[str, Any]] = []
+
+    def logprobs(self, batch: Batch) -> NDArray[np.float32]:
+        self.calls.append("logprobs")
+        return np.full(batch.num_response_tokens, len(self.given), np.float32)
+
+    def update(
+        self, batch: Batch, advantages: Any, scored: Any, *, old_logprobs: Any = None, trained: Any = None
+    ) -> Update:
+        self.calls.append("update")
+        number = len(self.given)
+        given = dict(batch=batch, advantages=advantages, scored=scored, old_logprobs=old_logprobs, trained=trained)
+        self.given.append(given)
+        metrics = dict(loss=1.0 + number, num_tokens=10.0, ratio_max=2.0 + number, ratio_min=0.5 - number / 10)
+        return Update(
+            metrics=metrics,
+            histogram=[1.0, number],
+            logprobs=np.full(batch.num_response_tokens, number, np.float32),
+        )
+
+
+def trained(batch: Batch, updates: int, *, scores: bool = True, old: Any = None, **options: Any) -> Any:
+    learner, unused = Learner(), SimpleNamespace()
+    fields: dict[str, Any] = {name: unused for name in Trainer.__dataclass_fields__}
+    loop = Trainer(
+        **fields
+        | dict(
+            learner=learner,
+            advantage_computer=computer(**options),
+            scores_step=scores,
+            old_logprobs=old,
+            updates_per_batch=updates,
+        )
+    )
+    return learner, loop._update(batch, Stopwatch())
+
+
+def test_one_update_gets_the_batch_itself() -> None:
+    batch = batch_of_rewards([MIXED, EQUAL, MIXED])
+    learner, update = trained(batch, 1)
+    (given,) = learner.given
+    assert given["batch"] is batch
+    assert given["trained"] is None
+    assert update.metrics["loss"] == 1.0
+    assert update.logprobs.tolist() == [0.0] * batch.num_response_tokens
+
+
+def test_each_update_gets_whole_groups_scored_at_its_own_weights_and_old_logprobs_of_the_whole_batch() -> None:
+    batch = batch_of_rewards([MIXED] * 5, seed=3)
+    whole = np.arange(batch.num_response_tokens, dtype=np.float32)
+    learner, update = trained(batch, 2, old=SimpleNamespace(of=lambda _: whole))
+    first, second = learner.given
+    assert learner.calls == ["logprobs", "update"] * 2
+    assert first["batch"].group.tolist() == [0, 0, 1, 1, 2, 2]
+    assert second["batch"].group.tolist() == [3, 3, 4, 4]
+    assert set(first["scored"]) == {0.0}
+    assert set(second["scored"]) == {1.0}
+    assert [*first["old_logprobs"], *second["old_logprobs"]] == whole.tolist()
+    assert update.logprobs.tolist() == [0.0] * len(first["scored"]) + [1.0] * len(second["scored"])
+
+
+def test_metrics_are_means_but_for_totals_and_extremes() -> None:
+    _, update = trained(batch_of_rewards([MIXED] * 4), 4)
+    assert update.metrics == dict(loss=2.5, num_tokens=40.0, ratio_max=5.0, ratio_min=pytest.approx(0.2))
+    assert update.histogram == [4.0, 6.0]
+
+
+def test_excluded_groups_are_in_no_update() -> None:
+    batch = batch_of_rewards([EQUAL, MIXED, EQUAL, MIXED, MIXED])
+    learner, update = trained(batch, 2, scores=False, zero_variance="exclude")
+    assert learner.calls == ["update"] * 2
+    assert [given["batch"].group.tolist() for given in learner.given] == [[1, 1, 3, 3], [4, 4]]
+    looked_at = np.isfinite(update.logprobs)
+    assert looked_at.tolist() == np.repeat(np.isin(batch.group, [1, 3, 4]), batch.response_lengths).tolist()
+
+
+def test_groups_that_are_skipped_stay_in_their_mini_batch() -> None:
+    """The second mini-batch has no other: it is run through the model, for a step needs some token."""
+    batch = batch_of_rewards([EQUAL, MIXED, EQUAL, EQUAL])
+    learner, _ = trained(batch, 2, zero_variance="skip")
+    first, second = learner.given
+    assert first["trained"].tolist() == [False, False, True, True]
+    assert second["trained"] is None
+    assert not second["advantages"].any()
+
+
+def test_fewer_groups_than_updates_are_as_many_updates() -> None:
+    learner, _ = trained(batch_of_rewards([MIXED, EQUAL, EQUAL, EQUAL, MIXED]), 4, zero_variance="exclude")
+    assert [given["batch"].group.tolist() for given in learner.given] == [[0, 0], [4, 4]]
+
+
+def test_the_mean_of_an_update_is_over_its_own_responses_and_the_norm_over_the_batch() -> None:
+    """Deviations ±½ and ±1½ of 8 samples in 4 groups: standard deviation sqrt((4 · ¼ + 4 · 9/4) / 7). `sequence` gives a
+    token of response i the factor N / (R n_i), and N and R are the mini-batch's."""
+    batch = batch_of_rewards([[1.0, 0.0], [3.0, 0.0], [1.0, 0.0], [3.0, 0.0]], seed=5)
+    parts = mini_batches(computer(aggregation="sequence", batch_normalized=True), batch, 2)
+    std = (10 / 7) ** 0.5
+    for part in parts:
+        lengths = part.batch.response_lengths
+        expected = np.array([0.5, -0.5, 1.5, -1.5]) / std * lengths.sum() / (4 * lengths)
+        np.testing.assert_allclose(part.advantages, np.repeat(expected, lengths), rtol=1e-6)
+
+
+def test_selected_samples_are_those_of_the_batch() -> None:
+    batch = batch_of_rewards([MIXED, EQUAL, MIXED], seed=7, unsampled=0.3)
+    samples = np.array([False, True, True, False, False, True])
+    part = batch.select(samples)
+    assert (part.index, part.num_samples) == (batch.index, 3)
+    for place, sample in enumerate(np.flatnonzero(samples)):
+        assert part.sample_tokens(place).tolist() == batch.sample_tokens(int(sample)).tolist()
+        ours, theirs = (b.response_offsets[i : i + 2] for b, i in ((part, place), (batch, int(sample))))
+        for name in ("rollout_logprobs", "policy_version", "loss_mask"):
+            assert getattr(part, name)[slice(*ours)].tolist() == getattr(batch, name)[slice(*theirs)].tolist()
+    assert part.reward.tolist() == batch.reward[samples].tolist()
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=9),
+    count=st.integers(1, 5),
+)
+def test_a_split_divides_the_groups_that_are_in_the_loss(groups: list[tuple[int, bool]], count: int) -> None:
+    group = np.repeat(7 * np.arange(len(groups))[::-1], [size for size, _ in groups])
+    in_loss = np.repeat([chosen or i == 0 for i, (_, chosen) in enumerate(groups)], [size for size, _ in groups])
+    parts = split_groups(group, in_loss, count)
+    assert (sum(part.astype(int) for part in parts) == in_loss).all(), "each sample that is in the loss, once"
+    sizes = [len(set(group[part].tolist())) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert len(parts) == min(count, len(set(group[in_loss].tolist())))
+    assert sum((group[part].tolist() for part in parts), []) == group[in_loss].tolist(), "in the order of the batch"
