@@ -2,7 +2,7 @@
 
 An objective averages over the N sampled tokens of an optimizer step. A factor on the advantages turns that mean into
 another one, because every policy term is linear in the advantage; terms without an advantage (a KL anchor) stay token
-means. N, R, P and the samples below are those of the step: of the batch, or of a part of it (learner.updates_per_batch).
+means. N, R, P and the samples are those of the step: of the batch, or of a part of it (learner.updates_per_batch).
 
     token     1                     every token alike (DAPO, arXiv 2503.14476)
     sequence  N / (R n_i)           every response alike (GRPO, arXiv 2402.03300, eq. 3); n_i its tokens, R responses
@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.records import Batch
-
 
 Aggregation = Literal["token", "sequence", "prompt", "constant"]
 

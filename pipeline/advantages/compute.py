@@ -1,4 +1,4 @@
-"""From a batch to the advantages of its samples, and from those to what each token of an optimizer step is trained with.
+"""From a batch to the advantages of its samples, and from those to what each token of an optimizer step is weighed by.
 
     rewards ──estimator──▶ advantages of samples ──normalized over the batch──▶ aggregation over the tokens of a step
 

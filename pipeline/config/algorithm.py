@@ -198,9 +198,9 @@ class AdvantageBase(Section):
     batch_normalized: bool = Field(False, description="Divide by the standard deviation over the batch (ScaleRL).")
     zero_variance: Literal["keep", "skip", "exclude"] = Field(
         "keep",
-        description="Groups of equal rewards, which have no policy gradient. keep: trained on like the others. skip: not "
-        "run through the learner, but counted in every denominator and batch statistic; the gradient is that of keep. "
-        "exclude: no part of the loss, its denominators and the batch statistics (ScaleRL's effective batch).",
+        description="Groups of equal rewards, which have no policy gradient. keep: trained on like the others. skip: "
+        "not run through the learner, but counted in every denominator and batch statistic; the gradient is that of "
+        "keep. exclude: no part of the loss, its denominators and the batch statistics (ScaleRL's effective batch).",
     )
 
 

@@ -206,14 +206,15 @@ class Batch:
         tokens = np.repeat(samples, np.diff(self.sample_offsets))
         responses = np.repeat(samples, self.response_lengths)
         lengths = np.diff(self.sample_offsets)[samples]
-        of_samples = "prompt_lengths group problem reward finish truncated engine queued_s generated_s".split()
-        of_responses = "rollout_logprobs policy_version loss_mask".split()
+        of_responses = ("rollout_logprobs", "policy_version", "loss_mask")
+        of_samples = ("prompt_lengths", "group", "problem", "reward", "finish", "truncated", "engine")
+        timings = ("queued_s", "generated_s")
         return replace(
             self,
             tokens=self.tokens[tokens],
             sample_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             reward_parts={name: values[samples] for name, values in self.reward_parts.items()},
-            **{name: getattr(self, name)[samples] for name in of_samples},
+            **{name: getattr(self, name)[samples] for name in (*of_samples, *timings)},
             **{name: getattr(self, name)[responses] for name in of_responses},
         )
 

@@ -62,8 +62,10 @@ def mini_batches(computer: AdvantageComputer, batch: Batch, count: int) -> list[
 
 
 def split_groups(group: NDArray[np.int64], in_loss: NDArray[np.bool_], count: int) -> list[NDArray[np.bool_]]:
-    """Masks [samples] of whole groups, out of those `in_loss` [samples], in the order of the batch: `count` of them with
-    numbers of groups that differ by at most one, or one for each group where there are fewer than `count`."""
+    """`count` masks [samples] of whole groups, of those `in_loss` [samples], in the order of the batch.
+
+    Their numbers of groups differ by at most one. Fewer groups than `count` get one mask each.
+    """
     _, first, member = np.unique(group, return_index=True, return_inverse=True)
     chosen = np.array(sorted(np.flatnonzero(in_loss[first]), key=lambda number: first[number]))
     return [np.isin(member, part) for part in np.array_split(chosen, min(count, len(chosen)))]

@@ -125,8 +125,8 @@ def test_fewer_groups_than_updates_are_as_many_updates() -> None:
 
 
 def test_the_mean_of_an_update_is_over_its_own_responses_and_the_norm_over_the_batch() -> None:
-    """Deviations ±½ and ±1½ of 8 samples in 4 groups: standard deviation sqrt((4 · ¼ + 4 · 9/4) / 7). `sequence` gives a
-    token of response i the factor N / (R n_i), and N and R are the mini-batch's."""
+    """Deviations ±½ and ±1½ of 8 samples in 4 groups: standard deviation sqrt((4 · ¼ + 4 · 9/4) / 7). `sequence` gives
+    a token of response i the factor N / (R n_i), and N and R are the mini-batch's."""
     batch = batch_of_rewards([[1.0, 0.0], [3.0, 0.0], [1.0, 0.0], [3.0, 0.0]], seed=5)
     parts = mini_batches(computer(aggregation="sequence", batch_normalized=True), batch, 2)
     std = (10 / 7) ** 0.5
@@ -161,4 +161,5 @@ def test_a_split_divides_the_groups_that_are_in_the_loss(groups: list[tuple[int,
     sizes = [len(set(group[part].tolist())) for part in parts]
     assert max(sizes) - min(sizes) <= 1
     assert len(parts) == min(count, len(set(group[in_loss].tolist())))
-    assert sum((group[part].tolist() for part in parts), []) == group[in_loss].tolist(), "in the order of the batch"
+    in_order = np.concatenate([group[part] for part in parts])
+    assert in_order.tolist() == group[in_loss].tolist(), "in the order of the batch"
