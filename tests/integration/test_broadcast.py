@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,12 +22,12 @@ from pipeline.data.event_log import read_events, read_metrics
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, free_port, start
 from tests.doubles.receiving_double import ReceivingDouble
-from tests.support.runs import environment, evenkeel_json, make_model, make_recipe
+from tests.integration.workers import broadcast_worker
+from tests.support.ranks import Ranks
+from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).parent / "workers" / "broadcast_worker.py"
 KEY = "a-key-of-the-tests"
 DEADLINE_S = 8.0
 STEPS = 6
@@ -98,7 +97,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
             process.wait_ready(START_DEADLINE_S)
         with ReceivingDouble() as double:
             assert refusals(servers.specs[0].url) == refusals(double.url), "the double answers like the server"
-        log = stack.enter_context((root / "ranks.log").open("w"))
         task = dict(
             model=str(servers.model),
             urls=[spec.url for spec in servers.specs],
@@ -107,26 +105,18 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
             out=str(root),
             deadline_s=DEADLINE_S,
         )
-        ranks = subprocess.Popen(
-            [sys.executable, str(WORKER), json.dumps(task)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        stack.callback(ranks.kill)
+        ranks = stack.enter_context(Ranks(4, broadcast_worker.measure, task))
         mend(ranks, root, servers)
-        assert ranks.wait(120) == 0, (root / "ranks.log").read_text()[-6000:]
-        results = [json.loads((root / f"found-{rank}.json").read_text()) for rank in range(4)]
+        results = ranks.results(deadline_s=120)
         results[0]["groups_of_engine_0"] = (root / "engine-0.log").read_text().count("init custom process group")
         yield results
 
 
-def mend(ranks: subprocess.Popen[bytes], root: Path, servers: Servers) -> None:
+def mend(ranks: Ranks, root: Path, servers: Servers) -> None:
     """Start the killed engine again and wake the stopped one, when the ranks say that they noticed."""
     for version in (3, 5):
         while not (root / f"broken-{version}").exists():
-            assert ranks.poll() is None, (root / "ranks.log").read_text()[-6000:]
+            ranks.check()
             time.sleep(0.1)
         newest = root / "run" / "policy" / f"{version - 1:06}"
         pid = servers.restart(1, newest) if version == 3 else servers.wake(1)

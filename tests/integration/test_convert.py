@@ -31,6 +31,8 @@ from pipeline.errors import CorruptCheckpointError
 from pipeline.trainer.checkpoints import COMMIT, commit
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.start import EngineSpec, free_port, start
+from tests.integration.workers.scoring import score
+from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, environment, evenkeel_json, make_recipe
 
 pytestmark = pytest.mark.timeout(400)
@@ -110,10 +112,9 @@ def test_a_stock_engine_serves_what_the_learner_emulates(tmp_path: Path) -> None
     vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]
     generator = random.Random(0)
     rows = [[generator.randrange(vocabulary) for _ in range(40)] for _ in range(8)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
     served = engine_scores(tmp_path, rows)
-    worker(tmp_path, "convert_worker", str(source), "rows.json", "scores.npz")
-    learner = np.load(tmp_path / "scores.npz")
+    (scores,) = run_ranks(1, score, source, rows, 1.0, ("fp8_block", "fp8_tensor"))
+    learner = {name: np.stack(found) for name, found in scores.items()}
     for layout, rollout_format in (("block128", "fp8_block"), ("tensor", "fp8_tensor")):
         plain = np.abs(learner["plain"] - served[layout]).mean()
         emulated = np.abs(learner[rollout_format] - served[layout]).mean()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_bridge.parallel.layout import Layout
 from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from tests.doubles.tiny_model import reference_logprobs, reference_model
-from tests.support.runs import run_ranks
+from tests.integration.workers import learner_scenarios
+from tests.support.ranks import run_ranks
 
-WORKER = Path(__file__).parent / "workers" / "learner_worker.py"
-LAYOUTS = {"one": (), "tp2": ("--tensor", "2"), "pp2": ("--pipeline", "2"), "dp2": ("--data", "2")}
+LAYOUTS = {"one": Layout(), "tp2": Layout(tensor=2), "pp2": Layout(pipeline=2), "dp2": Layout(data=2)}
 PARALLEL = [name for name in LAYOUTS if name != "one"]
 MODELS = ("untied", "tied", "qwen2", "llama")
 TEMPERATURE = 0.8
@@ -69,11 +68,12 @@ class Runs(dict[str, Path]):
 
     def __missing__(self, layout: str) -> Path:
         source = {"one": "dp2", "pp2": "tp2"}.get(layout)
-        reshard = ["--reshard", str(self[source] / "checkpoint")] if source else []
-        folder = self[layout] = self._root / layout
+        reshard = self[source] / "checkpoint" if source else None
+        folder = self._root / layout
         folder.mkdir()
-        ranks = 1 if layout == "one" else 2
-        run_ranks(ranks, WORKER, *LAYOUTS[layout], "--models", self._models, "--out", folder, *reshard)
+        sizes = LAYOUTS[layout]
+        run_ranks(sizes.num_processes, learner_scenarios.measure, sizes, self._models, folder, reshard)
+        self[layout] = folder
         return folder
 
 
@@ -109,15 +109,9 @@ def test_ranks_agree(found: Found, layout: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_are_those_of_transformers(models: Path, found: Found, layout: str, model: str) -> None:
-    sys.path.insert(0, str(WORKER.parent))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from learner_scenarios import make_batch
-        from transformers import AutoModelForCausalLM
-
-        reference = AutoModelForCausalLM.from_pretrained(models / model, dtype=torch.float32)
+    reference = reference_model(models / model)
     for i, ours in enumerate(found[layout][0][f"scores_{model}"]):
-        row = torch.from_numpy(make_batch(7).sample_tokens(i)).long()
+        row = torch.from_numpy(learner_scenarios.make_batch(7).sample_tokens(i)).long()
         with torch.no_grad():
             logits = reference(row[None]).logits[0, :-1].double() / TEMPERATURE
         theirs = torch.log_softmax(logits, -1).gather(1, row[1:, None])[:, 0]

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from launch.convert.new_model import new_model
-from tests.support.runs import run_ranks
+from tests.integration.workers.objectives_worker import measure
+from tests.support.ranks import run_ranks
 
-WORKER = Path(__file__).parent / "workers" / "objectives_worker.py"
 LAYOUTS = {1: ["one×MB1", "one"], 2: ["DP2", "CP2", "PP2"]}
 
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("objectives")
     new_model(folder / "model", hidden=32, layers=2, head_dim=16, ffn=64, seed=1)
     for ranks, layouts in LAYOUTS.items():
-        run_ranks(ranks, WORKER, folder, *layouts)
+        run_ranks(ranks, measure, folder, layouts)
     return folder
 
 

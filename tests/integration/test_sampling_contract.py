@@ -7,11 +7,7 @@ real learner: at equal weights their ratio is then 1 on every token, and a corre
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +22,11 @@ from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.start import EngineSpec, free_port, start
 from tests.doubles.tiny_model import reference_model, write_checkpoint
+from tests.integration.workers.scoring import score
+from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).parent / "workers" / "contract_worker.py"
 KEY = "a-key-of-the-tests"
 PROMPT = [random.Random(0).randrange(256) for _ in range(24)]
 TEMPERATURE, TOP_P, TOP_K = 1.3, 0.8, 5
@@ -82,24 +78,11 @@ async def sample(url: str) -> dict[str, list[Completion]]:
 
 
 @pytest.fixture(scope="module")
-def learner_logprobs(
-    sampled: Sampled, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[NDArray[np.float32]]]:
+def learner_logprobs(sampled: Sampled) -> dict[str, list[NDArray[np.float32]]]:
     """cut → sample → [tokens], from a learner told the temperature and nothing of the cut."""
-    root = tmp_path_factory.mktemp("learner")
     rows = [[*PROMPT, *completion.tokens] for group in sampled.groups.values() for completion in group]
-    (root / "rows.json").write_text(json.dumps(rows))
-    done = subprocess.run(
-        [sys.executable, WORKER, sampled.checkpoint, root / "rows.json", root / "out.npz", str(TEMPERATURE)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    with np.load(root / "out.npz") as found:
-        scored = [found[f"arr_{place}"][len(PROMPT) - 1 :] for place in range(len(rows))]
+    (found,) = run_ranks(1, score, sampled.checkpoint, rows, TEMPERATURE)
+    scored = [row[len(PROMPT) - 1 :] for row in found["plain"]]
     return {name: [scored.pop(0) for _ in group] for name, group in sampled.groups.items()}
 
 

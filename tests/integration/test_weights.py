@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_bridge.hf.model_config import ModelConfig
-
-WORKER = Path(__file__).parent / "workers" / "weights_worker.py"
-ROOT = Path(__file__).parents[2]
+from tests.integration.workers import weights_worker
+from tests.support.ranks import run_ranks
 
 SIZES: dict[str, Any] = dict(
     hidden_size=32,
@@ -68,16 +63,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     cases = []
     for number, (model, layout) in enumerate(LAYOUTS.values()):
         (root / str(number)).mkdir()
-        cases.append((layout, str(root / model), str(root / str(number))))
-    done = subprocess.run(
-        [sys.executable, str(WORKER), json.dumps(cases)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        cases.append((layout, root / model, root / str(number)))
+    run_ranks(4, weights_worker.measure, cases)
     return {
         name: [json.loads((root / str(number) / f"{rank}.json").read_text()) for rank in range(4)]
         for number, name in enumerate(LAYOUTS)

@@ -62,21 +62,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
 
 
-def run_ranks(ranks: int, worker: Path, *arguments: str | Path) -> None:
-    """Run a worker script as so many ranks under torchrun, to their end; what they said is in the failure."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", worker]
-    done = subprocess.run(
-        [*map(str, [*command, *arguments])],
-        capture_output=True,
-        text=True,
-        timeout=RUN_DEADLINE_S,
-        env=environment(),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, f"{worker.name} {arguments}: {done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-
-
 def evenkeel(*arguments: str | Path, timeout: float = RUN_DEADLINE_S) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end."""
     return subprocess.run(

@@ -1,20 +1,10 @@
-"""Four learner ranks (TP2×PP2) that broadcast to running engines, while rank 0 breaks an engine between two buckets.
-
-Started once: the ranks are forked after the imports. What test_broadcast.py asserts goes into found.json.
-"""
+"""Four learner ranks (TP2×PP2) that broadcast to running engines, while rank 0 breaks an engine between two buckets."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import os
 import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +14,19 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-warnings.filterwarnings("ignore")
-
-from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from megatron_bridge.parallel.layout import Layout, initialize  # noqa: E402
-from megatron_bridge.weight_sync.buckets import Bucket, pack  # noqa: E402
-from megatron_bridge.weight_sync.disk import WeightCheckPlan  # noqa: E402
-from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport  # noqa: E402
-from megatron_bridge.weight_sync.streaming import StreamedChannel  # noqa: E402
-from pipeline.config.recipe import LearnerSection  # noqa: E402
-from pipeline.data.run_directory import RunDirectory  # noqa: E402
-from pipeline.errors import EngineUnavailableError  # noqa: E402
-from pipeline.ports.weight_update import TensorSpec  # noqa: E402
-from precision.objectives import P3O  # noqa: E402
-from rollout_sglang.weights.expected_checksums import ExpectedChecksums  # noqa: E402
-from rollout_sglang.weights.weight_update import FleetUpdateSession  # noqa: E402
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.parallel.layout import Layout, initialize
+from megatron_bridge.weight_sync.buckets import Bucket, pack
+from megatron_bridge.weight_sync.disk import WeightCheckPlan
+from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
+from megatron_bridge.weight_sync.streaming import StreamedChannel
+from pipeline.config.recipe import LearnerSection
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import EngineUnavailableError
+from pipeline.ports.weight_update import TensorSpec
+from precision.objectives import P3O
+from rollout_sglang.weights.expected_checksums import ExpectedChecksums
+from rollout_sglang.weights.weight_update import FleetUpdateSession
 
 ROWS = tuple(tuple((7 * row + 3 * place) % 40 for place in range(24)) for row in range(3))
 BUCKET_BYTES = 1 << 18
@@ -127,7 +115,7 @@ class Rank:
             url: float(max(np.abs(a - b).max() for a, b in zip(ours, rows, strict=True)))
             for url, rows in theirs.items()
         }
-        self.found["publishes"][version if publishing else f"{version} resynced"] = {
+        self.found["publishes"][str(version) if publishing else f"{version} resynced"] = {
             "measured": measured,
             "gaps": gaps,
             "versions": channel._event_loop.run(self.fleet.versions()),
@@ -224,31 +212,8 @@ class Rank:
         dist.barrier()
 
 
-def run_rank(rank: int, store: str, task: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=60)
-    )
+def measure(task: dict[str, Any]) -> dict[str, Any]:
+    """One of four ranks; returns what the test asserts. `task`: model, urls, pids, key, out, deadline_s."""
     here = Rank(task)
     here.publishes()
-    (Path(task["out"]) / f"found-{rank}.json").write_text(json.dumps(here.found))
-    dist.barrier()
-    os._exit(0)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("task", help="JSON: model, urls, pids, key, out")
-    task = json.loads(parser.parse_args().task)
-    context = multiprocessing.get_context("fork")
-    store = str(Path(task["out"]) / "store")
-    ranks = [context.Process(target=run_rank, args=(rank, store, task)) for rank in range(4)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in ranks))
-
-
-if __name__ == "__main__":
-    main()
+    return here.found

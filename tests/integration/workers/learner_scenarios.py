@@ -1,31 +1,27 @@
-"""Everything that test_learner.py compares between layouts, in one start of the processes."""
+"""Everything that test_learner.py compares between layouts; see tests.support.ranks."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-warnings.filterwarnings("ignore")
-
-from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from megatron_bridge.model.logprobs import vocab_parallel_logprobs  # noqa: E402
-from megatron_bridge.parallel.layout import Layout, initialize  # noqa: E402
-from megatron_bridge.step.fp8_emulation import emulated  # noqa: E402
-from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan  # noqa: E402
-from pipeline.config.recipe import LearnerSection, OptimizerSection  # noqa: E402
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample  # noqa: E402
-from pipeline.data.run_directory import RunDirectory  # noqa: E402
-from pipeline.errors import EngineUnavailableError, NonFiniteError  # noqa: E402
-from pipeline.ports.weight_check import WeightCheck  # noqa: E402
-from precision.formats.quant_map import QuantMap  # noqa: E402
-from precision.objectives import P3O, Supervised  # noqa: E402
-from rollout_sglang.weights.expected_checksums import ExpectedChecksums  # noqa: E402
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.model.logprobs import vocab_parallel_logprobs
+from megatron_bridge.parallel.layout import Layout, initialize
+from megatron_bridge.step.fp8_emulation import emulated
+from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan
+from pipeline.config.recipe import LearnerSection, OptimizerSection
+from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import EngineUnavailableError, NonFiniteError
+from pipeline.ports.weight_check import WeightCheck
+from precision.formats.quant_map import QuantMap
+from precision.objectives import P3O, Supervised
+from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
 TEMPERATURE = 0.8
@@ -207,27 +203,17 @@ class Worker:
         torch.testing.assert_close(mine.grad, whole.grad.chunk(size, -1)[rank])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name in ("tensor", "pipeline", "data"):
-        parser.add_argument(f"--{name}", type=int, default=1)
-    parser.add_argument("--models", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--reshard", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    layout = Layout(tensor=options.tensor, pipeline=options.pipeline, data=options.data)
+def measure(layout: Layout, models: Path, out: Path, reshard: Path | None) -> None:
+    """One rank: write found_RANK.json and the weights that the test compares into `out`."""
     initialize(layout, seed=0, deadline_s=60)
-    worker = Worker(layout, options.models, options.out)
+    worker = Worker(layout, models, out)
     worker.vocabulary()
     worker.scoring()
     worker.training()
     worker.guards()
     worker.checkpoints()
-    if options.reshard:
-        worker.reshard(options.reshard)
+    if reshard is not None:
+        worker.reshard(reshard)
     worker.formats()
     worker.publishing()
-    (options.out / f"found_{torch.distributed.get_rank()}.json").write_text(json.dumps(worker.found))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    (out / f"found_{torch.distributed.get_rank()}.json").write_text(json.dumps(worker.found))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-warnings.filterwarnings("ignore")
-
-from launch.build.algorithm import build_objective  # noqa: E402
-from launch.verify.layout_ranks import make_batch, weights  # noqa: E402
-from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from megatron_bridge.parallel.layout import Layout, initialize, leave_layout  # noqa: E402
-from pipeline.config.layout_names import parse_layout  # noqa: E402
-from pipeline.config.loader import recipe_from  # noqa: E402
-from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe  # noqa: E402
-from pipeline.data.records import Batch  # noqa: E402
+from launch.build.algorithm import build_objective
+from launch.verify.layout_ranks import make_batch, weights
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
+from pipeline.config.layout_names import parse_layout
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe
+from pipeline.data.records import Batch
 
 OLD_ANCHOR = dict(name="clipped", anchor="old")
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -104,8 +100,3 @@ def measure(folder: Path, layouts: list[str]) -> None:
             (folder / f"{layout}.json").write_text(json.dumps(metrics))
             np.savez(folder / f"{layout}.npz", **changes)  # type: ignore[arg-type]
         leave_layout()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    measure(Path(sys.argv[1]), sys.argv[2:])

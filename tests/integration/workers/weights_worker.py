@@ -1,35 +1,27 @@
-"""HF → Megatron → HF at every layout of four ranks. Started once: the ranks are forked after the imports."""
+"""HF → Megatron → HF at every layout of four ranks."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
-import sys
-import tempfile
-import warnings
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-warnings.filterwarnings("ignore")
-
-from megatron_bridge.hf.model_config import ModelConfig, read_hf_config  # noqa: E402
-from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from megatron_bridge.model.build import build_chunks  # noqa: E402
-from megatron_bridge.parallel.layout import Layout, initialize, leave_layout  # noqa: E402
-from megatron_bridge.step.fp8_emulation import _quantize_input, emulated  # noqa: E402
-from megatron_bridge.weights.convert import export_hf, export_stage, load_hf, load_named, stage_tensors  # noqa: E402
-from megatron_bridge.weights.name_map import NameMap, ShardCoords, parameter_names  # noqa: E402
-from pipeline.config.recipe import LearnerSection  # noqa: E402
-from precision.formats.formats import RolloutFormat  # noqa: E402
-from precision.formats.quant_map import QuantMap  # noqa: E402
-from precision.objectives import Supervised  # noqa: E402
-from tests.support.name_bijection import RankParameters  # noqa: E402
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.model.build import build_chunks
+from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
+from megatron_bridge.step.fp8_emulation import _quantize_input, emulated
+from megatron_bridge.weights.convert import export_hf, export_stage, load_hf, load_named, stage_tensors
+from megatron_bridge.weights.name_map import NameMap, ShardCoords, parameter_names
+from pipeline.config.recipe import LearnerSection
+from precision.formats.formats import RolloutFormat
+from precision.formats.quant_map import QuantMap
+from precision.objectives import Supervised
+from tests.support.name_bijection import RankParameters
 
 SCORED = (
     Layout(data=4),
@@ -115,31 +107,7 @@ def run_layout(layout: Layout, folder: Path, out: Path) -> None:
     leave_layout()
 
 
-def run_rank(rank: int, store: str, cases: list[tuple[Layout, Path, Path]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=60)
-    )
-    for layout, folder, out in cases:
-        run_layout(layout, folder, out)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("cases", help="JSON: [[layout, model folder, out folder], …]")
-    cases = [(Layout(**sizes), Path(model), Path(out)) for sizes, model, out in json.loads(parser.parse_args().cases)]
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as scratch:
-        arguments = (str(Path(scratch) / "store"), cases)
-        ranks = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(4)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in ranks))
-
-
-if __name__ == "__main__":
-    main()
+def measure(cases: list[tuple[dict[str, int], Path, Path]]) -> None:
+    """One of four ranks: every case in turn, as sizes of the layout, model folder and folder of what is found."""
+    for sizes, folder, out in cases:
+        run_layout(Layout(**sizes), folder, out)

@@ -1,0 +1,74 @@
+"""Ranks that fork from a loaded process: results, errors, hangs, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.support.rank_bodies import add_up, die, leave_a_child, raise_on_rank_one, what_is_loaded
+from tests.support.ranks import ROOT, RankFailedError, Ranks, run_ranks
+
+ORPHANS = """
+import time
+from tests.support import ranks
+from tests.support.rank_bodies import hang
+ranks.PRELOADED = ()
+started = ranks.Ranks(2, hang)
+print(*(process.pid for process in started._processes), flush=True)
+time.sleep(600)
+"""
+
+
+def test_ranks_form_a_world_and_answer_in_order() -> None:
+    assert run_ranks(3, add_up, 10.0) == [(0, 33.0), (1, 33.0), (2, 33.0)]
+
+
+def test_megatron_is_loaded_before_a_rank_begins() -> None:
+    began = time.monotonic()
+    (loaded,) = run_ranks(1, what_is_loaded)
+    assert {"torch", "megatron.core", "megatron_bridge.learner"} <= set(loaded)
+    assert time.monotonic() - began < 60
+
+
+def test_an_error_reaches_the_test_with_its_traceback() -> None:
+    with pytest.raises(RankFailedError, match=r"(?s)rank 1: .*in raise_on_rank_one.*ValueError: the reason") as raised:
+        run_ranks(2, raise_on_rank_one)
+    assert "rank 0 was still at work" in str(raised.value), "it waited for rank 1"
+    assert "said before" in str(raised.value)
+
+
+def test_a_rank_that_dies_is_reported() -> None:
+    with pytest.raises(RankFailedError, match="rank 0: died with exit code 7"):
+        run_ranks(1, die, 7)
+
+
+def test_ranks_that_hang_show_where_and_are_killed_with_their_children() -> None:
+    with Ranks(1, leave_a_child) as ranks:
+        with pytest.raises(RankFailedError, match=r"(?s)still at work after 1 s.*in leave_a_child"):
+            ranks.results(1.0)
+        pid = ranks._processes[0].pid
+        tree = [psutil.Process(pid), *psutil.Process(pid).children()]
+        assert len(tree) == 2
+    _, alive = psutil.wait_procs(tree, timeout=5)
+    assert alive == []
+
+
+def test_ranks_end_with_a_killed_test() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ORPHANS],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as test:
+        assert test.stdout is not None
+        started = [psutil.Process(int(pid)) for pid in test.stdout.readline().split()]
+        assert len(started) == 2
+        test.kill()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert alive == []
