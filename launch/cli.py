@@ -34,7 +34,10 @@ app.add_typer(scaling_app, name="scaling")
 app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(verify_app, name="verify")
 
-RecipePath = Annotated[Path, typer.Argument(help="YAML recipe.", show_default=False)]
+LEARNER_STACK = ("torch", "megatron", "mbridge", "transformers")
+"""What a machine that only plans and reads runs need not have."""
+RECIPE_HELP = "YAML file, or the name of a recipe that comes with Even Keel, such as demo."
+RecipePath = Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)]
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
@@ -43,7 +46,7 @@ Overrides = Annotated[
 
 @app.command()
 def train(
-    recipe: Annotated[Path | None, typer.Argument(help="YAML recipe.", show_default=False)] = None,
+    recipe: Annotated[Path | None, typer.Argument(help=RECIPE_HELP, show_default=False)] = None,
     overrides: Overrides = None,
     replay: Annotated[
         Path | None, typer.Option(help="Train again on the recorded batches of this run, without engines.")
@@ -64,7 +67,7 @@ def train(
         emit_or_print(replay_run(replay, overrides or []), as_json)
         return
     if recipe is None:
-        raise RecipeError("give a recipe, for example `evenkeel train pipeline/recipes/demo.yaml`, or --replay RUN")
+        raise RecipeError("give a recipe, for example `evenkeel train demo`, or --replay RUN")
     result = train_run(load_recipe(recipe, overrides or []))
     if as_json:
         emit(result)
@@ -103,7 +106,7 @@ def sft(
 
 @app.command("recipe")
 def show_recipe(
-    recipe: Annotated[Path | None, typer.Argument(help="YAML recipe.", show_default=False)] = None,
+    recipe: Annotated[Path | None, typer.Argument(help=RECIPE_HELP, show_default=False)] = None,
     overrides: Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="List every key, its type, default and meaning.")] = False,
 ) -> None:
@@ -116,7 +119,7 @@ def show_recipe(
     elif recipe is not None:
         print(load_recipe(recipe, overrides or []).to_yaml(), end="")
     else:
-        raise RecipeError("give a recipe file, or --schema")
+        raise RecipeError("give a recipe, or --schema")
 
 
 @app.command()
@@ -153,7 +156,7 @@ def plan(
 
     Exits 0 whether the recipe fits or not: read `fits` and `reasons` of --json, or the first lines.
 
-    For example:  evenkeel plan pipeline/recipes/qwen3_32b.yaml --gpus 64 --gpu-gib 80 --mean-response-tokens 3206
+    For example:  evenkeel plan qwen3_32b --gpus 64 --gpu-gib 80 --mean-response-tokens 3206
     """
     from launch.plan.planner import Machine, make_plan
 
@@ -348,6 +351,11 @@ def main() -> NoReturn:
         app()
     except EvenKeelError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in LEARNER_STACK:
+            raise
+        print(f"error: this command needs {error.name}: pip install evenkeel[learner]", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)

@@ -29,7 +29,7 @@ from launch.plan.simulation import Durations, Simulated, simulate, steady_second
 from megatron_bridge.hf.model_config import ModelConfig, read_config
 from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.config.layout_names import layout_name
-from pipeline.config.loader import load_recipe
+from pipeline.config.loader import find_recipe, load_recipe
 from pipeline.config.recipe import LearnerSection, Recipe
 from pipeline.errors import ModelError, RecipeError
 from pipeline.schedule import Schedule
@@ -334,6 +334,7 @@ def make_plan(
     recipe_path: Path, overrides: list[str], machine: Machine, chosen: dict[str, float | None]
 ) -> dict[str, Any]:
     """Read the recipe and plan it; `chosen` holds Assumptions by name, None for the default."""
+    recipe_path = find_recipe(recipe_path)
     recipe = load_recipe(recipe_path, overrides)
     rollout = recipe.rollout
     for name, value in chosen.items():

@@ -2,9 +2,10 @@
 
     load_recipe(path, overrides)     file ◀─over─ the file it `extends` …, then `--set section.key=value`
 
-A file may name another one in `extends:`, relative to itself, and then holds only what differs. A section that picks
-by `name` or `kind` (objective, advantage, schedule …) and picks another than the base is taken whole, in a file and by
-`--set` alike: settings of GRPO's clip say nothing to P3O.
+A file may name another one in `extends:`, by its path relative to the file or by the name of a shipped recipe. Then it
+holds only what differs. A section picks what its keys mean by `name` or `kind` (objective, advantage, schedule …). One
+that picks another than the base replaces the base's section, in a file and by `--set` alike: settings of GRPO's clip
+mean nothing to P3O.
 """
 
 from __future__ import annotations
@@ -19,16 +20,31 @@ from pydantic import ValidationError
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 
+SHIPPED = Path(__file__).parents[1] / "recipes"
+"""Recipes that come with the program, in an installed wheel as in the repository."""
+
 _CHOICES = {name: field.discriminator for name, field in Recipe.model_fields.items() if field.discriminator}
 """Section → the key by which it picks what its other keys mean."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and apply `section.key=value` overrides (values are YAML). Raises RecipeError."""
-    data = _read(path, ())
+    """Read a recipe file, or the shipped recipe of that name (see `find_recipe`), and apply `section.key=value`
+    overrides (values are YAML). Raises RecipeError."""
+    data = _read(find_recipe(path), ())
     for override in sorted(overrides, key=lambda text: not _is_choice(text.partition("=")[0])):
         _apply_override(data, override)
     return recipe_from(data, source=str(path))
+
+
+def find_recipe(path: Path) -> Path:
+    """The path itself, or the file of a shipped recipe where `path` is only a name, such as `demo`, and no file."""
+    return path if path.exists() else _shipped(str(path)) or path
+
+
+def _shipped(name: str) -> Path | None:
+    """The file of the shipped recipe of that name, which may end in `.yaml`."""
+    path = SHIPPED / f"{name.removesuffix('.yaml')}.yaml"
+    return path if path.parent == SHIPPED and path.is_file() else None
 
 
 def recipe_from(data: dict[str, Any], *, source: str) -> Recipe:
@@ -56,7 +72,11 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
         by = f" (extended by {extended_by[-1]})" if extended_by else ""
-        raise RecipeError(f"cannot read recipe {path}{by}: {error.strerror}; give the path of a YAML file") from error
+        names = ", ".join(sorted(recipe.stem for recipe in SHIPPED.glob("*.yaml")))
+        raise RecipeError(
+            f"cannot read recipe {path}{by}: {error.strerror}; give the path of a YAML file, or the name of a shipped "
+            f"recipe ({names})"
+        ) from error
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
@@ -65,9 +85,14 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     if base is None:
         return data
     if not isinstance(base, str):
-        raise RecipeError(f"{path}: extends is {base!r}, expected the path of another recipe, relative to this one")
+        raise RecipeError(
+            f"{path}: extends is {base!r}, expected another recipe: its path relative to this one, or the name of a "
+            "shipped one"
+        )
     chain = (*extended_by, path.resolve())
     target = path.parent / base
+    if not target.exists():
+        target = _shipped(base) or target
     if target.resolve() in chain:
         raise RecipeError(f"{path}: extends {base}, which extends this file again; break the circle")
     return _merged(_read(target, chain), data)

@@ -60,7 +60,7 @@ def test_help(arguments: list[str]) -> None:
     [
         (["train"], "error: give a recipe"),
         (["train", "nowhere.yaml"], "error: cannot read recipe nowhere.yaml"),
-        (["recipe"], "error: give a recipe file"),
+        (["recipe"], "error: give a recipe, or --schema"),
         (["verify", "parity", "--layouts", "XP2"], "error: layout 'XP2': 'XP2' is not one of TPn"),
         (["trajectories", "show", "nowhere", "0"], "error: nowhere"),
     ],

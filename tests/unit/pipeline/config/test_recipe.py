@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from pipeline.config.loader import differing_keys, load_recipe, recipe_from
+from pipeline.config.loader import SHIPPED, differing_keys, find_recipe, load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 
@@ -137,8 +138,23 @@ def test_files_that_are_no_recipe(tmp_path: Path, text: str) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="cannot read recipe"):
+    with pytest.raises(RecipeError, match=r"cannot read recipe .*none.yaml: .* shipped recipe \(dapo, .*, spell\)"):
         load_recipe(tmp_path / "none.yaml")
+
+
+def test_a_shipped_recipe_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the program is installed, nobody knows in which folder its recipes lie."""
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe(Path("demo")) == find_recipe(Path("demo.yaml")) == SHIPPED / "demo.yaml"
+    assert find_recipe(tmp_path / "demo") == tmp_path / "demo"
+    (tmp_path / "mine.yaml").write_text("extends: demo\nrun: {name: mine}\n")
+    assert load_recipe(Path("mine.yaml")).rollout == load_recipe(Path("demo")).rollout
+
+
+def test_a_file_goes_before_a_shipped_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(SHIPPED / "spell.yaml", tmp_path / "demo.yaml")
+    assert load_recipe(Path("demo.yaml")).run.name == "spell"
 
 
 def test_resolved_recipe_reads_back_as_itself() -> None:
