@@ -27,6 +27,8 @@ from launch.convert.sources import (
     description_of,
     fp8_map,
 )
+from megatron_bridge.hf.folders import check_free, complete_folder, describe_folder, new_folder
+from megatron_bridge.hf.headers import DTYPES
 from megatron_bridge.hf.model_config import ModelConfig, read_config
 from megatron_bridge.parallel.layout import Layout
 from megatron_bridge.parallel.layout_checks import check_layout
@@ -41,22 +43,18 @@ def hf_to_megatron(
 ) -> dict[str, Any]:
     """HF folder → weights-only distributed checkpoint. Raises ModelError, LayoutError, CorruptCheckpointError."""
     from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
-    from megatron_bridge.hf.sidecars import copy_companions, write_json
-    from megatron_bridge.hf.streaming_writer import check_free, new_folder
 
     started = time.monotonic()
     check_free(out)
     config, shape, ignored = checked_source(source)
     section = learner_section(shape, config, tensor, pipeline, expert)
     kind = chosen_dtype(source, dtype)
-    total = sum(math.prod(size) for size in shape.tensors().values()) * (2 if kind == "BF16" else 4)
+    total = shape.num_parameters * (2 if kind == "BF16" else 4)
     with new_folder(out) as folder, bars() as bar:
         job = dict(source=str(source.resolve()), out=str(folder.resolve()), dtype=kind, learner=section.model_dump())
         with bar("write", total) as advance:
             run_job("launch.convert.ranks", job, section.num_processes, total, watching(folder, advance))
-        copy_companions(source, folder)
-        named = {key: value for key, value in config.items() if key != "torch_dtype"}
-        write_json(folder / "config.json", named | {"dtype": "bfloat16" if kind == "BF16" else "float32"})
+        describe_folder(folder, source, config, DTYPES[kind])
         with bar("compare", total) as advance:
             compare_with_source(CheckpointIndex(folder), shape, source, advance)
         commit(folder, 0)
@@ -77,15 +75,8 @@ def hf_to_megatron(
 def megatron_to_hf(checkpoint: Path, out: Path, *, verify_logprobs: bool) -> dict[str, Any]:
     """Checkpoint of `hf_to_megatron`, or of a run, → HF folder, one tensor after another."""
     from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
-    from megatron_bridge.checkpoint.dcp_to_hf import find_sources, stored_dtype, stream_hf_tensors
-    from megatron_bridge.hf.safetensors_stream import TensorSpec
-    from megatron_bridge.hf.streaming_writer import (
-        check_free,
-        check_written,
-        complete_folder,
-        new_folder,
-        write_weights,
-    )
+    from megatron_bridge.checkpoint.dcp_to_hf import stored_dtype, stream_hf_tensors
+    from megatron_bridge.hf.shard_writer import check_written, whole_tensors, write_shards
 
     started = time.monotonic()
     check_free(out)
@@ -94,17 +85,15 @@ def megatron_to_hf(checkpoint: Path, out: Path, *, verify_logprobs: bool) -> dic
     shape = ModelConfig.from_hf(config)
     check_committed(checkpoint)
     index = CheckpointIndex(checkpoint)
-    sources, dtype, sizes = find_sources(checkpoint, index.tensors, shape), stored_dtype(index), shape.tensors()
-    groups = [[TensorSpec(name, sizes[name], dtype) for name in source.names] for source in sources]
-    total = sum(spec.nbytes for group in groups for spec in group)
+    dtype = stored_dtype(index)
+    total = shape.num_parameters * dtype.itemsize
     with new_folder(out) as folder, bars() as bar:
         with bar("write", total) as advance:
-            manifest = write_weights(folder, groups, stream_hf_tensors(index, shape), advance=advance)
-        named = {key: value for key, value in config.items() if key != "torch_dtype"}
-        complete_folder(folder, described, named | {"dtype": str(dtype).removeprefix("torch.")}, manifest)
+            manifest = write_shards(whole_tensors(stream_hf_tensors(index, shape)), folder, advance=advance)
+        complete_folder(folder, described, config, manifest)
         with bar("compare", total) as advance:
             check_written(folder, manifest, advance)
-        require_same_names(set(sizes), set(manifest))
+        require_same_names(set(shape.tensors()), set(manifest))
     result = dict(out=str(out), format="hf", dtype=str(dtype), **_counts(shape, total, [], started))
     if verify_logprobs:
         from launch.convert.verify import verify_megatron
@@ -116,7 +105,7 @@ def megatron_to_hf(checkpoint: Path, out: Path, *, verify_logprobs: bool) -> dic
 def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bool) -> dict[str, Any]:
     """HF folder → FP8 HF folder for stock SGLang, in bounded memory. Raises ModelError, NonFiniteError."""
     from megatron_bridge.hf.fp8 import output_bytes, write_fp8_folder
-    from megatron_bridge.hf.streaming_writer import check_free, check_written, new_folder
+    from megatron_bridge.hf.shard_writer import check_written
 
     started = time.monotonic()
     check_free(out)
@@ -171,7 +160,7 @@ def compare_with_source(index: Any, shape: ModelConfig, source: Path, advance: C
     import torch
 
     from megatron_bridge.checkpoint.dcp_to_hf import stream_hf_tensors
-    from megatron_bridge.hf.safetensors_stream import TensorFolder
+    from megatron_bridge.hf.tensor_folder import TensorFolder
 
     wanted = TensorFolder(source)
     seen = set()
@@ -219,11 +208,10 @@ def watching(folder: Path, advance: Callable[[int], None]) -> Callable[[], None]
 
 
 def _counts(shape: ModelConfig, num_bytes: int, ignored: list[str], started: float) -> dict[str, Any]:
-    sizes = shape.tensors().values()
     return dict(
         architecture=shape.architecture,
-        tensors=len(sizes),
-        parameters=sum(math.prod(size) for size in sizes),
+        tensors=len(shape.tensors()),
+        parameters=shape.num_parameters,
         bytes=num_bytes,
         left_over=ignored,
         wall_s=round(time.monotonic() - started, 1),

@@ -6,12 +6,13 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launch.convert.sources import description_of
-from megatron_bridge.hf.headers import tensor_headers, weight_files
+from megatron_bridge.hf.headers import DTYPES, TensorHeader, tensor_headers, weight_files
 from megatron_bridge.hf.model_config import read_config
 from pipeline.errors import CorruptCheckpointError, EvenKeelError, ModelError
 from pipeline.trainer.checkpoints import COMMIT
@@ -22,8 +23,6 @@ _SCALE = re.compile(r"\.(weight_scale(_inv)?|input_scale|[kv]_scale)$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 
-Headers = dict[str, tuple[tuple[int, ...], str]]
-
 
 @dataclass(frozen=True)
 class Contents:
@@ -31,7 +30,8 @@ class Contents:
 
     kind: str
     config: dict[str, Any]
-    tensors: Headers
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    """Shape and dtype, as safetensors names it, by name."""
     num_files: int
     problems: tuple[str, ...] = ()
 
@@ -62,7 +62,7 @@ def inspect_folder(folder: Path) -> dict[str, Any]:
     )
 
 
-def _distinct(tensors: Headers) -> list[dict[str, Any]]:
+def _distinct(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> list[dict[str, Any]]:
     """One row for all tensors that differ in layer or expert only."""
     rows = Counter((_NUMBER.sub("*", name), shape, dtype) for name, (shape, dtype) in tensors.items())
     return [dict(name=n, shape=list(shape), dtype=dtype, count=count) for (n, shape, dtype), count in rows.items()]
@@ -85,7 +85,8 @@ def _read(folder: Path) -> Contents:
     kind = _hf_kind(folder, config)
     if (folder / "manifest.json").exists():
         kind += ", with the manifest of a policy"
-    return Contents(kind, config, headers, len(weight_files(folder)), tuple(_problems(folder, headers)))
+    tensors = {name: (header.shape, header.dtype) for name, header in headers.items()}
+    return Contents(kind, config, tensors, len(weight_files(folder)), tuple(_problems(folder, headers)))
 
 
 def _hf_kind(folder: Path, config: dict[str, Any]) -> str:
@@ -99,7 +100,7 @@ def _hf_kind(folder: Path, config: dict[str, Any]) -> str:
     return f"HF, quantized by {method}" if method else "HF"
 
 
-def _problems(folder: Path, headers: Headers) -> list[str]:
+def _problems(folder: Path, headers: Mapping[str, TensorHeader]) -> list[str]:
     """What the folder's own index and manifest say that its files do not."""
     problems = []
     index = folder / "model.safetensors.index.json"
@@ -115,13 +116,13 @@ def _problems(folder: Path, headers: Headers) -> list[str]:
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{manifest} is damaged ({error!r}); convert the model again") from error
-        found = {name: shape for name, (shape, _) in headers.items()}
+        found = {name: header.shape for name, header in headers.items()}
         problems += [
             f"{name} is not as manifest.json says"
             for name in sorted(tensors.keys() | found.keys())
             if tensors.get(name) != found.get(name)
         ]
-    quantized = [name for name, (_, dtype) in headers.items() if dtype == "F8_E4M3"]
+    quantized = [name for name, header in headers.items() if header.dtype == "F8_E4M3"]
     scales = ("_scale", "_scale_inv")
     problems += [f"{name} has no scale" for name in quantized if not any(name + s in headers for s in scales)]
     return problems
@@ -129,11 +130,11 @@ def _problems(folder: Path, headers: Headers) -> list[str]:
 
 def _read_checkpoint(folder: Path) -> Contents:
     from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
-    from megatron_bridge.hf.safetensors_stream import NAMES
 
     index = CheckpointIndex(folder)
-    weights: Headers = {
-        name: (entry.shape, NAMES.get(entry.dtype, str(entry.dtype)))
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    weights = {
+        name: (entry.shape, names[str(entry.dtype).removeprefix("torch.")])
         for name, entry in index.tensors.items()
         if name.startswith(_MODEL_PREFIXES)
     }

@@ -14,6 +14,7 @@ from launch.convert.folders import bars, require_same_names
 from launch.convert.jobs import run_job
 from launch.convert.sources import checked_source
 from launch.run.processes import die_with_parent, run_child
+from megatron_bridge.hf.folders import check_free, new_folder
 from megatron_bridge.hf.headers import tensor_headers
 from megatron_bridge.hf.model_config import read_config
 from pipeline.data.run_directory import RunDirectory
@@ -31,7 +32,7 @@ def hf_to_modelopt(
 ) -> dict[str, Any]:
     """HF folder → calibrated FP8 folder. Raises ModelError."""
     from megatron_bridge.hf.modelopt import check_scales, store_export
-    from megatron_bridge.hf.streaming_writer import check_free, check_written, new_folder
+    from megatron_bridge.hf.shard_writer import check_written
     from precision.formats.quant_map import QuantMap
     from rollout_sglang.server.block_shapes import check_block_shapes
 
@@ -96,7 +97,7 @@ def _check_names(folder: Path, expected: dict[str, tuple[int, ...]]) -> None:
     from megatron_bridge.hf.modelopt import SCALES
 
     found = {
-        name: shape for name, (shape, _) in tensor_headers(folder).items() if name.rpartition(".")[2] not in SCALES
+        name: header.shape for name, header in tensor_headers(folder).items() if name.rpartition(".")[2] not in SCALES
     }
     require_same_names(set(expected), set(found))
     wrong = [f"{name} {list(shape)}" for name, shape in found.items() if shape != expected[name]]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from launch.run.processes import die_with_parent, run_child
+from megatron_bridge.hf.headers import DTYPES
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.parallel.layout import Layout, initialize
 from pipeline.config.recipe import LearnerSection
@@ -15,8 +16,9 @@ from pipeline.data.run_directory import RunDirectory
 
 def write(run: RunDirectory) -> None:
     """Body of one rank; job.json names source, out, dtype and the learner's sizes."""
+    import torch
+
     from megatron_bridge.checkpoint import weights_only
-    from megatron_bridge.hf.safetensors_stream import DTYPES
     from megatron_bridge.model.build import build_chunks
     from megatron_bridge.weights.convert import load_hf
 
@@ -25,7 +27,7 @@ def write(run: RunDirectory) -> None:
     layout, source = Layout.of(section), Path(job["source"])
     initialize(layout, 0, section.step_deadline_s)
     shape = ModelConfig.from_hf(read_hf_config(source))
-    chunks = build_chunks(shape, layout, DTYPES[job["dtype"]], 1.0)
+    chunks = build_chunks(shape, layout, getattr(torch, DTYPES[job["dtype"]]), 1.0)
     load_hf(chunks, shape, source)
     weights_only.save(Path(job["out"]), chunks)
 

@@ -36,10 +36,10 @@ def checked_source(source: Path) -> tuple[dict[str, Any], ModelConfig, list[str]
 
 def _require_tied(source: Path) -> None:
     """An LM head that a tied model stores as well may be left out only if it is the embedding."""
-    from megatron_bridge.hf.safetensors_stream import TensorFolder, digest
+    from megatron_bridge.hf.tensor_folder import TensorFolder
 
     folder = TensorFolder(source)
-    if digest(folder, "lm_head.weight") != digest(folder, "model.embed_tokens.weight"):
+    if folder.digest("lm_head.weight") != folder.digest("model.embed_tokens.weight"):
         raise ModelError(
             f"{source}: tie_word_embeddings is true, but lm_head.weight is not model.embed_tokens.weight; "
             "set it to false in config.json, or remove lm_head.weight"
@@ -50,7 +50,7 @@ def chosen_dtype(source: Path, dtype: Number) -> str:
     """BF16 or F32. Raises ModelError when `keep` has nothing to keep."""
     if dtype != "keep":
         return SAFETENSORS_DTYPES[dtype]
-    kinds = {kind for _, kind in tensor_headers(source).values()}
+    kinds = {header.dtype for header in tensor_headers(source).values()}
     if len(kinds) != 1 or not kinds <= set(SAFETENSORS_DTYPES.values()):
         raise ModelError(
             f"{source} holds {', '.join(sorted(kinds))}, and --dtype keep needs BF16 or F32 throughout; "

@@ -10,6 +10,7 @@ An activation on the border of two e4m3 values may fall either way, hence the me
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -62,7 +63,7 @@ def verify_fp8(source: Path, folder: Path, layout: str) -> dict[str, Any]:
 
 
 def _run(job: dict[str, Any], hf: Path) -> dict[str, Any]:
-    num_bytes = sum(4 * int(np.prod(size)) for size, _ in tensor_headers(hf).values())
+    num_bytes = 4 * sum(math.prod(header.shape) for header in tensor_headers(hf).values())
     return run_job("launch.convert.verify", job, 1, num_bytes)
 
 

@@ -61,9 +61,10 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
     if run.is_published():
         return
     from launch.build.weight_checks import checksums_of
-    from megatron_bridge.hf.writer import hf_tensors, write_policy
+    from megatron_bridge.hf.tensor_folder import TensorFolder
+    from megatron_bridge.hf.writer import write_policy
 
     source, folder, digests = recipe.model.path, run.policy_directory(0), checksums_of(recipe)
-    write_policy(hf_tensors(source), source, folder, build_quant_map(recipe), digests=digests)
+    write_policy(TensorFolder(source).tensors(), source, folder, build_quant_map(recipe), digests=digests)
     WeightCheck(version=0, digests=() if digests is None else digests.digests()).save(folder)
     run.set_published(0)

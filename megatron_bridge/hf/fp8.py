@@ -10,20 +10,23 @@ Dequantised values are weight × scale in both. Activations are quantized by the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_bridge.hf.folders import complete_folder
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from megatron_bridge.hf.safetensors_stream import PIECE_BYTES, TensorFolder, TensorSpec
-from megatron_bridge.hf.streaming_writer import Manifest, complete_folder, write_weights
-from megatron_bridge.hf.writer import SHARD_BYTES
+from megatron_bridge.hf.shard_writer import SHARD_BYTES, Manifest, Pieces, write_shards
+from megatron_bridge.hf.tensor_folder import PIECE_BYTES, TensorFolder
+from megatron_bridge.hf.tensor_specs import num_bytes, torch_dtype
+from pipeline.ports.weight_update import TensorSpec
 from precision.formats.formats import BLOCK, E4M3, RolloutFormat, dequantize_block, quantize_block, scale_of, to_e4m3
 from precision.formats.quant_map import QuantMap
 
-Group = list[TensorSpec]
+_E4M3_NAME = str(E4M3).removeprefix("torch.")
 
 
 def write_fp8_folder(
@@ -40,35 +43,29 @@ def write_fp8_folder(
     Memory: a few times `piece_bytes` (or one row of 128 × the widest matrix, if that is more), whatever the model's
     size. Raises FloatingPointError naming a weight that is not finite.
     """
-    config = read_hf_config(source)
-    shape = ModelConfig.from_hf(config)
-    tensors = TensorFolder(source)
-    quantizer = _Quantizer(tensors, quant, piece_bytes)
-    order = [name for name in shape.tensors()]
-    groups = [quantizer.outputs(name) for name in order]
-    pieces = (piece for name in order for piece in quantizer.pieces(name))
-    manifest = write_weights(folder, groups, pieces, advance=advance, shard_bytes=shard_bytes)
-    config = {key: value for key, value in config.items() if key != "torch_dtype"}
-    dtype = manifest["model.norm.weight"]["dtype"]
-    complete_folder(folder, source, config | {"dtype": dtype, **quantization_config(quant)}, manifest)
+    hf_config = read_hf_config(source)
+    quantizer = _Quantizer(TensorFolder(source), quant, piece_bytes)
+    names = ModelConfig.from_hf(hf_config).tensors()
+    tensors = (tensor for name in names for tensor in quantizer.tensors(name))
+    manifest = write_shards(tensors, folder, shard_bytes=shard_bytes, advance=advance)
+    complete_folder(folder, source, hf_config, manifest, _stored_quantization(quant))
     return manifest
 
 
-def quantization_config(quant: QuantMap) -> dict[str, Any]:
-    """`{"quantization_config": …}` of a folder whose weights are stored as e4m3."""
+def _stored_quantization(quant: QuantMap) -> dict[str, Any]:
+    """`quantization_config` of a folder whose weights are stored as e4m3."""
     stored = quant.to_hf_quantization_config()
     if stored is None:  # fp8_tensor: as an engine's input plain weights, here stored
         stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
         stored["ignored_layers"] = ["lm_head"]
-    return {"quantization_config": stored}
+    return stored
 
 
 def output_bytes(source: Path, quant: QuantMap) -> int:
     """Bytes of all tensors of the result."""
-    tensors = TensorFolder(source)
-    quantizer = _Quantizer(tensors, quant, PIECE_BYTES)
+    quantizer = _Quantizer(TensorFolder(source), quant, PIECE_BYTES)
     names = ModelConfig.from_hf(read_hf_config(source)).tensors()
-    return sum(spec.nbytes for name in names for spec in quantizer.outputs(name))
+    return sum(num_bytes(spec) for name in names for spec in quantizer.outputs(name))
 
 
 def dequantized_tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -76,7 +73,7 @@ def dequantized_tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str,
     tensors = TensorFolder(folder)
     for name, spec in tensors.specs.items():
         module = name.removesuffix(".weight")
-        if spec.dtype is not E4M3:
+        if torch_dtype(spec) is not E4M3:
             if not name.endswith(("weight_scale", "weight_scale_inv")):
                 yield name, tensors.whole(name).to(dtype)
         elif f"{module}.weight_scale_inv" in tensors.specs:
@@ -87,7 +84,11 @@ def dequantized_tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str,
 
 
 class _Quantizer:
-    """What becomes of each tensor of the source."""
+    """What becomes of each tensor of the source.
+
+    A publish quantizes whole matrices (`precision.formats.quant_map.quantize_state`), which it has in memory anyway.
+    Here a matrix is read in rows of blocks, or twice in pieces where it has a single scale.
+    """
 
     def __init__(self, tensors: TensorFolder, quant: QuantMap, piece_bytes: int) -> None:
         self._tensors = tensors
@@ -96,39 +97,43 @@ class _Quantizer:
         self._groups = {module: group for group in quant.fused_groups for module in group}
         self._scales: dict[tuple[str, ...], Tensor] = {}
 
-    def outputs(self, name: str) -> Group:
-        """The tensors that `name` becomes, in the order in which `pieces` yields them."""
+    def outputs(self, name: str) -> list[TensorSpec]:
+        """The tensors that `name` becomes, in the order of `tensors`."""
         spec = self._tensors.specs[name]
         rollout_format = self._format(name)
         if rollout_format is None:
             return [spec]
-        module = name.removesuffix(".weight")
-        weight = TensorSpec(name, spec.shape, E4M3)
+        weight = replace(spec, dtype=_E4M3_NAME)
         if rollout_format is RolloutFormat.FP8_TENSOR:
-            return [weight, TensorSpec(f"{module}.weight_scale", (), torch.float32)]
+            return [weight, TensorSpec(name=f"{name}_scale", dtype="float32", shape=())]
         blocks = tuple(-(-size // block) for size, block in zip(spec.shape, BLOCK, strict=True))
-        return [weight, TensorSpec(f"{module}.weight_scale_inv", blocks, torch.float32)]
+        return [weight, TensorSpec(name=f"{name}_scale_inv", dtype="float32", shape=blocks)]
 
-    def pieces(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """The values of `outputs(name)`, piece by piece."""
+    def tensors(self, name: str) -> Iterator[Pieces]:
+        """The tensors that `name` becomes. The pieces of each must be exhausted before the next is asked for."""
         rollout_format = self._format(name)
-        module = name.removesuffix(".weight")
+        outputs = self.outputs(name)
         if rollout_format is None:
-            for piece in self._tensors.pieces(name, piece_bytes=self._piece_bytes):
-                yield name, piece
+            yield outputs[0], self._tensors.pieces(name, piece_bytes=self._piece_bytes)
         elif rollout_format is RolloutFormat.FP8_TENSOR:
-            scale = self._shared_scale(self._groups[module])
-            for piece in self._tensors.pieces(name, piece_bytes=self._piece_bytes):
-                yield name, to_e4m3(piece.float() / scale)
-            yield f"{module}.weight_scale", scale
+            scale = self._shared_scale(self._groups[name.removesuffix(".weight")])
+            pieces = self._tensors.pieces(name, piece_bytes=self._piece_bytes)
+            yield outputs[0], (to_e4m3(piece.float() / scale) for piece in pieces)
+            yield outputs[1], (scale,)
         else:
-            for piece in self._tensors.pieces(name, BLOCK[0], self._piece_bytes):
-                try:
-                    quantized, scale_inv = quantize_block(piece)
-                except FloatingPointError as error:
-                    raise FloatingPointError(f"{name}: {error}") from error
-                yield name, quantized
-                yield f"{module}.weight_scale_inv", scale_inv
+            scales: list[Tensor] = []
+            yield outputs[0], self._blocks(name, scales)
+            yield outputs[1], scales
+
+    def _blocks(self, name: str, scales: list[Tensor]) -> Iterator[Tensor]:
+        """The matrix in rows of blocks, as e4m3; their scales are appended to `scales`."""
+        for piece in self._tensors.pieces(name, BLOCK[0], self._piece_bytes):
+            try:
+                quantized, scale_inv = quantize_block(piece)
+            except FloatingPointError as error:
+                raise FloatingPointError(f"{name}: {error}") from error
+            scales.append(scale_inv)
+            yield quantized
 
     def _format(self, name: str) -> RolloutFormat | None:
         return self._quant.formats.get(name.removesuffix(".weight")) if name.endswith(".weight") else None

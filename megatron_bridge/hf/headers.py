@@ -1,10 +1,15 @@
-"""The tensors of an HF folder as their safetensors headers describe them. Needs neither torch nor Megatron-Core."""
+"""The tensors of an HF folder as their safetensors headers describe them.
+
+Needs neither torch nor Megatron-Core: the library reads headers of every dtype without them (values of bfloat16 and FP8
+need torch).
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -13,22 +18,47 @@ from pipeline.errors import ModelError
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""What safetensors calls a dtype → what torch calls it: the dtypes that tensors are read and written in."""
 
-def check_weights(folder: Path, shape: ModelConfig) -> None:
+
+class TensorHeader(NamedTuple):
+    """What a file's header says about one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors names it."""
+    file: Path
+
+
+def check_weights(folder: Path, config: ModelConfig) -> None:
     """Compare the headers of a folder's safetensors with what the model needs.
 
     Raises ModelError, one line that names what is missing, unexpected or of another shape, and what to do.
     """
     found = tensor_headers(folder)
     _refuse_quantized(folder, found)
-    expected = shape.tensors()
+    expected = config.tensors()
     missing = [name for name in expected if name not in found]
-    unexpected = [name for name in found if name not in expected and not _may_be_ignored(name, shape)]
+    unexpected = [name for name in found if name not in expected and not _may_be_ignored(name, config)]
     problems = [f"{name} is missing" for name in missing]
-    problems += [f"{name} is not part of {shape.architecture}" for name in unexpected]
-    if len(missing) == len(unexpected) == 1 and found[unexpected[0]][0] == expected[missing[0]]:
+    problems += [f"{name} is not part of {config.architecture}" for name in unexpected]
+    if len(missing) == len(unexpected) == 1 and found[unexpected[0]].shape == expected[missing[0]]:
         problems.append(f"{unexpected[0]} looks like a renamed {missing[0]}")
-    for name, (size, dtype) in found.items():
+    for name, (size, dtype, _) in found.items():
         if name in expected and size != expected[name]:
             problems.append(f"{name} has shape {list(size)}, expected {list(expected[name])}")
         elif name in expected and dtype not in _FLOATS:
@@ -40,15 +70,15 @@ def check_weights(folder: Path, shape: ModelConfig) -> None:
         )
 
 
-def tensor_headers(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """name → (shape, safetensors dtype) of every tensor in a folder, from the headers only. Raises ModelError."""
-    headers: dict[str, tuple[tuple[int, ...], str]] = {}
+def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
+    """The header of every tensor of a folder by name: files by name, tensors of a file by theirs. Raises ModelError."""
+    headers: dict[str, TensorHeader] = {}
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
+                for name in sorted(file.keys()):
                     view = file.get_slice(name)
-                    headers[name] = (tuple(view.get_shape()), view.get_dtype())
+                    headers[name] = TensorHeader(tuple(view.get_shape()), view.get_dtype(), path)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{path} is not a readable safetensors file ({error}); fetch the model again") from error
     return headers
@@ -69,9 +99,9 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _refuse_quantized(folder: Path, found: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+def _refuse_quantized(folder: Path, found: Mapping[str, TensorHeader]) -> None:
     scales = [name for name in found if name.endswith(".weight_scale_inv")]
-    quantized = [name for name, (_, dtype) in found.items() if dtype.startswith("F8_")]
+    quantized = [name for name, header in found.items() if header.dtype.startswith("F8_")]
     if scales or quantized:
         raise ModelError(
             f"{folder} holds block-quantized FP8 weights ({len(quantized)} e4m3 tensors, {len(scales)} "
@@ -80,6 +110,6 @@ def _refuse_quantized(folder: Path, found: Mapping[str, tuple[tuple[int, ...], s
         )
 
 
-def _may_be_ignored(name: str, shape: ModelConfig) -> bool:
+def _may_be_ignored(name: str, config: ModelConfig) -> bool:
     """Old checkpoints store rotary frequencies; tied ones sometimes store the embedding twice."""
-    return name.endswith("rotary_emb.inv_freq") or (shape.tied_embeddings and name == "lm_head.weight")
+    return name.endswith("rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")

@@ -12,17 +12,18 @@ The model is loaded whole: ModelOpt works on torch modules.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_bridge.hf.safetensors_stream import TensorFolder, TensorSpec
-from megatron_bridge.hf.sidecars import copy_companions, write_json
-from megatron_bridge.hf.streaming_writer import Manifest, write_weights
+from megatron_bridge.hf.folders import complete_folder
+from megatron_bridge.hf.shard_writer import Manifest, write_shards
+from megatron_bridge.hf.tensor_folder import TensorFolder
+from megatron_bridge.hf.tensor_specs import torch_dtype
 from pipeline.errors import ModelError
+from pipeline.ports.weight_update import TensorSpec
 from precision.formats.formats import BLOCK, E4M3
 from precision.formats.quant_map import QuantMap
 
@@ -67,28 +68,20 @@ def _share_scales(model: Any, quant: QuantMap) -> None:
 
 
 def store_export(
-    export: Path, source: Path, folder: Path, config: dict[str, Any], *, name: str, advance: Callable[[int], None]
+    export: Path, source: Path, folder: Path, hf_config: dict[str, Any], *, name: str, advance: Callable[[int], None]
 ) -> Manifest:
     """Write ModelOpt's `export` as a folder that SGLang loads, with manifest and tokenizer."""
     tensors = TensorFolder(export)
-    renamed = {old: _stored(old, tensors.specs, name) for old in tensors.specs}
-
-    def pieces() -> Iterator[tuple[str, Tensor]]:
-        for old, spec in renamed.items():
-            for piece in tensors.pieces(old):
-                yield spec.name, piece
-
-    manifest = write_weights(folder, [[spec] for spec in renamed.values()], pieces(), advance=advance)
-    copy_companions(source, folder)
-    quantization = config["quantization_config"]
+    stream = ((_stored(old, tensors.specs, name), tensors.pieces(old)) for old in tensors.specs)
+    manifest = write_shards(stream, folder, advance=advance)
+    quantization = hf_config["quantization_config"]
     if name == "fp8_block":
         kv_cache = {"kv_cache_quant_algo": "FP8"} if quantization.get("kv_cache_scheme") else {}
         quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", **kv_cache}
         quantization["weight_block_size"] = list(BLOCK)
     else:
         (folder / "hf_quant_config.json").write_bytes((export / "hf_quant_config.json").read_bytes())
-    write_json(folder / "config.json", {**config, "quantization_config": quantization})
-    write_json(folder / "manifest.json", {"tensors": manifest})
+    complete_folder(folder, source, hf_config, manifest, quantization)
     return manifest
 
 
@@ -101,7 +94,7 @@ def _stored(name: str, specs: Mapping[str, TensorSpec], format_name: str) -> Ten
     blocks = tuple(-(-size // block) for size, block in zip(weight.shape, BLOCK, strict=True))
     if math.prod(spec.shape) != math.prod(blocks):
         raise ModelError(f"{name} has shape {list(spec.shape)}, expected {list(blocks)} block scales; report the model")
-    return TensorSpec(f"{name}_inv", blocks, spec.dtype)
+    return TensorSpec(name=f"{name}_inv", dtype=spec.dtype, shape=blocks)
 
 
 def check_scales(folder: Path, quant: QuantMap, num_layers: int, *, name: str, kv_cache: bool) -> dict[str, Any]:
@@ -119,7 +112,7 @@ def check_scales(folder: Path, quant: QuantMap, num_layers: int, *, name: str, k
     problems += [
         f"{module} is {tensors.specs[f'{module}.weight'].dtype}, expected e4m3"
         for module in quant.formats
-        if tensors.specs[f"{module}.weight"].dtype is not E4M3
+        if torch_dtype(tensors.specs[f"{module}.weight"]) is not E4M3
     ]
     ranges: dict[str, tuple[float, float]] = {}
     for scale in tensors.specs:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_bridge.hf.writer import write_shards
+from megatron_bridge.hf.shard_writer import whole_tensors, write_shards
 from pipeline.data.run_directory import write_atomically
 from pipeline.errors import DeadlineExceededError
 
@@ -79,7 +79,7 @@ class FolderWriter:
     def _write(self) -> None:
         try:
             self._temporary.mkdir(parents=True, exist_ok=True)
-            manifest = write_shards(self._drain(), self._temporary, prefix=self._prefix)
+            manifest = write_shards(whole_tensors(self._drain()), self._temporary, prefix=self._prefix)
             write_atomically(stage_file(self._temporary, self._stage), json.dumps(manifest))
             if self._complete is not None:
                 self._complete()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_bridge.hf.tensor_specs import spec_of
 from pipeline.ports.weight_update import TensorSpec
 
 
@@ -31,7 +32,6 @@ def pack(
     specs: list[TensorSpec] = []
     row, size = torch.empty(0, dtype=torch.uint8), 0
     for name, tensor in named_tensors:
-        spec = TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
         source = tensor.detach().contiguous().flatten().view(torch.uint8)
         # The receiver views its bytes as tensors, so each must start at a multiple of its element's size.
         if specs and (size + len(source) > bucket_bytes or size % tensor.itemsize):
@@ -40,7 +40,7 @@ def pack(
         if not specs:
             row = new_row(max(bucket_bytes, len(source)))
         row[size : size + len(source)].copy_(source)
-        specs.append(spec)
+        specs.append(spec_of(name, tensor))
         size += len(source)
     if specs:
         yield Bucket(tuple(specs), row[:size])

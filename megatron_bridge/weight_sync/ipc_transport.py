@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_bridge.hf.tensor_specs import num_bytes, torch_dtype
 from megatron_bridge.weight_sync.buckets import Bucket
 from megatron_bridge.weight_sync.shared_buffer import SharedBuffer
 from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, WeightTransport
@@ -91,8 +92,8 @@ def flattened_bucket(bucket: Bucket, opener: Any) -> bytes:
     """
     metadata, start = [], 0
     for spec in bucket.tensors:
-        shape, dtype = torch.Size(spec.shape), getattr(torch, spec.dtype)
-        end = start + shape.numel() * dtype.itemsize
+        shape, dtype = torch.Size(spec.shape), torch_dtype(spec)
+        end = start + num_bytes(spec)
         metadata.append(
             SimpleNamespace(name=spec.name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start)
         )

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
 from torch import Tensor
 
-from megatron_bridge.hf.headers import check_weights, weight_files
+from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig
+from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.weights.name_map import OUTPUT_LAYER, NameMap, ShardCoords, TensorSlice, parameter_names
 
 
@@ -30,8 +28,8 @@ def load_hf(chunks: Sequence[Any], shape: ModelConfig, folder: Path) -> None:
     Raises ModelError naming every tensor that is missing, unexpected or of another shape, before anything is copied.
     """
     check_weights(folder, shape)
-    with _Folder(folder) as tensors:
-        _load(chunks, shape, tensors.read)
+    tensors = TensorFolder(folder)
+    _load(chunks, shape, lambda piece: tensors.slice(piece.name, piece.index))
 
 
 def load_named(chunks: Sequence[Any], shape: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
@@ -93,30 +91,6 @@ def _load(chunks: Sequence[Any], shape: ModelConfig, read: Callable[[TensorSlice
                 height = piece.size[0]
                 parameter.narrow(0, row, height).copy_(read(piece))
                 row += height
-
-
-class _Folder:
-    """The tensors of an HF folder, read piece by piece from memory-mapped files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._paths = weight_files(folder)
-        self._open = ExitStack()
-        self._file_of: dict[str, Any] = {}
-
-    def __enter__(self) -> _Folder:
-        for path in self._paths:
-            file = self._open.enter_context(safe_open(path, framework="pt"))
-            self._file_of |= dict.fromkeys(file.keys(), file)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.__exit__(kind, error, trace)
-
-    def read(self, piece: TensorSlice) -> Tensor:
-        tensor: Tensor = self._file_of[piece.name].get_slice(piece.name)[piece.index]
-        return tensor
 
 
 def _whole_tensors(names: NameMap, name: str, shard: Tensor, place: ShardCoords) -> Iterator[tuple[str, Tensor]]:

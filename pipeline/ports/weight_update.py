@@ -35,7 +35,7 @@ class WeightChannel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A tensor on its way to an engine: HF name, torch's name of the dtype (`bfloat16`), shape."""
+    """A tensor in a file or on its way to an engine: HF name, torch's name of the dtype (`bfloat16`), shape."""
 
     name: str
     dtype: str

@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_bridge.hf.writer import hf_tensors, write_policy
+from megatron_bridge.hf.tensor_folder import TensorFolder
+from megatron_bridge.hf.writer import write_policy
 from megatron_bridge.weight_sync.buckets import Bucket, pack
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
@@ -54,7 +55,7 @@ class Engine:
 
     def policy(self, version: int) -> Iterator[tuple[str, Tensor]]:
         """As a learner in bf16 would send it; versions take turns between two checkpoints."""
-        tensors = ((name, tensor.bfloat16()) for name, tensor in hf_tensors(self.checkpoints[version % 2]))
+        tensors = ((name, tensor.bfloat16()) for name, tensor in TensorFolder(self.checkpoints[version % 2]).tensors())
         return tensors if self.precision == "bf16" else quantize_state(tensors, QuantMap.for_decoder(2, self.precision))
 
 
@@ -67,7 +68,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
         for precision in PRECISIONS:
             quant = None if precision == "bf16" else QuantMap.for_decoder(2, precision)
             model = root / precision / "model"
-            write_policy(hf_tensors(first), first, model, quant)
+            write_policy(TensorFolder(first).tensors(), first, model, quant)
             spec = EngineSpec(
                 model=model,
                 port=free_port(),
@@ -143,7 +144,7 @@ def die_half_way(url: str, lock: str, checkpoint: str) -> None:
             print(sender.wire._row.file, sender.wire.failures, flush=True)
             sys.stdin.read()
 
-    sender.send(((name, tensor.bfloat16()) for name, tensor in hf_tensors(Path(checkpoint))), halt)
+    sender.send(((name, tensor.bfloat16()) for name, tensor in TensorFolder(Path(checkpoint)).tensors()), halt)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_bridge.hf.writer import hf_tensors, write_policy
+from megatron_bridge.hf.tensor_folder import TensorFolder
+from megatron_bridge.hf.writer import write_policy
 from pipeline.config.recipe import RolloutPrecision
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError
@@ -65,7 +66,7 @@ def make_policy(checkpoint: Path, folder: Path, version: int, precision: Rollout
     """As a learner publishes it: the folder, the digests of what went into it, the probe in full precision."""
     quant = None if precision == "fp32" else QuantMap.for_decoder(2, precision)
     digests = ExpectedChecksums(dtype=torch.float32, num_kv_heads=2)
-    write_policy(hf_tensors(checkpoint), checkpoint, folder, quant, digests=digests)
+    write_policy(TensorFolder(checkpoint).tensors(), checkpoint, folder, quant, digests=digests)
     model = reference_model(checkpoint)
     scored = tuple(tuple(reference_logprobs(model, row).tolist()) for row in ROWS)
     probe = Probe(rows=ROWS, logprobs=scored, max_mean_gap_nats=MAX_GAP_NATS[precision])

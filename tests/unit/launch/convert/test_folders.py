@@ -16,11 +16,12 @@ from launch.convert.folders import hf_to_fp8, hf_to_megatron, megatron_to_hf
 from launch.convert.modelopt import calibration_rows
 from launch.convert.new_model import new_model
 from launch.convert.sources import fp8_map
+from megatron_bridge.hf.folders import new_folder
 from megatron_bridge.hf.fp8 import dequantized_tensors, write_fp8_folder
 from megatron_bridge.hf.headers import weight_files
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.hf.modelopt import check_scales
-from megatron_bridge.hf.streaming_writer import check_written, new_folder
+from megatron_bridge.hf.shard_writer import check_written
 from pipeline.errors import CorruptCheckpointError, EvenKeelError, LayoutError, ModelError, NonFiniteError
 from precision.formats.formats import quantize_tensor
 from precision.formats.quant_map import fake_quantize_state, quantize_state

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.hf.writer import hf_tensors, write_policy
+from megatron_bridge.hf.tensor_folder import TensorFolder
+from megatron_bridge.hf.writer import write_policy
 from megatron_bridge.weight_sync.export import prune
 from pipeline.errors import ModelError
 from precision.formats.formats import dequantize_block
@@ -45,7 +46,7 @@ def weights() -> dict[str, Tensor]:
 
 def test_a_policy_holds_weights_config_tokenizer_and_manifest(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "policies" / "000000"
-    write_policy(hf_tensors(source), source, target, None, shard_bytes=200_000)
+    write_policy(TensorFolder(source).tensors(), source, target, None, shard_bytes=200_000)
     shards = sorted(target.glob("model-*.safetensors"))
     assert len(shards) > 1
     written = {name: tensor for path in shards for name, tensor in load_file(path).items()}
@@ -69,7 +70,7 @@ def test_a_policy_holds_weights_config_tokenizer_and_manifest(source: Path, tmp_
 
 
 def test_block_quantized_policies_say_so(source: Path, tmp_path: Path) -> None:
-    write_policy(hf_tensors(source), source, tmp_path / "p", QuantMap.for_decoder(1, "fp8_block"))
+    write_policy(TensorFolder(source).tensors(), source, tmp_path / "p", QuantMap.for_decoder(1, "fp8_block"))
     config = json.loads((tmp_path / "p" / "config.json").read_text())
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
     written = load_file(tmp_path / "p" / "model-00001.safetensors")
@@ -83,8 +84,8 @@ def test_block_quantized_policies_say_so(source: Path, tmp_path: Path) -> None:
 
 def test_writing_again_replaces_the_policy(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "p"
-    write_policy(hf_tensors(source), source, target, None)
-    write_policy(((name, tensor + 1) for name, tensor in hf_tensors(source)), source, target, None)
+    write_policy(TensorFolder(source).tensors(), source, target, None)
+    write_policy(((name, tensor + 1) for name, tensor in TensorFolder(source).tensors()), source, target, None)
     written = load_file(target / "model-00001.safetensors")
     assert torch.equal(written["model.norm.weight"], weights()["model.norm.weight"] + 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p", "source"]
@@ -92,7 +93,7 @@ def test_writing_again_replaces_the_policy(source: Path, tmp_path: Path) -> None
 
 def test_a_failed_export_leaves_the_old_policy(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "p"
-    write_policy(hf_tensors(source), source, target, None)
+    write_policy(TensorFolder(source).tensors(), source, target, None)
 
     def broken() -> Any:
         yield "model.norm.weight", torch.ones(3)

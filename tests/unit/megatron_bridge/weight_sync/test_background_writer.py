@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_bridge.hf.writer import write_shards
+from megatron_bridge.hf.shard_writer import write_shards
 from megatron_bridge.weight_sync import background_writer
 from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_manifests, stage_file
 from pipeline.errors import DeadlineExceededError

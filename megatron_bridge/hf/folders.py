@@ -1,0 +1,114 @@
+"""A new Hugging Face model folder: complete under its name, or absent.
+
+config.json  tokenizer files  model-00001.safetensors …  model.safetensors.index.json  manifest.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.run_directory import fsync_directory
+from pipeline.errors import ModelError
+
+COMPANION_FILES = (
+    *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
+    "generation_config.json",
+)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, which gets the name `target` when the block ends well, and is removed when it does not.
+
+    Raises ModelError when `target` is taken. What a killed process left behind is removed here.
+    """
+    check_free(target)
+    for stale in target.parent.glob(f"{target.name}.tmp-*"):
+        if not _alive(stale.name.rpartition("-")[2]):
+            shutil.rmtree(stale, ignore_errors=True)
+    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        check_free(target)
+        replace_folder(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_free(target: Path) -> None:
+    """Raise ModelError unless `target` does not exist or is an empty folder."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelError(f"{target} exists and is not an empty folder; remove it or name another one")
+
+
+def replace_folder(temporary: Path, target: Path) -> None:
+    """Make a folder durable and give it the name `target`, whatever has that name now."""
+    _sync_tree(temporary)
+    # Folders cannot be replaced in one step: the old one steps aside first.
+    aside = target.with_name(f"{target.name}.old-{os.getpid()}")
+    if target.exists():
+        target.rename(aside)
+    temporary.rename(target)
+    fsync_directory(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def complete_folder(
+    folder: Path,
+    source: Path,
+    hf_config: Mapping[str, Any],
+    manifest: Mapping[str, Mapping[str, Any]],
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
+    """Add what a folder of shards still lacks: index, manifest, config.json, and the tokenizer files of `source`.
+
+    `quantization` is the `quantization_config` of the new config.json; None leaves that of `hf_config`, if it has one.
+    """
+    index = {
+        "metadata": {"total_size": sum(entry["bytes"] for entry in manifest.values())},
+        "weight_map": {name: entry["file"] for name, entry in manifest.items()},
+    }
+    _write_json(folder / "model.safetensors.index.json", index)
+    _write_json(folder / "manifest.json", {"tensors": manifest})
+    stored = {} if quantization is None else {"quantization_config": quantization}
+    describe_folder(folder, source, {**hf_config, **stored}, manifest["model.norm.weight"]["dtype"])
+
+
+def describe_folder(folder: Path, source: Path, hf_config: Mapping[str, Any], dtype: str) -> None:
+    """Add config.json for weights of `dtype` (as torch names it), and the tokenizer and generation files of `source`.
+
+    `torch_dtype`, the older name of config.json's `dtype`, is left out.
+    """
+    kept = {key: value for key, value in hf_config.items() if key != "torch_dtype"}
+    _write_json(folder / "config.json", kept | {"dtype": dtype})
+    for path in sorted({path for pattern in COMPANION_FILES for path in source.glob(pattern)}):
+        shutil.copyfile(path, folder / path.name)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def _sync_tree(folder: Path) -> None:
+    """Make every file of a folder durable."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            fsync_directory(path)
+            continue
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    fsync_directory(folder)
+
+
+def _alive(process: str) -> bool:
+    return process.isdigit() and Path(f"/proc/{process}").exists()
