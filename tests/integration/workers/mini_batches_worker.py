@@ -1,0 +1,139 @@
+"""The learner loop on recorded batches with several optimizer steps a batch; see test_mini_batches.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+warnings.filterwarnings("ignore")
+
+from launch.build.algorithm import build_advantage_computer, build_objective  # noqa: E402
+from launch.verify.layout_ranks import CONTRACT, make_batch, weights  # noqa: E402
+from megatron_bridge.learner import MegatronLearner  # noqa: E402
+from megatron_bridge.parallel.layout import Layout, initialize, leave_layout  # noqa: E402
+from pipeline.config.algorithm import needs_old_logprobs, scores_step  # noqa: E402
+from pipeline.config.layout_names import parse_layout  # noqa: E402
+from pipeline.config.loader import recipe_from  # noqa: E402
+from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe  # noqa: E402
+from pipeline.data.event_log import EventLog  # noqa: E402
+from pipeline.data.records import Batch  # noqa: E402
+from pipeline.data.run_directory import RunDirectory  # noqa: E402
+from pipeline.data.store import BatchStore  # noqa: E402
+from pipeline.trainer.checkpoints import Checkpoints  # noqa: E402
+from pipeline.trainer.loop import Trainer  # noqa: E402
+from pipeline.trainer.old_logprobs import OldLogprobs  # noqa: E402
+
+STEPS, UPDATES = 3, 4
+GRPO: dict[str, Any] = dict(
+    objective=dict(name="clipped", anchor="old", clip_low=0.01, clip_high=0.01), correction=dict(name="tis")
+)
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one update": (1, GRPO),
+    "grpo": (UPDATES, GRPO | dict(advantage=dict(name="grpo", aggregation="sequence", zero_variance="skip"))),
+    "scalerl": (
+        UPDATES,
+        dict(
+            objective=dict(name="cispo"),
+            advantage=dict(name="dr_grpo", batch_normalized=True, aggregation="prompt", zero_variance="exclude"),
+        ),
+    ),
+    "p3o": (UPDATES, dict(objective=dict(name="p3o"))),
+}
+"""Updates a batch, and what is learned from them. Of four groups one has equal rewards: with `skip` one update has
+nothing to learn from, with `exclude` there are three updates."""
+
+
+def batch(index: int, vocabulary: int) -> Batch:
+    made = make_batch(index, vocabulary)
+    equal = made.group == index % 4
+    reward = np.where(equal, 1.0, np.arange(made.num_samples) % 3 == 0)
+    return dataclasses.replace(made, reward=reward.astype(np.float32), index=index)
+
+
+def recorded(directory: Path, vocabulary: int) -> BatchStore:
+    """The batches of all runs; the first run, of one process, writes them."""
+    store = BatchStore(directory)
+    for index in range(store.next_index, STEPS):
+        store.commit(batch(index, vocabulary))
+    return store
+
+
+def recipe(case: str) -> Recipe:
+    base = dict(run=dict(name="r", steps=STEPS), model=dict(path="m"), task=dict(name="sort_digits"))
+    return recipe_from(base | CASES[case][1], source="test")
+
+
+def train(folder: Path, section: LearnerSection, case: str, steps: int) -> tuple[MegatronLearner, Any]:
+    """A learner that goes on from the newest checkpoint of `folder` and stops after `steps` batches."""
+    chosen, updates = recipe(case), CASES[case][0]
+    learner = MegatronLearner(
+        folder.parent / "model",
+        section,
+        build_objective(chosen),
+        temperature=CONTRACT.temperature,
+        total_steps=STEPS * updates,
+    )
+    before = weights(learner)
+    run, store = RunDirectory(folder), recorded(folder.parent / "batches", learner.shape.vocab_size)
+    run.make_folders()
+    shared: dict[str, Any] = dict(
+        run=run,
+        store=store,
+        learner=learner,
+        schedule=chosen.build_schedule(),
+        updates_per_batch=updates,
+        contract=CONTRACT,
+        wait_deadline_s=10.0,
+    )
+    needs_old = needs_old_logprobs(chosen.objective, chosen.correction)
+    trainer = Trainer(
+        **shared | dict(schedule=dataclasses.replace(chosen.build_schedule(), steps=steps)),
+        old_logprobs=OldLogprobs(**shared) if needs_old else None,
+        advantage_computer=build_advantage_computer(chosen),
+        scores_step=scores_step(chosen.objective, chosen.correction),
+        channel=None,
+        checkpoints=Checkpoints(run.checkpoints, keep=2),
+        checkpoint_every=1,
+        event_log=EventLog(run.path),
+    )
+    trainer.train()
+    return learner, weights(learner) - before
+
+
+def measure(folder: Path, layouts: list[str]) -> None:
+    for layout in layouts:
+        base = LearnerSection(
+            micro_batch_tokens=48,
+            step_deadline_s=60,
+            # Adam divides by the gradient's own size: a small eps would blow rounding differences up to whole steps.
+            optimizer=OptimizerSection(lr=3e-3, warmup_steps=2, decay="cosine", eps=1e-4),
+        )
+        section = base.model_copy(update=parse_layout(layout))
+        initialize(Layout.of(section), seed=0, deadline_s=60)
+        found = {}
+        for case in CASES:
+            learner, change = train(folder / f"{layout} {case}", section, case, STEPS)
+            found[case] = change
+            found[f"{case} steps"] = np.array(learner.step)
+        train(folder / f"{layout} resumed", section, "grpo", 1)
+        learner, _ = train(folder / f"{layout} resumed", section, "grpo", STEPS)
+        found["resumed"] = weights(learner)
+        whole = MegatronLearner(
+            folder / "model", section, build_objective(recipe("grpo")), temperature=1, total_steps=1
+        )
+        whole.load(folder / f"{layout} grpo" / "checkpoints" / f"{STEPS:06d}")
+        found["uninterrupted"] = weights(whole)
+        if torch.distributed.get_rank() == 0:
+            np.savez(folder / f"{layout}.npz", **found)  # type: ignore[arg-type]
+        leave_layout()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    measure(Path(sys.argv[1]), sys.argv[2:])
