@@ -110,14 +110,18 @@ def show_recipe(
     overrides: Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="List every key, its type, default and meaning.")] = False,
 ) -> None:
-    """Print a recipe with every default spelled out, or the list of known keys."""
+    """Print a recipe with every default spelled out, or the list of known keys. Warnings go to stderr."""
+    from pipeline.config.advice import advice
     from pipeline.config.loader import load_recipe
     from pipeline.config.recipe import Recipe
 
     if schema:
         print(json.dumps(Recipe.model_json_schema(), indent=1))
     elif recipe is not None:
-        print(load_recipe(recipe, overrides or []).to_yaml(), end="")
+        resolved = load_recipe(recipe, overrides or [])
+        for sentence in advice(resolved):
+            print(f"warning: {sentence}", file=sys.stderr)
+        print(resolved.to_yaml(), end="")
     else:
         raise RecipeError("give a recipe, or --schema")
 

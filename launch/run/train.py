@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from launch.build.components import build_prompts, build_quant_map, build_tokenizer
@@ -12,6 +13,7 @@ from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
+from pipeline.config.advice import advice
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
@@ -24,6 +26,8 @@ def train_run(recipe: Recipe) -> dict[str, Any]:
     """Start or resume a run; returns its summary once it is finished. Raises FatalError when it cannot be."""
     run = RunDirectory(recipe.directory)
     preflight(recipe)
+    for sentence in advice(recipe):
+        print(f"warning: {sentence}", file=sys.stderr)
     with run.claimed():
         run.freeze(recipe)
         event_log = EventLog(run.path)

@@ -45,6 +45,7 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("prompts", _counted(numbers, _PROMPTS) or "all asked as they came"),
         ("trouble", _counted(numbers, _TROUBLE) or "none"),
         ("bottleneck", str(numbers["bottleneck"])),
+        *(("warning", sentence) for sentence in numbers["warnings"]),
     ]
 
 

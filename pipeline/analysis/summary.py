@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.analysis.bottleneck import bottleneck
 from pipeline.analysis.run_log import RunLog, number
+from pipeline.config.advice import advice
 from pipeline.config.algorithm import AdvantageSection, CorrectionSection, ObjectiveSection
 from pipeline.config.layout_names import layout_name
 from pipeline.config.recipe import AsyncSchedule, Recipe, StagedSchedule
@@ -58,6 +59,7 @@ def summarize(history: RunLog) -> dict[str, Any]:
         **{key: sum(int(event.get(key, 0)) for event in committed) for key in PROMPT_COUNTS},
         verifier_failures=int(sum(history.series("verifier_failures")[1])),
         bottleneck=bottleneck(history.metrics),
+        warnings=advice(recipe),
     )
 
 
@@ -69,13 +71,14 @@ def describe_choice(section: ObjectiveSection | CorrectionSection | AdvantageSec
 
 
 def describe_schedule(recipe: Recipe) -> str:
-    """The schedule with its one number."""
-    schedule = recipe.schedule
+    """The schedule with its one number, and the updates of a batch where there are several."""
+    schedule, text = recipe.schedule, str(recipe.schedule.kind)
     if isinstance(schedule, AsyncSchedule):
-        return f"async, lag {schedule.lag}"
+        text = f"async, lag {schedule.lag}"
     if isinstance(schedule, StagedSchedule):
-        return f"staged, µ = {schedule.updates_per_stage}"
-    return schedule.kind
+        text = f"staged, µ = {schedule.updates_per_stage}"
+    updates = recipe.learner.updates_per_batch
+    return text if updates == 1 else f"{text}, {updates} updates a batch"
 
 
 def _held_out(history: RunLog) -> dict[str, Any]:

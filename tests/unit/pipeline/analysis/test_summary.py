@@ -78,6 +78,17 @@ def test_choices_are_named_with_what_is_not_default(write_run: Callable[..., Pat
     assert "dr_grpo (aggregation prompt, batch_normalized), correction tis" in text
 
 
+@pytest.mark.parametrize(("updates", "schedule", "warned"), [(1, "sync", True), (4, "sync, 4 updates a batch", False)])
+def test_updates_of_a_batch_and_a_clip_that_cannot_act_are_told(
+    write_run: Callable[..., Path], updates: int, schedule: str, warned: bool
+) -> None:
+    objective = dict(name="clipped", anchor="old")
+    numbers = summary(write_run(2, overrides=dict(objective=objective, learner=dict(updates_per_batch=updates))))
+    assert numbers["schedule"] == schedule
+    shown = " ".join(text_of(render(numbers)).split())
+    assert ("the clip of objective clipped never acts" in shown) == warned
+
+
 def test_a_step_trained_again_counts_once(write_run: Callable[..., Path]) -> None:
     run = write_run(5)
     EventLog(run).metrics(4, num_tokens=3000, ess=0.5)

@@ -1,0 +1,54 @@
+"""Which clips cannot act, and that no recipe that comes with Even Keel has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.advice import advice
+from pipeline.config.loader import load_recipe, recipe_from
+
+RECIPES = Path(__file__).parents[4] / "pipeline" / "recipes"
+OLD = dict(name="clipped", anchor="old")
+ASYNC = dict(kind="async", lag=2)
+
+
+@pytest.mark.parametrize(
+    ("objective", "schedule", "updates", "acts"),
+    [
+        (OLD, dict(kind="sync"), 1, False),
+        (OLD, ASYNC, 1, False),
+        (OLD, ASYNC, 2, True),
+        (OLD, dict(kind="staged", updates_per_stage=4), 1, True),
+        (OLD, dict(kind="staged", updates_per_stage=1), 1, False),
+        (dict(name="gspo", anchor="old"), ASYNC, 1, False),
+        (dict(name="decoupled"), ASYNC, 1, False),
+        (dict(name="decoupled"), ASYNC, 4, True),
+        (dict(name="clipped"), dict(kind="sync"), 1, True),
+        (dict(name="p3o"), dict(kind="sync"), 1, True),
+    ],
+)
+def test_a_clip_needs_an_old_policy_that_is_older(
+    objective: dict[str, Any], schedule: dict[str, Any], updates: int, acts: bool
+) -> None:
+    recipe = recipe_from(
+        dict(
+            run=dict(name="r", steps=8),
+            model=dict(path="m"),
+            task=dict(name="sort_digits"),
+            objective=objective,
+            schedule=schedule,
+            learner=dict(updates_per_batch=updates),
+        ),
+        source="test",
+    )
+    told = advice(recipe)
+    assert bool(told) != acts
+    assert acts or "updates_per_batch above 1" in told[0]
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_recipe_of_ours_needs_advice(path: Path) -> None:
+    assert advice(load_recipe(path, [])) == []
