@@ -25,10 +25,11 @@ from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
+from pipeline.stopwatch import Stopwatch
 from rollout_sglang.client import EngineClient
 from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, claimed_version
 from rollout_sglang.router import RouterClient
-from rollout_sglang.weight_verifier import Stopwatch, WeightVerifier, invalidate
+from rollout_sglang.weight_verifier import WeightVerifier, invalidate
 from rollout_sglang.weights.locks import exclusive_lock
 
 ATTEMPTS = 4
@@ -116,14 +117,14 @@ class Fleet:
         probe_gap_nats; and engines_checked, how many engines could show checksums. Engines that fail twice are
         quarantined. Raises EngineUnavailableError when none serves `version`.
         """
-        started = time.monotonic()
+        watch = Stopwatch()
         target = Target(version, directory, proof or WeightCheck.load(directory))
         async with exclusive_lock(self._lock_path, self._load_deadline_s) as record:
-            lock_s = time.monotonic() - started
+            watch.lap("lock_s")
             self._target = target
             write_record(record, version)
             results = await all_of(self._update_engine(engine, target) for engine in self._engines)
-        return summarize(version, results) | {"lock_s": lock_s}
+        return summarize(version, results) | watch.seconds
 
     async def resync(self, version: int, directory: Path) -> None:
         """Admit the engines that prove `version`, feed those that claim another one, quarantine those that do not

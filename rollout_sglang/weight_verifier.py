@@ -21,13 +21,13 @@ are kept. They are of weights whose checksums were right, unless checksums are n
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pipeline.errors import EngineVersionError, RetryableError
 from pipeline.ports.weight_check import WeightCheck
+from pipeline.stopwatch import Stopwatch
 from rollout_sglang.client import EngineClient
 
 Held = Sequence[Mapping[str, str]]
@@ -152,17 +152,3 @@ def _compare(engine: EngineClient, version: int, held: Held, expected: Held, who
                 f"{version} with another digest, first {wrong[0]} of rank {rank}: {ours.get(wrong[0], 'missing')}, "
                 f"{whose} {theirs[wrong[0]]}; it gets no requests until it is fed again"
             )
-
-
-class Stopwatch:
-    """Seconds of named phases, one after the other."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._mark = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        """The time since the last lap (or the start) belongs to `name`."""
-        now = time.monotonic()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._mark
-        self._mark = now

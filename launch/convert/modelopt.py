@@ -13,10 +13,11 @@ from typing import Any, Literal
 from launch.convert.folders import bars, require_same_names
 from launch.convert.jobs import run_job
 from launch.convert.sources import checked_source
-from launch.run.processes import die_with_parent, run_child
+from launch.run.processes import run_child
 from megatron_bridge.hf.folders import check_free, new_folder
 from megatron_bridge.hf.headers import tensor_headers
 from megatron_bridge.hf.model_config import read_config
+from pipeline.child_process import die_with_parent
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import ModelError
 from pipeline.tasks.tokenizer import Tokenizer

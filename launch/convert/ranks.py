@@ -6,10 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-from launch.run.processes import die_with_parent, run_child
+from launch.run.processes import run_child
 from megatron_bridge.hf.headers import DTYPES
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.parallel.layout import Layout, initialize
+from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.run_directory import RunDirectory
 

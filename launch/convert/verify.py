@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from launch.convert.jobs import run_job
 from launch.convert.sources import fp8_map
-from launch.run.processes import die_with_parent, run_child
+from launch.run.processes import run_child
 from megatron_bridge.hf.headers import tensor_headers
 from megatron_bridge.hf.model_config import ModelConfig, read_config
+from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import ModelError

@@ -15,7 +15,8 @@ from launch.build.components import (
     build_solved_prompt_rule,
     build_tokenizer,
 )
-from launch.run.processes import die_with_parent, run_child
+from launch.run.processes import run_child
+from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory

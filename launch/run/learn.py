@@ -13,13 +13,14 @@ from launch.build.algorithm import build_advantage_computer, build_objective
 from launch.build.components import build_contract, build_quant_map, build_tokenizer, require_engines_here
 from launch.build.weight_checks import build_weight_check_plan
 from launch.run.collect import build_fleet, fleet_settings
-from launch.run.processes import die_with_parent, run_child
+from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.te_precision import Layers
 from megatron_bridge.weight_sync.disk import DiskChannel
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
+from pipeline.child_process import die_with_parent
 from pipeline.config.algorithm import needs_old_logprobs, scores_step
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog

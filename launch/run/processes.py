@@ -1,71 +1,24 @@
-"""Child processes that write to a log, never outlive their parent, and leave a reason behind when they give up."""
+"""The programs of a run as child processes: their commands, and the reason that they leave behind when they give up."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from pipeline.child_process import ChildProcess
 from pipeline.data.run_directory import RunDirectory, write_atomically
 from pipeline.errors import FATAL_EXIT_CODE, EvenKeelError, FatalError
 
-_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.25
 _RAISED = re.compile(r"^(\[rank\d+\]: ?)?(error: |[\w.]*(Error|Exception|Interrupt)\b: )")
 """A line on which Python, or this program, says what went wrong."""
-
-
-def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to signal this process when its parent dies, even by SIGKILL. Linux only; elsewhere a no-op."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
-    if os.getppid() != parent:  # the parent died before the request was in place
-        os.kill(os.getpid(), signal_number)
-
-
-@dataclass
-class LoggedProcess:
-    """A running child whose output goes to `log`."""
-
-    name: str
-    log: Path
-    popen: subprocess.Popen[bytes]
-
-    @staticmethod
-    def start(name: str, command: Sequence[str], log: Path, env: Mapping[str, str]) -> LoggedProcess:
-        """Append to `log`; the child gets SIGTERM when this process dies."""
-        with log.open("ab") as stream:
-            popen = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=dict(env),
-                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-            )
-        return LoggedProcess(name, log, popen)
-
-    def stop(self, grace_s: float = 10.0) -> None:
-        """SIGTERM, then SIGKILL after `grace_s`."""
-        if self.popen.poll() is None:
-            self.popen.terminate()
-            try:
-                self.popen.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                self.popen.kill()
-                self.popen.wait(grace_s)
 
 
 def child_environment() -> dict[str, str]:
@@ -105,15 +58,15 @@ def run_ranks(
     """Run ranks to their end, calling `watch` as they go. Raises FatalError with the reason that a rank left, or with
     the end of the log, when they fail or take longer than `deadline_s`."""
     fatal_note(run).unlink(missing_ok=True)
-    ranks = LoggedProcess.start(log.stem, command, log, env)
+    ranks = ChildProcess(command, log, env)
     give_up = time.monotonic() + deadline_s
     try:
-        while ranks.popen.poll() is None and time.monotonic() < give_up:
+        while ranks.poll() is None and time.monotonic() < give_up:
             watch()
             time.sleep(_POLL_S)
     finally:
         ranks.stop()
-    if ranks.popen.returncode != 0:
+    if ranks.poll() != 0:
         raise FatalError(read_fatal_note(run) or f"the {log.stem} died: {log_tail(log)}; the same command tries again")
 
 

@@ -16,9 +16,10 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from launch.build.components import build_contract, build_tokenizer
-from launch.run.processes import child_environment, die_with_parent, run_child, run_ranks, torchrun
+from launch.run.processes import child_environment, run_child, run_ranks, torchrun
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout
+from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import LearnerSection, Recipe
 from pipeline.data.event_log import EventLog, read_metrics
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample

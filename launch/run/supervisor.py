@@ -17,7 +17,8 @@ from typing import Self
 
 from launch.build.engines import check_engines, engine_spec
 from launch.run.live_view import LiveView
-from launch.run.processes import LoggedProcess, child_environment, fatal_note, log_tail, read_fatal_note, torchrun
+from launch.run.processes import child_environment, fatal_note, log_tail, read_fatal_note, torchrun
+from pipeline.child_process import ChildProcess
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
@@ -62,7 +63,7 @@ class Supervisor:
     starting: dict[str, Future[float]] = field(default_factory=dict)
     proved: set[str] = field(default_factory=set)
     """Servers that were up once: they may die and be started again."""
-    programs: dict[str, LoggedProcess] = field(default_factory=dict)
+    programs: dict[str, ChildProcess] = field(default_factory=dict)
     budgets: dict[str, RestartBudget] = field(default_factory=dict)
     waiters: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="engine-start"))
 
@@ -85,13 +86,13 @@ class Supervisor:
         self._start_engines()
         if not self._shares_gpus():
             self._start_program("learner")
-        while len(self.programs) < 2 or any(program.popen.poll() != 0 for program in self.programs.values()):
+        while len(self.programs) < 2 or any(program.poll() != 0 for program in self.programs.values()):
             self._restart_engines()
             self._restart_router()
             if not self.starting:
                 self._start_missing()
             for name, program in list(self.programs.items()):
-                if program.popen.poll() not in (None, 0):
+                if program.poll() not in (None, 0):
                     self._restart_program(name, program)
             self.view.refresh()
             time.sleep(POLL_S)
@@ -160,10 +161,10 @@ class Supervisor:
     def _start_program(self, name: str) -> None:
         log = self.run.logs / f"{name}.log"
         env = {**child_environment(), API_KEY_VARIABLE: self.api_key}
-        self.programs[name] = LoggedProcess.start(name, program_command(name, self.run, self.recipe), log, env)
+        self.programs[name] = ChildProcess(program_command(name, self.run, self.recipe), log, env)
         self.event_log.event("started", process=name)
 
-    def _restart_program(self, name: str, program: LoggedProcess) -> None:
+    def _restart_program(self, name: str, program: ChildProcess) -> None:
         if reason := read_fatal_note(self.run):
             raise FatalError(reason)
         self._spend(name, log_tail(program.log))

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from launch.run.processes import die_with_parent, run_child
+from launch.run.processes import run_child
 from launch.verify.layouts import MAX_ROW
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from megatron_bridge.parallel.layout_checks import check_layout
+from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from launch.build.components import build_contract, build_quant_map, build_tokenizer
 from launch.run.learn import build_channel, build_learner
-from launch.run.processes import die_with_parent, run_child
+from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.fp8_emulation import emulated
+from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import Recipe
 from pipeline.data.records import Batch, Completion, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory

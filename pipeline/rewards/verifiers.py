@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
+
+from pipeline.child_process import die_with_parent
 
 MATH_VERIFY_TIMEOUT_S = 5
 
@@ -48,7 +47,7 @@ def serve(pipe: Connection, reward: str, parent: int) -> None:
     Messages are JSON, not pickle: foreign code writes into this pipe and the run reads from it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    die_with_parent(parent)  # one that hangs would outlive a run that was killed
     try:
         resolve(reward)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; what it raised is the answer
@@ -61,13 +60,6 @@ def serve(pipe: Connection, reward: str, parent: int) -> None:
         except EOFError:
             return
         pipe.send_bytes(_encode(judge(reward, *texts)))
-
-
-def _end_with(parent: int) -> None:
-    """A verifier that hangs must not outlive a run that was killed."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def encode_texts(prompt: str, response: str, answer: str) -> bytes:

@@ -14,9 +14,7 @@ trained again; versions that the engines already serve are not published a secon
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,22 +26,10 @@ from pipeline.data.store import BatchStore
 from pipeline.ports.learner import Learner, Update
 from pipeline.ports.weight_update import WeightChannel
 from pipeline.schedule import Schedule
+from pipeline.stopwatch import Stopwatch
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.mini_batches import merge_updates, mini_batches
 from pipeline.trainer.old_logprobs import OldLogprobs
-
-
-@dataclass
-class Stopwatch:
-    """Seconds by phase of one step."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 @dataclass

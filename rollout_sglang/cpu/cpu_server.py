@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from rollout_sglang.server.launch_server import die_with_parent, serve
+from rollout_sglang.server.launch_server import serve
 
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -45,9 +45,6 @@ def _fork_children(*_: object) -> None:
     """SGLang asks for `spawn`, which CUDA needs. Without CUDA a fork saves every child a dozen seconds of imports."""
     multiprocessing.set_start_method("fork", force=True)
 
-
-if __name__ == "__main__":
-    die_with_parent()
 
 if __name__ in ("__main__", "__mp_main__"):
     prepare()

@@ -1,40 +1,18 @@
 """Start stock SGLang: `EVENKEEL_API_KEY=… python -m rollout_sglang.server.launch_server <SGLang's own arguments>`.
 
-Exactly `python -m sglang.launch_server`, with two differences: the API key comes from the environment, because argv
-is readable by every user of the machine, and the server ends when the process that started it ends.
+It is `python -m sglang.launch_server`, except that the API key comes from the environment, because every user of the
+machine can read a command line.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
-PARENT_VARIABLE = "EVENKEEL_PARENT_PID"
-"""Set by whoever starts a server and wants it to end with itself."""
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent named in the environment dies, so that no engine outlives a killed
-    supervisor. A server that was started by hand goes on.
-
-    Linux only, elsewhere nothing happens. The kernel watches the parent's *thread*: a supervisor must start engines
-    from a thread that lives as long as they should.
-    """
-    parent = os.environ.pop(PARENT_VARIABLE, "")
-    if sys.platform != "linux" or not parent:
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
-        # The parent died before the kernel knew that we care.
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arguments_with_key(argv: Sequence[str]) -> list[str]:
@@ -76,5 +54,4 @@ def serve(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
     serve(sys.argv[1:])

@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.config.recipe import RolloutPrecision
 from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
-from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, launch
+from rollout_sglang.server.process import ServerProcess, check_port_free, free_port
 from rollout_sglang.server.rollout_python import module_command, module_environment
 
 __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", "router_command", "start"]
@@ -83,8 +83,13 @@ def start(spec: EngineSpec) -> ServerProcess:
         # /health says whether the server is up; a probe that must sample would wait behind a long prefill.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
-    argv = command(spec, cuda=has_cuda())
-    return launch(argv, environment=environment, log=spec.log, ready_url=f"{spec.url}/health", secret=spec.api_key)
+    return ServerProcess(
+        command(spec, cuda=has_cuda()),
+        environment=environment,
+        log=spec.log,
+        ready_url=f"{spec.url}/health",
+        secret=spec.api_key,
+    )
 
 
 def router_command(worker_urls: list[str], port: int, metrics_port: int) -> list[str]:
@@ -99,7 +104,7 @@ def router_command(worker_urls: list[str], port: int, metrics_port: int) -> list
 def start_router(worker_urls: list[str], port: int, api_key: str | None, log: Path) -> ServerProcess:
     """Start SGLang's router in front of engines that are up. Dies with the calling thread. Raises PortInUseError."""
     check_port_free(port)
-    return launch(
+    return ServerProcess(
         router_command(worker_urls, port, free_port()),
         environment=server_environment(api_key),
         log=log,

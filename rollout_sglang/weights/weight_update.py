@@ -13,7 +13,6 @@ by the next publish).
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -22,9 +21,9 @@ from typing import Unpack
 from pipeline.errors import RetryableError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.ports.weight_update import ProcessGroupSpec, TensorSpec, WeightUpdateReport
+from pipeline.stopwatch import Stopwatch
 from rollout_sglang.client import CONTROL_DEADLINE_S, EngineClient
 from rollout_sglang.fleet import Fleet, FleetSettings, Target, all_of, summarize, write_record
-from rollout_sglang.weight_verifier import Stopwatch
 from rollout_sglang.weights.locks import exclusive_lock
 from rollout_sglang.weights.receiver import Receiver
 
@@ -120,10 +119,10 @@ class FleetUpdateSession(Fleet):
         await self._receivers[engine.index].begin()
 
     async def _admit_fed(self, engine: EngineClient, target: Target) -> dict[str, float]:
-        began = time.monotonic()
+        watch = Stopwatch()
         await self._receivers[engine.index].end(target.version, self._load_deadline_s)
-        seconds = {"load_s": time.monotonic() - began}
-        seconds |= await self._verify(engine, target.version, target.proof)
+        watch.lap("load_s")
+        seconds = watch.seconds | await self._verify(engine, target.version, target.proof)
         self._verified[engine.index] = target
         await self._admit(engine)
         return seconds

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from launch.run.learn import build_channel, build_learner
-from launch.run.processes import die_with_parent, run_child
+from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
+from pipeline.child_process import die_with_parent
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.weight_update import WeightChannel
 from tests.bench.loopback import Loopback

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.run.processes import LoggedProcess, log_tail
+from launch.run.processes import log_tail
+from pipeline.child_process import ChildProcess
 from pipeline.config.loader import differing_keys
 from pipeline.data.run_directory import RunDirectory, write_atomically
 from pipeline.errors import DeadlineExceededError, FatalError, RunConflictError
@@ -38,12 +39,11 @@ class Job:
     log: Path
     deadline_s: float
 
-    def start(self) -> LoggedProcess:
+    def start(self) -> ChildProcess:
         """The command dies with this process; what it did stays."""
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "launch.cli", *self.arguments]
-        return LoggedProcess.start(self.name, command, self.log, environment)
+        return ChildProcess(command, self.log, environment)
 
 
 def train_job(cell: Cell) -> Job:
@@ -107,7 +107,7 @@ def _finish(job: Job) -> None:
 
 def run_jobs(jobs: Sequence[Job], *, at_once: int, say: Say) -> dict[str, str]:
     """Run all to their end, `at_once` of them beside one another; the reason of each that failed, by name."""
-    waiting, running = deque(jobs), dict[str, tuple[Job, LoggedProcess, float]]()
+    waiting, running = deque(jobs), dict[str, tuple[Job, ChildProcess, float]]()
     failures: dict[str, str] = {}
     try:
         while waiting or running:
@@ -116,12 +116,12 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, say: Say) -> dict[str, str]:
                 running[job.name] = job, job.start(), time.monotonic()
             for job, process, started in list(running.values()):
                 seconds = time.monotonic() - started
-                if process.popen.poll() is None and seconds > job.deadline_s:
+                if process.poll() is None and seconds > job.deadline_s:
                     process.stop()
                     raise DeadlineExceededError(f"{job.name} took longer than {job.deadline_s:.0f} s; see {job.log}")
-                if process.popen.poll() is not None:
+                if process.poll() is not None:
                     del running[job.name]
-                    if process.popen.returncode != 0:
+                    if process.poll() != 0:
                         failures[job.name] = log_tail(job.log, lines=1)
                     outcome = "ended with an error" if job.name in failures else "done"
                     say(f"{job.name}: {outcome} after {seconds:.0f} s, {len(waiting) + len(running)} left")

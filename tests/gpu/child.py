@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.run.processes import die_with_parent
+from pipeline.child_process import die_with_parent
 from pipeline.data.run_directory import write_atomically
 from tests.gpu.goals import NotMeasured
 from tests.gpu.scale import Scale

@@ -18,7 +18,7 @@ SGLANG = {
     "launch_server.py": """
         import multiprocessing
         def child(queue):
-            queue.put(hasattr(__import__("sys").modules["__mp_main__"], "die_with_parent"))
+            queue.put(hasattr(__import__("sys").modules["__mp_main__"], "serve"))
         def run_server(arguments):
             context = multiprocessing.get_context("spawn")
             queue = context.Queue()

@@ -8,16 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pipeline.errors import EngineStartError, ModelError, PortInUseError
 from rollout_sglang.server.block_shapes import check_block_shapes
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE, arguments_with_key
-from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, launch
+from rollout_sglang.server.process import ServerProcess, check_port_free, free_port
 from rollout_sglang.server.start import EngineSpec, command, router_command, server_environment
 
 QWEN3_8B = {
@@ -118,7 +116,8 @@ def test_a_taken_port_is_named() -> None:
 def launch_python(code: str, tmp_path: Path, port: int, secret: str | None = None) -> ServerProcess:
     log = tmp_path / "server.log"
     ready_url = f"http://127.0.0.1:{port}/"
-    return launch([sys.executable, "-c", code], environment=os.environ, log=log, ready_url=ready_url, secret=secret)
+    command = [sys.executable, "-c", code]
+    return ServerProcess(command, environment=os.environ, log=log, ready_url=ready_url, secret=secret)
 
 
 def test_a_server_that_dies_shows_the_end_of_its_log_without_the_key(tmp_path: Path) -> None:
@@ -139,7 +138,7 @@ def test_a_server_that_never_comes_up_is_stopped(tmp_path: Path) -> None:
 def test_a_server_that_answers_is_ready_and_stops_even_if_it_ignores_sigterm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_sglang.server.process.STOP_GRACE_S", 0.2)
+    monkeypatch.setattr(ServerProcess, "grace_s", 0.2)
     port = free_port()
     code = (
         "import signal, http.server; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
@@ -149,31 +148,6 @@ def test_a_server_that_answers_is_ready_and_stops_even_if_it_ignores_sigterm(
     assert server.wait_ready(20) < 20
     server.stop()
     assert server.poll() == -signal.SIGKILL
-
-
-def test_no_server_outlives_a_killed_supervisor(tmp_path: Path) -> None:
-    child = (
-        "import time; from rollout_sglang.server.launch_server import die_with_parent;"
-        "die_with_parent(); print('up', flush=True); time.sleep(60)"
-    )
-    supervisor = (
-        "import os, sys, time; from pathlib import Path; from rollout_sglang.server.process import launch;"
-        f"s = launch([sys.executable, '-c', {child!r}], environment=os.environ, log=Path({str(tmp_path / 'log')!r}),"
-        "ready_url='http://127.0.0.1:1/', secret=None); print(s.pid, flush=True); time.sleep(60)"
-    )
-    environment = server_environment(None)
-    with subprocess.Popen(
-        [sys.executable, "-c", supervisor], env=environment, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        assert parent.stdout is not None
-        server = psutil.Process(int(parent.stdout.readline()))
-        ends = time.monotonic() + 20
-        while "up" not in (tmp_path / "log").read_text() and time.monotonic() < ends:
-            time.sleep(0.05)
-        parent.kill()
-    while server.is_running() and server.status() != psutil.STATUS_ZOMBIE and time.monotonic() < ends:
-        time.sleep(0.05)
-    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
 
 
 def test_block_shapes_of_a_real_model_fit() -> None:

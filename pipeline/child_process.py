@@ -1,0 +1,87 @@
+"""Child processes that write to a log and do not outlive their parent, however it dies.
+
+Run as a script (`python child_process.py SIGNAL PARENT COMMAND…`) it becomes COMMAND, with the kernel asked to send
+SIGNAL when the process PARENT dies. It needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None, signal_number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to signal this process when its parent dies. Linux only; elsewhere nothing happens.
+
+    `parent` is the process id that the parent itself gave; by default it is the parent that this process has now. The
+    kernel watches the parent's *thread*: start children from a thread that lives as long as they should.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid() if parent is None else parent
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent:  # it died before the kernel knew
+        os.kill(os.getpid(), signal_number)
+
+
+class ChildProcess:
+    """A running child whose output is appended to `log`, a file that only this user can read."""
+
+    grace_s: ClassVar[float] = 10.0
+    """Seconds between SIGTERM and SIGKILL."""
+    when_parent_dies: ClassVar[int] = signal.SIGTERM
+
+    def __init__(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str], *, own_session: bool = False
+    ) -> None:
+        """Start `command`. With `own_session`, Ctrl-C on the terminal does not reach it."""
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        # Not as preexec_fn: in a process with threads, Python code between fork and exec may wait for ever.
+        wrapper = [sys.executable, "-I", "-S", __file__, str(int(self.when_parent_dies)), str(os.getpid())]
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            self._process = subprocess.Popen(
+                [*wrapper, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=own_session,
+            )
+        finally:
+            os.close(descriptor)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit status, None while it runs."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`; returns when it has ended."""
+        self._process.terminate()
+        try:
+            self._process.wait(self.grace_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.wait()
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]), int(sys.argv[1]))
+    os.execvp(sys.argv[3], sys.argv[3:])
