@@ -5,10 +5,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 LOCK   := ops/locks/cpu.txt
 DEMO   := pipeline/recipes/demo.yaml
+SHARED := -n 2 --dist loadfile
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench evidence gpu gpu-rehearsal clean
+.PHONY: help install demo test test-slow test-all check bench evidence gpu gpu-rehearsal clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,8 +26,13 @@ demo: install  ## Warm a tiny model up, then train it with P3O on FP8 rollouts; 
 	    --set model.path=runs/models/demo-base --set learner.tensor_parallel=1 --set learner.data_parallel=2
 	@$(BIN)/evenkeel train $(DEMO)
 
-test: install  ## All tests, with real engines and real learners, two files at a time (about 15 minutes).
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+test: install  ## The loop, the learner and the engines, real ones, two files at a time (about 9 minutes).
+	@$(BIN)/python -m pytest $(SHARED) --durations 10 -m "not slow"
+
+test-slow: install  ## What guards tools around training, and every example of the property tests.
+	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $(SHARED) --durations 10 -m "slow or hypothesis"
+
+test-all: test test-slow  ## All tests.
 
 check: install  ## Format, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

@@ -165,6 +165,7 @@ def worker(folder: Path, module: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_memory_does_not_follow_the_size_of_the_model(tmp_path: Path) -> None:
     """Two layers of Qwen3-32B: 0.98 GB a layer, 262 MB the largest matrix, 1 GiB a shard."""
     source = tmp_path / "large"
@@ -196,6 +197,7 @@ def write_large(folder: Path) -> None:
     write_shards(((spec, pieces(spec)) for spec in specs), folder, shard_bytes=1 << 30)
 
 
+@pytest.mark.slow
 def test_modelopt_calibrates_every_scale(tmp_path: Path) -> None:
     source, out, prompts = tmp_path / "hf", tmp_path / "out", tmp_path / "prompts.jsonl"
     new_model(source)

@@ -51,7 +51,10 @@ class Case:
 SMALL = Case(hidden=512, layers=12, rows=4, distributed=True)
 LARGE = Case(hidden=768, layers=12, rows=1, distributed=False)
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from tests.evidence.matrix import REPOSITORY, Cell, Claim, Experiment, Matrix, c
 from tests.evidence.page import write_page
 from tests.evidence.results import Arm, Evaluation, Result, harvest, load, save, state_of
 from tests.evidence.runner import Job, check_unchanged, is_settled, run_jobs
+from tests.support.examples import examples
 
 SHIPPED = REPOSITORY / "tests" / "evidence" / "matrix.yaml"
 
@@ -343,7 +344,7 @@ class TestStatistics:
         assert statistics.crossing_ratio(fast, costs, slow, costs, 0.9).value == np.inf
         assert statistics.crossing_ratio(slow, costs, slow, costs, 0.9).value == 1.0
 
-    @settings(max_examples=30)
+    @settings(max_examples=examples(30))
     @given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=3), st.data())
     def test_value_lies_in_its_interval_and_order_of_prompts_means_nothing(
         self, correct: list[list[int]], data: st.DataObject

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.triton_folder import run_with_triton
 
 KERNELS = {"_statistics_kernel", "_gradient_kernel", "_block_kernel"}
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
     said = run_with_triton("ops.gpu.compile_kernels", "--json", interpret=False, cache=tmp_path)
     compiled = json.loads(said)

@@ -13,6 +13,7 @@ CHECKS = ("te_linear", "te_layer", "logprob", "training")
 """`make gpu-rehearsal` runs all."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_rehearsal(tmp_path: Path) -> None:
     assert main(["--rehearse", "--only", *CHECKS, "--out", str(tmp_path)]) == 0

@@ -21,6 +21,7 @@ from megatron_bridge.hf.shard_writer import HEADER_BYTES, whole_tensors, write_s
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from pipeline.errors import ModelError
 from pipeline.ports.weight_update import TensorSpec
+from tests.support.examples import examples
 
 STATES = st.dictionaries(
     st.text("abc.", min_size=1, max_size=6),
@@ -48,7 +49,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 @given(STATES, st.integers(1, 60), st.integers(1, 100))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_round_trip(state: dict[str, tuple[list[int], str]], piece_bytes: int, shard_bytes: int) -> None:
     tensors = {name: make(*entry, seed) for seed, (name, entry) in enumerate(state.items())}
     with tempfile.TemporaryDirectory() as scratch:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipeline.analysis.scaling.intervals import Region, Verdict, judge
 from pipeline.analysis.scaling.sigmoid import Fit, Floats, Grid, Moments, Points, common_asymptote, fit_curve, progress
 from pipeline.errors import RecipeError, StoreError
+from tests.support.examples import examples
 
 ROWS = {
     "ScaleRL": (2542, 1.92, 0.610),
@@ -190,7 +191,7 @@ def test_forecast_interval_at_the_far_end_is_that_of_the_asymptote() -> None:
     np.testing.assert_allclose(region.score_at(1e12), region.asymptote, atol=1e-6)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(seed=st.integers(0, 1000), scale=st.floats(1e-6, 1e6))
 def test_scaling_compute_scales_the_midpoint_alone(seed: int, scale: float) -> None:
     points = sampled("ScaleRL", 2.5, 24, seed)
@@ -201,7 +202,7 @@ def test_scaling_compute_scales_the_midpoint_alone(seed: int, scale: float) -> N
     assert other.exponent == pytest.approx(fit.exponent, rel=1e-5)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(order=st.permutations(range(24)))
 def test_the_order_of_points_does_not_matter(order: list[int]) -> None:
     points = sampled("math", 2.5, 24, 3)

@@ -27,6 +27,7 @@ from pipeline.data.batch_format import PER_SAMPLE, PER_TOKEN, arrays_of, attribu
 from pipeline.data.records import Batch, DroppedGroup, LogprobContract
 from pipeline.data.store import BatchStore
 from pipeline.errors import ContractMismatchError, CorruptBatchError, DeadlineExceededError, StoreError
+from tests.support.examples import examples
 
 MakeBatch = Callable[..., Batch]
 GOLDEN = Path(__file__).parents[3] / "golden" / "store"
@@ -71,7 +72,7 @@ def test_round_trip_of_a_batch_whose_groups_were_all_dropped(
 
 
 @given(data=st.data())
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_round_trip_of_any_batch(tmp_path: Path, make_batch: MakeBatch, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=6))
     count, responses = len(lengths), sum(response for _, response in lengths)
@@ -289,7 +290,7 @@ def test_every_truncation_is_detected(tmp_path: Path, make_batch: MakeBatch) -> 
 
 
 @given(position=st.integers(0, 2**32), bit=st.integers(0, 7))
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_flipped_bit_is_detected_or_harmless(tmp_path: Path, make_batch: MakeBatch, position: int, bit: int) -> None:
     store, batch = BatchStore(tmp_path), make_batch(0)
     if not store.exists(0):

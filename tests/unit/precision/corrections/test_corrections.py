@@ -16,6 +16,7 @@ from precision.corrections.corrected import Corrected
 from precision.objectives.base import Prepared, ScoredStep
 from precision.objectives.cispo import CISPO
 from precision.objectives.clipped import Clipped
+from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import reordered, scored_step, scored_steps, soiled
 
@@ -159,7 +160,7 @@ def test_without_mismatch_every_factor_is_one(correction: Correction) -> None:
 
 
 @each
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(step=scored_steps(), garbage=st.sampled_from([math.nan, math.inf, -math.inf, -120.0, 3e38]))
 def test_forced_tokens_and_order_do_not_matter(correction: Correction, step: ScoredStep, garbage: float) -> None:
     factor, measured = correction(step)
@@ -202,7 +203,7 @@ def test_refusals_say_what_is_allowed() -> None:
             OPSM(delta=delta)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(step=scored_steps())
 def test_corrected_gradient_is_the_factor_times_the_gradient(step: ScoredStep) -> None:
     """A factor on A is a factor on the term, whichever side of the clip a token is on; N stays."""

@@ -24,6 +24,7 @@ from precision.formats.formats import (
     quantize_tensor,
     to_e4m3,
 )
+from tests.support.examples import examples
 
 HALF_ULP = 2.0**-4
 """Largest relative rounding error of a normal e4m3 value: half of the last of 3 mantissa bits."""
@@ -91,7 +92,7 @@ def assert_within_half_ulp(restored: Tensor, original: Tensor, scale: Tensor) ->
     assert bool(((restored - original).abs() <= bound * (1 + 1e-5)).all())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(shapes, magnitudes, st.integers(0, 100))
 def test_block_error_bound_idempotence_and_shape(shape: tuple[int, int], magnitude: float, seed: int) -> None:
     weight = magnitude * gaussian(*shape, seed=seed)
@@ -106,7 +107,7 @@ def test_block_error_bound_idempotence_and_shape(shape: tuple[int, int], magnitu
     assert torch.equal(again.view(torch.uint8), quantized.view(torch.uint8))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(1, 40), min_size=0, max_size=3), magnitudes, st.integers(0, 100))
 def test_tensor_error_bound_idempotence_and_shape(shape: list[int], magnitude: float, seed: int) -> None:
     weight = magnitude * gaussian(*shape, seed=seed)
@@ -117,7 +118,7 @@ def test_tensor_error_bound_idempotence_and_shape(shape: list[int], magnitude: f
     assert torch.equal(again.view(torch.uint8), quantized.view(torch.uint8))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(1, 5), st.integers(1, 300), st.sampled_from([None, 1, 7, 128]), st.integers(0, 100))
 def test_activation_equals_each_group_quantized_alone(tokens: int, channels: int, group: int | None, seed: int) -> None:
     activation = gaussian(tokens, channels, seed=seed) * torch.logspace(-3, 3, tokens)[:, None]

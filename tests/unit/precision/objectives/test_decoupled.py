@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from precision.objectives import Clipped
 from precision.objectives.base import ScoredStep
 from precision.objectives.decoupled import Decoupled
+from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import scored_step, scored_steps
 
@@ -45,7 +46,7 @@ def test_by_hand(over_cap: OverCap) -> None:
 
 
 @pytest.mark.parametrize("over_cap", OVER_CAP)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(step=scored_steps())
 def test_gradient_matches_a_slow_reference(over_cap: OverCap, step: ScoredStep) -> None:
     leaf = step.logprobs.clone().requires_grad_()
@@ -60,7 +61,7 @@ def test_gradient_matches_a_slow_reference(over_cap: OverCap, step: ScoredStep) 
     torch.testing.assert_close(run(objective, step).gradient, leaf.grad, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(step=scored_steps())
 def test_limits(step: ScoredStep) -> None:
     """A sampler that is the old policy: PPO. No stale weights: importance sampling. No clip and no cap: the whole

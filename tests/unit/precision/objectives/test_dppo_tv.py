@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from precision.objectives import Clipped, StepContext, TokenBatch
 from precision.objectives.base import ScoredStep
 from precision.objectives.dppo_tv import DPPOTV
+from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import scored_steps
 
@@ -45,7 +46,7 @@ def test_by_hand() -> None:
     assert not DPPOTV().needs_scoring
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(step=scored_steps(), threshold=st.floats(0.01, 1.0), coefficient=st.sampled_from([0.0, 1e-3, 0.5]))
 def test_gradient_matches_a_slow_reference(step: ScoredStep, threshold: float, coefficient: float) -> None:
     leaf = step.logprobs.clone().requires_grad_()
@@ -61,7 +62,7 @@ def test_gradient_matches_a_slow_reference(step: ScoredStep, threshold: float, c
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(step=scored_steps())
 def test_with_a_threshold_of_one_and_no_square_it_is_importance_sampling(step: ScoredStep) -> None:
     # The strategy's learner may "exceed" probability 1; a real one cannot, so its change never exceeds 1.

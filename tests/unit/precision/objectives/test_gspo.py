@@ -14,6 +14,7 @@ from torch import Tensor
 
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.gspo import GSPO
+from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import scored_step, scored_steps
 
@@ -62,7 +63,7 @@ def paper_gradient(step: ScoredStep, anchor: Tensor, low: float, high: float) ->
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(step=scored_steps(), low=st.sampled_from([3e-4, 0.1, 1.0]), high=st.sampled_from([4e-4, 0.1, math.inf]))
 def test_gradient_is_that_of_the_paper(anchor: Anchor, step: ScoredStep, low: float, high: float) -> None:
     """With the factor N / (R |y|) of sequence aggregation on the advantages, which turns the mean over tokens into the

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from precision.objectives.base import ScoredStep
 from precision.objectives.m2po import M2PO, widest_cap, widest_kept
+from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import reordered, scored_step, scored_steps, soiled
 
@@ -108,7 +109,7 @@ def test_areal_by_hand() -> None:
     assert prepared.measured["clip_hits_high"] == pytest.approx(1 / 3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(step=scored_steps(), threshold=st.sampled_from([1e-3, 0.04, 1.0]))
 def test_clip_has_the_gradient_of_the_authors_clip(step: ScoredStep, threshold: float) -> None:
     """-1/N sum min(rho A, clip(rho, e^-tau, e^tau) A), floors included, by autograd in float64."""
@@ -129,7 +130,7 @@ def test_clip_has_the_gradient_of_the_authors_clip(step: ScoredStep, threshold: 
 
 
 @each
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(step=scored_steps(), garbage=st.sampled_from([math.nan, math.inf, -math.inf, -120.0, 3e38]))
 def test_forced_tokens_and_order_do_not_matter(variant: Variant, step: ScoredStep, garbage: float) -> None:
     objective = M2PO(variant=variant)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from precision.objectives import Clipped
 from precision.objectives.base import ScoredStep
 from precision.objectives.mu_grpo import MuGRPO
+from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import scored_step, scored_steps
 
@@ -112,7 +113,7 @@ def slow_kept(step: ScoredStep, t: int, trigger: Trigger, scope: Scope, kappa: f
 @pytest.mark.parametrize(("trigger", "kappa"), [("below", 0.8), ("above", 1.2), ("none", 0.3)])
 @pytest.mark.parametrize("scope", ["suffix", "token", "response"])
 @pytest.mark.parametrize("keeps_trigger", [True, False])
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(step=scored_steps())
 def test_gradient_matches_a_slow_reference(
     trigger: Trigger, kappa: float, scope: Scope, keeps_trigger: bool, step: ScoredStep
@@ -133,7 +134,7 @@ def test_gradient_matches_a_slow_reference(
     torch.testing.assert_close(run(objective, step).gradient, expected, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(step=scored_steps())
 def test_without_a_veto_it_is_the_clip_of_its_range(step: ScoredStep) -> None:
     mine = run(MuGRPO(ratio_min=0.8, ratio_max=1.2, trigger="none"), step)

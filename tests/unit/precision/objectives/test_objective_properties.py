@@ -24,6 +24,7 @@ from precision.objectives.m2po import M2PO
 from precision.objectives.mu_grpo import MuGRPO
 from precision.objectives.p4o import P4O
 from precision.objectives.topr import TOPR
+from tests.support.examples import examples
 from tests.support.objective_runs import Layout, Outcome, run
 from tests.support.scored_steps import reordered, scored_step, scored_steps, soiled
 
@@ -135,7 +136,7 @@ def test_garbage_behind_the_mask_gets_no_gradient(objective: Objective, garbage:
 
 
 @every
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(step=scored_steps())
 def test_tokens_that_were_not_sampled_might_as_well_be_absent(objective: Objective, step: ScoredStep) -> None:
     """But for their places, which stay empty, and responses without a sampled token."""
@@ -148,7 +149,7 @@ def test_tokens_that_were_not_sampled_might_as_well_be_absent(objective: Objecti
 
 
 @every
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(step=scored_steps())
 def test_order_of_responses_and_padding(objective: Objective, step: ScoredStep) -> None:
     moved, index = reordered(step)
@@ -169,7 +170,7 @@ def layouts(step: ScoredStep, cut: int) -> list[Layout]:
 
 
 @micro_batch_invariant
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(step=scored_steps(), cut=st.integers(0, 5))
 def test_micro_batches_in_any_layout_add_up_to_the_step(objective: Objective, step: ScoredStep, cut: int) -> None:
     whole = run(objective, step)
@@ -178,7 +179,7 @@ def test_micro_batches_in_any_layout_add_up_to_the_step(objective: Objective, st
 
 
 @every
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(step=scored_steps())
 def test_exactly_on_policy_it_is_the_score_function_gradient(objective: Objective, step: ScoredStep) -> None:
     """-A / N for every sampled token: nothing weighs, clips, vetoes or anchors."""
@@ -189,7 +190,7 @@ def test_exactly_on_policy_it_is_the_score_function_gradient(objective: Objectiv
 
 
 @scored
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(step=scored_steps())
 def test_what_is_prepared_is_a_factor_on_the_advantage(objective: Objective, step: ScoredStep) -> None:
     prepared = objective.prepare(step)

@@ -16,6 +16,7 @@ from precision.ess import ess_from_sums, sequence_ess, token_ess
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.p3o import P3O
 from tests.support import objective_runs
+from tests.support.examples import examples
 from tests.support.scored_steps import reordered, scored_step, scored_steps, soiled
 
 Estimator = Literal["official", "importance"]
@@ -153,7 +154,7 @@ def test_step_scope_needs_a_sound_ess() -> None:
 
 @each_estimator
 @each_unit
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(step=scored_steps())
 def test_gradient_against_autograd_of_a_slow_reference(estimator: Estimator, unit: Unit, step: ScoredStep) -> None:
     """The whole way from the scored step, token by token, in float64."""
@@ -198,7 +199,7 @@ def test_prepare_by_hand() -> None:
 
 
 @each_unit
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(step=scored_steps(), garbage=st.sampled_from([math.nan, math.inf, -math.inf, -120.0, 3e38]))
 def test_prepare_sees_neither_forced_tokens_nor_order(unit: Unit, step: ScoredStep, garbage: float) -> None:
     objective = P3O(ess_unit=unit)

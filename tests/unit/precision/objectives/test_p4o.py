@@ -14,6 +14,7 @@ from torch import Tensor
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.objectives.p3o import P3O
 from precision.objectives.p4o import P4O
+from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import SAMPLER, reordered, scored_step, scored_steps, soiled
 
@@ -48,7 +49,7 @@ def test_the_smaller_ess_caps_whichever_anchor_it_belongs_to() -> None:
     assert prepared.step_ess == pytest.approx(0.8, rel=1e-8)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(step=scored_steps())
 def test_on_the_first_step_of_a_stage_it_is_p3o(step: ScoredStep) -> None:
     step = dataclasses.replace(step, old_logprobs=step.logprobs)
@@ -58,7 +59,7 @@ def test_on_the_first_step_of_a_stage_it_is_p3o(step: ScoredStep) -> None:
     torch.testing.assert_close(p4o.gradient, p3o.gradient, rtol=1e-3, atol=1e-5)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(step=scored_steps())
 def test_gradient_against_autograd_of_the_formula(step: ScoredStep) -> None:
     outcome = run(P4O(), step)
@@ -88,7 +89,7 @@ def test_gradient_against_autograd_of_the_formula(step: ScoredStep) -> None:
     assert outcome.prepared.step_ess == pytest.approx(e, rel=1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(step=scored_steps(), garbage=st.sampled_from([math.nan, math.inf, -math.inf, -120.0, 3e38]))
 def test_forced_tokens_and_order_do_not_matter(step: ScoredStep, garbage: float) -> None:
     prepared, dirty = P4O().prepare(step), P4O().prepare(soiled(step, garbage))

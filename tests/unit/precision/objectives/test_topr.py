@@ -12,6 +12,7 @@ from torch import Tensor
 from precision.objectives import CISPO
 from precision.objectives.base import ScoredStep
 from precision.objectives.topr import TOPR
+from tests.support.examples import examples
 from tests.support.objective_runs import run
 from tests.support.scored_steps import SAMPLER, scored_step, scored_steps
 
@@ -45,7 +46,7 @@ def slow_gradient(step: ScoredStep, low: float, high: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.5, 2.0), (1.0, 1.0)])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(step=scored_steps())
 def test_gradient_matches_a_slow_reference(low: float, high: float, step: ScoredStep) -> None:
     gradient = run(TOPR(clip_low=low, clip_high=high), step).gradient

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_sglang.cpu.attention import decode_attention
+from tests.support.examples import examples
 
 
 def one_by_one(
@@ -29,7 +30,7 @@ def one_by_one(
     heads_per_kv=st.sampled_from([1, 3]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_equals_the_loop(lengths: list[int], kv_heads: int, heads_per_kv: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     requests, longest, size = len(lengths), max(lengths), 4

@@ -1,0 +1,30 @@
+"""How many examples a property test draws: all of them in `make test-all`, a third of them every day.
+
+HYPOTHESIS_PROFILE chooses. Both profiles draw the same examples on every machine, so that a failure is a failure of the
+change under test; `pytest --hypothesis-seed=…` explores others.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from hypothesis import settings
+
+FEWEST = 6
+
+
+def register_profiles() -> None:
+    """Load the profile that HYPOTHESIS_PROFILE names. No property test fails because the machine is busy."""
+    settings.register_profile("everyday", deadline=None, derandomize=True, max_examples=30)
+    settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
+    settings.load_profile(profile())
+
+
+def profile() -> Literal["everyday", "thorough"]:
+    return "thorough" if os.environ.get("HYPOTHESIS_PROFILE", "everyday") == "thorough" else "everyday"
+
+
+def examples(count: int) -> int:
+    """Of `count` examples, those that the profile draws."""
+    return count if profile() == "thorough" else min(count, max(FEWEST, count // 3))
