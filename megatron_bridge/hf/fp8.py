@@ -121,18 +121,21 @@ class _Quantizer:
             yield outputs[0], (to_e4m3(piece.float() / scale) for piece in pieces)
             yield outputs[1], (scale,)
         else:
-            scales: list[Tensor] = []
+            # Filled, not collected: small tensors that stay between large ones that go would keep glibc's heap large.
+            scales = torch.empty(outputs[1].shape)
             yield outputs[0], self._blocks(name, scales)
-            yield outputs[1], scales
+            yield outputs[1], (scales,)
 
-    def _blocks(self, name: str, scales: list[Tensor]) -> Iterator[Tensor]:
-        """The matrix in rows of blocks, as e4m3; their scales are appended to `scales`."""
+    def _blocks(self, name: str, scales: Tensor) -> Iterator[Tensor]:
+        """The matrix in rows of blocks, as e4m3; their scales are written into `scales`."""
+        row = 0
         for piece in self._tensors.pieces(name, BLOCK[0], self._piece_bytes):
             try:
                 quantized, scale_inv = quantize_block(piece)
             except FloatingPointError as error:
                 raise FloatingPointError(f"{name}: {error}") from error
-            scales.append(scale_inv)
+            scales[row : row + len(scale_inv)] = scale_inv
+            row += len(scale_inv)
             yield quantized
 
     def _format(self, name: str) -> RolloutFormat | None:

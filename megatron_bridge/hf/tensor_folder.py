@@ -19,7 +19,7 @@ from pipeline.ports.weight_update import TensorSpec
 
 PIECE_BYTES = 4 << 20
 """What is read at once, at most (a single row may be larger): a few times this fits into a CPU's cache."""
-REOPEN_BYTES = 64 << 20
+REOPEN_BYTES = 32 << 20
 """The library maps files into memory, where each page that was read counts as resident until the file is closed. So a
 file is opened anew after so many bytes. To open one for every slice would parse its header as often."""
 
