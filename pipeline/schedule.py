@@ -37,6 +37,11 @@ class Schedule:
             return batch // self.updates_per_stage * self.updates_per_stage
         return batch
 
+    def published_before(self, batch: int) -> int:
+        """The version that is published once all batches before `batch` (`steps`: all) are trained. Until `batch` is
+        committed there can be no later one."""
+        return batch if self.kind == "async" or batch == self.steps else self.required_version(batch)
+
     def publishes_after(self, step: int) -> bool:
         """Whether version `step + 1` goes to the engines once `step` is trained."""
         stage_ends = self.kind != "staged" or (step + 1) % self.updates_per_stage == 0

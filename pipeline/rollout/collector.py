@@ -5,7 +5,10 @@
     produce(batch)   consumes: nothing but the ledger (a dead collector starts again from the committed batches)
                      waits for: policy/PUBLISHED ≥ required_version(batch), then the batch before it to be committed
                      unblocked by: the learner's publish
-    evaluate         runs between batches of a version that is due, and once after the last step
+    evaluate         consumes: nothing; runs before the commit of a batch at which it is due, and after the last step
+                     waits for: the version that the batches before that one lead to
+                     unblocked by: the learner's publish. No later version can come before the commit, so all answers
+                     are of one version, also in an asynchronous run
 
 Up to `schedule.batches_in_flight` batches are under way at once; the engines are asked for the oldest batch first. A
 completion that holds a token older than the schedule allows is thrown away and sampled again: nothing stale is ever
@@ -111,7 +114,7 @@ class Collector:
             for batch in under_way:
                 batch.task.cancel()
             await asyncio.gather(*(batch.task for batch in under_way), return_exceptions=True)
-        await self._evaluate(await self._wait_published(self.schedule.steps), self.schedule.steps)
+        await self._evaluate(self.schedule.steps)
 
     def _resume(self) -> int:
         """Take up what the committed batches say; the index of the next one."""
@@ -131,8 +134,6 @@ class Collector:
         builder = self._builder(index, required)
         prompts = [prompt for _ in range(builder.wanted) if (prompt := builder.next_prompt())]
         entered.set()
-        if index % self.settings.evaluate_every == 0:
-            await self._evaluate(version, index)
         started = time.time()
         self.event_log.event("issued", batch=index, first_group=prompts[0].group, groups=len(prompts), version=version)
         await gather_or_cancel([self._fill_place(builder, prompt) for prompt in prompts])
@@ -140,6 +141,8 @@ class Collector:
         generated = time.time()
         if previous is not None:
             await asyncio.shield(previous.task)  # batches are committed in order, so the ledger never has a hole
+        if index % self.settings.evaluate_every == 0:
+            await self._evaluate(index)
         ready = time.time()
         batch = await self._commit(builder)
         self.event_log.event(
@@ -216,28 +219,31 @@ class Collector:
             for completion, verdict in zip(completions, verdicts, strict=True)
         )
 
-    async def _evaluate(self, version: int, index: int) -> None:
-        """Held-out pass@k of a published version, once per version however often the collector is started; its turn
-        at the engines is just before that of batch `index`."""
+    async def _evaluate(self, index: int) -> None:
+        """Held-out pass@k of the version that the batches before batch `index` lead to, once per version however often
+        the collector is started. Until batch `index` is committed no later version can be published."""
+        version = self.schedule.published_before(index)
         if version in self._evaluated:
             return
-        self._evaluated.add(version)  # at once: the batch after next may find the same version due
+        self._evaluated.add(version)
+        await self._wait_published(version)
         started = time.time()
         held_out = self.prompts.held_out(self.settings.evaluation_prompts)
         samples = self.settings.evaluation_samples
-        solved = await gather_or_cancel([self._solve(prompt, samples, index) for prompt in held_out])
+        solved = await gather_or_cancel([self._solve(prompt, samples, version, index) for prompt in held_out])
         found = dict(prompts=len(held_out), samples=samples, correct=solved, **summarize(solved, samples))
         self.run.write_evaluation(version, found)
         self.event_log.event("evaluated", version=version, seconds=time.time() - started, started=started, **found)
 
-    async def _solve(self, prompt: Prompt, samples: int, index: int) -> int:
-        """How many of `samples` attempts at a held-out prompt are right."""
+    async def _solve(self, prompt: Prompt, samples: int, version: int, index: int) -> int:
+        """How many of `samples` attempts of `version` at a held-out prompt are right; in the order of batch `index` at
+        the engines."""
         answers = await self._sampler.sample(
             prompt,
             samples,
             self.settings.evaluation_sampling,
             priority=(index, prompt.group),
-            allowed=lambda _version: True,
+            allowed=lambda answered: answered == version,
         )
         return sum(sample.reward >= SOLVED_REWARD for sample in await self._score(prompt, answers))
 

@@ -27,7 +27,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def summarize(num_correct: Sequence[int], num_samples: int) -> dict[str, Any]:
-    """Scores from the correct samples of each prompt, of `num_samples` each; plain values, ready for the event_log.
+    """Scores from the correct samples of each prompt, of `num_samples` each; plain values, ready for a file.
 
     `pass_at_1` with its 95 % bounds `pass_at_1_low` and `pass_at_1_high`, and `pass_at_k`: {"1": …, "2": …, "4": …} up
     to `num_samples`, means over prompts. Raises ValueError when there is no prompt.

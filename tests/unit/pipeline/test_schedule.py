@@ -31,6 +31,13 @@ schedules = st.builds(
 
 
 @given(schedules)
+def test_what_is_published_before_a_batch_is_what_the_steps_before_it_publish(schedule: Schedule) -> None:
+    for batch in range(schedule.steps + 1):
+        versions = [step + 1 for step in range(batch) if schedule.publishes_after(step)]
+        assert schedule.published_before(batch) == max(versions, default=0)
+
+
+@given(schedules)
 def test_every_required_version_is_published_before_it_is_waited_for(schedule: Schedule) -> None:
     """No deadlock: batch b waits for a version that training the batches before b has published."""
     for batch in range(schedule.steps):

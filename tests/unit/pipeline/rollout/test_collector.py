@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +17,14 @@ from pipeline.rewards.pool import Verifiers
 from pipeline.schedule import Schedule
 from tests.support.collecting import GROUP, PROMPTS, build, collect, engines_of
 
+SCHEDULES = [
+    Schedule(kind="sync", steps=3),
+    Schedule(kind="async", steps=5, lag=2),
+    Schedule(kind="staged", steps=5, updates_per_stage=2),
+]
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        Schedule(kind="sync", steps=3),
-        Schedule(kind="async", steps=5, lag=2),
-        Schedule(kind="staged", steps=5, updates_per_stage=2),
-    ],
-    ids=lambda s: s.kind,
-)
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)
 def test_every_group_is_in_one_batch_and_every_token_is_fresh(
     run: RunDirectory, verifiers: Verifiers, schedule: Schedule
 ) -> None:
@@ -41,6 +40,42 @@ def test_every_group_is_in_one_batch_and_every_token_is_fresh(
     assert evaluated[-1] == schedule.steps
     assert len(evaluated) == len(set(evaluated))
     assert run.evaluated_versions() == set(evaluated)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)
+def test_an_evaluation_is_answered_by_one_version(
+    run: RunDirectory, verifiers: Verifiers, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines are slow and the learner is not: it would overtake every evaluation, were the next batch committed."""
+    collector = build(run, verifiers, schedule, evaluate_every=2)
+    engines = engines_of(collector)
+    held_out = {prompt.text.removesuffix("=") for prompt in collector.prompts.held_out(2)}
+    engines.latency_s = lambda digits: 0.1 if digits in held_out else 0.01
+    answered: list[set[int]] = []
+    solve = collector._solve
+
+    async def noted(*arguments: Any) -> int:
+        before = run.published_version()
+        solved = await solve(*arguments)
+        answered.append({before, run.published_version(), arguments[2]})
+        return solved
+
+    monkeypatch.setattr(collector, "_solve", noted)
+    collect(collector)
+    assert [len(versions) for versions in answered] == [1] * len(answered)
+    assert not read_events(run.path, "retried")
+    evaluated = [event["version"] for event in read_events(run.path, "evaluated")]
+    due = [schedule.published_before(index) for index in (0, 2, 4, schedule.steps) if index <= schedule.steps]
+    assert evaluated == list(dict.fromkeys(due))
+
+
+def test_an_answer_of_another_version_is_asked_again(run: RunDirectory, verifiers: Verifiers) -> None:
+    run.set_published(1)
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1))
+    engines_of(collector).faults = [0, 2]
+    asyncio.run(collector._evaluate(1))
+    assert [event["version"] for event in read_events(run.path, "evaluated")] == [1]
+    assert len(read_events(run.path, "retried")) == 2
 
 
 def test_what_was_evaluated_is_known_without_the_log(run: RunDirectory, verifiers: Verifiers) -> None:
