@@ -47,6 +47,14 @@ class Schedule:
         stage_ends = self.kind != "staged" or (step + 1) % self.updates_per_stage == 0
         return stage_ends or step + 1 == self.steps
 
+    def __str__(self) -> str:
+        """Its kind and its one number."""
+        return {
+            "sync": "sync",
+            "async": f"async, lag {self.lag}",
+            "staged": f"staged, µ = {self.updates_per_stage}",
+        }[self.kind]
+
     @property
     def batches_in_flight(self) -> int:
         """How many batches may be under way at once: those that one published version allows."""

@@ -195,7 +195,7 @@ class Planner:
     def _step(self, timed: Durations) -> dict[str, Any]:
         played = simulate(replace(self.schedule, steps=max(16, 4 * self.schedule.batches_in_flight)), timed)
         return dict(
-            schedule=schedule_name(self.schedule),
+            schedule=str(self.schedule),
             seconds=round(steady_seconds_per_step(self.schedule, timed), 2),
             **{name: round(seconds, 2) for name, seconds in asdict(timed).items()},
             **_shares(played),
@@ -208,13 +208,13 @@ class Planner:
             Schedule(kind="async", lag=1, steps=1),
             Schedule(kind="staged", updates_per_stage=STAGED_EXAMPLE, steps=STAGED_EXAMPLE),
         ]
-        names = {schedule_name(one): one for one in [*others, self.schedule]}
+        names = {str(one): one for one in [*others, self.schedule]}
         return [
             dict(
                 schedule=name,
                 seconds=round(steady_seconds_per_step(one, timed), 2),
                 largest_lag=_largest_lag(one),
-                recipe=name == schedule_name(self.schedule),
+                recipe=name == str(self.schedule),
             )
             for name, one in names.items()
         ]
@@ -278,12 +278,6 @@ def engine_model(shape: ModelConfig) -> EngineModel:
         linear=linear,
         other=shape.num_parameters - linear,
     )
-
-
-def schedule_name(schedule: Schedule) -> str:
-    if schedule.kind == "async":
-        return f"async, lag {schedule.lag}"
-    return f"staged, mu {schedule.updates_per_stage}" if schedule.kind == "staged" else "sync"
 
 
 def gib(num_bytes: float) -> float:

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from launch.build.components import build_contract, build_tokenizer
+from launch.progress import counted
 from launch.run.processes import child_environment, run_child, run_ranks, torchrun
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import LearnerSection, Recipe
 from pipeline.data.event_log import EventLog, read_metrics
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory, write_atomically
 from pipeline.errors import RecipeError, RunConflictError
 from pipeline.tasks import Task, build_task
@@ -72,14 +73,12 @@ def _freeze_batch_size(run: RunDirectory, batch_size: int) -> None:
 
 def _supervise(run: RunDirectory, recipe: Recipe, out: Path, batch_size: int) -> None:
     command = torchrun(recipe.learner.num_processes, "launch.run.sft", str(run.path), str(out), str(batch_size))
-    columns = TextColumn("warm-up"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}")
-    with Progress(*columns, TimeRemainingColumn()) as progress:
-        bar = progress.add_task("starting", total=recipe.run.steps)
+    with counted("sft", recipe.run.steps) as show:
 
         def watch() -> None:
             metrics = read_metrics(run.path)
             if metrics:
-                progress.update(bar, completed=len(metrics), description=f"loss {metrics[-1]['loss']:.3f}")
+                show(len(metrics), f"loss {metrics[-1]['loss']:.3f}")
 
         run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=watch)
 
@@ -98,17 +97,10 @@ def supervised_batch(
 ) -> Batch:
     """Demonstrations as a Batch: the response is the target and its end token; every advantage will be 1."""
     groups = []
-    for index, (prompt, target) in enumerate(pairs):
+    for prompt, target in pairs:
         response = (*tokenizer.encode(target), tokenizer.eos_token_id)
-        completion = Completion.given(response, (0.0,) * len(response), step)
-        tokens = tuple(tokenizer.encode(prompt))
-        groups.append(
-            Group(
-                prompt=Prompt(group=index, text=prompt, answer=target, tokens=tokens),
-                samples=(Sample(completion=completion, reward=1.0),),
-            )
-        )
-    return Batch.from_groups(step, groups, contract=contract, dropped=(), next_group=0, recipe_sha256="")
+        groups.append((tokenizer.encode(prompt), [Response(response, (0.0,) * len(response), reward=1.0)]))
+    return given_batch(step, groups, contract)
 
 
 def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:

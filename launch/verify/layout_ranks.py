@@ -19,7 +19,8 @@ from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import LearnerSection
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from precision.objectives.p3o import P3O
 
@@ -76,19 +77,17 @@ def make_batch(seed: int, vocabulary: int) -> Batch:
     """Rows of 0.7 to 1 times the longest, so that a micro-batch of n of the longest rows holds n rows exactly."""
     random = np.random.default_rng(seed)
     groups = []
-    for number in range(NUM_PROMPTS):
-        prompt = tuple(int(token) for token in random.integers(0, vocabulary, random.integers(3, 12)))
+    for _ in range(NUM_PROMPTS):
+        prompt = random.integers(0, vocabulary, random.integers(3, 12)).tolist()
         lengths = [int(random.integers(7 * MAX_ROW // 10, MAX_ROW)) + 1 - len(prompt) for _ in range(SAMPLES)]
         lengths[0] = MAX_ROW + 1 - len(prompt)
-        samples = tuple(_sample(random, vocabulary, length) for length in lengths)
-        groups.append(Group(prompt=Prompt(group=number, text="", answer="", tokens=prompt), samples=samples))
-    return Batch.from_groups(seed, groups, contract=CONTRACT, dropped=(), next_group=NUM_PROMPTS, recipe_sha256="")
+        groups.append((prompt, [_response(random, vocabulary, length) for length in lengths]))
+    return given_batch(seed, groups, CONTRACT)
 
 
-def _sample(random: np.random.Generator, vocabulary: int, length: int) -> Sample:
+def _response(random: np.random.Generator, vocabulary: int, length: int) -> Response:
     tokens = random.integers(0, vocabulary, length).tolist()
-    completion = Completion.given(tokens, random.normal(-np.log(vocabulary), 0.3, length).tolist())
-    return Sample(completion=completion, reward=float(random.normal()))
+    return Response(tokens, random.normal(-np.log(vocabulary), 0.3, length).tolist(), reward=float(random.normal()))
 
 
 if __name__ == "__main__":

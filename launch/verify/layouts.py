@@ -21,10 +21,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from launch.convert.new_model import new_model
+from launch.progress import counted
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.recipe import LearnerSection, OptimizerSection
@@ -137,8 +137,7 @@ def run_cases(folder: Path, cases: Iterable[Case]) -> None:
         by_size[section(case.layout).num_processes].append(case)
     run = RunDirectory(folder)
     run.logs.mkdir()
-    with Progress(transient=True) as progress:
-        bar = progress.add_task("layouts", total=sum(len(same) for same in by_size.values()))
+    with counted("layouts", sum(len(same) for same in by_size.values())) as show:
         for size, same in sorted(by_size.items(), reverse=True):
             orders = [
                 dict(vars(case), name=case.name, learner=section(case.layout).model_dump(mode="json")) for case in same
@@ -149,7 +148,7 @@ def run_cases(folder: Path, cases: Iterable[Case]) -> None:
                 torchrun(size, "launch.verify.layout_ranks", str(folder)),
                 log=run.logs / "layouts.log",
                 env=child_environment(),
-                watch=lambda: progress.update(bar, completed=len(list(folder.glob("*.npz")))),
+                watch=lambda: show(len(list(folder.glob("*.npz")))),
                 deadline_s=120.0 * len(same),
             )
 

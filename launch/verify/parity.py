@@ -16,17 +16,17 @@ import json
 import random
 import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.progress import Progress
 
 from launch.build.engines import engine_spec
 from launch.convert.new_model import new_model
+from launch.progress import counted
 from launch.run.processes import child_environment, run_ranks, torchrun
 from launch.run.train import seed_policy
 from pipeline.config.layout_names import parse_layout
@@ -70,17 +70,17 @@ def parity(model: Path | None, layouts: Sequence[str], tolerance: float) -> dict
     when there is no SGLang to compare with."""
     require_sglang()
     parsed = {name: parse_layout(name) for name in layouts}
-    with tempfile.TemporaryDirectory(prefix="evenkeel-parity-") as scratch, Progress(transient=True) as progress:
+    total = len(parsed) + len(FP8_FORMATS)
+    with tempfile.TemporaryDirectory(prefix="evenkeel-parity-") as scratch, counted("parity", total) as show:
         folder = Path(scratch)
         if model is None:
             model = folder / "model"
             new_model(model)
-        bar = progress.add_task("parity", total=len(parsed) + len(FP8_FORMATS))
-        fp32 = compare_fp32(folder, model, parsed, lambda: progress.advance(bar))
+        fp32 = compare_fp32(folder, model, parsed, show)
         fp8 = {}
-        for name in FP8_FORMATS:
+        for done, name in enumerate(FP8_FORMATS, start=len(parsed) + 1):
             fp8[name] = compare_fp8(folder, model, name)
-            progress.advance(bar)
+            show(done)
     worst = max(gap for row in fp32.values() for gap in row.values())
     closed = min(row["closed_share"] for row in fp8.values())
     return dict(
@@ -93,7 +93,7 @@ def parity(model: Path | None, layouts: Sequence[str], tolerance: float) -> dict
 
 
 def compare_fp32(
-    folder: Path, model: Path, layouts: dict[str, dict[str, int]], advance: Any
+    folder: Path, model: Path, layouts: dict[str, dict[str, int]], show: Callable[[int], None]
 ) -> dict[str, dict[str, float]]:
     """Layout → largest gap on prompts, on sampled tokens and after a publish."""
     recipe = parity_recipe(folder, "fp32", model, "fp32", {})
@@ -110,7 +110,7 @@ def compare_fp32(
             results[name] = dict(
                 prompt=float(prompt.max()), sampled=float(sampled.max()), published=float(max(published))
             )
-            advance()
+            show(version)
     return results
 
 

@@ -16,7 +16,7 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import Recipe
-from pipeline.data.records import Batch, Completion, Group, Prompt, Sample
+from pipeline.data.given_batch import Response, given_batch
 from pipeline.data.run_directory import RunDirectory
 
 
@@ -50,16 +50,11 @@ def score(run: RunDirectory, version: int) -> None:
 
 def train_one_step(recipe: Recipe, learner: MegatronLearner, rows: list[list[int]]) -> None:
     """Move the weights by one real optimizer step, so that a publish that changes nothing cannot pass."""
-    tokenizer = build_tokenizer(recipe)
     groups = []
     for index, row in enumerate(rows):
         half = len(row) // 2
-        completion = Completion.given(row[half:], (-1.0,) * (len(row) - half))
-        prompt = Prompt(group=index, text="", answer="", tokens=tuple(row[:half]))
-        groups.append(Group(prompt=prompt, samples=(Sample(completion=completion, reward=float(index % 2)),)))
-    batch = Batch.from_groups(
-        0, groups, contract=build_contract(recipe, tokenizer), dropped=(), next_group=0, recipe_sha256=""
-    )
+        groups.append((row[:half], [Response(row[half:], (-1.0,) * (len(row) - half), reward=float(index % 2))]))
+    batch = given_batch(0, groups, build_contract(recipe, build_tokenizer(recipe)))
     advantages = np.where(batch.reward > 0, 1.0, -1.0).astype(np.float32)
     scored = learner.logprobs(batch)
     learner.update(batch, advantages, scored)

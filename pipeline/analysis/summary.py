@@ -10,7 +10,7 @@ from pipeline.analysis.run_log import RunLog, number
 from pipeline.config.advice import advice
 from pipeline.config.algorithm import AdvantageSection, CorrectionSection, ObjectiveSection
 from pipeline.config.layout_names import layout_name
-from pipeline.config.recipe import AsyncSchedule, Recipe, StagedSchedule
+from pipeline.config.recipe import Recipe
 
 PROMPT_COUNTS = ("refills", "zero_variance", "solved_groups", "interrupted")
 """Of the collector's `committed` events: groups asked in place of others, groups dropped for equal rewards, groups not
@@ -72,13 +72,8 @@ def describe_choice(section: ObjectiveSection | CorrectionSection | AdvantageSec
 
 def describe_schedule(recipe: Recipe) -> str:
     """The schedule with its one number, and the updates of a batch where there are several."""
-    schedule, text = recipe.schedule, str(recipe.schedule.kind)
-    if isinstance(schedule, AsyncSchedule):
-        text = f"async, lag {schedule.lag}"
-    if isinstance(schedule, StagedSchedule):
-        text = f"staged, µ = {schedule.updates_per_stage}"
     updates = recipe.learner.updates_per_batch
-    return text if updates == 1 else f"{text}, {updates} updates a batch"
+    return f"{recipe.build_schedule()}" + (f", {updates} updates a batch" if updates > 1 else "")
 
 
 def _held_out(history: RunLog) -> dict[str, Any]:

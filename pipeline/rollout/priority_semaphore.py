@@ -1,4 +1,4 @@
-"""What asyncio lacks: a semaphore that serves the oldest batch first, and a gather that leaves nothing running."""
+"""Many requests at once: a semaphore that serves the oldest batch first, and a gather that leaves nothing running."""
 
 from __future__ import annotations
 
@@ -57,12 +57,13 @@ class PrioritySemaphore:
 
 
 async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """`asyncio.gather` that leaves nothing running behind when one of them fails or the caller is cancelled."""
-    tasks = [asyncio.ensure_future(item) for item in work]
+    """Results in order. When one of them fails, or the caller is cancelled, the others are cancelled and waited for.
+
+    A failure is raised as it is, not in a group: callers and the supervisor tell errors apart by their type.
+    """
     try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(item) for item in work]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in running]

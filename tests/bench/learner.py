@@ -29,7 +29,8 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
 from megatron_bridge.step.passes import packed_rows
 from pipeline.config.recipe import LearnerSection
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.records import Batch, LogprobContract
 from precision.objectives.p3o import P3O
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
@@ -40,16 +41,16 @@ def make_batch(vocabulary: int, prompts: int, lengths: tuple[int, int]) -> Batch
     """Eight samples a prompt, response lengths drawn evenly from a range."""
     random = np.random.default_rng(0)
     groups = []
-    for number in range(prompts):
-        prompt = tuple(int(token) for token in random.integers(0, vocabulary, 16))
-        samples = []
+    for _ in range(prompts):
+        prompt = random.integers(0, vocabulary, 16).tolist()
+        responses = []
         for _ in range(8):
             length = int(random.integers(*lengths))
             tokens = random.integers(0, vocabulary, length).tolist()
-            completion = Completion.given(tokens, random.normal(-np.log(vocabulary), 0.1, length).tolist())
-            samples.append(Sample(completion=completion, reward=float(random.normal())))
-        groups.append(Group(prompt=Prompt(group=number, text="", answer="", tokens=prompt), samples=tuple(samples)))
-    return Batch.from_groups(0, groups, contract=CONTRACT, dropped=(), next_group=prompts, recipe_sha256="")
+            logprobs = random.normal(-np.log(vocabulary), 0.1, length).tolist()
+            responses.append(Response(tokens, logprobs, reward=float(random.normal())))
+        groups.append((prompt, responses))
+    return given_batch(0, groups, CONTRACT)
 
 
 def build(folder: Path, characters: int, **sizes: int) -> MegatronLearner:

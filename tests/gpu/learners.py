@@ -12,7 +12,8 @@ import numpy as np
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
 from pipeline.config.recipe import LearnerSection
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.records import Batch, LogprobContract
 from precision.objectives.supervised import Supervised
 from tests.support.world import leave_world
 
@@ -31,18 +32,9 @@ def rows_of(vocabulary: int, count: int, length: int, seed: int) -> list[list[in
 
 def supervised_batch(vocabulary: int, count: int, length: int, seed: int) -> Batch:
     """Rows of `length` tokens, all but the first few to be predicted."""
-    groups = [
-        Group(
-            prompt=Prompt(group=index, text="", answer="", tokens=tuple(row[:PROMPT_TOKENS])),
-            samples=(Sample(completion=_given(row[PROMPT_TOKENS:]), reward=1.0),),
-        )
-        for index, row in enumerate(rows_of(vocabulary, count, length, seed))
-    ]
-    return Batch.from_groups(seed, groups, contract=CONTRACT, dropped=(), next_group=count, recipe_sha256="")
-
-
-def _given(tokens: list[int]) -> Completion:
-    return Completion.given(tokens, [0.0] * len(tokens))
+    rows = rows_of(vocabulary, count, length, seed)
+    groups = [(r[:PROMPT_TOKENS], [Response(r[PROMPT_TOKENS:], [0.0] * (length - PROMPT_TOKENS), 1.0)]) for r in rows]
+    return given_batch(seed, groups, CONTRACT)
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.step.fp8_emulation import emulated
 from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan
 from pipeline.config.recipe import LearnerSection, OptimizerSection
-from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
 from pipeline.ports.weight_check import WeightCheck
@@ -31,23 +32,15 @@ def make_batch(seed: int, vocab: int = 256) -> Batch:
     """12 samples of 3 prompts, prompts 3-7 and responses 1-12 tokens long."""
     rng = np.random.default_rng(seed)
     groups = []
-    for number in range(3):
-        prompt = tuple(int(t) for t in rng.integers(0, vocab, rng.integers(3, 8)))
-        samples = []
+    for _ in range(3):
+        prompt = rng.integers(0, vocab, rng.integers(3, 8)).tolist()
+        responses = []
         for _ in range(4):
             length = int(rng.integers(1, 13))
-            completion = Completion(
-                tokens=tuple(int(t) for t in rng.integers(0, vocab, length)),
-                logprobs=tuple(float(x) for x in rng.normal(-5.5, 0.3, length)),
-                versions=(0,) * length,
-                finish="stop",
-                engine=0,
-                queued_s=0.0,
-                generated_s=0.0,
-            )
-            samples.append(Sample(completion=completion, reward=float(rng.normal())))
-        groups.append(Group(prompt=Prompt(group=number, text="", answer="", tokens=prompt), samples=tuple(samples)))
-    return Batch.from_groups(seed, groups, contract=CONTRACT, dropped=(), next_group=3, recipe_sha256="")
+            tokens, logprobs = rng.integers(0, vocab, length).tolist(), rng.normal(-5.5, 0.3, length).tolist()
+            responses.append(Response(tokens, logprobs, reward=float(rng.normal())))
+        groups.append((prompt, responses))
+    return given_batch(seed, groups, CONTRACT)
 
 
 def advantages(batch: Batch) -> np.ndarray[Any, np.dtype[np.float32]]:

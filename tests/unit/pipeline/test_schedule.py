@@ -68,3 +68,8 @@ def test_the_last_version_is_always_published(schedule: Schedule) -> None:
 def test_allows() -> None:
     schedule = Schedule(kind="async", steps=9, lag=2)
     assert [v for v in range(9) if schedule.allows(5, v)] == [3, 4, 5]
+
+
+def test_a_schedule_names_itself_with_its_number() -> None:
+    schedules = [Schedule(kind=kind, steps=8, lag=2, updates_per_stage=4) for kind in ("sync", "async", "staged")]
+    assert [str(schedule) for schedule in schedules] == ["sync", "async, lag 2", "staged, µ = 4"]

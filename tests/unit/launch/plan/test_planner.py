@@ -243,7 +243,7 @@ def test_measured_throughput_replaces_the_guess() -> None:
 
 def test_schedules_are_compared(dense: dict[str, Any]) -> None:
     found = {row["schedule"]: row for row in dense["schedules"]}
-    assert set(found) == {"sync", "async, lag 1", "staged, mu 8"}
+    assert set(found) == {"sync", "async, lag 1", "staged, µ = 8"}
     assert found["async, lag 1"]["recipe"]
     assert found["sync"]["seconds"] > found["async, lag 1"]["seconds"]
     assert [row["largest_lag"] for row in found.values()] == [0, 1, 7]

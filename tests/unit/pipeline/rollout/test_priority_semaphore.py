@@ -84,3 +84,34 @@ def test_gather_or_cancel_leaves_nothing_running() -> None:
         return ended
 
     assert asyncio.run(run()) == ["slow"]
+
+
+def test_gather_or_cancel_is_cancelled_with_its_caller() -> None:
+    async def run() -> list[str]:
+        ended: list[str] = []
+
+        async def slow(name: str) -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(name)
+
+        caller = asyncio.create_task(gather_or_cancel([slow("first"), slow("second")]))
+        await asyncio.sleep(0.01)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        return ended
+
+    assert sorted(asyncio.run(run())) == ["first", "second"]
+
+
+def test_gather_or_cancel_keeps_the_order() -> None:
+    async def value(number: int) -> int:
+        await asyncio.sleep(0.01 * (3 - number))
+        return number
+
+    async def run() -> list[int]:
+        return await gather_or_cancel([value(number) for number in range(3)])
+
+    assert asyncio.run(run()) == [0, 1, 2]

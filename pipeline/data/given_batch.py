@@ -1,0 +1,34 @@
+"""Batches that no engine sampled: demonstrations, and made-up rows by which learners are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
+
+
+class Response(NamedTuple):
+    """One answer to a prompt."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    """Natural log, one for each token; it stands where the engine's would."""
+    reward: float
+
+
+def given_batch(
+    index: int, groups: Iterable[tuple[Sequence[int], Sequence[Response]]], contract: LogprobContract
+) -> Batch:
+    """Batch `index` of (prompt tokens, responses), as if sampled with version `index`. Groups are numbered from 0."""
+    built = [
+        Group(
+            prompt=Prompt(group=number, text="", answer="", tokens=tuple(prompt)),
+            samples=tuple(
+                Sample(completion=Completion.given(one.tokens, one.logprobs, index), reward=one.reward)
+                for one in responses
+            ),
+        )
+        for number, (prompt, responses) in enumerate(groups)
+    ]
+    return Batch.from_groups(index, built, contract=contract, dropped=(), next_group=len(built), recipe_sha256="")
