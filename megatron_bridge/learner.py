@@ -64,7 +64,7 @@ class MegatronLearner:
         """Build model and optimizer in the parallel state as it is: use `create`, which makes that state too."""
         self.model_folder = model_folder
         self.section = learner
-        self.shape = ModelConfig.from_hf(read_hf_config(model_folder))
+        self.model_config = ModelConfig.from_hf(read_hf_config(model_folder))
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         )
@@ -74,7 +74,7 @@ class MegatronLearner:
         self.layers = choose_layers(layers, dtype)
         """Whose layers the model is built from."""
         chunks = build_chunks(
-            self.shape,
+            self.model_config,
             self.layout,
             dtype,
             temperature,
@@ -83,7 +83,7 @@ class MegatronLearner:
             layers=self.layers,
             precision=learner.precision,
         )
-        convert.load_hf(chunks, self.shape, model_folder)
+        convert.load_hf(chunks, self.model_config, model_folder)
         self.model, self.optimizer = wrap_and_optimize(chunks, learner)
         self.step = 0
         """Optimizer steps taken."""
@@ -201,7 +201,7 @@ class MegatronLearner:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every HF tensor by name, in the learner's precision. Collective: every rank must exhaust it."""
-        return convert.export_hf(self.model, self.shape)
+        return convert.export_hf(self.model, self.model_config)
 
     def export(self, directory: Path) -> None:
         """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json."""

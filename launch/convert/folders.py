@@ -46,24 +46,24 @@ def hf_to_megatron(
 
     started = time.monotonic()
     check_free(out)
-    config, shape, ignored = checked_source(source)
-    section = learner_section(shape, config, tensor, pipeline, expert)
+    hf_config, config, ignored = checked_source(source)
+    section = learner_section(config, hf_config, tensor, pipeline, expert)
     kind = chosen_dtype(source, dtype)
-    total = shape.num_parameters * (2 if kind == "BF16" else 4)
+    total = config.num_parameters * (2 if kind == "BF16" else 4)
     with new_folder(out) as folder, bars() as bar:
         job = dict(source=str(source.resolve()), out=str(folder.resolve()), dtype=kind, learner=section.model_dump())
         with bar("write", total) as advance:
             run_job("launch.convert.ranks", job, section.num_processes, total, watching(folder, advance))
-        describe_folder(folder, source, config, DTYPES[kind])
+        describe_folder(folder, source, hf_config, DTYPES[kind])
         with bar("compare", total) as advance:
-            compare_with_source(CheckpointIndex(folder), shape, source, advance)
+            compare_with_source(CheckpointIndex(folder), config, source, advance)
         commit(folder, 0)
     result = dict(
         out=str(out),
         format="megatron",
         written_by=layout_name(section),
         dtype=kind,
-        **_counts(shape, total, ignored, started),
+        **_counts(config, total, ignored, started),
     )
     if verify_logprobs:
         from launch.convert.verify import verify_megatron
@@ -81,20 +81,20 @@ def megatron_to_hf(checkpoint: Path, out: Path, *, verify_logprobs: bool) -> dic
     started = time.monotonic()
     check_free(out)
     described = description_of(checkpoint)
-    config = read_config(described)
-    shape = ModelConfig.from_hf(config)
+    hf_config = read_config(described)
+    config = ModelConfig.from_hf(hf_config)
     check_committed(checkpoint)
     index = CheckpointIndex(checkpoint)
     dtype = stored_dtype(index)
-    total = shape.num_parameters * dtype.itemsize
+    total = config.num_parameters * dtype.itemsize
     with new_folder(out) as folder, bars() as bar:
         with bar("write", total) as advance:
-            manifest = write_shards(whole_tensors(stream_hf_tensors(index, shape)), folder, advance=advance)
-        complete_folder(folder, described, config, manifest)
+            manifest = write_shards(whole_tensors(stream_hf_tensors(index, config)), folder, advance=advance)
+        complete_folder(folder, described, hf_config, manifest)
         with bar("compare", total) as advance:
             check_written(folder, manifest, advance)
-        require_same_names(set(shape.tensors()), set(manifest))
-    result = dict(out=str(out), format="hf", dtype=str(dtype), **_counts(shape, total, [], started))
+        require_same_names(set(config.tensors()), set(manifest))
+    result = dict(out=str(out), format="hf", dtype=str(dtype), **_counts(config, total, [], started))
     if verify_logprobs:
         from launch.convert.verify import verify_megatron
 
@@ -109,8 +109,8 @@ def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bo
 
     started = time.monotonic()
     check_free(out)
-    config, shape, ignored = checked_source(source)
-    quant = fp8_map(config, shape, layout)
+    hf_config, config, ignored = checked_source(source)
+    quant = fp8_map(hf_config, config, layout)
     total = output_bytes(source, quant)
     with new_folder(out) as folder, bars() as bar:
         with bar("quantize", total) as advance:
@@ -124,7 +124,7 @@ def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bo
         out=str(out),
         format=f"fp8 {layout}",
         quantized_tensors=len(quant.formats),
-        **_counts(shape, total, ignored, started),
+        **_counts(config, total, ignored, started),
     )
     if verify_logprobs:
         from launch.convert.verify import verify_fp8
@@ -134,7 +134,7 @@ def hf_to_fp8(source: Path, out: Path, layout: Fp8Layout, *, verify_logprobs: bo
 
 
 def learner_section(
-    shape: ModelConfig, config: dict[str, Any], tensor: int, pipeline: int, expert: int
+    config: ModelConfig, hf_config: dict[str, Any], tensor: int, pipeline: int, expert: int
 ) -> LearnerSection:
     """The smallest layout with these sizes. Raises LayoutError."""
     section = LearnerSection(
@@ -142,10 +142,10 @@ def learner_section(
         pipeline_parallel=pipeline,
         expert_parallel=expert,
         data_parallel=expert // math.gcd(expert, tensor),
-        sequence_parallel=shape.experts is not None and tensor > 1,
+        sequence_parallel=config.experts is not None and tensor > 1,
     )
     try:
-        check_layout(config, section)
+        check_layout(hf_config, section)
     except LayoutError as error:
         message = str(error)
         for size in ("tensor", "pipeline", "expert"):
@@ -155,7 +155,7 @@ def learner_section(
     return section
 
 
-def compare_with_source(index: Any, shape: ModelConfig, source: Path, advance: Callable[[int], None]) -> None:
+def compare_with_source(index: Any, config: ModelConfig, source: Path, advance: Callable[[int], None]) -> None:
     """Read a checkpoint back and compare every HF tensor, bit by bit, with the source in the checkpoint's dtype."""
     import torch
 
@@ -164,13 +164,13 @@ def compare_with_source(index: Any, shape: ModelConfig, source: Path, advance: C
 
     wanted = TensorFolder(source)
     seen = set()
-    for name, tensor in stream_hf_tensors(index, shape):
+    for name, tensor in stream_hf_tensors(index, config):
         original = wanted.whole(name).to(tensor.dtype)
         if not torch.equal(_bytes(original), _bytes(tensor)):
             raise ModelError(f"{name} came out with other values than {source} holds; this is a bug, report the model")
         seen.add(name)
         advance(tensor.nbytes)
-    require_same_names(set(shape.tensors()), seen)
+    require_same_names(set(config.tensors()), seen)
 
 
 def require_same_names(expected: set[str], found: set[str]) -> None:
@@ -207,11 +207,11 @@ def watching(folder: Path, advance: Callable[[int], None]) -> Callable[[], None]
     return watch
 
 
-def _counts(shape: ModelConfig, num_bytes: int, ignored: list[str], started: float) -> dict[str, Any]:
+def _counts(config: ModelConfig, num_bytes: int, ignored: list[str], started: float) -> dict[str, Any]:
     return dict(
-        architecture=shape.architecture,
-        tensors=len(shape.tensors()),
-        parameters=shape.num_parameters,
+        architecture=config.architecture,
+        tensors=len(config.tensors()),
+        parameters=config.num_parameters,
         bytes=num_bytes,
         left_over=ignored,
         wall_s=round(time.monotonic() - started, 1),

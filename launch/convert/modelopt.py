@@ -39,13 +39,13 @@ def hf_to_modelopt(
 
     started = time.monotonic()
     check_free(out)
-    config, shape, ignored = checked_source(source)
-    if shape.experts is not None:
-        raise ModelError(f"{shape.architecture} has experts, hf-to-modelopt knows dense models; use hf-to-fp8")
+    hf_config, config, ignored = checked_source(source)
+    if config.experts is not None:
+        raise ModelError(f"{config.architecture} has experts, hf-to-modelopt knows dense models; use hf-to-fp8")
     if name == "fp8_block":
-        check_block_shapes(config)
-    rows = calibration_rows(source, config, calibration)
-    quant = QuantMap.for_decoder(shape.num_layers, "fp8_block" if name == "fp8_block" else "fp8_tensor")
+        check_block_shapes(hf_config)
+    rows = calibration_rows(source, hf_config, calibration)
+    quant = QuantMap.for_decoder(config.num_layers, "fp8_block" if name == "fp8_block" else "fp8_tensor")
     with new_folder(out) as folder, bars() as bar:
         export = folder / "export"
         job = dict(source=str(source.resolve()), export=str(export.resolve()), name=name, kv_cache=kv_cache, rows=rows)
@@ -57,8 +57,8 @@ def hf_to_modelopt(
         shutil.rmtree(export)
         with bar("compare", size) as advance:
             check_written(folder, manifest, advance)
-        _check_names(folder, shape.tensors())
-        scales = check_scales(folder, quant, shape.num_layers, name=name, kv_cache=kv_cache)
+        _check_names(folder, config.tensors())
+        scales = check_scales(folder, quant, config.num_layers, name=name, kv_cache=kv_cache)
     return dict(
         out=str(out),
         format=f"modelopt {name}",
@@ -71,14 +71,14 @@ def hf_to_modelopt(
     )
 
 
-def calibration_rows(source: Path, config: dict[str, Any], path: Path | None) -> list[list[int]]:
+def calibration_rows(source: Path, hf_config: dict[str, Any], path: Path | None) -> list[list[int]]:
     """Token rows to calibrate on: the prompts of a JSONL file, or random ones. Raises ModelError."""
-    longest = int(config["max_position_embeddings"])
+    longest = int(hf_config["max_position_embeddings"])
     if path is None:
         generator = random.Random(0)
         length = min(ROW_TOKENS, longest)
-        return [[generator.randrange(config["vocab_size"]) for _ in range(length)] for _ in range(CALIBRATION_ROWS)]
-    tokenizer = Tokenizer.load(source, vocab_size=config["vocab_size"])
+        return [[generator.randrange(hf_config["vocab_size"]) for _ in range(length)] for _ in range(CALIBRATION_ROWS)]
+    tokenizer = Tokenizer.load(source, vocab_size=hf_config["vocab_size"])
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         texts = [str(line["prompt"] if "prompt" in line else line["text"]) for line in lines]
@@ -101,7 +101,7 @@ def _check_names(folder: Path, expected: dict[str, tuple[int, ...]]) -> None:
         name: header.shape for name, header in tensor_headers(folder).items() if name.rpartition(".")[2] not in SCALES
     }
     require_same_names(set(expected), set(found))
-    wrong = [f"{name} {list(shape)}" for name, shape in found.items() if shape != expected[name]]
+    wrong = [f"{name} {list(size)}" for name, size in found.items() if size != expected[name]]
     if wrong:
         raise ModelError(f"ModelOpt changed the shape of {', '.join(wrong[:5])}; report the model")
 
@@ -114,14 +114,14 @@ def calibrate(run: RunDirectory) -> None:
 
     job = json.loads((run.path / "job.json").read_text())
     source = Path(job["source"])
-    shape = ModelConfig.from_hf(read_hf_config(source))
+    config = ModelConfig.from_hf(read_hf_config(source))
     export_quantized(
         source,
         Path(job["export"]),
         job["rows"],
         name=job["name"],
         kv_cache=job["kv_cache"],
-        quant=QuantMap.for_decoder(shape.num_layers, "fp8_tensor"),
+        quant=QuantMap.for_decoder(config.num_layers, "fp8_tensor"),
     )
 
 

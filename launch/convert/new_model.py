@@ -31,7 +31,7 @@ DEFAULT_CHARACTERS = "0123456789+-*=,;:abcdefghijklmnopqrstuvwxyz "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class Sizes:
     """Sizes of the model. Raises ModelError at construction when they do not fit together."""
 
     hidden: int
@@ -80,7 +80,7 @@ def new_model(
     `ffn`) at a time. Raises ModelError when the folder is taken, the sizes do not fit together, or the alphabet is
     empty or repeats.
     """
-    shape = Shape(
+    sizes = Sizes(
         hidden=hidden,
         layers=layers,
         heads=heads,
@@ -92,8 +92,8 @@ def new_model(
     )
     special = _new_folder(directory, characters, dtype)
     rows = -(-Tokenizer(directory).vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    _write_weights(directory, shape, rows, tie=tie, seed=seed, dtype=dtype)
-    _write_json(directory / "config.json", _config(shape, rows, tie=tie, dtype=dtype) | special)
+    _write_weights(directory, sizes, rows, tie=tie, seed=seed, dtype=dtype)
+    _write_json(directory / "config.json", _config(sizes, rows, tie=tie, dtype=dtype) | special)
 
 
 def new_model_like(directory: Path, config: Path, *, characters: str = DEFAULT_CHARACTERS, seed: int = 0) -> None:
@@ -107,7 +107,7 @@ def new_model_like(directory: Path, config: Path, *, characters: str = DEFAULT_C
     if not model.qk_norm:
         raise ModelError(f"{config} describes {model.architecture}, expected Qwen3 or Qwen3-MoE; give such a folder")
     dtype = str(hf_config.get("torch_dtype", hf_config.get("dtype", "float32")))
-    shape = Shape(
+    sizes = Sizes(
         hidden=model.hidden_size,
         layers=model.num_layers,
         heads=model.num_heads,
@@ -118,7 +118,7 @@ def new_model_like(directory: Path, config: Path, *, characters: str = DEFAULT_C
         experts=model.experts,
     )
     special = _new_folder(directory, characters, dtype, rows=model.vocab_size)
-    _write_weights(directory, shape, model.vocab_size, tie=model.tied_embeddings, seed=seed, dtype=dtype)
+    _write_weights(directory, sizes, model.vocab_size, tie=model.tied_embeddings, seed=seed, dtype=dtype)
     kept = {name: value for name, value in hf_config.items() if name != "bos_token_id"}
     _write_json(directory / "config.json", kept | special)
 
@@ -160,19 +160,19 @@ def _experts(count: int | None, per_token: int | None, expert_ffn: int | None, f
     return experts
 
 
-def _config(shape: Shape, rows: int, *, tie: bool, dtype: str) -> dict[str, Any]:
+def _config(sizes: Sizes, rows: int, *, tie: bool, dtype: str) -> dict[str, Any]:
     """config.json; RoPE is named twice, for readers before and after transformers 5."""
     return dict(
-        **_family(shape.experts),
+        **_family(sizes.experts),
         vocab_size=rows,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
         hidden_act="silu",
-        max_position_embeddings=shape.max_position,
+        max_position_embeddings=sizes.max_position,
         rms_norm_eps=1e-6,
         rope_theta=10000.0,
         rope_parameters=dict(rope_type="default", rope_theta=10000.0),
@@ -202,58 +202,58 @@ def _family(experts: Experts | None) -> dict[str, Any]:
     )
 
 
-def _write_weights(directory: Path, shape: Shape, rows: int, *, tie: bool, seed: int, dtype: str) -> None:
+def _write_weights(directory: Path, sizes: Sizes, rows: int, *, tie: bool, seed: int, dtype: str) -> None:
     # torch is imported here, not above, so that the command line starts without it.
     import torch
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
-    tensors = {"model.embed_tokens.weight": _normal(generator, rows, shape.hidden, HEAD_STD if tie else EMBEDDING_STD)}
-    for layer in range(shape.layers):
-        tensors |= {f"model.layers.{layer}.{name}": t for name, t in _layer(generator, shape).items()}
-    tensors["model.norm.weight"] = torch.ones(shape.hidden)
+    tensors = {"model.embed_tokens.weight": _normal(generator, rows, sizes.hidden, HEAD_STD if tie else EMBEDDING_STD)}
+    for layer in range(sizes.layers):
+        tensors |= {f"model.layers.{layer}.{name}": t for name, t in _layer(generator, sizes).items()}
+    tensors["model.norm.weight"] = torch.ones(sizes.hidden)
     if not tie:
-        tensors["lm_head.weight"] = _normal(generator, rows, shape.hidden, HEAD_STD)
+        tensors["lm_head.weight"] = _normal(generator, rows, sizes.hidden, HEAD_STD)
     number_format = getattr(torch, dtype)
     stored = {name: tensor.to(number_format).contiguous() for name, tensor in tensors.items()}
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def _layer(generator: Generator, shape: Shape) -> dict[str, Tensor]:
+def _layer(generator: Generator, sizes: Sizes) -> dict[str, Tensor]:
     """Weights of one decoder layer by their HF names, float32."""
     import torch
 
-    hidden, attention = shape.hidden, shape.heads * shape.head_dim
-    key_value = shape.kv_heads * shape.head_dim
-    inward, residual = hidden**-0.5, (2 * shape.layers) ** -0.5
+    hidden, attention = sizes.hidden, sizes.heads * sizes.head_dim
+    key_value = sizes.kv_heads * sizes.head_dim
+    inward, residual = hidden**-0.5, (2 * sizes.layers) ** -0.5
     return {
         "self_attn.q_proj.weight": _normal(generator, attention, hidden, inward),
         "self_attn.k_proj.weight": _normal(generator, key_value, hidden, inward),
         "self_attn.v_proj.weight": _normal(generator, key_value, hidden, inward),
         "self_attn.o_proj.weight": _normal(generator, hidden, attention, residual / math.sqrt(attention)),
-        "self_attn.q_norm.weight": torch.ones(shape.head_dim),
-        "self_attn.k_norm.weight": torch.ones(shape.head_dim),
-        **_mlp(generator, shape),
+        "self_attn.q_norm.weight": torch.ones(sizes.head_dim),
+        "self_attn.k_norm.weight": torch.ones(sizes.head_dim),
+        **_mlp(generator, sizes),
         "input_layernorm.weight": torch.ones(hidden),
         "post_attention_layernorm.weight": torch.ones(hidden),
     }
 
 
-def _mlp(generator: Generator, shape: Shape) -> dict[str, Tensor]:
-    inward, residual = shape.hidden**-0.5, (2 * shape.layers) ** -0.5
+def _mlp(generator: Generator, sizes: Sizes) -> dict[str, Tensor]:
+    inward, residual = sizes.hidden**-0.5, (2 * sizes.layers) ** -0.5
 
     def swiglu(prefix: str, width: int) -> dict[str, Tensor]:
         return {
-            f"{prefix}gate_proj.weight": _normal(generator, width, shape.hidden, inward),
-            f"{prefix}up_proj.weight": _normal(generator, width, shape.hidden, inward),
-            f"{prefix}down_proj.weight": _normal(generator, shape.hidden, width, residual / math.sqrt(width)),
+            f"{prefix}gate_proj.weight": _normal(generator, width, sizes.hidden, inward),
+            f"{prefix}up_proj.weight": _normal(generator, width, sizes.hidden, inward),
+            f"{prefix}down_proj.weight": _normal(generator, sizes.hidden, width, residual / math.sqrt(width)),
         }
 
-    if shape.experts is None:
-        return swiglu("mlp.", shape.ffn)
-    tensors = {"mlp.gate.weight": _normal(generator, shape.experts.count, shape.hidden, inward)}
-    for expert in range(shape.experts.count):
-        tensors |= swiglu(f"mlp.experts.{expert}.", shape.experts.ffn_size)
+    if sizes.experts is None:
+        return swiglu("mlp.", sizes.ffn)
+    tensors = {"mlp.gate.weight": _normal(generator, sizes.experts.count, sizes.hidden, inward)}
+    for expert in range(sizes.experts.count):
+        tensors |= swiglu(f"mlp.experts.{expert}.", sizes.experts.ffn_size)
     return tensors
 
 

@@ -27,9 +27,9 @@ def write(run: RunDirectory) -> None:
     section = LearnerSection.model_validate(job["learner"])
     layout, source = Layout.of(section), Path(job["source"])
     initialize(layout, 0, section.step_deadline_s)
-    shape = ModelConfig.from_hf(read_hf_config(source))
-    chunks = build_chunks(shape, layout, getattr(torch, DTYPES[job["dtype"]]), 1.0)
-    load_hf(chunks, shape, source)
+    config = ModelConfig.from_hf(read_hf_config(source))
+    chunks = build_chunks(config, layout, getattr(torch, DTYPES[job["dtype"]]), 1.0)
+    load_hf(chunks, config, source)
     weights_only.save(Path(job["out"]), chunks)
 
 

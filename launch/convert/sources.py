@@ -21,17 +21,17 @@ SAFETENSORS_DTYPES = {"bf16": "BF16", "fp32": "F32"}
 
 
 def checked_source(source: Path) -> tuple[dict[str, Any], ModelConfig, list[str]]:
-    """(config, shape, names that are not carried over) of an HF folder whose headers are all as they should be.
+    """(config.json, ModelConfig, names that are not carried over) of an HF folder whose headers are as they should be.
 
     Raises ModelError naming every tensor that is missing, misshapen or not part of the architecture.
     """
-    config = read_hf_config(source)
-    shape = ModelConfig.from_hf(config)
-    check_weights(source, shape)
-    ignored = sorted(set(tensor_headers(source)) - set(shape.tensors()))
+    hf_config = read_hf_config(source)
+    config = ModelConfig.from_hf(hf_config)
+    check_weights(source, config)
+    ignored = sorted(set(tensor_headers(source)) - set(config.tensors()))
     if "lm_head.weight" in ignored:
         _require_tied(source)
-    return config, shape, ignored
+    return hf_config, config, ignored
 
 
 def _require_tied(source: Path) -> None:
@@ -59,16 +59,16 @@ def chosen_dtype(source: Path, dtype: Number) -> str:
     return kinds.pop()
 
 
-def fp8_map(config: dict[str, Any], shape: ModelConfig, layout: Fp8Layout) -> QuantMap:
+def fp8_map(hf_config: dict[str, Any], config: ModelConfig, layout: Fp8Layout) -> QuantMap:
     """Which weights are quantized. Raises ModelError for widths that blocks cannot cut."""
     from precision.formats.quant_map import QuantMap
     from rollout_sglang.server.block_shapes import check_block_shapes
 
-    experts = shape.experts
+    experts = config.experts
     if layout == "block128":
-        check_block_shapes(config)
+        check_block_shapes(hf_config)
     rollout_format = "fp8_block" if layout == "block128" else "fp8_tensor"
-    return QuantMap.for_decoder(shape.num_layers, rollout_format, None if experts is None else experts.count)
+    return QuantMap.for_decoder(config.num_layers, rollout_format, None if experts is None else experts.count)
 
 
 def description_of(checkpoint: Path) -> Path:

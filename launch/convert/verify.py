@@ -71,21 +71,21 @@ def _run(job: dict[str, Any], hf: Path) -> dict[str, Any]:
 def score_both(run: RunDirectory) -> None:
     """Body of the one rank: writes result.json."""
     job = json.loads((run.path / "job.json").read_text())
-    config = read_config(Path(job["hf"]))
-    rows = random_rows(config)
+    hf_config = read_config(Path(job["hf"]))
+    rows = random_rows(hf_config)
     learner = _learner(Path(job["hf"]))
     if job["kind"] == "megatron":
         result = _score_megatron(learner, Path(job["hf"]), Path(job["checkpoint"]), rows)
     else:
-        result = _score_fp8(learner, config, Path(job["folder"]), job["layout"], rows)
+        result = _score_fp8(learner, hf_config, Path(job["folder"]), job["layout"], rows)
     (run.path / "result.json").write_text(json.dumps(result))
 
 
-def random_rows(config: dict[str, Any]) -> list[list[int]]:
+def random_rows(hf_config: dict[str, Any]) -> list[list[int]]:
     """The same token rows in every call."""
     generator = random.Random(0)
-    length = min(ROW_TOKENS, int(config["max_position_embeddings"]))
-    return [[generator.randrange(config["vocab_size"]) for _ in range(length)] for _ in range(NUM_ROWS)]
+    length = min(ROW_TOKENS, int(hf_config["max_position_embeddings"]))
+    return [[generator.randrange(hf_config["vocab_size"]) for _ in range(length)] for _ in range(NUM_ROWS)]
 
 
 def _learner(hf: Path) -> Any:
@@ -110,11 +110,11 @@ def _score_megatron(learner: Any, hf: Path, checkpoint: Path, rows: list[list[in
 
 
 def _score_fp8(
-    learner: Any, config: dict[str, Any], folder: Path, layout: Any, rows: list[list[int]]
+    learner: Any, hf_config: dict[str, Any], folder: Path, layout: Any, rows: list[list[int]]
 ) -> dict[str, Any]:
     from megatron_bridge.step.fp8_emulation import emulated
 
-    quant = fp8_map(config, learner.shape, layout)
+    quant = fp8_map(hf_config, learner.model_config, layout)
     plain = learner.score_tokens(rows)
     with emulated(learner, quant):
         ours = learner.score_tokens(rows)
@@ -132,11 +132,11 @@ def transformers_scores(folder: Path, quant: Any, rows: Sequence[Sequence[int]])
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
+    hf_config = AutoConfig.from_pretrained(folder)
     if quant is None:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     else:
-        model = _dequantized_model(config, folder, quant)
+        model = _dequantized_model(hf_config, folder, quant)
     model.eval()
     scores = []
     with torch.no_grad():
@@ -147,14 +147,14 @@ def transformers_scores(folder: Path, quant: Any, rows: Sequence[Sequence[int]])
     return scores
 
 
-def _dequantized_model(config: Any, folder: Path, quant: Any) -> Any:
+def _dequantized_model(hf_config: Any, folder: Path, quant: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     from megatron_bridge.hf.fp8 import dequantized_tensors
 
-    del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    del hf_config.quantization_config
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
     left = model.load_state_dict(dict(dequantized_tensors(folder, torch.float32)), strict=False)
     if left.unexpected_keys or set(left.missing_keys) - {"lm_head.weight"}:
         raise ModelError(f"{folder} does not fill the model of its config.json: {left}")

@@ -141,32 +141,32 @@ class Footprint:
         return parts | transient[max(transient)] | {"allowance": self.allowance}
 
 
-def footprints(shape: ModelConfig, learner: LearnerSection, work: Workload) -> list[Footprint]:
+def footprints(config: ModelConfig, learner: LearnerSection, work: Workload) -> list[Footprint]:
     """One for each pipeline stage. The layout must have passed `check_layout`."""
-    return [_footprint(shape, learner, work, stage) for stage in range(learner.pipeline_parallel)]
+    return [_footprint(config, learner, work, stage) for stage in range(learner.pipeline_parallel)]
 
 
-def worst_footprint(shape: ModelConfig, learner: LearnerSection, work: Workload) -> Footprint:
+def worst_footprint(config: ModelConfig, learner: LearnerSection, work: Workload) -> Footprint:
     """That of the stage that needs most."""
-    return max(footprints(shape, learner, work), key=lambda one: one.total)
+    return max(footprints(config, learner, work), key=lambda one: one.total)
 
 
-def _footprint(shape: ModelConfig, learner: LearnerSection, work: Workload, stage: int) -> Footprint:
+def _footprint(config: ModelConfig, learner: LearnerSection, work: Workload, stage: int) -> Footprint:
     layout = Layout.of(learner)
     size = learner.parameter_bytes
-    own = held_parameters(shape, layout, stage)
+    own = held_parameters(config, layout, stage)
     last = stage == layout.pipeline - 1
-    head = _head_bytes(shape, layout, work, size) if last else 0
-    whole = _largest_tensor(shape) * size
+    head = _head_bytes(config, layout, work, size) if last else 0
+    whole = _largest_tensor(config) * size
     found = dict(
         parameters=own.total * size,
         quantized=2 * own.matrices if is_fp8(learner.precision) else 0,
         gradients=own.total * 4,
         optimizer=_optimizer_bytes(own, learner, layout),
-        activations=_activations(shape, learner, work, stage),
+        activations=_activations(config, learner, work, stage),
         head=head,
-        working=_working_bytes(shape, learner, work, own),
-        scoring=max(head, _tokens(layout, work) * size * _widest(shape, layout)),
+        working=_working_bytes(config, learner, work, own),
+        scoring=max(head, _tokens(layout, work) * size * _widest(config, layout)),
         # A whole tensor is put together from its shards, so that both exist; likewise a bucket, in which the largest
         # tensor travels alone.
         publishing=2 * whole + (2 * max(whole, work.bucket_bytes) if work.bucket_bytes else 0),
@@ -176,16 +176,16 @@ def _footprint(shape: ModelConfig, learner: LearnerSection, work: Workload, stag
     return Footprint(stage=stage, held=own, allowance=allowance, **found)
 
 
-def held_parameters(shape: ModelConfig, layout: Layout, stage: int) -> HeldParameters:
+def held_parameters(config: ModelConfig, layout: Layout, stage: int) -> HeldParameters:
     """Numbers held by each rank of a pipeline stage, exactly: a shared embedding lives on the first and last stage."""
     first, last = stage == 0, stage == layout.pipeline - 1
-    layers = shape.num_layers // layout.pipeline
-    parts = [(layers, layer_sizes(shape))]
-    embedding = shape.vocab_size * shape.hidden_size
-    outer: dict[str, int] = {"final_norm": shape.hidden_size} if last else {}
+    layers = config.num_layers // layout.pipeline
+    parts = [(layers, layer_sizes(config))]
+    embedding = config.vocab_size * config.hidden_size
+    outer: dict[str, int] = {"final_norm": config.hidden_size} if last else {}
     if first:
         outer["embedding"] = embedding
-    if last and not (first and shape.tied_embeddings):
+    if last and not (first and config.tied_embeddings):
         outer["head"] = embedding
     parts.append((1, outer))
     dense = expert = matrices = largest = 0
@@ -206,10 +206,10 @@ def held_parameters(shape: ModelConfig, layout: Layout, stage: int) -> HeldParam
 
 
 @lru_cache(maxsize=32)
-def layer_sizes(shape: ModelConfig) -> dict[str, int]:
+def layer_sizes(config: ModelConfig) -> dict[str, int]:
     """Name within a decoder layer → numbers in it, with all experts of a kind under one name. All layers are alike."""
     sizes: dict[str, int] = {}
-    for name, size in shape.tensors().items():
+    for name, size in config.tensors().items():
         if not name.startswith("model.layers.0."):
             continue
         short = name.removeprefix("model.layers.0.")
@@ -245,15 +245,15 @@ def chunks_in_flight(layout: Layout, stage: int, num_micro_batches: int) -> int:
     return min(warm_up + 1, num_micro_batches * layout.virtual)
 
 
-def _activations(shape: ModelConfig, learner: LearnerSection, work: Workload, stage: int) -> int:
+def _activations(config: ModelConfig, learner: LearnerSection, work: Workload, stage: int) -> int:
     layout = Layout.of(learner)
-    layers = shape.num_layers // (layout.pipeline * layout.virtual)
+    layers = config.num_layers // (layout.pipeline * layout.virtual)
     chunks = chunks_in_flight(layout, stage, work.micro_batches.count)
-    each = layer_activations(shape, learner, work)
+    each = layer_activations(config, learner, work)
     return int(_tokens(layout, work) * layers * chunks * each)
 
 
-def layer_activations(shape: ModelConfig, learner: LearnerSection, work: Workload) -> float:
+def layer_activations(config: ModelConfig, learner: LearnerSection, work: Workload) -> float:
     """Bytes a position that autograd keeps of one decoder layer, on one rank.
 
     fused (h hidden, q and k widths of all query and key heads, d of one, f ffn; 2 bytes each in bfloat16):
@@ -269,33 +269,33 @@ def layer_activations(shape: ModelConfig, learner: LearnerSection, work: Workloa
     layout = Layout.of(learner)
     size = learner.parameter_bytes
     if learner.recompute == "full":
-        return size * shape.hidden_size / _residual_split(layout)
-    return _kept(shape, learner, work, size)
+        return size * config.hidden_size / _residual_split(layout)
+    return _kept(config, learner, work, size)
 
 
-def _kept(shape: ModelConfig, learner: LearnerSection, work: Workload, size: int) -> float:
+def _kept(config: ModelConfig, learner: LearnerSection, work: Workload, size: int) -> float:
     layout = Layout.of(learner)
-    h, q, k = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    h, (q, k, _) = config.hidden_size, config.qkv_rows
     if work.kernels == "fused":
         norms, attention, whole = (
             (3 if is_fp8(learner.precision) else 4) * h,
-            2 * q + 2 * k + (q + k if shape.qk_norm else 0),
+            2 * q + 2 * k + (q + k if config.qk_norm else 0),
             0,
         )
     else:
-        norms, attention, whole = 6 * h, 5 * q + 5 * k + (2 * q + k if shape.qk_norm else 0), 4 * shape.head_dim
+        norms, attention, whole = 6 * h, 5 * q + 5 * k + (2 * q + k if config.qk_norm else 0), 4 * config.head_dim
     own = norms / _residual_split(layout) + attention / layout.tensor + whole
-    return size * own + (0 if learner.recompute == "selective" else _mlp_kept(shape, learner, work, size))
+    return size * own + (0 if learner.recompute == "selective" else _mlp_kept(config, learner, work, size))
 
 
-def _mlp_kept(shape: ModelConfig, learner: LearnerSection, work: Workload, size: int) -> float:
+def _mlp_kept(config: ModelConfig, learner: LearnerSection, work: Workload, size: int) -> float:
     layout = Layout.of(learner)
     multiplied = 0.5 if is_fp8(learner.precision) else 1.0  # of `size`: inputs of products
     copies = 2 + multiplied if work.kernels == "fused" else 5
-    if shape.experts is None:
-        return size * copies * shape.ffn_size / layout.tensor
-    experts = shape.experts
-    sent = multiplied * shape.hidden_size * layout.expert_tensor
+    if config.experts is None:
+        return size * copies * config.ffn_size / layout.tensor
+    experts = config.experts
+    sent = multiplied * config.hidden_size * layout.expert_tensor
     routed = size * experts.per_token * (sent + copies * experts.ffn_size)
     return (routed + 2 * 4 * experts.count) / _residual_split(layout)  # float32 router logits and weights
 
@@ -308,44 +308,44 @@ def _tokens(layout: Layout, work: Workload) -> int:
     return -(-work.micro_batches.tokens // layout.context)
 
 
-def _head_bytes(shape: ModelConfig, layout: Layout, work: Workload, size: int) -> int:
+def _head_bytes(config: ModelConfig, layout: Layout, work: Workload, size: int) -> int:
     """Final norm, gathered hidden states, logits (their gradient is written over them), and the larger of: scratch of
     their logarithms, the gradient of the matrix."""
-    tokens, matrix = _tokens(layout, work), shape.vocab_size * shape.hidden_size // layout.tensor
-    hidden = (2 if work.kernels == "fused" else 3) * size * shape.hidden_size / _residual_split(layout)
-    gathered = size * shape.hidden_size if layout.sequence else 0
+    tokens, matrix = _tokens(layout, work), config.vocab_size * config.hidden_size // layout.tensor
+    hidden = (2 if work.kernels == "fused" else 3) * size * config.hidden_size / _residual_split(layout)
+    gathered = size * config.hidden_size if layout.sequence else 0
     converted = 0
     if work.fp32_lm_head and size != 4:  # hidden states and the matrix in float32 beside the stored ones
-        gathered += 4 * shape.hidden_size
+        gathered += 4 * config.hidden_size
         converted = 4 * matrix
     precise = 4 if work.fp32_lm_head else size
-    logits = precise * shape.vocab_size / layout.tensor
-    gradient = matrix * precise + tokens * precise * shape.hidden_size
+    logits = precise * config.vocab_size / layout.tensor
+    gradient = matrix * precise + tokens * precise * config.hidden_size
     return int(tokens * (hidden + gathered + logits)) + converted + max(CHUNK_BYTES, gradient)
 
 
-def _working_bytes(shape: ModelConfig, learner: LearnerSection, work: Workload, own: HeldParameters) -> int:
+def _working_bytes(config: ModelConfig, learner: LearnerSection, work: Workload, own: HeldParameters) -> int:
     """While a layer is differentiated: what it computed again, gradients around its MLP and of a matrix; or, where
     other micro-batches are in flight, the gradient of the embedding."""
     layout, tokens = Layout.of(learner), _tokens(Layout.of(learner), work)
     size = learner.parameter_bytes
-    layer = tokens * size * _widest(shape, layout) + own.largest * size
+    layer = tokens * size * _widest(config, layout) + own.largest * size
     if learner.recompute == "full":
-        layer += int(tokens * _kept(shape, learner, work, size))
+        layer += int(tokens * _kept(config, learner, work, size))
     if learner.recompute == "selective":
-        layer += int(tokens * _mlp_kept(shape, learner, work, size))
+        layer += int(tokens * _mlp_kept(config, learner, work, size))
     return max(layer, own.outer * size if layout.pipeline > 1 else 0)
 
 
-def _widest(shape: ModelConfig, layout: Layout) -> int:
+def _widest(config: ModelConfig, layout: Layout) -> int:
     """Numbers a position around an MLP: gate and up, and the hidden states before and after, gathered."""
-    if shape.experts is None:
-        inner = 2 * shape.ffn_size // layout.tensor
+    if config.experts is None:
+        inner = 2 * config.ffn_size // layout.tensor
     else:
-        inner = shape.experts.per_token * (2 * shape.hidden_size + 2 * shape.experts.ffn_size) // layout.tensor
-    return inner + 2 * shape.hidden_size
+        inner = config.experts.per_token * (2 * config.hidden_size + 2 * config.experts.ffn_size) // layout.tensor
+    return inner + 2 * config.hidden_size
 
 
 @lru_cache(maxsize=32)
-def _largest_tensor(shape: ModelConfig) -> int:
-    return max(math.prod(size) for size in shape.tensors().values())
+def _largest_tensor(config: ModelConfig) -> int:
+    return max(math.prod(size) for size in config.tensors().values())

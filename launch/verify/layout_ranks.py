@@ -61,7 +61,7 @@ def three_steps(learner: MegatronLearner, checkpoint: Path, use: str) -> dict[st
 
 def train(learner: MegatronLearner, step: int) -> dict[str, float]:
     """One optimizer step."""
-    batch = make_batch(step, vocabulary=learner.shape.vocab_size)
+    batch = make_batch(step, vocabulary=learner.model_config.vocab_size)
     scored = learner.logprobs(batch)
     return learner.update(batch, (batch.reward - batch.reward.mean()).astype(np.float32), scored).metrics
 

@@ -64,15 +64,15 @@ class Source:
     names: tuple[str, ...]
 
 
-def find_sources(directory: Path, stored: Mapping[str, StoredTensor], shape: ModelConfig) -> list[Source]:
+def find_sources(directory: Path, stored: Mapping[str, StoredTensor], config: ModelConfig) -> list[Source]:
     """Every HF tensor of the model exactly once, in layer order.
 
     Raises CorruptCheckpointError naming what is missing, of another shape, or part of no such model.
     """
-    tensors = shape.tensors()
+    tensors = config.tensors()
     problems: list[str] = []
     sources = []
-    for keys, names in _wanted(shape):
+    for keys, names in _wanted(config):
         if any(name not in tensors for name in names):
             continue  # not part of this architecture
         source = _locate(stored, keys, names)
@@ -84,20 +84,20 @@ def find_sources(directory: Path, stored: Mapping[str, StoredTensor], shape: Mod
         found = stored[source.key].shape[len(source.lead) :]
         if found != expected:
             problems.append(f"{source.key} has shape {list(found)}, expected {list(expected)} ({', '.join(names)})")
-    problems += _left_over(stored, sources, shape)
+    problems += _left_over(stored, sources, config)
     if problems:
         shown = "; ".join(dict.fromkeys(problems[:5])) + (f"; and {len(problems) - 5} more" if problems[5:] else "")
         raise CorruptCheckpointError(
-            f"{directory} does not hold the {shape.architecture} that its config.json describes: {shown}; "
+            f"{directory} does not hold the {config.architecture} that its config.json describes: {shown}; "
             "give the checkpoint of this model"
         )
     return sources
 
 
-def stream_hf_tensors(index: CheckpointIndex, shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def stream_hf_tensors(index: CheckpointIndex, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of a checkpoint by name, in its stored dtype; at most one of Megatron's tensors in memory."""
-    for source in find_sources(index.directory, index.tensors, shape):
-        yield from _split(index.read(source.key, source.lead), source.names, shape)
+    for source in find_sources(index.directory, index.tensors, config):
+        yield from _split(index.read(source.key, source.lead), source.names, config)
 
 
 def stored_dtype(index: CheckpointIndex) -> torch.dtype:
@@ -111,11 +111,11 @@ def stored_dtype(index: CheckpointIndex) -> torch.dtype:
     return kinds.pop()
 
 
-def _wanted(shape: ModelConfig) -> Iterator[tuple[list[tuple[str, tuple[int, ...]]], tuple[str, ...]]]:
+def _wanted(config: ModelConfig) -> Iterator[tuple[list[tuple[str, tuple[int, ...]]], tuple[str, ...]]]:
     """[(key, lead) of each place where it may be], HF names."""
     yield [("embedding.word_embeddings.weight", ())], (_TOP["embedding.word_embeddings.weight"],)
-    num_experts = 0 if shape.experts is None else shape.experts.count
-    for layer in range(shape.num_layers):
+    num_experts = 0 if config.experts is None else config.experts.count
+    for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         for suffixes, names in _LAYER:
             yield _places(suffixes, layer, ()), tuple(prefix + name for name in names)
@@ -141,24 +141,24 @@ def _locate(
     return None
 
 
-def _left_over(stored: Mapping[str, StoredTensor], sources: list[Source], shape: ModelConfig) -> list[str]:
+def _left_over(stored: Mapping[str, StoredTensor], sources: list[Source], config: ModelConfig) -> list[str]:
     used: dict[str, int] = {}
     for source in sources:
         used[source.key] = max(used.get(source.key, 0), source.lead[0] + 1 if source.lead else 0)
     problems = [f"{key} is not part of it" for key in stored if key.startswith(_MODEL_PREFIXES) and key not in used]
     # Only a stack of layers is long enough to hide a layer too many; numbered layers show up by name.
     return problems + [
-        f"{key} stacks {stored[key].shape[0]} layers, expected {shape.num_layers}"
+        f"{key} stacks {stored[key].shape[0]} layers, expected {config.num_layers}"
         for key, count in used.items()
-        if count and not key.split(".")[2].isdigit() and stored[key].shape[0] != shape.num_layers
+        if count and not key.split(".")[2].isdigit() and stored[key].shape[0] != config.num_layers
     ]
 
 
-def _split(tensor: Tensor, names: tuple[str, ...], shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def _split(tensor: Tensor, names: tuple[str, ...], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     if len(names) == 3:
         # [kv heads × (query heads of each + key + value) × head_dim, …]
-        group = shape.num_heads // shape.num_kv_heads
-        heads = tensor.reshape(shape.num_kv_heads, group + 2, shape.head_dim, *tensor.shape[1:])
+        group = config.num_heads // config.num_kv_heads
+        heads = tensor.reshape(config.num_kv_heads, group + 2, config.head_dim, *tensor.shape[1:])
         parts = (heads[:, :group], heads[:, group : group + 1], heads[:, group + 1 :])
         yield from zip(names, (part.reshape(-1, *tensor.shape[1:]) for part in parts), strict=True)
     elif len(names) == 2:

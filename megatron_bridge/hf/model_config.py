@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ModelError
+from precision.formats.stacks import STACKS, qkv_rows
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 
@@ -56,30 +57,35 @@ class ModelConfig:
     experts: Experts | None = None
 
     @staticmethod
-    def from_hf(config: Mapping[str, Any]) -> ModelConfig:
+    def from_hf(hf_config: Mapping[str, Any]) -> ModelConfig:
         """Read an HF config. Raises ModelError for what this learner cannot reproduce."""
-        architecture = _architecture(config)
-        _refuse_unsupported(config)
-        theta, scaling = _rope(config)
-        heads = _size(config, "num_attention_heads")
+        architecture = _architecture(hf_config)
+        _refuse_unsupported(hf_config)
+        theta, scaling = _rope(hf_config)
+        heads = _size(hf_config, "num_attention_heads")
         return ModelConfig(
             architecture=architecture,
-            num_layers=_size(config, "num_hidden_layers"),
-            hidden_size=_size(config, "hidden_size"),
+            num_layers=_size(hf_config, "num_hidden_layers"),
+            hidden_size=_size(hf_config, "hidden_size"),
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or _size(config, "hidden_size") // heads,
-            ffn_size=_size(config, "intermediate_size"),
-            vocab_size=_size(config, "vocab_size"),
-            max_positions=_size(config, "max_position_embeddings"),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            num_kv_heads=hf_config.get("num_key_value_heads") or heads,
+            head_dim=hf_config.get("head_dim") or _size(hf_config, "hidden_size") // heads,
+            ffn_size=_size(hf_config, "intermediate_size"),
+            vocab_size=_size(hf_config, "vocab_size"),
+            max_positions=_size(hf_config, "max_position_embeddings"),
+            norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
             qkv_bias=architecture == "Qwen2ForCausalLM",
             qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
-            experts=_experts(config) if architecture == "Qwen3MoeForCausalLM" else None,
+            experts=_experts(hf_config) if architecture == "Qwen3MoeForCausalLM" else None,
         )
+
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Rows of q, k and v in each layer."""
+        return qkv_rows(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
     def num_parameters(self) -> int:
@@ -88,18 +94,17 @@ class ModelConfig:
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """HF name → shape of every weight of such a model, in layer order."""
-        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        h = self.hidden_size
+        rows = dict(zip(STACKS["qkv_proj"], self.qkv_rows, strict=True))
         layer: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (h,),
-            "self_attn.q_proj.weight": (q, h),
-            "self_attn.k_proj.weight": (kv, h),
-            "self_attn.v_proj.weight": (kv, h),
-            "self_attn.o_proj.weight": (h, q),
+            **{f"self_attn.{part}.weight": (count, h) for part, count in rows.items()},
+            "self_attn.o_proj.weight": (h, rows["q_proj"]),
             "post_attention_layernorm.weight": (h,),
             **self._mlp_tensors(),
         }
         if self.qkv_bias:
-            layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+            layer |= {f"self_attn.{part}.bias": (count,) for part, count in rows.items()}
         if self.qk_norm:
             layer |= {"self_attn.q_norm.weight": (self.head_dim,), "self_attn.k_norm.weight": (self.head_dim,)}
         tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, h)}
@@ -130,32 +135,32 @@ def _swiglu(prefix: str, hidden_size: int, ffn_size: int) -> dict[str, tuple[int
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder, with or without weights. Raises ModelError."""
     try:
-        config = json.loads((folder / "config.json").read_text())
+        hf_config = json.loads((folder / "config.json").read_text())
     except OSError:
         raise ModelError(
             f"{folder} has no config.json; give the folder that holds config.json and safetensors"
         ) from None
     except ValueError as error:
         raise ModelError(f"{folder / 'config.json'} is not JSON ({error}); fetch the model again") from error
-    if not isinstance(config, dict):
+    if not isinstance(hf_config, dict):
         raise ModelError(
-            f"{folder / 'config.json'} holds {type(config).__name__}, expected an object; fetch the model again"
+            f"{folder / 'config.json'} holds {type(hf_config).__name__}, expected an object; fetch the model again"
         )
-    return config
+    return hf_config
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """config.json of a model folder. Raises ModelError when the folder is not a usable HF model folder."""
     if not folder.is_dir():
         raise ModelError(f"model.path {folder} is not a folder; give the path of a downloaded HF model")
-    config = read_config(folder)
+    hf_config = read_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no *.safetensors; convert the weights to safetensors")
-    return config
+    return hf_config
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or []
+def _architecture(hf_config: Mapping[str, Any]) -> str:
+    names = hf_config.get("architectures") or []
     found = str(names[0]) if names else ""
     if found not in ARCHITECTURES:
         raise ModelError(
@@ -165,22 +170,22 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return found
 
 
-def _size(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
+def _size(hf_config: Mapping[str, Any], key: str) -> int:
+    value = hf_config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"config.json: {key} is {value!r}, expected a positive whole number; check the model folder")
     return value
 
 
-def _experts(config: Mapping[str, Any]) -> Experts:
+def _experts(hf_config: Mapping[str, Any]) -> Experts:
     """The mixture of a Qwen3-MoE config, in which every layer has the same experts."""
     # Newer transformers releases write the number of experts under the second name.
-    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
     experts = Experts(
-        count=_size(config, key),
-        per_token=_size(config, "num_experts_per_tok"),
-        ffn_size=_size(config, "moe_intermediate_size"),
-        normalized=bool(config.get("norm_topk_prob", False)),
+        count=_size(hf_config, key),
+        per_token=_size(hf_config, "num_experts_per_tok"),
+        ffn_size=_size(hf_config, "moe_intermediate_size"),
+        normalized=bool(hf_config.get("norm_topk_prob", False)),
     )
     if experts.per_token > experts.count:
         raise ModelError(
@@ -190,8 +195,8 @@ def _experts(config: Mapping[str, Any]) -> Experts:
     return experts
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    quantization = config.get("quantization_config")
+def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
+    quantization = hf_config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ModelError(
@@ -207,16 +212,16 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         "mlp_only_layers": ([], None),
     }
     for key, allowed in wanted.items():
-        if config.get(key) not in allowed:
+        if hf_config.get(key) not in allowed:
             raise ModelError(
-                f"config.json: {key} is {config[key]!r}, but only {allowed[0]!r} is supported; use another model"
+                f"config.json: {key} is {hf_config[key]!r}, but only {allowed[0]!r} is supported; use another model"
             )
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
+def _rope(hf_config: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
-    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = scaling.get("rope_theta", config.get("rope_theta", 10_000.0))
+    scaling = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
+    theta = scaling.get("rope_theta", hf_config.get("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"partial_rotary_factor is {scaling['partial_rotary_factor']}, but only 1.0 is supported")

@@ -99,7 +99,7 @@ def choose_layers(layers: Layers | None, dtype: torch.dtype) -> Layers:
 
 
 def build_chunks(
-    shape: ModelConfig,
+    model_config: ModelConfig,
     layout: Layout,
     dtype: torch.dtype,
     temperature: float,
@@ -117,9 +117,9 @@ def build_chunks(
     """
     layers = choose_layers(layers, dtype)
     if precision is not None and is_fp8(precision):
-        require_fp8(precision, layers, shape, layout)
-    config = transformer_config(shape, layout, dtype, recompute, layers=layers, precision=precision)
-    chunks = [_chunk(shape, config, stage if layout.virtual > 1 else None) for stage in range(layout.virtual)]
+        require_fp8(precision, layers, model_config, layout)
+    config = transformer_config(model_config, layout, dtype, recompute, layers=layers, precision=precision)
+    chunks = [_chunk(model_config, config, stage if layout.virtual > 1 else None) for stage in range(layout.virtual)]
     for chunk in chunks:
         chunk.temperature = temperature
         _mark_experts(chunk)
@@ -130,21 +130,23 @@ def build_chunks(
     return chunks
 
 
-def _chunk(shape: ModelConfig, config: TransformerConfig, virtual_stage: int | None) -> PolicyModel:
+def _chunk(model_config: ModelConfig, config: TransformerConfig, virtual_stage: int | None) -> PolicyModel:
     rope = (
-        {} if shape.rope_scaling is None else {"rope_scaling": True, "rope_scaling_factor": shape.rope_scaling.factor}
+        {}
+        if model_config.rope_scaling is None
+        else {"rope_scaling": True, "rope_scaling_factor": model_config.rope_scaling.factor}
     )
     return PolicyModel(
         config=config,
-        transformer_layer_spec=_block_spec(config, shape, virtual_stage),
-        vocab_size=shape.vocab_size,
-        max_sequence_length=shape.max_positions,
+        transformer_layer_spec=_block_spec(config, model_config, virtual_stage),
+        vocab_size=model_config.vocab_size,
+        max_sequence_length=model_config.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
+        share_embeddings_and_output_weights=model_config.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+        rotary_base=model_config.rope_theta,
         vp_stage=virtual_stage,
         **rope,
     )
@@ -160,7 +162,7 @@ def _mark_experts(chunk: PolicyModel) -> None:
 
 
 def transformer_config(
-    shape: ModelConfig,
+    model_config: ModelConfig,
     layout: Layout,
     dtype: torch.dtype,
     recompute: Literal["none", "selective", "full"] = "none",
@@ -171,12 +173,12 @@ def transformer_config(
     """Megatron's configuration of this architecture in this layout."""
     on_gpu = torch.cuda.is_available()
     return TransformerConfig(
-        **_architecture(shape),
+        **_architecture(model_config),
         **fp8_arguments(precision),
         transformer_impl="transformer_engine" if layers == "transformer_engine" else "local",
-        moe_grouped_gemm=shape.experts is not None and layers == "transformer_engine",
+        moe_grouped_gemm=model_config.experts is not None and layers == "transformer_engine",
         **_parallel(layout, on_gpu),
-        **_recompute(recompute, shape),
+        **_recompute(recompute, model_config),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -186,7 +188,7 @@ def transformer_config(
         # False would leave parameters without their tensor parallel attributes.
         perform_initialization=True,
         use_cpu_initialization=not on_gpu,
-        bias_activation_fusion=on_gpu and shape.experts is None,
+        bias_activation_fusion=on_gpu and model_config.experts is None,
         bias_dropout_fusion=on_gpu,
         apply_rope_fusion=on_gpu and layers == "transformer_engine",
         masked_softmax_fusion=False,
@@ -198,38 +200,38 @@ def transformer_config(
     )
 
 
-def _architecture(shape: ModelConfig) -> dict[str, Any]:
+def _architecture(model_config: ModelConfig) -> dict[str, Any]:
     return {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_heads,
-        "num_query_groups": shape.num_kv_heads,
-        "kv_channels": shape.head_dim,
-        "ffn_hidden_size": shape.ffn_size,
+        "num_layers": model_config.num_layers,
+        "hidden_size": model_config.hidden_size,
+        "num_attention_heads": model_config.num_heads,
+        "num_query_groups": model_config.num_kv_heads,
+        "kv_channels": model_config.head_dim,
+        "ffn_hidden_size": model_config.ffn_size,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": shape.norm_eps,
-        "qk_layernorm": shape.qk_norm,
-        "add_qkv_bias": shape.qkv_bias,
+        "layernorm_epsilon": model_config.norm_eps,
+        "qk_layernorm": model_config.qk_norm,
+        "add_qkv_bias": model_config.qkv_bias,
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        **_experts(shape),
+        **_experts(model_config),
     }
 
 
-def _experts(shape: ModelConfig) -> dict[str, Any]:
+def _experts(model_config: ModelConfig) -> dict[str, Any]:
     # Micro-batches differ in length; Megatron allows that with this dispatcher only, dense models included.
     dispatcher = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}
-    if shape.experts is None:
+    if model_config.experts is None:
         return dispatcher
     return dispatcher | {
-        "num_moe_experts": shape.experts.count,
-        "moe_router_topk": shape.experts.per_token,
-        "moe_ffn_hidden_size": shape.experts.ffn_size,
+        "num_moe_experts": model_config.experts.count,
+        "moe_router_topk": model_config.experts.per_token,
+        "moe_ffn_hidden_size": model_config.experts.ffn_size,
         # The softmax over all experts, then the best; dividing their weights by the sum is the softmax over the best.
-        "moe_router_pre_softmax": not shape.experts.normalized,
+        "moe_router_pre_softmax": not model_config.experts.normalized,
         "moe_router_dtype": "fp32",
         # A policy must stay where its reward puts it: no pull towards even loads.
         "moe_router_load_balancing_type": "none",
@@ -256,26 +258,29 @@ def _parallel(layout: Layout, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def _recompute(recompute: Literal["none", "selective", "full"], shape: ModelConfig) -> dict[str, Any]:
+def _recompute(recompute: Literal["none", "selective", "full"], model_config: ModelConfig) -> dict[str, Any]:
     if recompute == "none":
         return {}
     if recompute == "selective":
         # Attention that never stores its scores leaves nothing to gain there: the MLP holds most of a layer.
-        return {"recompute_granularity": "selective", "recompute_modules": ["mlp" if shape.experts is None else "moe"]}
+        return {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["mlp" if model_config.experts is None else "moe"],
+        }
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _block_spec(config: TransformerConfig, shape: ModelConfig, virtual_stage: int | None) -> ModuleSpec:
-    experts = None if shape.experts is None else shape.experts.count
+def _block_spec(config: TransformerConfig, model_config: ModelConfig, virtual_stage: int | None) -> ModuleSpec:
+    experts = None if model_config.experts is None else model_config.experts.count
     if config.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=shape.qk_norm
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=model_config.qk_norm
         )
-    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=model_config.qk_norm, normalization="RMSNorm")
     modules = layer.submodules
     modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
     attention = modules.self_attention.submodules
-    if shape.qk_norm:
+    if model_config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
     num_layers = get_num_layers_to_build(config, vp_stage=virtual_stage)

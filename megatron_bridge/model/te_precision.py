@@ -77,7 +77,7 @@ def warm_up_passes(precision: LearnerPrecision) -> int:
     return 3 if precision == "fp8_delayed" else 0
 
 
-def require_fp8(precision: LearnerPrecision, layers: Layers, shape: ModelConfig, layout: Layout) -> None:
+def require_fp8(precision: LearnerPrecision, layers: Layers, config: ModelConfig, layout: Layout) -> None:
     """Raise ModelError where this process cannot train this model in FP8."""
     import torch
 
@@ -89,7 +89,7 @@ def require_fp8(precision: LearnerPrecision, layers: Layers, shape: ModelConfig,
     elif torch.cuda.get_device_capability() < wanted:
         found = f"the GPU has compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}"
     else:
-        _check_sizes(precision, shape, layout)
+        _check_sizes(precision, config, layout)
         return
     raise ModelError(
         f"learner.precision is {precision}, which needs Transformer Engine layers on a GPU of compute capability "
@@ -97,17 +97,17 @@ def require_fp8(precision: LearnerPrecision, layers: Layers, shape: ModelConfig,
     )
 
 
-def _check_sizes(precision: LearnerPrecision, shape: ModelConfig, layout: Layout) -> None:
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+def _check_sizes(precision: LearnerPrecision, config: ModelConfig, layout: Layout) -> None:
+    rows = config.qkv_rows
     sizes = {
-        "hidden_size": shape.hidden_size,
-        "query width / tensor_parallel": query // layout.tensor,
-        "query, key and value width / tensor_parallel": (query + 2 * key) // layout.tensor,
+        "hidden_size": config.hidden_size,
+        "query width / tensor_parallel": rows[0] // layout.tensor,
+        "query, key and value width / tensor_parallel": sum(rows) // layout.tensor,
     }
-    if shape.experts is None:
-        sizes["intermediate_size / tensor_parallel"] = shape.ffn_size // layout.tensor
+    if config.experts is None:
+        sizes["intermediate_size / tensor_parallel"] = config.ffn_size // layout.tensor
     else:
-        sizes["moe_intermediate_size / expert_tensor_parallel"] = shape.experts.ffn_size // layout.expert_tensor
+        sizes["moe_intermediate_size / expert_tensor_parallel"] = config.experts.ffn_size // layout.expert_tensor
     for name, size in sizes.items():
         blocks = precision == "fp8_block" and layout.sequence and name == "hidden_size"
         multiple = BLOCK_MULTIPLE if blocks else GEMM_MULTIPLE

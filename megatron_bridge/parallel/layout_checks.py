@@ -21,10 +21,10 @@ def check_layout(hf_config: Mapping[str, Any], learner: LearnerSection) -> None:
 
     Loads neither torch nor Megatron.
     """
-    shape, layout = ModelConfig.from_hf(hf_config), Layout.of(learner)
-    _check_tensor(shape, layout)
-    _check_pipeline(shape, layout)
-    _check_experts(shape, layout)
+    config, layout = ModelConfig.from_hf(hf_config), Layout.of(learner)
+    _check_tensor(config, layout)
+    _check_pipeline(config, layout)
+    _check_experts(config, layout)
 
 
 def check_longest_sample(learner: LearnerSection, context_tokens: int) -> None:
@@ -41,14 +41,14 @@ def check_longest_sample(learner: LearnerSection, context_tokens: int) -> None:
         )
 
 
-def _check_tensor(shape: ModelConfig, layout: Layout) -> None:
+def _check_tensor(config: ModelConfig, layout: Layout) -> None:
     divided = {
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "vocab_size": shape.vocab_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "vocab_size": config.vocab_size,
     }
-    if shape.experts is None:
-        divided["intermediate_size"] = shape.ffn_size
+    if config.experts is None:
+        divided["intermediate_size"] = config.ffn_size
     for name, size in divided.items():
         if size % layout.tensor:
             raise LayoutError(
@@ -57,7 +57,7 @@ def _check_tensor(shape: ModelConfig, layout: Layout) -> None:
             )
 
 
-def _check_pipeline(shape: ModelConfig, layout: Layout) -> None:
+def _check_pipeline(config: ModelConfig, layout: Layout) -> None:
     if layout.virtual > 1 and layout.pipeline == 1:
         raise LayoutError(
             f"learner.virtual_pipeline is {layout.virtual}, but learner.pipeline_parallel is 1: there are no stages to "
@@ -66,19 +66,19 @@ def _check_pipeline(shape: ModelConfig, layout: Layout) -> None:
     chunks, key = layout.pipeline * layout.virtual, "learner.pipeline_parallel"
     if layout.virtual > 1:
         key += " × learner.virtual_pipeline"
-    if shape.num_layers % chunks:
+    if config.num_layers % chunks:
         raise LayoutError(
-            f"{key} is {chunks}, which does not divide the model's num_hidden_layers {shape.num_layers}; "
-            f"use one of {_divisors_of_all([shape.num_layers])}"
+            f"{key} is {chunks}, which does not divide the model's num_hidden_layers {config.num_layers}; "
+            f"use one of {_divisors_of_all([config.num_layers])}"
         )
 
 
-def _check_experts(shape: ModelConfig, layout: Layout) -> None:
-    experts, spread = shape.experts, layout.expert * layout.expert_tensor
+def _check_experts(config: ModelConfig, layout: Layout) -> None:
+    experts, spread = config.experts, layout.expert * layout.expert_tensor
     if experts is None:
         if spread > 1:
             raise LayoutError(
-                f"learner.expert_parallel × expert_tensor_parallel is {spread}, but {shape.architecture} has no "
+                f"learner.expert_parallel × expert_tensor_parallel is {spread}, but {config.architecture} has no "
                 "experts; set both to 1"
             )
         return

@@ -1,4 +1,4 @@
-"""What ranks tell one another beside tensors: small JSON over gloo, under a deadline."""
+"""Small JSON values that ranks exchange beside tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,22 @@ import pipeline.errors as errors
 T = TypeVar("T")
 
 
+def all_gather_json(value: Any, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> list[Any]:
+    """The JSON value of every rank of a group, in rank order, the same everywhere. Collective.
+
+    `device` is one whose tensors the group's backend moves. JSON, because nothing from another process is unpickled.
+    """
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=device), group=group)
+    longest = int(max(size.item() for size in sizes))
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(texts, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group=group)
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
+
+
 class RankSync:
-    """Every rank says something and hears all the others. Construction and every method are collective."""
+    """Exchanges small values between all ranks. Construction and every method are collective."""
 
     def __init__(self, deadline_s: float) -> None:
         """`deadline_s` bounds the wait for the slowest rank, each time."""
@@ -26,13 +40,7 @@ class RankSync:
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """The JSON value of every rank, in rank order, the same everywhere."""
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._group)
-        longest = int(max(size.item() for size in sizes))
-        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(rows, torch.cat([mine, mine.new_zeros(longest - len(mine))]), group=self._group)
-        return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
+        return all_gather_json(value, self._group)
 
     def all_gather_result(self, action: Callable[[], T]) -> list[T]:
         """Every rank's result (JSON values) of its own action. When one fails, all raise the first failure: an error of

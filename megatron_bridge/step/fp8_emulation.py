@@ -47,11 +47,11 @@ def emulated(learner: MegatronLearner, quant_map: QuantMap) -> Iterator[None]:
     hooks: list[Any] = []
     try:
         tensors = dict(fake_quantize_state(learner.named_weights(), quant_map))
-        load_named(chunks, learner.shape, tensors)
+        load_named(chunks, learner.model_config, tensors)
         hooks += [
             linear.register_forward_pre_hook(_quantize_input(rollout_format))
             for chunk in chunks
-            for linear, rollout_format in _quantized_linears(chunk, NameMap(learner.shape), quant_map)
+            for linear, rollout_format in _quantized_linears(chunk, NameMap(learner.model_config), quant_map)
         ]
         yield
     finally:
@@ -63,11 +63,11 @@ def emulated(learner: MegatronLearner, quant_map: QuantMap) -> Iterator[None]:
 
 
 def _quantized_linears(chunk: Any, names: NameMap, quant_map: QuantMap) -> Iterator[tuple[Any, RolloutFormat]]:
-    place, layers = ShardCoords.here(), layers_of(chunk)
+    coords, layers = ShardCoords.here(), layers_of(chunk)
     for path, module in chunk.named_modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.weight is not None:
-            # The first of the HF modules in it is_rank_zero for all: the engine stacks them too, in one format.
-            first = names.pieces(names.stage_name(f"{path}.weight", layers), place)[0].name
+            # The first of the HF modules in it stands for all: the engine stacks them too, in one format.
+            first = names.slices(names.stage_name(f"{path}.weight", layers), coords)[0].name
             rollout_format = quant_map.formats.get(first.removesuffix(".weight"))
             if rollout_format is not None:
                 yield module, rollout_format

@@ -183,7 +183,7 @@ class StreamedChannel:
         began = time.monotonic()
         clock = _Clock(dict.fromkeys(("connect_s", "gather_s", "quantize_s", "keep_s", "transfer_s"), 0.0))
         digests = self._plan.new_checksums() if self._plan.new_checksums is not None and self._writer else None
-        tensors = clock.timed("gather_s", convert.export_stage(self._learner.model, self._learner.shape))
+        tensors = clock.timed("gather_s", convert.export_stage(self._learner.model, self._learner.model_config))
         try:
             self._transport.open(unreachable)
             clock.seconds["connect_s"] = time.monotonic() - began
@@ -250,7 +250,7 @@ class StreamedChannel:
 
 def _modules(learner: MegatronLearner) -> Iterator[str]:
     """Of this rank's pipeline stage."""
-    return (name.removesuffix(".weight") for name in convert.stage_tensors(learner.model, learner.shape))
+    return (name.removesuffix(".weight") for name in convert.stage_tensors(learner.model, learner.model_config))
 
 
 def _joined(shares: Iterable[Sequence[Mapping[str, str]]]) -> tuple[Mapping[str, str], ...]:

@@ -1,10 +1,9 @@
 """Which rectangle of which Hugging Face tensor every Megatron-Core parameter holds, on every rank.
 
-One table for three uses: loading copies the rectangles in, exporting lays them side by side, and `name_proof` shows
-that all ranks together hold every number of every tensor, none of them twice. Names are mbridge's; the geometry
-is written here, because mbridge has it inside collectives.
+Loading copies the rectangles in; exporting lays them side by side. All ranks together hold every number of every
+tensor, none twice. Names are mbridge's; the geometry is written here, because mbridge has it inside collectives.
 
-A parameter is the stack, along rows, of its pieces. Rank r of n tensor parallel ranks holds
+A parameter is the stack, along rows, of its slices. Rank r of n tensor parallel ranks holds
     linear_qkv              q, k and v rows of each of its key/value groups, group after group
     linear_fc1              its rows of gate, then its rows of up
     linear_fc2, linear_proj its columns
@@ -28,6 +27,7 @@ from megatron.core import parallel_state
 
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.errors import ModelError
+from precision.formats.stacks import qkv_rows
 
 _INPUT_NORM = ["model.layers.{layer_number}.input_layernorm.weight"]
 _MLP_NORM = ["model.layers.{layer_number}.post_attention_layernorm.weight"]
@@ -52,8 +52,8 @@ class _Names(Qwen2MoEBridge):  # type: ignore[misc]
         "pre_mlp_layernorm.weight": _MLP_NORM,
     }
 
-    def __init__(self, shape: ModelConfig) -> None:
-        super().__init__(SimpleNamespace(tied=shape.tied_embeddings), parallel_states=ParallelStates())
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(SimpleNamespace(tied=config.tied_embeddings), parallel_states=ParallelStates())
 
     def _build_config(self) -> Any:
         return None
@@ -117,10 +117,10 @@ class NameMap:
     linears are, `decoder.layers.7.mlp.experts.linear_fc1.weight3`.
     """
 
-    def __init__(self, shape: ModelConfig) -> None:
-        self.shape = shape
-        self.tensors = shape.tensors()
-        self._names = _Names(shape)
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.tensors = config.tensors()
+        self._names = _Names(config)
 
     def stage_name(self, parameter: str, layers: Sequence[int]) -> str:
         """The stage name of `named_parameters()`' name in a chunk that holds these `layers`, counted from 0."""
@@ -133,33 +133,33 @@ class NameMap:
         """Whether the parameter belongs to one expert, so that expert parallel ranks hold others."""
         return _GROUPED_EXPERT.fullmatch(stage_name) is not None
 
-    def pieces(self, stage_name: str, place: ShardCoords) -> tuple[TensorSlice, ...]:
-        """What the rank at `place` holds under this name, top to bottom.
+    def slices(self, stage_name: str, coords: ShardCoords) -> tuple[TensorSlice, ...]:
+        """What the rank at `coords` holds under this name, top to bottom.
 
         Raises ModelError for a parameter that has no Hugging Face counterpart in this model.
         """
-        names = self._hf_names(self._whole_model_name(stage_name, place))
-        rank, size = place.tensor_rank, place.tensor_size
+        names = self._hf_names(self._whole_model_name(stage_name, coords))
+        rank, size = coords.tensor_rank, coords.tensor_size
         if self.is_expert(stage_name):
-            rank, size = place.expert_tensor_rank, place.expert_tensor_size
+            rank, size = coords.expert_tensor_rank, coords.expert_tensor_size
         if ".linear_qkv." in stage_name and "layer_norm" not in stage_name:
             return tuple(self._qkv(names, rank, size))
         if stage_name.startswith(("embedding.", "output_layer.")) or ".linear_fc1.weight" in stage_name:
-            return tuple(self._piece(name, rank, size, axis=0) for name in names)
+            return tuple(self._slice(name, rank, size, axis=0) for name in names)
         if ".linear_fc2.weight" in stage_name or stage_name.endswith(".linear_proj.weight"):
-            return tuple(self._piece(name, rank, size, axis=1) for name in names)
-        return tuple(self._piece(name, 0, 1, axis=0) for name in names)
+            return tuple(self._slice(name, rank, size, axis=1) for name in names)
+        return tuple(self._slice(name, 0, 1, axis=0) for name in names)
 
-    def size(self, stage_name: str, place: ShardCoords) -> tuple[int, ...]:
-        """Shape of the parameter at `place`."""
-        pieces = self.pieces(stage_name, place)
-        return (sum(piece.size[0] for piece in pieces), *pieces[0].size[1:])
+    def size(self, stage_name: str, coords: ShardCoords) -> tuple[int, ...]:
+        """Shape of the parameter at `coords`."""
+        slices = self.slices(stage_name, coords)
+        return (sum(tensor_slice.size[0] for tensor_slice in slices), *slices[0].size[1:])
 
-    def _whole_model_name(self, stage_name: str, place: ShardCoords) -> str:
+    def _whole_model_name(self, stage_name: str, coords: ShardCoords) -> str:
         expert = _GROUPED_EXPERT.fullmatch(stage_name)
-        if expert is None or self.shape.experts is None:
+        if expert is None or self.config.experts is None:
             return stage_name
-        first = self.shape.experts.count // place.expert_size * place.expert_rank
+        first = self.config.experts.count // coords.expert_size * coords.expert_rank
         return f"{expert[1]}{first + int(expert[2])}"
 
     def _hf_names(self, name: str) -> list[str]:
@@ -170,12 +170,12 @@ class NameMap:
         if not names or any(hf_name not in self.tensors for hf_name in names):
             raise ModelError(
                 f"Megatron parameter {name} has no counterpart among the Hugging Face tensors of "
-                f"{self.shape.architecture} ({names or 'unknown name'}); expected one for each; build the model from "
+                f"{self.config.architecture} ({names or 'unknown name'}); expected one for each; build the model from "
                 "the same config.json"
             )
         return names
 
-    def _piece(self, name: str, rank: int, size: int, *, axis: int) -> TensorSlice:
+    def _slice(self, name: str, rank: int, size: int, *, axis: int) -> TensorSlice:
         """Share `rank` of `size` equal shares along one axis."""
         spans = [(0, length) for length in self.tensors[name]]
         share = spans[axis][1] // size
@@ -183,11 +183,12 @@ class NameMap:
         return TensorSlice(name, spans[0], spans[1] if len(spans) > 1 else None)
 
     def _qkv(self, names: Sequence[str], rank: int, size: int) -> Iterator[TensorSlice]:
-        groups = self.shape.num_kv_heads // size
-        widths = (self.shape.num_heads // self.shape.num_kv_heads * self.shape.head_dim, *[self.shape.head_dim] * 2)
+        groups = self.config.num_kv_heads // size
+        heads = self.config.num_heads // self.config.num_kv_heads
+        rows = qkv_rows(heads, 1, self.config.head_dim)
         for group in range(rank * groups, (rank + 1) * groups):
-            for name, width in zip(names, widths, strict=True):
-                yield TensorSlice(name, (group * width, (group + 1) * width), self._columns(name))
+            for name, count in zip(names, rows, strict=True):
+                yield TensorSlice(name, (group * count, (group + 1) * count), self._columns(name))
 
     def _columns(self, name: str) -> tuple[int, int] | None:
         size = self.tensors[name]

@@ -28,9 +28,10 @@ from precision.formats.formats import (
     quantize_block,
     scale_of,
 )
+from precision.formats.stacks import STACKS
 
-FUSED_ATTENTION = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",))
-FUSED_MLP = (("gate_proj", "up_proj"), ("down_proj",))
+FUSED_ATTENTION = (tuple(f"self_attn.{part}" for part in STACKS["qkv_proj"]), ("self_attn.o_proj",))
+FUSED_MLP = (STACKS["gate_up_proj"], ("down_proj",))
 """The linear layers of a Qwen3, Qwen2 or Llama decoder layer, grouped as engines stack them; `FUSED_MLP` is below `mlp`
 in dense layers, below `mlp.experts.N` in a mixture."""
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from precision.formats.formats import E4M3, dequantize_block
+from precision.formats.stacks import STACKS
 
 VOCABULARY_MULTIPLE = 64
 """Engines pad the rows of embedding and head to this, with zeros (layers/vocab_parallel_embedding.py)."""
@@ -30,17 +31,11 @@ _DIGITS = 16
 _SCALE = "_scale_inv"
 _HEAD = "lm_head.weight"
 
-_JOINED = {
-    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
-    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
-}
+_JOINED = {part: (joined, parts) for joined, parts in STACKS.items() for part in parts}
 """HF module → the engine's module and its parts, in the order in which their rows lie."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "experts.w2_weight")
-_SPLIT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_SPLIT_BY_ROWS = tuple(_JOINED)
 _VOCABULARY = ("model.embed_tokens.weight", _HEAD)
 
 

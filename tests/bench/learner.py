@@ -62,7 +62,7 @@ def build(folder: Path, characters: int, **sizes: int) -> MegatronLearner:
 
 def step_overhead(learner: MegatronLearner) -> dict[str, float]:
     """Median over rounds in which both sides run one after the other."""
-    batch = make_batch(learner.shape.vocab_size, prompts=16, lengths=(32, 160))
+    batch = make_batch(learner.model_config.vocab_size, prompts=16, lengths=(32, 160))
     advantages = (batch.reward - batch.reward.mean()).astype(np.float32)
     scored = learner.logprobs(batch)
     plan = plan_micro_batches(TokenRows.of_batch(batch), micro_batch_tokens=4096, split=Split())
@@ -115,14 +115,14 @@ def seconds(action: Callable[[], Any]) -> float:
 
 def logprob_memory(learner: MegatronLearner) -> dict[str, float]:
     """One micro-batch of which the logits are by far the largest tensor."""
-    batch = make_batch(learner.shape.vocab_size, prompts=2, lengths=(200, 240))
+    batch = make_batch(learner.model_config.vocab_size, prompts=2, lengths=(200, 240))
     rows = int((TokenRows.of_batch(batch).lengths - 1).sum())
     assert rows <= 4096
     learner.logprobs(batch)  # buffers that stay
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     learner.logprobs(batch)
-    logits = rows * learner.shape.vocab_size * 4
+    logits = rows * learner.model_config.vocab_size * 4
     return dict(ratio=(resident("VmHWM") - before) / logits, logits_mib=logits / 2**20, micro_batch_tokens=float(rows))
 
 

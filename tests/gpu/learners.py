@@ -59,7 +59,7 @@ def train_step(subject: MegatronLearner, batch: Batch) -> dict[str, float]:
 
 def one_micro_batch(subject: MegatronLearner, count: int, length: int) -> MicroBatch:
     """Rows of `length` tokens as one micro-batch on the host, every token but the prompts' to be predicted."""
-    batch = supervised_batch(subject.shape.vocab_size, count, length, seed=0)
+    batch = supervised_batch(subject.model_config.vocab_size, count, length, seed=0)
     plan = plan_micro_batches(TokenRows.of_batch(batch), micro_batch_tokens=count * length, split=Split())
     (micro_batch,) = plan.micro_batches
     return micro_batch

@@ -106,7 +106,7 @@ def test_the_parameters_of_the_real_ranks_are_a_bijection(found: dict[str, list[
     ranks = [
         RankParameters(
             stage=rank["stage"],
-            place=ShardCoords(**rank["place"]),
+            coords=ShardCoords(**rank["coords"]),
             sizes={name: tuple(size) for name, size in rank["sizes"].items()},
         )
         for rank in found[layout]

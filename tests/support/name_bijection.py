@@ -25,7 +25,7 @@ class RankParameters:
 
     stage: int
     """Pipeline rank."""
-    place: ShardCoords
+    coords: ShardCoords
     sizes: Mapping[str, tuple[int, ...]]
     """Stage name → shape, in the order of `named_parameters()` over the rank's chunks."""
 
@@ -34,7 +34,7 @@ class RankParameters:
         """This process, by Megatron's parallel state. The chunks may be on the meta device."""
         return RankParameters(
             stage=parallel_state.get_pipeline_model_parallel_rank(),
-            place=ShardCoords.here(),
+            coords=ShardCoords.here(),
             sizes={name: tuple(parameter.shape) for name, parameter in parameter_names(chunks, NameMap(shape))},
         )
 
@@ -58,10 +58,12 @@ def check_bijection(shape: ModelConfig, ranks: Iterable[RankParameters]) -> int:
                 f"{_first_difference(stages[rank.stage], listed)}; expected one order on all ranks of a stage"
             )
         for name, size in rank.sizes.items():
-            _require_size(name, size, names.size(name, rank.place), rank)
-            for piece in names.pieces(name, rank.place):
-                copy = piece.name + _COPY if shape.tied_embeddings and name == OUTPUT_LAYER else piece.name
-                holders.setdefault(copy, Counter())[piece] += 1
+            _require_size(name, size, names.size(name, rank.coords), rank)
+            for tensor_slice in names.slices(name, rank.coords):
+                copy = (
+                    tensor_slice.name + _COPY if shape.tied_embeddings and name == OUTPUT_LAYER else tensor_slice.name
+                )
+                holders.setdefault(copy, Counter())[tensor_slice] += 1
                 _require_owner(copy, (rank.stage, name), owner, names.is_expert(name))
     missing = [name for name in names.tensors if name not in holders]
     if missing:
@@ -69,15 +71,15 @@ def check_bijection(shape: ModelConfig, ranks: Iterable[RankParameters]) -> int:
             f"{len(missing)} of {len(names.tensors)} tensors of {shape.architecture} are held by no rank, the first "
             f"{missing[0]}; expected each on one pipeline stage"
         )
-    for name, pieces in holders.items():
-        _require_tiling(name, pieces, names.tensors[name.removesuffix(_COPY)])
+    for name, slices in holders.items():
+        _require_tiling(name, slices, names.tensors[name.removesuffix(_COPY)])
     return shape.num_parameters
 
 
 def _require_size(name: str, size: tuple[int, ...], expected: tuple[int, ...], rank: RankParameters) -> None:
     if tuple(size) != expected:
         raise ModelError(
-            f"pipeline stage {rank.stage}, tensor rank {rank.place.tensor_rank}: {name} has shape {list(size)}, but "
+            f"pipeline stage {rank.stage}, tensor rank {rank.coords.tensor_rank}: {name} has shape {list(size)}, but "
             f"its Hugging Face tensors make {list(expected)}; a name is wrong, or the model is of another shape"
         )
 
@@ -92,27 +94,27 @@ def _require_owner(tensor: str, mine: tuple[int, str], owner: dict[str, tuple[in
         )
 
 
-def _require_tiling(name: str, pieces: Counter[TensorSlice], size: tuple[int, ...]) -> None:
+def _require_tiling(name: str, slices: Counter[TensorSlice], size: tuple[int, ...]) -> None:
     """Distinct rectangles lie within the tensor, do not overlap, have its area in sum, and equally many holders."""
-    rectangles = [(*piece.rows, *(piece.columns or (0, 1))) for piece in pieces]
+    rectangles = [(*tensor_slice.rows, *(tensor_slice.columns or (0, 1))) for tensor_slice in slices]
     rows, columns = size[0], size[1] if len(size) > 1 else 1
     inside = all(0 <= r0 < r1 <= rows and 0 <= c0 < c1 <= columns for r0, r1, c0, c1 in rectangles)
     area = sum((r1 - r0) * (c1 - c0) for r0, r1, c0, c1 in rectangles)
     if not inside or area != rows * columns or _overlap(rectangles):
         raise ModelError(
-            f"{name} {list(size)} is covered by {area} numbers in {len(rectangles)} pieces with gaps or overlaps; "
+            f"{name} {list(size)} is covered by {area} numbers in {len(rectangles)} slices with gaps or overlaps; "
             f"expected each of its {rows * columns} numbers exactly once"
         )
-    if len(set(pieces.values())) > 1:
+    if len(set(slices.values())) > 1:
         raise ModelError(
-            f"pieces of {name} are held by {sorted(set(pieces.values()))} ranks; expected equally many of each"
+            f"slices of {name} are held by {sorted(set(slices.values()))} ranks; expected equally many of each"
         )
 
 
 def _overlap(rectangles: Sequence[tuple[int, int, int, int]]) -> bool:
     ordered = sorted(rectangles)
-    for place, (_, bottom, left, right) in enumerate(ordered):
-        for top, _, other_left, other_right in ordered[place + 1 :]:
+    for coords, (_, bottom, left, right) in enumerate(ordered):
+        for top, _, other_left, other_right in ordered[coords + 1 :]:
             if top >= bottom:
                 break
             if left < other_right and other_left < right:

@@ -72,8 +72,8 @@ def compare(subject: Any, rows: int, length: int) -> Figures:
     for _ in range(1 + warm_up_passes("fp8_delayed")):  # its scales come from the passes before
         chunk.zero_grad_buffer()
         out, gradients = layer_pass(subject, chunk, micro_batch)
-    (reference,) = build_chunks(subject.shape, subject.layout, torch.float64, 1.0, layers="megatron")
-    load_hf([reference], subject.shape, subject.model_folder)
+    (reference,) = build_chunks(subject.model_config, subject.layout, torch.float64, 1.0, layers="megatron")
+    load_hf([reference], subject.model_config, subject.model_folder)
     expected, wanted = layer_pass(subject, reference, micro_batch)
     errors = {name: relative_error(gradients[name], wanted[name]) for name in wanted}
     worst = max(errors, key=lambda name: errors[name])
@@ -104,7 +104,7 @@ def layer_pass(subject: Any, chunk: Any, micro_batch: Any) -> tuple[Any, dict[st
     hook.remove()
     gradients = {
         name: (parameter.main_grad if parameter.grad is None else parameter.grad).detach().clone()
-        for name, parameter in parameter_names([chunk], NameMap(subject.shape))
+        for name, parameter in parameter_names([chunk], NameMap(subject.model_config))
         if ".layers." in name
     }
     return seen[0], gradients

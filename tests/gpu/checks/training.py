@@ -75,13 +75,13 @@ def run(scale: Scale) -> Figures:
     model = shared_model(scale, "1.7b")
     optimizer = dict(lr=scale.of(2e-4, 1e-3), warmup_steps=2)
     with learner(model, precision=scale.part, micro_batch_tokens=budget, optimizer=optimizer) as subject:
-        vocabulary = subject.shape.vocab_size
+        vocabulary = subject.model_config.vocab_size
         batches = [supervised_batch(vocabulary, rows, length, seed) for seed in range(STEPS)]
         for name, value in steps(scale, subject, batches).items():
             scale.keep(**{f"{scale.part}_{name}": value})
         step_s = scale.kept()[f"{scale.part}_step_s"]
         assert isinstance(step_s, float)
-        flops = model_flops(subject.shape, rows * (length - 1), float(length))
+        flops = model_flops(subject.model_config, rows * (length - 1), float(length))
         scale.keep(**{f"{scale.part}_utilisation": flops / step_s / rate, "matmul_tflop_s": rate / 1e12})
         return scale.keep(**{f"{scale.part} kernels of a step": profile(subject, batches[0])})
 
@@ -131,7 +131,7 @@ def save_gradients(subject: Any, path: Path) -> None:
     from megatron_bridge.weights.name_map import NameMap, parameter_names
 
     found = {}
-    for name, parameter in parameter_names(subject.model, NameMap(subject.shape)):
+    for name, parameter in parameter_names(subject.model, NameMap(subject.model_config)):
         gradient = parameter.main_grad.detach().reshape(-1)
         draw = torch.Generator().manual_seed(0)
         chosen = torch.randint(0, len(gradient), (min(GRADIENT_SAMPLES, len(gradient)),), generator=draw)

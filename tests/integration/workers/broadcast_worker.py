@@ -63,7 +63,7 @@ class Rank:
         self.found: dict[str, Any] = {"publishes": {}, "nbytes": nbytes}
 
     def channel(self) -> StreamedChannel:
-        shape = self.learner.shape
+        shape = self.learner.model_config
 
         def new_checksums() -> ExpectedChecksums:
             return ExpectedChecksums(
@@ -149,7 +149,7 @@ class Rank:
             background = channel._event_loop
             background.run(self.fleet.begin_weight_update())
             for bucket in pack(
-                [("model.norm.weight", torch.zeros(self.learner.shape.hidden_size))],
+                [("model.norm.weight", torch.zeros(self.learner.model_config.hidden_size))],
                 BUCKET_BYTES,
                 channel._transport.new_row,
             ):

@@ -145,7 +145,7 @@ class Worker:
         batch, before = make_batch(3), self.state(learner)
         plain = learner.logprobs(batch)
         for name in ("fp8_tensor", "fp8_block"):
-            with emulated(learner, QuantMap.for_decoder(learner.shape.num_layers, name)):
+            with emulated(learner, QuantMap.for_decoder(learner.model_config.num_layers, name)):
                 self.found[f"emulated_{name}"] = learner.logprobs(batch).tolist()
         after = self.state(learner)
         assert all(torch.equal(before[name], after[name]) for name in before)

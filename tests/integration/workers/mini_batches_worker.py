@@ -80,7 +80,7 @@ def train(folder: Path, section: LearnerSection, case: str, steps: int) -> tuple
         total_steps=STEPS * updates,
     )
     before = weights(learner)
-    run, store = RunDirectory(folder), recorded(folder.parent / "batches", learner.shape.vocab_size)
+    run, store = RunDirectory(folder), recorded(folder.parent / "batches", learner.model_config.vocab_size)
     run.make_folders()
     shared: dict[str, Any] = dict(
         run=run,

@@ -62,7 +62,7 @@ def batch_with_forced_tokens(vocabulary: int) -> Batch:
 def step(folder: Path, section: LearnerSection, name: str, variant: str) -> tuple[dict[str, float], Any]:
     objective = build_objective(recipe(OBJECTIVES[name]))
     learner = MegatronLearner(folder / "model", section, objective, temperature=0.9, total_steps=1)
-    batch = batch_with_forced_tokens(learner.shape.vocab_size)
+    batch = batch_with_forced_tokens(learner.model_config.vocab_size)
     before = weights(learner)
     scored = learner.logprobs(batch)
     random = np.random.default_rng(1)

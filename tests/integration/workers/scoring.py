@@ -27,6 +27,6 @@ def score(
     )
     found = {"plain": list(learner.score_tokens(rows))}
     for name in formats:
-        with emulated(learner, QuantMap.for_decoder(learner.shape.num_layers, name)):
+        with emulated(learner, QuantMap.for_decoder(learner.model_config.num_layers, name)):
             found[name] = list(learner.score_tokens(rows))
     return found

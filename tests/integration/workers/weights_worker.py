@@ -42,14 +42,16 @@ def scores(layout: Layout, folder: Path) -> dict[str, list[float]]:
         expert_tensor_parallel=layout.expert_tensor,
     )
     learner = MegatronLearner(folder, section, Supervised(), temperature=1.0, total_steps=1)
-    assert learner.shape.experts is not None
+    assert learner.model_config.experts is not None
 
     def score() -> list[float]:
         return [float(x) for row in learner.score_tokens(ROWS) for x in row]
 
     found = {"plain": score()}
     for name in ("fp8_tensor", "fp8_block"):
-        with emulated(learner, QuantMap.for_decoder(learner.shape.num_layers, name, learner.shape.experts.count)):
+        with emulated(
+            learner, QuantMap.for_decoder(learner.model_config.num_layers, name, learner.model_config.experts.count)
+        ):
             found[name] = score()
     assert score() == found["plain"]
     return found
@@ -95,10 +97,10 @@ def run_layout(layout: Layout, folder: Path, out: Path) -> None:
         "named_wrong": [name for (name, a), (_, b) in pairs if not torch.equal(a, b)],
         "chunks": len(chunks),
         "stage": (stage := RankParameters.here(chunks, shape)).stage,
-        "place": asdict(stage.place),
+        "coords": asdict(stage.coords),
         "sizes": {name: list(size) for name, size in stage.sizes.items()},
     }
-    assert stage.place == ShardCoords.here()
+    assert stage.coords == ShardCoords.here()
     if shape.experts is not None:
         found["expert_inputs"] = expert_inputs_are_quantized_whole(chunks[0])
     if shape.experts is not None and layout in SCORED:

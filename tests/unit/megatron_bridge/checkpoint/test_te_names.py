@@ -35,11 +35,11 @@ def held(case: dict[str, Any]) -> tuple[ModelConfig, list[RankParameters]]:
     experts = {} if shape.experts is None else dict(expert_size=size)
     ranks = []
     for rank, parameters in enumerate(case["ranks"]):
-        place = ShardCoords(
+        coords = ShardCoords(
             tensor_rank=rank, tensor_size=size, **(dict(expert_rank=rank) if experts else {}), **experts
         )
         sizes = {NameMap(shape).stage_name(name, [0, 1]): tuple(size) for name, size in parameters.items()}
-        ranks.append(RankParameters(stage=0, place=place, sizes=sizes))
+        ranks.append(RankParameters(stage=0, coords=coords, sizes=sizes))
     return shape, ranks
 
 
@@ -59,7 +59,7 @@ def test_parameters_hold_every_number_of_every_tensor_once(case: dict[str, Any])
 
 def test_a_parameter_too_many_would_be_noticed() -> None:
     shape, (rank,) = held(RECORDED["cases"][0])
-    more = RankParameters(stage=0, place=rank.place, sizes={**rank.sizes, "decoder.layers.0.mlp.extra.weight": (1,)})
+    more = RankParameters(stage=0, coords=rank.coords, sizes={**rank.sizes, "decoder.layers.0.mlp.extra.weight": (1,)})
     with pytest.raises(ModelError, match=r"mlp\.extra\.weight has no counterpart"):
         check_bijection(shape, [more])
 

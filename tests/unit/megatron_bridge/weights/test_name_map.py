@@ -1,4 +1,4 @@
-"""The name map: hand-computed pieces, mbridge as an independent opinion, and the proof at the size of real models."""
+"""The name map: slices computed by hand, mbridge as a second opinion, the bijection at the size of real models."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def built() -> dict[str, list[RankParameters]]:
         case: [
             RankParameters(
                 stage=rank["stage"],
-                place=ShardCoords(**rank["place"]),
+                coords=ShardCoords(**rank["coords"]),
                 sizes={name: tuple(size) for name, size in rank["sizes"].items()},
             )
             for rank in json.loads(line)
@@ -214,12 +214,12 @@ def test_two_ranks_that_claim_the_same_place_are_noticed(built: dict[str, list[R
     ],
 )
 def test_pieces_must_tile_the_tensor(rows: list[tuple[int, int]], whole: bool) -> None:
-    pieces = Counter({TensorSlice("w", span, (0, 2)): 1 for span in rows})
+    slices = Counter({TensorSlice("w", span, (0, 2)): 1 for span in rows})
     if whole:
-        _require_tiling("w", pieces, (5, 2))
+        _require_tiling("w", slices, (5, 2))
         return
     with pytest.raises(ModelError, match=r"w \[5, 2\] .* gaps or overlaps; expected each of its 10 numbers"):
-        _require_tiling("w", pieces, (5, 2))
+        _require_tiling("w", slices, (5, 2))
 
 
 def test_pieces_by_hand() -> None:
@@ -227,12 +227,12 @@ def test_pieces_by_hand() -> None:
     second = ShardCoords(tensor_rank=1, tensor_size=2)
     qkv = "model.layers.1.self_attn."
     # 2 key/value heads of size 2, each with 2 query heads: rank 1 has the second group.
-    assert names.pieces("decoder.layers.1.self_attention.linear_qkv.weight", second) == (
+    assert names.slices("decoder.layers.1.self_attention.linear_qkv.weight", second) == (
         TensorSlice(qkv + "q_proj.weight", (4, 8), (0, 6)),
         TensorSlice(qkv + "k_proj.weight", (2, 4), (0, 6)),
         TensorSlice(qkv + "v_proj.weight", (2, 4), (0, 6)),
     )
-    assert names.pieces("decoder.layers.1.self_attention.linear_qkv.bias", ShardCoords()) == (
+    assert names.slices("decoder.layers.1.self_attention.linear_qkv.bias", ShardCoords()) == (
         TensorSlice(qkv + "q_proj.bias", (0, 4), None),
         TensorSlice(qkv + "k_proj.bias", (0, 2), None),
         TensorSlice(qkv + "v_proj.bias", (0, 2), None),
@@ -240,7 +240,7 @@ def test_pieces_by_hand() -> None:
         TensorSlice(qkv + "k_proj.bias", (2, 4), None),
         TensorSlice(qkv + "v_proj.bias", (2, 4), None),
     )
-    assert names.pieces("decoder.layers.0.mlp.linear_fc2.weight", second) == (
+    assert names.slices("decoder.layers.0.mlp.linear_fc2.weight", second) == (
         TensorSlice("model.layers.0.mlp.down_proj.weight", (0, 6), (4, 8)),
     )
     assert names.size("decoder.layers.0.mlp.linear_fc1.weight", second) == (8, 6)
@@ -251,12 +251,12 @@ def test_experts_are_counted_from_the_ranks_first_and_cut_by_expert_tensor_ranks
     local = names.stage_name("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", [1])
     grouped = names.stage_name("decoder.layers.0.mlp.experts.linear_fc1.weight1", [1])
     assert local == grouped == "decoder.layers.1.mlp.experts.linear_fc1.weight1"
-    place = ShardCoords(tensor_rank=1, tensor_size=2, expert_rank=1, expert_size=2, expert_tensor_size=2)
-    assert names.pieces(local, place) == (
+    coords = ShardCoords(tensor_rank=1, tensor_size=2, expert_rank=1, expert_size=2, expert_tensor_size=2)
+    assert names.slices(local, coords) == (
         TensorSlice("model.layers.1.mlp.experts.3.gate_proj.weight", (0, 2), (0, 6)),
         TensorSlice("model.layers.1.mlp.experts.3.up_proj.weight", (0, 2), (0, 6)),
     )
-    assert names.pieces("decoder.layers.1.mlp.router.weight", place) == (
+    assert names.slices("decoder.layers.1.mlp.router.weight", coords) == (
         TensorSlice("model.layers.1.mlp.gate.weight", (0, 4), (0, 6)),
     )
 
@@ -300,6 +300,8 @@ def test_every_rank_gets_what_mbridge_would_load(shape: ModelConfig) -> None:
         ]
         parameter = torch.empty(_halved(name, merged.shape))
         split = mbridge._weight_split_across_tp(name, merged, parameter, 2)
-        for theirs, place in zip(split, places, strict=True):
-            ours = torch.cat([tensors[piece.name][piece.index] for piece in names.pieces(name, place)])
+        for theirs, coords in zip(split, places, strict=True):
+            ours = torch.cat(
+                [tensors[tensor_slice.name][tensor_slice.index] for tensor_slice in names.slices(name, coords)]
+            )
             assert torch.equal(ours, theirs), name
