@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+from precision.torch_on_use import Tensor
 
 ESS_EPSILON = 1e-8
 """Added to S2, as P3O's authors do, so that ratios that all underflow do not divide by zero."""
@@ -43,18 +42,13 @@ def token_ess(log_ratios: Tensor) -> float:
     return ess_from_sums(float(ratios.sum()), float(ratios.square().sum()), ratios.numel())
 
 
-def sequence_ess(log_ratios: Tensor, mask: Tensor) -> float:
-    """ESS of whole sequences, whose ratio is the product over their tokens: in [1/batch, 1].
-
-    `log_ratios` and `mask` are [batch, sequence]; a sequence without a token under the mask has ratio 1. Computed in
-    logs, since products over long sequences overflow, hence without `ESS_EPSILON`. Raises FloatingPointError when a
-    log-ratio under the mask is not finite, ValueError for an empty batch.
-    """
-    return sequence_ess_of_totals(torch.where(mask, log_ratios.detach(), 0.0).double().sum(dim=-1))
-
-
 def sequence_ess_of_totals(totals: Tensor) -> float:
-    """As `sequence_ess`, from the log-ratio of each whole sequence: float64 [sequences]. Raises as it does."""
+    """ESS of whole sequences, in [1/sequences, 1]; `totals` is float64 [sequences], the log-ratio of each sequence.
+
+    A sequence's ratio is the product over its tokens. It is computed in logs, since products over long sequences
+    overflow, hence without `ESS_EPSILON`. Raises FloatingPointError when a log-ratio is not finite, ValueError without
+    sequences.
+    """
     if totals.numel() < 1:
         raise ValueError("the ESS of 0 sequences is undefined, expected at least 1; do not train empty steps")
     if not bool(totals.isfinite().all()):

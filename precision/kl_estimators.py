@@ -12,8 +12,7 @@ true slope is rho l, and the cap keeps one token from dominating. (The cap is ou
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from precision.torch_on_use import Tensor, torch
 
 KL_EXPONENT_LIMIT = 10.0
 """Nats. Bound on |l| inside the exponential of the official estimator, the authors' own."""

@@ -2,8 +2,7 @@
 
     l_t = log pi_learner(y_t) - log pi_sampler(y_t),   rho_t = exp(l_t),   y_t sampled by the SAMPLER.
 
-`RatioSums` holds sums, maxima and a histogram, so that micro-batches merge by `+` (start from
-`RatioSums.zero(device)`) and ranks by one all-reduce of each tensor (SUM, MAX, SUM).
+`RatioSums` holds sums, maxima and a histogram, so that ranks merge by one all-reduce of each tensor (SUM, MAX, SUM).
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from precision.ess import ess_from_sums
 from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
+from precision.torch_on_use import Tensor, torch
 
 __all__ = ["LOG_RATIO_EDGES", "MAX_LOG_RATIO", "NUM_LOG_RATIO_BINS", "RatioSums", "masked_log_ratios"]
 
@@ -62,7 +59,7 @@ class RatioSums:
 
     @classmethod
     def zero(cls, device: torch.device | None = None) -> RatioSums:
-        """The neutral element of `+`: no tokens."""
+        """Of no tokens: what changes nothing when ranks are merged."""
         return cls(
             sums=torch.zeros(6, dtype=torch.float64, device=device),
             maxima=torch.full((2,), -math.inf, dtype=torch.float64, device=device),
@@ -70,13 +67,12 @@ class RatioSums:
         )
 
     @classmethod
-    @torch.no_grad()
     def from_logprobs(cls, learner_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> RatioSums:
         """Statistics of the tokens under `mask`; all three are [batch, sequence], logprobs in nats, mask bool.
 
         Differences are taken in float64. Raises as `masked_log_ratios`.
         """
-        padded, _ = masked_log_ratios(learner_logprobs.double(), rollout_logprobs.double(), mask)
+        padded, _ = masked_log_ratios(learner_logprobs.detach().double(), rollout_logprobs.double(), mask)
         log_ratios = padded[mask]
         if not log_ratios.numel():
             return cls.zero(log_ratios.device)
@@ -90,13 +86,6 @@ class RatioSums:
             sums=torch.stack([term.sum() for term in terms]),
             maxima=torch.stack([log_ratios.max(), (-log_ratios).max()]),
             histogram=torch.bincount(bins, minlength=NUM_LOG_RATIO_BINS).double(),
-        )
-
-    def __add__(self, other: RatioSums) -> RatioSums:
-        return RatioSums(
-            sums=self.sums + other.sums,
-            maxima=torch.maximum(self.maxima, other.maxima),
-            histogram=self.histogram + other.histogram,
         )
 
     @property

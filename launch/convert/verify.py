@@ -90,7 +90,7 @@ def random_rows(hf_config: dict[str, Any]) -> list[list[int]]:
 
 def _learner(hf: Path) -> Any:
     from megatron_bridge.learner import MegatronLearner
-    from precision.objectives.supervised import Supervised
+    from precision.supervised import Supervised
 
     return MegatronLearner.create(hf, LearnerSection(), Supervised(), temperature=1.0, seed=0, total_steps=1)
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from launch.build.algorithm import build_objective
 from launch.plan.footprint import HeldParameters, held_parameters, layer_sizes
 from launch.plan.simulation import Durations
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
-from pipeline.config.algorithm import scores_step
 from pipeline.config.recipe import LearnerSection, Recipe
 from rollout_sglang.server.capacity import Capacity, EngineModel, weight_bytes
 
@@ -236,7 +236,7 @@ def durations(
     gpus = recipe.rollout.engines * recipe.rollout.tensor_parallel
     return Durations(
         rollout_s=traffic.samples * traffic.response_tokens / (rate * gpus),
-        score_s=time.score_s if scores_step(recipe.objective, recipe.correction) else 0.0,
+        score_s=time.score_s if build_objective(recipe).needs_scoring else 0.0,
         update_s=time.update_s,
         publish_s=publish_seconds(recipe, weight_bytes(model, recipe.rollout), assumed),
     )

@@ -21,7 +21,6 @@ from megatron_bridge.weight_sync.ipc_transport import IpcTransport
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.child_process import die_with_parent
-from pipeline.config.algorithm import needs_old_logprobs, scores_step
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
@@ -85,11 +84,12 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         updates_per_batch=recipe.learner.updates_per_batch,
         wait_deadline_s=recipe.run.wait_deadline_s,
     )
+    objective = build_objective(recipe)
     trainer = Trainer(
         **shared,
-        old_logprobs=OldLogprobs(**shared) if needs_old_logprobs(recipe.objective, recipe.correction) else None,
+        old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
         advantage_computer=build_advantage_computer(recipe),
-        scores_step=scores_step(recipe.objective, recipe.correction),
+        scores_step=objective.needs_scoring,
         channel=channel,
         checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep),
         checkpoint_every=recipe.checkpoint.every,

@@ -106,7 +106,7 @@ def supervised_batch(
 def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
     """Body of one rank."""
     from megatron_bridge.learner import MegatronLearner
-    from precision.objectives.supervised import Supervised
+    from precision.supervised import Supervised
 
     recipe = run.recipe()
     tokenizer = build_tokenizer(recipe)

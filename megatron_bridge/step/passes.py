@@ -125,7 +125,7 @@ class ObjectiveRunner:
         nothing = torch.zeros(1, 1, device=device)
         batch = TokenBatch(rollout_logprobs=nothing, advantages=nothing, mask=nothing.bool(), anchor_logprobs=nothing)
         context = StepContext(num_tokens=1, step_ess=1.0, sum_over_ranks=self._remember)
-        _, sums = objective(nothing.clone().requires_grad_(), batch, context)
+        _, sums = objective.loss(nothing.clone().requires_grad_(), batch, context)
         self.names = sorted(sums)
         """Of the sums that the objective reports; every pipeline stage knows them."""
 
@@ -147,7 +147,7 @@ class ObjectiveRunner:
 
         context = StepContext(num_tokens=num_tokens, step_ess=step_ess, sum_over_ranks=sum_over_ranks)
         try:
-            return self._objective(logprobs, batch, context)
+            return self._objective.loss(logprobs, batch, context)
         except FloatingPointError:
             for sums in list(pending):  # the other ranks wait for these; NaN tells them
                 sum_over_ranks(sums.clone())

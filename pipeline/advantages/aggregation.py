@@ -16,14 +16,11 @@ its point: a long response then counts more, and a short batch takes a shorter s
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.records import Batch
-
-Aggregation = Literal["token", "sequence", "prompt", "constant"]
+from precision.objectives.base import Aggregation
 
 
 def token_advantages(

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.advantages import AdvantageEstimator
 from pipeline.advantages.aggregation import batch_normalized, token_advantages
-from pipeline.config.algorithm import AdvantageSection
+from pipeline.advantages.base import Advantage, AdvantageEstimator
 from pipeline.data.records import Batch
 
 
@@ -41,13 +40,16 @@ class SampleAdvantages:
 class AdvantageComputer:
     """The advantage section of a recipe at work."""
 
-    section: AdvantageSection
+    section: Advantage
     estimator: AdvantageEstimator
     max_new_tokens: int
 
     def compute_advantages(self, batch: Batch) -> SampleAdvantages:
         """Advantages of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""
-        values, everything = self.estimator.advantages(batch).astype(np.float64), np.ones(batch.num_samples, np.bool_)
+        values, everything = (
+            self.estimator.advantages(batch.reward, batch.group).astype(np.float64),
+            np.ones(batch.num_samples, np.bool_),
+        )
         informative = informative_samples(batch, values)
         # A batch without any advantage still makes its step, of nothing: the schedule counts steps.
         in_loss = informative if self.section.zero_variance == "exclude" and informative.any() else everything

@@ -33,6 +33,12 @@ class Grouped:
         _, members, sizes = np.unique(group, return_inverse=True, return_counts=True)
         return Grouped(values.astype(np.float64), members.astype(np.int64), sizes.astype(np.int64))
 
+    @staticmethod
+    def clipped(values: NDArray[Any], group: NDArray[np.int64]) -> Grouped:
+        """As `of`, with the values clipped to [0, 1], so that a group's mean is its solve rate."""
+        groups = Grouped.of(values, group)
+        return groups.with_values(groups.values.clip(0.0, 1.0))
+
     def with_values(self, values: NDArray[Any]) -> Grouped:
         """Other values [n] of the same samples."""
         return Grouped(values.astype(np.float64), self.members, self.sizes)

@@ -18,7 +18,6 @@ from pipeline.analysis.bottleneck import phase_shares
 from pipeline.analysis.objective_figures import advantage_figures, advantage_text, objective_figures
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
-from pipeline.config.algorithm import P3OSection
 from pipeline.data.run_directory import write_atomically
 
 NOTEWORTHY = ("restarted", "dropped", "retried")
@@ -104,9 +103,7 @@ def _held_out(history: RunLog) -> str | None:
 
 
 def _ess(history: RunLog) -> str | None:
-    objective = history.recipe.objective
-    weighs_kl = isinstance(objective, P3OSection) and (objective.ess_scope, objective.ess_unit) == ("step", "token")
-    return figures.ess(history, shows_kl_weight=weighs_kl)
+    return figures.ess(history, shows_kl_weight=history.recipe.objective.weighs_kl_by_step_ess)
 
 
 def _learning(history: RunLog) -> list[tuple[str, str | None]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pipeline.advantages.base import Advantage
 from pipeline.analysis.bottleneck import bottleneck
 from pipeline.analysis.run_log import RunLog, number
 from pipeline.config.advice import advice
-from pipeline.config.algorithm import AdvantageSection, CorrectionSection, ObjectiveSection
 from pipeline.config.layout_names import layout_name
 from pipeline.config.recipe import Recipe
+from precision.corrections.base import Correction
+from precision.objectives.base import Objective
 
 PROMPT_COUNTS = ("refills", "zero_variance", "solved_groups", "interrupted")
 """Of the collector's `committed` events: groups asked in place of others, groups dropped for equal rewards, groups not
@@ -63,7 +65,7 @@ def summarize(history: RunLog) -> dict[str, Any]:
     )
 
 
-def describe_choice(section: ObjectiveSection | CorrectionSection | AdvantageSection) -> str:
+def describe_choice(section: Objective | Correction | Advantage) -> str:
     """Its name, with the keys that are not left at their defaults: `clipped (clip_high 0.28)`."""
     chosen = section.model_dump(mode="json", exclude={"name"}, exclude_defaults=True)
     options = ", ".join(key if value is True else f"{key} {value}" for key, value in chosen.items())

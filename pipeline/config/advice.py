@@ -13,13 +13,13 @@ def advice(recipe: Recipe) -> list[str]:
 def _clip_without_effect(recipe: Recipe) -> str | None:
     """A clip of pi / pi_old acts only where pi_old is older than the step: after the first of several updates on a
     batch, or in a stage of several batches."""
-    name = recipe.objective.name
-    if getattr(recipe.objective, "anchor", None) != "old" and name != "decoupled":
+    if not recipe.objective.clips_by_old_ratio:
         return None
     staged = isinstance(recipe.schedule, StagedSchedule) and recipe.schedule.updates_per_stage > 1
     if staged or recipe.learner.updates_per_batch > 1:
         return None
     return (
-        f"the clip of objective {name} never acts: its ratio is pi / pi_old, and with one update a batch the policy is "
-        "its own pi_old; set learner.updates_per_batch above 1 (4 is usual), or objective clipped with anchor=rollout"
+        f"the clip of objective {recipe.objective.name} never acts: its ratio is pi / pi_old, and with one update a "
+        "batch the policy is its own pi_old; set learner.updates_per_batch above 1 (4 is usual), or objective clipped "
+        "with anchor=rollout"
     )

@@ -3,9 +3,9 @@
     load_recipe(path, overrides)     file ◀─over─ the file it `extends` …, then `--set section.key=value`
 
 A file may name another one in `extends:`, by its path relative to the file or by the name of a shipped recipe. Then it
-holds only what differs. A section picks what its keys mean by `name` or `kind` (objective, advantage, schedule …). One
-that picks another than the base replaces the base's section, in a file and by `--set` alike: settings of GRPO's clip
-mean nothing to P3O.
+holds only what differs. A section picks what its keys mean by `name`, `class` or `kind` (objective, advantage, schedule
+…). One that picks another than the base replaces the base's section, in a file and by `--set` alike: settings of GRPO's
+clip mean nothing to P3O.
 """
 
 from __future__ import annotations
@@ -16,15 +16,24 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
+from pipeline.config.choice import Choice
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 """Recipes that come with the program, in an installed wheel as in the repository."""
 
-_CHOICES = {name: field.discriminator for name, field in Recipe.model_fields.items() if field.discriminator}
-"""Section → the key by which it picks what its other keys mean."""
+
+def _choice_keys(field: FieldInfo) -> tuple[str, ...]:
+    if any(isinstance(part, Choice) for part in field.metadata):
+        return ("name", "class")
+    return (field.discriminator,) if isinstance(field.discriminator, str) else ()
+
+
+_CHOICES = {name: _choice_keys(field) for name, field in Recipe.model_fields.items()}
+"""Section → the keys by which it picks what its other keys mean."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -102,9 +111,9 @@ def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """`changes` over `base`, key by key; a section that picks another kind of thing replaces the base's whole."""
     merged = dict(base)
     for key, value in changes.items():
-        below, choice = merged.get(key), _CHOICES.get(key)
+        below = merged.get(key)
         if isinstance(below, dict) and isinstance(value, dict):
-            same = choice is None or value.get(choice, below.get(choice)) == below.get(choice)
+            same = all(value.get(choice, below.get(choice)) == below.get(choice) for choice in _CHOICES.get(key, ()))
             value = _merged(below, value) if same else value
         merged[key] = value
     return merged
@@ -137,7 +146,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 def _is_choice(key: str) -> bool:
     section, _, leaf = key.partition(".")
-    return _CHOICES.get(section) == leaf
+    return leaf in _CHOICES.get(section, ())
 
 
 def _explain(detail: Any) -> str:

@@ -17,21 +17,25 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
+from pipeline.advantages.base import Advantage
+from pipeline.advantages.methods.grpo import GRPO
 from pipeline.config.algorithm import (
     AdvantageSection,
     CorrectionSection,
-    NoCorrection,
     ObjectiveSection,
-    P3OSection,
-    PassAtKAdvantage,
-    PlainAdvantage,
+    check_sampler,
     check_wiring,
+    with_paper_aggregation,
 )
 from pipeline.config.section import Probability, Section
 from pipeline.schedule import Schedule
+from precision.corrections.none import NoCorrection
+from precision.objectives.p3o import P3O
 
 
 class RunSection(Section):
@@ -284,17 +288,23 @@ class Recipe(Section):
     rollout: RolloutSection = Field(default_factory=RolloutSection)
     learner: LearnerSection = Field(default_factory=LearnerSection)
     prompts: PromptsSection = Field(default_factory=PromptsSection)
-    objective: ObjectiveSection = Field(default_factory=P3OSection)
+    objective: ObjectiveSection = Field(default_factory=P3O)
     correction: CorrectionSection = Field(default_factory=NoCorrection)
-    advantage: AdvantageSection = Field(default_factory=PlainAdvantage)
+    advantage: AdvantageSection = Field(default_factory=GRPO, validate_default=True)
     schedule: ScheduleSection = Field(default_factory=SyncSchedule)
     weights: WeightsSection = Field(default_factory=WeightsSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
 
+    @field_validator("advantage")
+    @classmethod
+    def _aggregated_as_in_the_paper(cls, advantage: Advantage, info: ValidationInfo) -> Advantage:
+        objective = info.data.get("objective")  # absent where it was refused
+        return advantage if objective is None else with_paper_aggregation(advantage, objective)
+
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Self:
-        least = self.advantage.k + 1 if isinstance(self.advantage, PassAtKAdvantage) else 2
+        least = self.advantage.smallest_group
         if self.rollout.group_size < least:
             raise ValueError(
                 f"rollout.group_size is {self.rollout.group_size}, but advantage {self.advantage.name} compares "
@@ -303,8 +313,9 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _nothing_counts_twice(self) -> Self:
+    def _choices_go_together(self) -> Self:
         check_wiring(self.objective, self.correction, self.advantage)
+        check_sampler(self.objective, self.correction, top_p=self.rollout.top_p, top_k=self.rollout.top_k)
         return self
 
     @model_validator(mode="after")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from precision.settings import Settings
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-class Section(BaseModel):
+class Section(Settings):
     """Frozen, no unknown keys, no NaN."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

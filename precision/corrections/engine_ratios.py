@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-import torch
-from torch import Tensor
+from pydantic import Field, PositiveFloat, model_validator
 
+from precision.corrections.base import Correction
 from precision.objectives.base import ScoredStep
 from precision.objectives.tokens import sampled_mean
+from precision.torch_on_use import Tensor, torch
 
-Level = Literal["token", "sequence", "geometric"]
-"""Whose ratio k is: the token's own, the product over its response, or the geometric mean over its response."""
+Level = Annotated[
+    Literal["token", "sequence", "geometric"],
+    Field(
+        description="Whose ratio is held to the range: the token's own; the product over its response; or the "
+        "geometric mean over its response, which does not depend on length and wants bounds close to 1."
+    ),
+]
+
+Veto = Annotated[
+    float,
+    Field(
+        ge=0.0,
+        lt=1.0,
+        description="A response with the ratio of any token below this is dropped whole; 1e-4 in slime, 0 is off.",
+    ),
+]
 
 LOG_RATIO_LIMIT = 20.0
 """Nats. log k is clamped to this before exp, as in verl and slime: no product over a long response overflows."""
+
+
+class RatioRange(Correction):
+    """What the corrections share that let some ratios pi_old / pi_engine through."""
+
+    low: float = Field(
+        0.5,
+        ge=0.0,
+        description="Smallest ratio; .5 and 2 are usual. Level geometric needs a narrow range: .999 to 1.001 in verl, "
+        ".9999 to 1.0001 in slime.",
+    )
+    high: PositiveFloat = Field(2.0, description="Largest ratio.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low} is not below high {self.high}; .5 and 2 are usual for tokens")
+        return self
 
 
 def mismatch_ratios(step: ScoredStep, level: Level) -> Tensor:
@@ -34,6 +67,11 @@ def vetoed(step: ScoredStep, threshold: float) -> Tensor:
     return (step.row_sum(ratios < threshold) > 0)[step.row]
 
 
+def kept_tokens(step: ScoredStep, ratios: Tensor, low: float, high: float, veto: float) -> Tensor:
+    """bool [tokens]: those whose ratio k is in [low, high] and whose response is not vetoed."""
+    return (low <= ratios) & (ratios <= high) & ~vetoed(step, veto)
+
+
 def measured(step: ScoredStep, factor: Tensor, name: str, hit: Tensor) -> dict[str, float]:
     """`correction_factor` (its mean over sampled tokens), and `correction_NAME_positive` and `_negative`: tokens in
     `hit` (bool [tokens]) with A > 0 and with A < 0, as shares of all sampled tokens."""
@@ -42,15 +80,3 @@ def measured(step: ScoredStep, factor: Tensor, name: str, hit: Tensor) -> dict[s
         f"correction_{name}_positive": sampled_mean(step, hit & (step.advantages > 0)),
         f"correction_{name}_negative": sampled_mean(step, hit & (step.advantages < 0)),
     }
-
-
-def check_bounds(low: float, high: float, advice: str) -> None:
-    """Raises ValueError unless 0 <= low < high; `advice` names usual values."""
-    if not 0.0 <= low < high:
-        raise ValueError(f"low is {low} and high {high}; expected 0 <= low < high; {advice}")
-
-
-def check_veto(threshold: float) -> None:
-    """Raises ValueError unless 0 <= threshold < 1: at 1 every response would be dropped."""
-    if not 0.0 <= threshold < 1.0:
-        raise ValueError(f"veto is {threshold}, expected 0 (off) to below 1; slime's is 1e-4")

@@ -7,31 +7,24 @@ Dropped tokens stay in the denominator, as in the paper.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field, PositiveFloat
 
-from precision.corrections.engine_ratios import check_bounds, measured, mismatch_ratios
+from precision.corrections.engine_ratios import RatioRange, measured, mismatch_ratios
 from precision.objectives.base import ScoredStep
+from precision.torch_on_use import Tensor, torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class IcePop:
-    """`low` and `high`: .5 and 5, the paper's alpha and beta. Always token by token.
+class IcePop(RatioRange):
+    """Always token by token. Measured: `correction_factor` (mean), `correction_masked_positive` and `_negative` (share
+    of all tokens that are dropped, by sign of A)."""
 
-    Measured: `correction_factor` (mean), `correction_masked_positive` and `_negative` (share of all tokens that are
-    dropped, by sign of A). Raises ValueError for bounds out of order.
-    """
+    name: Literal["icepop"] = "icepop"
+    high: PositiveFloat = Field(5.0, description="Largest ratio; .5 and 5 are the paper's alpha and beta.")
 
-    low: float = 0.5
-    high: float = 5.0
-
-    def __post_init__(self) -> None:
-        check_bounds(self.low, self.high, ".5 and 5 are IcePop's")
-
-    def __call__(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
-        """See `Correction`."""
+    def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
+        """See `Correction.factor`."""
         ratios = mismatch_ratios(step, "token")
         kept = (self.low <= ratios) & (ratios <= self.high)
         factor = torch.where(kept, ratios, 0.0)

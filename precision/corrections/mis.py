@@ -6,45 +6,39 @@ setting this is with `veto` 1e-4 and `normalized`; verl's `rollout_is` with `rol
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from precision.corrections.engine_ratios import Level, measured, mismatch_ratios
-from precision.corrections.rejection import Rejection
+from precision.corrections.engine_ratios import Level, RatioRange, Veto, kept_tokens, measured, mismatch_ratios
 from precision.objectives.base import ScoredStep
+from precision.torch_on_use import Tensor, torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class MIS:
-    """`low`, `high`, `level` and `veto` as in `Rejection`. `normalized` divides by the mean k of what is kept, over
-    tokens at level token and over responses otherwise, so that the correction changes no step size. (What is dropped
-    has no part in that mean: else it would be made up for, which is to shrink the denominator.)
+class MIS(RatioRange):
+    """`normalized` is not slime's: the mean here is over what is kept, slime's over all tokens, those that its mask
+    then rejects among them. And slime's mask shrinks the denominator of the loss, which no factor here does.
 
-    Measured: as `Rejection`. Raises ValueError for bounds out of order.
+    Measured: as `Rejection`.
     """
 
-    low: float = 0.5
-    high: float = 2.0
+    name: Literal["mis"] = "mis"
     level: Level = "token"
-    veto: float = 0.0
-    normalized: bool = False
+    veto: Veto = 0.0
+    normalized: bool = Field(
+        False,
+        description="Divide by the mean weight of what is kept, over tokens at level token and over responses "
+        "otherwise, so that the correction changes no step size.",
+    )
 
-    def __post_init__(self) -> None:
-        self._rejection()
-
-    def __call__(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
-        """See `Correction`."""
+    def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
+        """See `Correction.factor`."""
         ratios = mismatch_ratios(step, self.level)
-        kept = self._rejection().keeps(step, ratios)
+        kept = kept_tokens(step, ratios, self.low, self.high, self.veto)
         factor = torch.where(kept, ratios, 0.0)
         if self.normalized:
             factor = factor / self._mean_kept(step, factor)
         return factor, measured(step, factor, "masked", ~kept)
-
-    def _rejection(self) -> Rejection:
-        return Rejection(low=self.low, high=self.high, level=self.level, veto=self.veto)
 
     def _mean_kept(self, step: ScoredStep, factor: Tensor) -> float:
         """1 when nothing is kept."""

@@ -8,31 +8,33 @@ and its gradient is unbounded. pi_b is the engine that sampled, so its mismatch 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from torch import Tensor
+from pydantic import Field, NonNegativeFloat
 
+from precision.corrections.base import Correction
 from precision.corrections.engine_ratios import measured
 from precision.objectives.base import ScoredStep
+from precision.torch_on_use import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class OPSM:
-    """`delta`: nats a token, the mean over a response; 1e-4 in slime (`--opsm-delta`).
+class OPSM(Correction):
+    """Advantages decide token by token, as in the paper; usually a response has just one.
 
     Measured: `correction_factor` (mean), `correction_masked_positive` (always 0) and `_negative` (share of all tokens
-    that are dropped). Raises ValueError for a delta out of range.
+    that are dropped).
     """
 
-    delta: float = 1e-4
+    name: Literal["opsm"] = "opsm"
+    delta: NonNegativeFloat = Field(
+        1e-4, description="Largest mean log-ratio of a failed response, nats a token; 1e-4 in slime (--opsm-delta)."
+    )
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.delta) and self.delta >= 0.0):
-            raise ValueError(f"delta is {self.delta}, expected a finite number of at least 0; slime's is 1e-4")
+    weighs_by_old_ratio: ClassVar[bool] = False
+    drops_what_the_learner_left: ClassVar[bool] = True
 
-    def __call__(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
-        """See `Correction`. Advantages decide token by token, as in the paper; usually a response has just one."""
+    def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
+        """See `Correction.factor`."""
         distance = step.row_mean(step.log_ratios(step.rollout_logprobs, step.logprobs))
         masked = (step.advantages < 0) & (distance > self.delta)[step.row]
         factor = (~masked).double()

@@ -8,34 +8,40 @@ Biased towards the engine's distribution where k is above the cap, with a varian
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from torch import Tensor
+from pydantic import Field, PositiveFloat
 
+from precision.corrections.base import MEAN_FACTOR, Correction
 from precision.corrections.engine_ratios import measured, mismatch_ratios
+from precision.measures import Measure
 from precision.objectives.base import ScoredStep
+from precision.torch_on_use import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class TIS:
-    """`cap`: 2 in verl (`rollout_is_threshold`) and slime (`--tis-clip`). `level`: one k a token, or the product over
-    the response. log k is clamped to +-20, which matters for caps above e^20 only.
+class TIS(Correction):
+    """log k is clamped to +-20, which matters for caps above e^20 only.
 
     Measured: `correction_factor` (mean), `correction_capped_positive` and `_negative` (share of all tokens above the
-    cap, by sign of A). Raises ValueError for a cap out of range.
+    cap, by sign of A).
     """
 
-    cap: float = 2.0
-    level: Literal["token", "sequence"] = "token"
+    name: Literal["tis"] = "tis"
+    cap: PositiveFloat = Field(2.0, description="Largest pi_old / pi_engine; 2 in verl and slime.")
+    level: Literal["token", "sequence"] = Field("token", description="One ratio a token, or its response's product.")
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.cap) and self.cap > 0.0):
-            raise ValueError(f"cap is {self.cap}, expected a finite number above 0; 2 is usual")
+    measures: ClassVar[tuple[Measure, ...]] = (
+        Measure(
+            "Tokens over the correction's cap",
+            (("correction_capped_positive", "A > 0", "blue"), ("correction_capped_negative", "A < 0", "orange")),
+            percent=True,
+            floor=0.0,
+        ),
+        MEAN_FACTOR,
+    )
 
-    def __call__(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
-        """See `Correction`."""
+    def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:
+        """See `Correction.factor`."""
         ratios = mismatch_ratios(step, self.level)
         factor = ratios.clamp(max=self.cap)
         return factor, measured(step, factor, "capped", ratios > self.cap)

@@ -1,7 +1,10 @@
 """What every objective takes and returns.
 
-An objective is `(logprobs, batch, context) → (loss, sums)`: tensors of one micro-batch in, one scalar out. It knows no
-rank, file or engine. Because the denominator is passed in, losses of micro-batches and ranks simply add up.
+An objective is one class in one file. Its fields are the keys of a recipe's `objective` section; its methods are the
+mathematics; what it says about itself (`Objective`) is what recipes, planner and reports need to know of it.
+
+`loss` takes the tensors of one micro-batch and returns one scalar. It knows no rank, file or engine. Because the
+denominator is passed in, losses of micro-batches and ranks simply add up.
 
 What concerns whole responses or the whole step (effective sample size, vetoes, sequence ratios) cannot be seen from a
 micro-batch. An objective that needs it has the step scored first, without gradients, and decides in `prepare`, once,
@@ -10,12 +13,17 @@ on flat tensors that are the same on every rank: so neither layout nor micro-bat
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
+from precision.measures import Measure
+from precision.settings import Settings
+from precision.torch_on_use import Tensor, torch
+
+Aggregation = Literal["token", "sequence", "prompt", "constant"]
+"""What counts alike in the mean of a loss; see `pipeline.advantages.aggregation`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,33 +114,64 @@ class Prepared:
     """Shares and means over the step, by the name that metrics use."""
 
 
-class Objective(Protocol):
-    """`sums` holds detached scalars that add up over micro-batches and ranks; divided by `num_tokens` they are means.
+class Objective(Settings, ABC):
+    """Settings and mathematics of one objective.
 
-    Raises FloatingPointError when a ratio under the mask is not finite.
+    A subclass is frozen and refuses unknown keys. The default of its field `name` is what recipes and reports call it.
+    Only `loss` must be written; the other methods and facts have the defaults below.
     """
 
-    @property
-    def needs_scoring(self) -> bool:
-        """Whether a no-grad pass over the whole step, and `prepare`, must come first."""
-        ...
+    name: str
 
-    def prepare(self, step: ScoredStep) -> Prepared:
-        """Decide what concerns whole responses or the whole step. Called only with `needs_scoring`."""
-        ...
-
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """`logprobs` is [batch, sequence] float32 with gradient: the learner's, for the sampled tokens."""
-        ...
-
-
-class Unscored:
-    """Base of the objectives that need nothing but their micro-batch."""
+    paper_aggregation: ClassVar[Aggregation | None] = None
+    """What advantage.aggregation is where a recipe does not set it; None leaves that to the advantage."""
+    has_term_without_advantage: ClassVar[bool] = False
+    """Whether the loss has a term that does not carry the advantage. It would be averaged otherwise than the rest if
+    aggregation acted through the advantages, or if groups without advantage were dropped."""
+    may_drop_responses: ClassVar[bool] = False
+    """Whether OPSM may drop failed responses: the loss has no rule of its own for those that the learner has left."""
+    measures: ClassVar[tuple[Measure, ...]] = ()
+    """How a report draws the sums of `loss` and what `prepare` measured."""
 
     @property
     def needs_scoring(self) -> bool:
+        """Whether a pass over the whole step without gradients, and `prepare`, must come first."""
+        return False
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether `ScoredStep.old_logprobs` are read. They cost a pass of their own where a stage has several steps."""
+        return False
+
+    @property
+    def weighs_by_rollout_ratio(self) -> bool:
+        """Whether the loss divides by the engine's probability. If so, a correction by pi_old / pi_engine would count
+        the engine's mismatch twice."""
+        return True
+
+    @property
+    def clips_by_old_ratio(self) -> bool:
+        """Whether a clip is around pi_old: it acts only where pi_old is older than the step that is made."""
+        return False
+
+    @property
+    def weighs_kl_by_step_ess(self) -> bool:
+        """Whether a KL term has the weight 1 - ESS, with the token ESS of the whole step; a report then shades it."""
         return False
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """The advantages as they are."""
+        """Decide what concerns whole responses or the whole step. Called only with `needs_scoring`.
+
+        Raises FloatingPointError when a log-ratio that it reads is not finite.
+        """
         return Prepared(advantages=step.advantages)
+
+    @abstractmethod
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and sums of one micro-batch.
+
+        `logprobs` is [batch, sequence] float32 with gradient: the learner's, for the sampled tokens. The sums are
+        detached scalars that add up over micro-batches and ranks; divided by `num_tokens` they are means. Raises
+        FloatingPointError when a log-ratio or an advantage under the mask is not finite, ValueError when the step was
+        not prepared as this objective needs it.
+        """

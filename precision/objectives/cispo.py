@@ -9,36 +9,33 @@ gradient; a token that grew likelier than `cap` times merely stops gaining weigh
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-from torch import Tensor
+from pydantic import Field
 
-from precision.objectives.base import StepContext, TokenBatch, Unscored
+from precision.measures import CAPPED_TOKENS, MEAN_WEIGHT, Measure
+from precision.objectives.base import Objective, StepContext, TokenBatch
 from precision.objectives.tokens import response_values, step_mean, token_sum
 from precision.ratios import masked_log_ratios
+from precision.torch_on_use import Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class CISPO(Unscored):
-    """`cap` of 4, 5 and 8 made no difference to ScaleRL; 5 is its middle. At least 1, so that exactly on-policy tokens
-    keep their weight. (In slime `--eps-clip-high 4` is this cap 5.)
+class CISPO(Objective):
+    """Sums: `cap_hits` (tokens with rho > cap), `weight` (min(rho, cap)), `k3` (rho - 1 - log rho)."""
 
-    Sums: `cap_hits` (tokens with rho > cap), `weight` (min(rho, cap)), `k3` (rho - 1 - log rho). Raises ValueError for
-    a cap out of range.
-    """
+    name: Literal["cispo"] = "cispo"
+    cap: float = Field(
+        5.0,
+        ge=1.0,
+        description="Largest importance weight of a token. 4, 5 and 8 made no difference to ScaleRL; 5 is its middle. "
+        "slime's --eps-clip-high 4 is this cap 5.",
+    )
 
-    cap: float = 5.0
+    may_drop_responses: ClassVar[bool] = True
+    measures: ClassVar[tuple[Measure, ...]] = (CAPPED_TOKENS, MEAN_WEIGHT)
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.cap) and self.cap >= 1.0):
-            raise ValueError(f"cap is {self.cap}, expected a finite number of at least 1; ScaleRL's is 5")
-
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and sums of one micro-batch; see `Objective`.
-
-        Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
-        """
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
         mask = batch.mask
         log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, mask)
         learner = response_values(logprobs, mask, "logprobs")

@@ -10,24 +10,24 @@ where A < 0 the term is max(min(...), dual_clip A).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
+from precision.measures import CLIPPED_TOKENS, Measure
+from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.tokens import response_values, rollout_k3, step_mean, token_sum
 from precision.ratios import masked_log_ratios
+from precision.torch_on_use import Tensor, torch
 
-
-def check_clip(clip_low: float, clip_high: float) -> None:
-    """Raises ValueError unless `clip_low` is in [0, 1] and `clip_high` at least 0 (infinity: no ceiling)."""
-    if not (0.0 <= clip_low <= 1.0 and clip_high >= 0.0):
-        raise ValueError(
-            f"clip_low is {clip_low} and clip_high {clip_high}; expected clip_low in [0, 1] and clip_high >= 0; "
-            ".2 and .2 are PPO's"
-        )
+Anchor = Annotated[
+    Literal["rollout", "old"],
+    Field(
+        description="What the ratio divides by. rollout: the engine's probability, so that the clip sees the engine's "
+        "mismatch too. old: the learner's own probability when its stage began (pi_old of verl and slime); the "
+        "engine's mismatch is then left to `correction`.",
+    ),
+]
 
 
 def prepared_anchor(batch: TokenBatch) -> Tensor:
@@ -71,42 +71,42 @@ def clipped_loss(
     return step_mean(-surrogate, mask, context), sums
 
 
-@dataclass(frozen=True, kw_only=True)
-class Clipped:
-    """PPO and GRPO: .2 and .2; DAPO: .2 and .28. `clip_low` is in [0, 1], `clip_high` at least 0; `dual_clip` is above
-    1, the paper's is 3.
+class Clipped(Objective):
+    """Sums: see `clipped_loss`."""
 
-    `anchor` is what the ratio divides by: "rollout", the engine's probability, so that the clip sees its mismatch too;
-    or "old", the learner's own when its stage began, as where trainers recompute the old log-probabilities. The
-    latter reads `Prepared.anchor_logprobs`.
+    name: Literal["clipped"] = "clipped"
+    clip_low: float = Field(0.2, ge=0.0, le=1.0, description="The ratio's floor is 1 - clip_low.")
+    clip_high: float = Field(0.2, ge=0.0, description="The ratio's ceiling is 1 + clip_high; DAPO .28.")
+    dual_clip: float | None = Field(
+        None, gt=1.0, description="Largest ratio that counts where the advantage is negative; dual-clip PPO 3."
+    )
+    anchor: Anchor = "rollout"
 
-    Sums: see `clipped_loss`. Raises ValueError for bounds out of range.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    anchor: Literal["rollout", "old"] = "rollout"
-
-    def __post_init__(self) -> None:
-        check_clip(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and not self.dual_clip > 1.0:
-            raise ValueError(f"dual_clip is {self.dual_clip}, expected more than 1, or None; dual-clip PPO's is 3")
+    may_drop_responses: ClassVar[bool] = True
+    measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS,)
 
     @property
     def needs_scoring(self) -> bool:
         return self.anchor == "old"
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.anchor == "old"
+
+    @property
+    def clips_by_old_ratio(self) -> bool:
+        return self.anchor == "old"
+
+    @property
+    def weighs_by_rollout_ratio(self) -> bool:
+        return self.anchor == "rollout"
+
     def prepare(self, step: ScoredStep) -> Prepared:
-        """The proximal policy becomes the anchor."""
+        """The learner's policy at the start of the stage becomes the anchor."""
         return Prepared(advantages=step.advantages, anchor_logprobs=step.old_logprobs)
 
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and sums of one micro-batch; see `Objective`.
-
-        Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite, ValueError when the
-        anchor was not prepared.
-        """
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
         return clipped_loss(
             logprobs,
             batch,

@@ -2,55 +2,58 @@
 for language models AReaL, arXiv 2505.24298).
 
     loss = -1/N sum_t sg(b_t) min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
-    b_t = pi_prox(y_t) / pi_b(y_t),   r_t = pi(y_t) / pi_prox(y_t)
+    b_t = pi_old(y_t) / pi_b(y_t),   r_t = pi(y_t) / pi_old(y_t)
 
-with pi_b the engine that sampled y_t, pi_prox the learner when its stage began and sg stop-gradient. Staleness and the
-engine's other numerics then weigh a token, and do not use up the room of the clip. In a stage of a single step pi_prox
+with pi_b the engine that sampled y_t, pi_old the learner when its stage began and sg stop-gradient. Staleness and the
+engine's other numerics then weigh a token, and do not use up the room of the clip. In a stage of a single step pi_old
 is the policy before that step, so r is 1: what is left is the importance weight b, and the clip never acts.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.clipped import check_clip, clipped_loss, prepared_anchor
+from precision.measures import CAPPED_TOKENS, CLIPPED_TOKENS, MEAN_WEIGHT, Measure
+from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
+from precision.objectives.clipped import clipped_loss, prepared_anchor
 from precision.objectives.tokens import sampled_mean, scaled_advantages
+from precision.torch_on_use import Tensor, torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decoupled:
-    """`mismatch_cap` is the largest b that counts as it is; 5 was the default of AReaL's code. Above it a token is
-    dropped (`over_cap` "mask", AReaL's) or keeps the weight `mismatch_cap` ("truncate"). Dropped tokens stay in N.
+class Decoupled(Objective):
+    """Dropped tokens stay in N. Measured: `cap_hits` (share of tokens with b above the cap), `weight` (mean of b as it
+    was used). Sums: see `clipped_loss`."""
 
-    Measured: `cap_hits` (share of tokens with b above the cap), `weight` (mean of b as it was used). Sums: see
-    `clipped_loss`. Raises ValueError for bounds out of range.
-    """
+    name: Literal["decoupled"] = "decoupled"
+    clip_low: float = Field(0.2, ge=0.0, le=1.0, description="The floor of r is 1 - clip_low.")
+    clip_high: float = Field(0.2, ge=0.0, description="The ceiling of r is 1 + clip_high.")
+    mismatch_cap: float = Field(
+        5.0,
+        ge=1.0,
+        description="Largest pi_old / pi_engine that counts as it is; 5 was the default of AReaL's code.",
+    )
+    over_cap: Literal["mask", "truncate"] = Field(
+        "mask", description="Above mismatch_cap, mask drops a token (AReaL); truncate gives it the weight mismatch_cap."
+    )
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    mismatch_cap: float = 5.0
-    over_cap: Literal["mask", "truncate"] = "mask"
-
-    def __post_init__(self) -> None:
-        check_clip(self.clip_low, self.clip_high)
-        if not (math.isfinite(self.mismatch_cap) and self.mismatch_cap >= 1.0):
-            raise ValueError(
-                f"mismatch_cap is {self.mismatch_cap}, expected a finite number of at least 1; AReaL's was 5"
-            )
+    measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS, CAPPED_TOKENS, MEAN_WEIGHT)
 
     @property
     def needs_scoring(self) -> bool:
         return True
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return True
+
+    @property
+    def clips_by_old_ratio(self) -> bool:
+        return True
+
     def prepare(self, step: ScoredStep) -> Prepared:
-        """b as a factor on the advantages, pi_prox as the anchor. Raises FloatingPointError on a log-ratio that is not
-        finite."""
+        """b becomes a factor on the advantages, pi_old the anchor. Raises as `Objective.prepare`."""
         behavior = step.log_ratios(step.old_logprobs, step.rollout_logprobs).exp()
         over = behavior > self.mismatch_cap
         weights = torch.where(over, 0.0 if self.over_cap == "mask" else self.mismatch_cap, behavior)
@@ -60,12 +63,8 @@ class Decoupled:
             measured={"cap_hits": sampled_mean(step, over), "weight": sampled_mean(step, weights)},
         )
 
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and sums of one micro-batch; see `Objective`.
-
-        Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite, ValueError when the
-        anchor was not prepared.
-        """
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
         return clipped_loss(
             logprobs,
             batch,

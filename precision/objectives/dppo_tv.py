@@ -11,44 +11,36 @@ the masked ones too; it comes from Kimi K2.5 (arXiv 2602.02276), as prime-rl's s
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from precision.objectives.base import StepContext, TokenBatch, Unscored
+from precision.measures import CLIPPED_TOKENS, Measure
+from precision.objectives.base import Aggregation, Objective, StepContext, TokenBatch
 from precision.objectives.tokens import response_values, rollout_k3, step_mean, token_sum
 from precision.ratios import masked_log_ratios
+from precision.torch_on_use import Tensor, torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class DPPOTV(Unscored):
-    """`threshold` .2 (of 1, a difference of probabilities) and `square_coefficient` 1e-3 are prime-rl's defaults.
+class DPPOTV(Objective):
+    """Sums: `clip_hits_high` (A > 0, probability risen past the threshold), `clip_hits_low` (A < 0, fallen),
+    `clip_hits` (both), `square` ((log rho)^2, before its coefficient), `k3`."""
 
-    Sums: `clip_hits_high` (A > 0, probability risen past the threshold), `clip_hits_low` (A < 0, fallen), `clip_hits`
-    (both), `square` ((log rho)^2, before its coefficient), `k3`. Raises ValueError for values out of range.
-    """
+    name: Literal["dppo_tv"] = "dppo_tv"
+    threshold: float = Field(
+        0.2, gt=0.0, le=1.0, description="Largest change of a token's probability, of 1; .2 in prime-rl."
+    )
+    square_coefficient: float = Field(1e-3, ge=0.0, description="Weight of (log ratio)²; 1e-3 in prime-rl.")
 
-    threshold: float = 0.2
-    square_coefficient: float = 1e-3
+    paper_aggregation: ClassVar[Aggregation | None] = "token"
+    has_term_without_advantage: ClassVar[bool] = True
+    measures: ClassVar[tuple[Measure, ...]] = (
+        CLIPPED_TOKENS,
+        Measure("(log ratio)²", (("square", "mean", "violet"),), log=True),
+    )
 
-    def __post_init__(self) -> None:
-        if not (0.0 < self.threshold <= 1.0):
-            raise ValueError(
-                f"threshold is {self.threshold}, expected a difference of probabilities in (0, 1]; prime-rl's is .2"
-            )
-        if not (math.isfinite(self.square_coefficient) and self.square_coefficient >= 0.0):
-            raise ValueError(
-                f"square_coefficient is {self.square_coefficient}, expected a finite number of at least 0; prime-rl's "
-                "is 1e-3"
-            )
-
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and sums of one micro-batch; see `Objective`.
-
-        Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
-        """
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
         mask = batch.mask
         log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, mask)
         advantages = response_values(batch.advantages, mask, "advantages")

@@ -14,46 +14,55 @@ does. The bounds are a few 1e-4 wide, less than rounding in bfloat16 moves a sin
 two passes: a clip decided anew on each token of the training pass would decide by noise.
 
 This is the mean over tokens. The paper's mean over R responses arises from advantages that carry the factor
-N / (R |y_i|), which is what the recipe's advantage.aggregation `sequence` puts on them.
+N / (R |y_i|). advantage.aggregation `sequence` puts it on them; a recipe that sets no aggregation gets that one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.clipped import check_clip
+from precision.measures import CLIPPED_TOKENS, MEAN_WEIGHT, Measure
+from precision.objectives.base import Aggregation, Objective, Prepared, ScoredStep, StepContext, TokenBatch
+from precision.objectives.clipped import Anchor
 from precision.objectives.tokens import rollout_k3, sampled_mean, scaled_advantages, score_function_loss
+from precision.torch_on_use import Tensor, torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class GSPO:
-    """Bounds 3e-4 and 4e-4 are the paper's and those of verl's example script; ScaleRL (arXiv
-    2510.13786) needed 4e-3 to 5e-3. `anchor` as in `Clipped`.
+class GSPO(Objective):
+    """Measured, as shares of tokens: `clip_hits_high` (A > 0, s above), `clip_hits_low` (A < 0, s below), `clip_hits`
+    (both); `weight` (mean factor). Sums: `k3` (against the engine, token by token)."""
 
-    Measured, as shares of tokens: `clip_hits_high` (A > 0, s above), `clip_hits_low` (A < 0, s below), `clip_hits`
-    (both); `weight` (mean factor). Sums: `k3` (against the sampler, token by token). Raises ValueError for bounds out
-    of range.
-    """
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, ge=0.0, le=1.0, description="The floor of s is 1 - clip_low; 3e-4 is the paper's.")
+    clip_high: float = Field(
+        4e-4, ge=0.0, description="The ceiling of s is 1 + clip_high; 4e-4 is the paper's, ScaleRL needed 4e-3 to 5e-3."
+    )
+    anchor: Anchor = "rollout"
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-    anchor: Literal["rollout", "old"] = "rollout"
-
-    def __post_init__(self) -> None:
-        check_clip(self.clip_low, self.clip_high)
+    paper_aggregation: ClassVar[Aggregation | None] = "sequence"
+    may_drop_responses: ClassVar[bool] = True
+    measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS, MEAN_WEIGHT)
 
     @property
     def needs_scoring(self) -> bool:
         return True
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.anchor == "old"
+
+    @property
+    def clips_by_old_ratio(self) -> bool:
+        return self.anchor == "old"
+
+    @property
+    def weighs_by_rollout_ratio(self) -> bool:
+        return self.anchor == "rollout"
+
     def prepare(self, step: ScoredStep) -> Prepared:
-        """Sequence ratios and clips as factors on the advantages. Raises FloatingPointError on a log-ratio that is not
-        finite."""
+        """Sequence ratios and clips become factors on the advantages. Raises as `Objective.prepare`."""
         anchor = step.old_logprobs if self.anchor == "old" else step.rollout_logprobs
         ratios = step.row_mean(step.log_ratios(step.logprobs, anchor)).exp()[step.row]
         high = (ratios > 1.0 + self.clip_high) & (step.advantages > 0)
@@ -69,9 +78,6 @@ class GSPO:
             },
         )
 
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and sums of one micro-batch; see `Objective`.
-
-        Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
-        """
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
         return score_function_loss(logprobs, batch, context), {"k3": rollout_k3(logprobs, batch)}

@@ -7,26 +7,25 @@ Three readings of which tokens m drops exist; all keep a mean of (log ratio)^2 a
 
 `clip`, the authors' code (github.com/Infini-AI-Lab/M2PO, verl/trainer/ppo/core_algos.py): the widest bound tau, among
     the |log rho| of harmful tokens, with which the mean of min(|log rho|, tau)^2 over them is within the threshold;
-    then PPO's clip of rho to [e^-tau, e^tau], never narrower than [.7, 1.5]. A clipped token has no gradient, so
-    clipping is dropping: the gradient is that of the clip, and the loss lacks only the clip's constants.
+    then PPO's clip of rho to [e^-tau, e^tau], never narrower than [1 - clip_low, 1 + clip_high]. A clipped token has no
+    gradient, so clipping is dropping: the gradient is that of the clip, and the loss lacks only the clip's constants.
 `mask`, the paper: harmful tokens are dropped from the largest |log rho| downwards until the mean of (log rho)^2 over
     those that remain is within the threshold.
 `areal` (github.com/inclusionAI/AReaL, areal/trainer/ppo/actor.py): as `mask`, but over all tokens and on
-    (log pi_prox - log pi_b)^2, with pi_prox the learner's policy at the start of the stage: what the engine's mismatch
-    and staleness brought in, not what this stage has learned. AReaL's weight pi_prox / pi_b times its ratio
-    pi / pi_prox is rho. Its further clip of pi / pi_prox and cap of pi_prox / pi_b are not part of M2PO and not here.
+    (log pi_old - log pi_b)^2, with pi_old the learner's policy at the start of the stage: what the engine's mismatch
+    and staleness brought in, not what this stage has learned. AReaL's weight pi_old / pi_b times its ratio
+    pi / pi_old is rho. Its further clip of pi / pi_old and cap of pi_old / pi_b are not part of M2PO and not here.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field, PositiveFloat
 
-from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
+from precision.measures import CLIPPED_TOKENS, MEAN_WEIGHT, Measure
+from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.tokens import (
     response_values,
     rollout_k3,
@@ -36,37 +35,46 @@ from precision.objectives.tokens import (
     token_sum,
 )
 from precision.ratios import masked_log_ratios
+from precision.torch_on_use import Tensor, torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class M2PO:
-    """`threshold`: .04 in the paper and in both repositories. `clip_low` and `clip_high`: the narrowest band that the
-    variant `clip` may come to, .3 and .5 by default in the authors' function; their launch scripts pass none (0 and 0).
+class M2PO(Objective):
+    """Dropped tokens stay in the denominator.
 
-    Dropped tokens stay in the denominator. Measured: `second_moment` (of the tokens that the variant looks at, before
-    any is dropped); as shares of all tokens, `clip_hits_high` (dropped, A > 0), `clip_hits_low` (dropped, A < 0) and
-    `clip_hits` (all dropped). Sums: `weight` (rho), `k3` (rho - 1 - log rho).
-
-    Raises ValueError for numbers out of range.
+    Measured: `second_moment` (of the tokens that the variant looks at, before any is dropped); as shares of all tokens,
+    `clip_hits_high` (dropped, A > 0), `clip_hits_low` (dropped, A < 0) and `clip_hits` (all dropped). Sums: `weight`
+    (rho), `k3` (rho - 1 - log rho).
     """
 
-    threshold: float = 0.04
-    variant: Literal["clip", "mask", "areal"] = "clip"
-    clip_low: float = 0.3
-    clip_high: float = 0.5
+    name: Literal["m2po"] = "m2po"
+    threshold: PositiveFloat = Field(
+        0.04, description="Largest second moment of the log-ratios; .04 in the paper and in both repositories."
+    )
+    variant: Literal["clip", "mask", "areal"] = Field(
+        "clip", description="clip: the authors' code; mask: the paper; areal: every token, engine against pi_old."
+    )
+    clip_low: float = Field(
+        0.3,
+        ge=0.0,
+        lt=1.0,
+        description="clip: ratios from 1 - clip_low to 1 + clip_high are never clipped, whatever the threshold. .3 and "
+        ".5 are the defaults of the authors' function; their launch scripts set none, which is 0 and 0.",
+    )
+    clip_high: float = Field(0.5, ge=0.0, description="clip: see clip_low.")
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.threshold) and self.threshold > 0.0):
-            raise ValueError(f"threshold is {self.threshold}, expected a finite number above 0; M2PO's is .04")
-        if not (0.0 <= self.clip_low < 1.0 and self.clip_high >= 0.0):
-            raise ValueError(
-                f"clip_low is {self.clip_low} and clip_high {self.clip_high}; expected clip_low in [0, 1) and "
-                "clip_high >= 0; .3 and .5 are the authors'"
-            )
+    measures: ClassVar[tuple[Measure, ...]] = (
+        CLIPPED_TOKENS,
+        MEAN_WEIGHT,
+        Measure("Second moment of log-ratios", (("second_moment", "second moment", "violet"),), log=True),
+    )
 
     @property
     def needs_scoring(self) -> bool:
         return True
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.variant == "areal"
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """Zero the advantage of the tokens that the second moment of the whole step asks to drop.
@@ -100,11 +108,8 @@ class M2PO:
         bound = widest_kept(magnitudes, self.threshold)
         return -bound, bound
 
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and sums of one micro-batch; see `Objective`.
-
-        Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
-        """
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
         mask = batch.mask
         _, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, mask)
         advantages = response_values(batch.advantages, mask, "advantages")

@@ -5,55 +5,79 @@
 with pi the learner, pi_b the engine that sampled y_t, e the ESS of the batch (`precision.ess`), K an estimator of the
 anchor KL(pi || pi_b) (`precision.kl_estimators`) and sg stop-gradient. There is no clip to tune: where the two policies
 agree e is 1 and this is the plain policy gradient; where they part every weight shrinks and the anchor takes over.
+
+The authors' code (github.com/FeynRL-project/FeynRL) takes the ESS of each micro-batch over all ranks, as
+`ess_scope: micro_batch` does. Two things are not theirs there: this ESS has the floor 1 / tokens, which their epsilon
+undercuts when all ratios are tiny; and a ratio that is not finite raises, where theirs falls back to an ESS of 1.
+
+The paper's advantages are z-scores within the group. The recipes' `grpo` divides by the sample standard deviation
+(n - 1 in the denominator, as torch.std does); the paper leaves open which one is meant.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
-import torch
-from torch import Tensor
+from pydantic import Field, model_validator
 
 from precision.ess import ess_from_sums, sequence_ess_of_totals, token_ess
 from precision.kl_estimators import importance_kl, official_kl
-from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
+from precision.measures import CAPPED_TOKENS, MEAN_WEIGHT, Measure
+from precision.objectives.base import Aggregation, Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.tokens import response_values, step_mean, token_sum
 from precision.ratios import masked_log_ratios
+from precision.torch_on_use import Tensor, torch
+
+PARTS_OF_THE_LOSS = Measure(
+    "Parts of the loss", (("policy_loss", "policy", "blue"), ("kl_loss", "KL, weighted", "orange"))
+)
+
+ESS_IN_USE = Measure("ESS that caps and anchors", (("objective_ess", "used", "violet"),))
 
 
-@dataclass(frozen=True, kw_only=True)
-class P3O:
-    """`ess_scope`: "step" takes the ESS of the whole step from a no-grad pass (`prepare`); "micro_batch", as in the
-    authors' code, takes that of each micro-batch over all ranks, so it depends on the micro-batch size and every rank
-    must hold the same number of micro-batches.
-
-    `ess_unit`: "token" is the paper's; "sequence" takes the ESS of whole responses, whose ratios are products over
-    their tokens. It falls far faster with length, and needs step scope: a micro-batch may hold parts of responses.
-
-    `kl_estimator`: "official" is the authors' code; "importance" is the one that fits samples from the engine, its
-    gradient weight capped at e.
-
-    Sums: `cap_hits` (tokens with rho > e), `weight` (min(rho, e)), `kl` (K before its weight), `policy_loss` and
+class P3O(Objective):
+    """Sums: `cap_hits` (tokens with rho > e), `weight` (min(rho, e)), `kl` (K before its weight), `policy_loss` and
     `kl_loss` (the two terms of the loss), `objective_ess` (e, counted once a token: its mean over the step is the
-    token-weighted mean of the micro-batches' ESS). Raises ValueError for sequence ESS in micro-batch scope.
-    """
+    token-weighted mean of the micro-batches' ESS)."""
 
-    ess_scope: Literal["step", "micro_batch"] = "step"
-    ess_unit: Literal["token", "sequence"] = "token"
-    kl_estimator: Literal["official", "importance"] = "official"
+    name: Literal["p3o"] = "p3o"
+    ess_scope: Literal["step", "micro_batch"] = Field(
+        "step",
+        description="step: the ESS of the whole step, from a pass without gradients. micro_batch: that of each "
+        "micro-batch over all ranks, as in the authors' code; it depends on learner.micro_batch_tokens.",
+    )
+    ess_unit: Literal["token", "sequence"] = Field(
+        "token",
+        description="token is the paper's. sequence takes the ESS of whole responses, whose ratios are products over "
+        "their tokens; it falls far faster with length, and needs ess_scope step.",
+    )
+    kl_estimator: Literal["official", "importance"] = Field(
+        "official",
+        description="official: the authors' code. importance: the estimator that fits samples from the engine; its "
+        "gradient weight is capped at the ESS.",
+    )
 
-    def __post_init__(self) -> None:
+    paper_aggregation: ClassVar[Aggregation | None] = "token"
+    has_term_without_advantage: ClassVar[bool] = True
+    measures: ClassVar[tuple[Measure, ...]] = (CAPPED_TOKENS, MEAN_WEIGHT, PARTS_OF_THE_LOSS, ESS_IN_USE)
+
+    @model_validator(mode="after")
+    def _responses_are_whole(self) -> Self:
         if self.ess_unit == "sequence" and self.ess_scope != "step":
             raise ValueError(
-                f"ess_unit sequence with ess_scope {self.ess_scope}: expected ess_scope step, as a micro-batch may "
+                f"ess_unit sequence with ess_scope {self.ess_scope}: it needs ess_scope step, as a micro-batch may "
                 "hold parts of responses"
             )
+        return self
 
     @property
     def needs_scoring(self) -> bool:
         return self.ess_scope == "step"
+
+    @property
+    def weighs_kl_by_step_ess(self) -> bool:
+        return (self.ess_scope, self.ess_unit) == ("step", "token")
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """The ESS of the step. Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens."""
@@ -65,12 +89,8 @@ class P3O:
             ess = sequence_ess_of_totals(step.row_sum(log_ratios)[answered])
         return Prepared(advantages=step.advantages, step_ess=ess)
 
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and sums of one micro-batch; see `Objective`.
-
-        Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite, or the ESS given is
-        outside (0, 1]; ValueError when step scope gets no ESS.
-        """
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
         log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, batch.mask)
         ess = self._ess(ratios.detach(), batch.mask, context)
         kl = official_kl(log_ratios) if self.kl_estimator == "official" else importance_kl(log_ratios, cap=ess)

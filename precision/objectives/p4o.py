@@ -1,42 +1,64 @@
 """P4O, experimental: P3O anchored to a mixture of the engine and the learner's own policy at the start of the stage.
 
-    e_b, e_prox = ESS of pi / pi_b and of pi / pi_prox,   e = min(e_b, e_prox)
-    pi_mix      = (w_b pi_b + w_prox pi_prox) / (w_b + w_prox),   w_b = 1 - e_b,   w_prox = 1 - e_prox
+    e_b, e_old = ESS of pi / pi_b and of pi / pi_old,   e = min(e_b, e_old)
+    pi_mix      = (w_b pi_b + w_old pi_old) / (w_b + w_old),   w_b = 1 - e_b,   w_old = 1 - e_old
     loss        = 1/N sum_t { -sg(min(rho_t, e)) A_t log pi(y_t) + (1 - e) K_t },   rho_t = pi(y_t) / pi_b(y_t)
 
 with K the official estimator of KL(pi || pi_mix) (`precision.kl_estimators`); from P3O's authors' code
 (github.com/FeynRL-project/FeynRL, algs/P4O), except that the two ESS are of the whole step, not of a micro-batch.
 
 Why experimental: the two-anchor extension collapsed after step 16 at temperature 1.2 in figure 8 of P3O's paper
-(arXiv 2605.12380), where P3O itself held, and no paper describes this form of it. On the first step of a stage pi_prox
-is pi, so that w_prox is 0 and P4O is P3O; the two differ only where a stage has several steps.
+(arXiv 2605.12380), where P3O itself held, and no paper describes this form of it. On the first step of a stage pi_old
+is pi, so that w_old is 0 and P4O is P3O; the two differ only where a stage has several steps.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
 from precision.ess import token_ess
 from precision.kl_estimators import official_kl
-from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
+from precision.measures import CAPPED_TOKENS, MEAN_WEIGHT, Measure
+from precision.objectives.base import Aggregation, Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.clipped import prepared_anchor
-from precision.objectives.p3o import capped_and_anchored, checked_ess
+from precision.objectives.p3o import ESS_IN_USE, PARTS_OF_THE_LOSS, capped_and_anchored, checked_ess
 from precision.ratios import masked_log_ratios
+from precision.torch_on_use import Tensor, torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class P4O:
+class P4O(Objective):
     """Experimental (see above): never the first choice.
 
-    Sums: as P3O's; `kl` is that to the mixture. Measured: `sampler_ess` and `old_ess` (e_b and e_prox).
+    Sums: as P3O's; `kl` is that to the mixture. Measured: `sampler_ess` and `old_ess` (e_b and e_old).
     """
+
+    name: Literal["p4o"] = Field("p4o", description="P3O with a second anchor; experimental.")
+
+    paper_aggregation: ClassVar[Aggregation | None] = "token"
+    has_term_without_advantage: ClassVar[bool] = True
+    measures: ClassVar[tuple[Measure, ...]] = (
+        CAPPED_TOKENS,
+        MEAN_WEIGHT,
+        PARTS_OF_THE_LOSS,
+        Measure(
+            ESS_IN_USE.title,
+            (
+                *ESS_IN_USE.lines,
+                ("sampler_ess", "of the engine", "blue"),
+                ("old_ess", "of the stage's start", "teal"),
+            ),
+        ),
+    )
 
     @property
     def needs_scoring(self) -> bool:
+        return True
+
+    @property
+    def needs_old_logprobs(self) -> bool:
         return True
 
     def prepare(self, step: ScoredStep) -> Prepared:
@@ -53,12 +75,8 @@ class P4O:
             measured={"sampler_ess": sampler_ess, "old_ess": old_ess},
         )
 
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and sums of one micro-batch; see `Objective`.
-
-        Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite, or the ESS given is
-        outside (0, 1]; ValueError when the step was not prepared.
-        """
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
         _, ratios = masked_log_ratios(logprobs.detach(), batch.rollout_logprobs, batch.mask)
         to_mixture, _ = masked_log_ratios(logprobs, prepared_anchor(batch), batch.mask)
         ess = checked_ess(context.step_ess)

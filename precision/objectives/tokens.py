@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from precision.objectives.base import ScoredStep, StepContext, TokenBatch
 from precision.ratios import masked_log_ratios
+from precision.torch_on_use import Tensor, torch
 
 
 def response_values(values: Tensor, mask: Tensor, name: str) -> Tensor:

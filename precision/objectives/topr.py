@@ -9,47 +9,45 @@ product over its tokens, taken in logs; long responses, or a sampler of other pr
 
     loss = -1/N sum_it (w_i A_it) log pi(y_it)
 
-As in the paper log pi is summed over a response, up to the factor 1/N common to the step; the recipe's
-advantage.aggregation `constant` makes that factor the same in every step.
+As in the paper log pi is summed over a response, up to the factor 1/N common to the step. advantage.aggregation
+`constant` makes that factor the same in every step; a recipe that sets no aggregation gets that one.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
 
-import torch
-from torch import Tensor
+from pydantic import Field, PositiveFloat, model_validator
 
-from precision.objectives.base import Prepared, ScoredStep, StepContext, TokenBatch
+from precision.measures import CAPPED_TOKENS, MEAN_WEIGHT, Measure
+from precision.objectives.base import Aggregation, Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.tokens import rollout_k3, sampled_mean, scaled_advantages, score_function_loss
+from precision.torch_on_use import Tensor, torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class TOPR:
-    """`clip_low` 0 and `clip_high` 1 are the paper's recommendation for failures.
+class TOPR(Objective):
+    """Measured: `cap_hits` (share of tokens in failed responses with a ratio above `clip_high`), `weight` (mean w over
+    tokens). Sums: `k3`."""
 
-    Measured: `cap_hits` (share of tokens in failed responses with a ratio above `clip_high`), `weight` (mean w over
-    tokens). Sums: `k3`. Raises ValueError for bounds out of range.
-    """
+    name: Literal["topr"] = "topr"
+    clip_low: float = Field(0.0, ge=0.0, description="Smallest weight of a failed response; 0 is the paper's.")
+    clip_high: PositiveFloat = Field(1.0, description="Largest weight of a failed response; 1 is the paper's.")
 
-    clip_low: float = 0.0
-    clip_high: float = 1.0
+    paper_aggregation: ClassVar[Aggregation | None] = "constant"
+    measures: ClassVar[tuple[Measure, ...]] = (CAPPED_TOKENS, MEAN_WEIGHT)
 
-    def __post_init__(self) -> None:
-        if not (0.0 <= self.clip_low <= self.clip_high and 0.0 < self.clip_high < math.inf):
-            raise ValueError(
-                f"clip_low is {self.clip_low} and clip_high {self.clip_high}; expected 0 <= clip_low <= clip_high, "
-                "clip_high positive and finite; 0 and 1 are TOPR's"
-            )
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.clip_low > self.clip_high:
+            raise ValueError(f"clip_low {self.clip_low} is above clip_high {self.clip_high}; lower it")
+        return self
 
     @property
     def needs_scoring(self) -> bool:
         return True
 
     def prepare(self, step: ScoredStep) -> Prepared:
-        """Weights of whole responses as factors on the advantages. Raises FloatingPointError on a log-ratio that is not
-        finite."""
+        """The weights of whole responses become factors on the advantages. Raises as `Objective.prepare`."""
         # A product over a long response may overflow to infinity, which the cap takes in.
         ratios = step.row_sum(step.log_ratios(step.logprobs, step.rollout_logprobs)).exp()[step.row]
         failed = step.advantages < 0
@@ -62,9 +60,6 @@ class TOPR:
             },
         )
 
-    def __call__(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and sums of one micro-batch; see `Objective`.
-
-        Raises FloatingPointError when a log-ratio or an advantage under the mask is not finite.
-        """
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
         return score_function_loss(logprobs, batch, context), {"k3": rollout_k3(logprobs, batch)}

@@ -16,7 +16,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from precision.objectives import P3O, StepContext, TokenBatch
+from precision.objectives.base import StepContext, TokenBatch
+from precision.objectives.p3o import P3O
 from precision.ratios import RatioSums
 
 BATCHES = Path(__file__).parent / "batches"
@@ -69,11 +70,11 @@ def evaluate(
 ) -> tuple[float, Array, dict[str, float]]:
     logprobs = torch.from_numpy(stored["logprobs"]).to(dtype).requires_grad_()
     batch = TokenBatch(
-        sampler_logprobs=torch.from_numpy(stored["sampler_logprobs"]).to(dtype),
+        rollout_logprobs=torch.from_numpy(stored["sampler_logprobs"]).to(dtype),
         advantages=torch.from_numpy(stored["advantages"]).to(dtype),
         mask=torch.from_numpy(stored["mask"]),
     )
-    loss, sums = objective(logprobs, batch, StepContext(num_tokens=int(stored["mask"].sum()), step_ess=ess))
+    loss, sums = objective.loss(logprobs, batch, StepContext(num_tokens=int(stored["mask"].sum()), step_ess=ess))
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     return loss.item(), logprobs.grad.numpy(), {name: float(value) for name, value in sums.items()}

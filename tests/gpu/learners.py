@@ -14,7 +14,7 @@ from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, pla
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.given_batch import Response, given_batch
 from pipeline.data.records import Batch, LogprobContract
-from precision.objectives.supervised import Supervised
+from precision.supervised import Supervised
 from tests.support.world import leave_world
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")

@@ -42,7 +42,7 @@ def run(objective: Objective, step: ScoredStep, layout: Layout | None = None) ->
             mask=(places >= 0) & step.sampled[places.clamp(min=0)],
             anchor_logprobs=None if anchor is None else laid_out(anchor),
         )
-        part, part_sums = objective(laid_out(leaf), batch, context)
+        part, part_sums = objective.loss(laid_out(leaf), batch, context)
         loss = loss + part
         sums = {name: sums.get(name, 0.0) + float(value) for name, value in part_sums.items()}
     loss.backward()  # type: ignore[no-untyped-call]

@@ -21,7 +21,8 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
 from pipeline.ports.weight_check import WeightCheck
 from precision.formats.quant_map import QuantMap
-from precision.objectives import P3O, Supervised
+from precision.objectives.p3o import P3O
+from precision.supervised import Supervised
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")

@@ -17,7 +17,6 @@ from launch.build.algorithm import build_advantage_computer, build_objective  # 
 from launch.verify.layout_ranks import CONTRACT, make_batch, weights  # noqa: E402
 from megatron_bridge.learner import MegatronLearner  # noqa: E402
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout  # noqa: E402
-from pipeline.config.algorithm import needs_old_logprobs, scores_step  # noqa: E402
 from pipeline.config.layout_names import parse_layout  # noqa: E402
 from pipeline.config.loader import recipe_from  # noqa: E402
 from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe  # noqa: E402
@@ -91,12 +90,12 @@ def train(folder: Path, section: LearnerSection, case: str, steps: int) -> tuple
         contract=CONTRACT,
         wait_deadline_s=10.0,
     )
-    needs_old = needs_old_logprobs(chosen.objective, chosen.correction)
+    objective = build_objective(chosen)
     trainer = Trainer(
         **shared | dict(schedule=dataclasses.replace(chosen.build_schedule(), steps=steps)),
-        old_logprobs=OldLogprobs(**shared) if needs_old else None,
+        old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
         advantage_computer=build_advantage_computer(chosen),
-        scores_step=scores_step(chosen.objective, chosen.correction),
+        scores_step=objective.needs_scoring,
         channel=None,
         checkpoints=Checkpoints(run.checkpoints, keep=2),
         checkpoint_every=1,

@@ -12,7 +12,7 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.config.recipe import LearnerSection, RolloutPrecision
 from precision.formats.quant_map import QuantMap
-from precision.objectives import Supervised
+from precision.supervised import Supervised
 
 Scores = list[NDArray[np.float32]]
 """A row of n tokens has n - 1 log-probabilities."""

@@ -20,7 +20,7 @@ from megatron_bridge.weights.name_map import NameMap, ShardCoords, parameter_nam
 from pipeline.config.recipe import LearnerSection
 from precision.formats.formats import RolloutFormat
 from precision.formats.quant_map import QuantMap
-from precision.objectives import Supervised
+from precision.supervised import Supervised
 from tests.support.name_bijection import RankParameters
 
 SCORED = (

@@ -174,4 +174,4 @@ def test_the_run_itself_needs_no_heavy_stack() -> None:
 
 
 def test_weight_of_an_import_would_be_seen() -> None:
-    assert "torch" in modules_after("precision.ratios")
+    assert "torch" in modules_after("precision.formats.formats")

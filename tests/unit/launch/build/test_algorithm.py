@@ -1,21 +1,18 @@
-"""Every name of a recipe builds what it names, and the recipe knows what that costs."""
+"""A recipe builds what it names, with the recipe's numbers."""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from launch.build.algorithm import build_advantage_computer, build_objective
-from pipeline.config import algorithm
-from pipeline.config.algorithm import AdvantageSection, CorrectionSection, ObjectiveSection, scores_step
+from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
-
-
-def names(union: Any) -> list[str]:
-    sections = get_args(get_args(union)[0])
-    return [name for section in sections for name in get_args(section.model_fields["name"].annotation)]
+from precision.corrections.base import Corrected
+from precision.corrections.tis import TIS
+from precision.objectives.clipped import Clipped
 
 
 def recipe(**sections: Any) -> Recipe:
@@ -23,48 +20,33 @@ def recipe(**sections: Any) -> Recipe:
     return recipe_from(base | sections, source="test")
 
 
-@pytest.mark.parametrize("name", names(ObjectiveSection))
-def test_every_objective_is_built_with_the_recipes_numbers(name: str) -> None:
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_without_correction_is_the_section_itself(name: str) -> None:
     made = recipe(objective=dict(name=name))
-    objective = build_objective(made)
-    for field, value in made.objective.model_dump(exclude={"name"}).items():
-        assert getattr(objective, field) == value
-    assert objective.needs_scoring == scores_step(made.objective, made.correction)
+    assert build_objective(made) is made.objective
+    assert type(made.objective) is OBJECTIVES[name]
 
 
-@pytest.mark.parametrize("anchor", ["rollout", "old"])
-@pytest.mark.parametrize("name", ["clipped", "gspo"])
-def test_the_recipe_knows_that_an_anchor_costs_a_pass(name: str, anchor: str) -> None:
-    made = recipe(objective=dict(name=name, anchor=anchor))
-    assert build_objective(made).needs_scoring == scores_step(made.objective, made.correction)
-
-
-@pytest.mark.parametrize("change", [dict(ess_scope="micro_batch"), dict(ess_unit="sequence"), dict()])
-def test_p3o_scores_the_step_for_its_step_scope(change: dict[str, Any]) -> None:
-    made = recipe(objective=dict(name="p3o", **change))
-    assert build_objective(made).needs_scoring == scores_step(made.objective, made.correction)
-
-
-@pytest.mark.parametrize("name", [name for name in names(CorrectionSection) if name != "none"])
-def test_every_correction_is_built_around_its_objective(name: str) -> None:
-    made = recipe(objective=dict(name="clipped", anchor="old"), correction=dict(name=name))
-    objective: Any = build_objective(made)
-    for field, value in made.correction.model_dump(exclude={"name"}).items():
-        assert getattr(objective.correction, field) == value
+@pytest.mark.parametrize("name", [name for name in CORRECTIONS if name != "none"])
+def test_a_correction_stands_around_its_objective_and_costs_a_pass(name: str) -> None:
+    objective = build_objective(recipe(objective=dict(name="clipped", anchor="old"), correction=dict(name=name)))
+    assert isinstance(objective, Corrected)
+    assert (objective.inner, type(objective.correction)) == (Clipped(anchor="old"), CORRECTIONS[name])
     assert objective.needs_scoring
-    assert scores_step(made.objective, made.correction)
+    assert objective.needs_old_logprobs
 
 
-@pytest.mark.parametrize("name", names(AdvantageSection))
+def test_the_recipe_s_numbers_arrive() -> None:
+    made = recipe(
+        objective=dict(name="clipped", anchor="old", clip_high=0.28),
+        correction=dict(name="tis", cap=1.5, level="token"),
+    )
+    assert build_objective(made) == Corrected(inner=Clipped(anchor="old", clip_high=0.28), correction=TIS(cap=1.5))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_every_advantage_is_built(name: str) -> None:
     made = recipe(advantage=dict(name=name))
-    advantage_computer = build_advantage_computer(made)
-    assert advantage_computer.section == made.advantage
-    assert advantage_computer.max_new_tokens == made.rollout.max_new_tokens
-
-
-def test_names_are_found() -> None:
-    """Guards the tests above against an empty list."""
-    assert {"p3o", "mu_grpo", "cispo", "gspo"} <= set(names(ObjectiveSection))
-    assert {"grpo", "dr_grpo", "fade"} <= set(names(AdvantageSection))
-    assert algorithm.NoCorrection().name in names(CorrectionSection)
+    computer = build_advantage_computer(made)
+    assert type(computer.section) is ADVANTAGES[name]
+    assert computer.max_new_tokens == made.rollout.max_new_tokens

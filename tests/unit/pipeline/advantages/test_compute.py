@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
-from pipeline.advantages import build_advantages
 from pipeline.advantages.compute import AdvantageComputer, informative_samples
-from pipeline.config.algorithm import PlainAdvantage
+from pipeline.config.algorithm import AdvantageSection
 from pipeline.data.records import Batch
 from precision.objectives.base import StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
@@ -23,8 +23,8 @@ CAP = 5.0
 
 
 def computer(**options: Any) -> AdvantageComputer:
-    section = PlainAdvantage.model_validate(options)
-    return AdvantageComputer(section=section, estimator=build_advantages(section), max_new_tokens=8)
+    section = TypeAdapter[Any](AdvantageSection).validate_python(options)
+    return AdvantageComputer(section=section, estimator=section.estimator(), max_new_tokens=8)
 
 
 HAND = batch_of_rewards([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0, 0.0]])
@@ -114,7 +114,7 @@ def by_this_code(batch: Batch, learner: NDArray[np.float64], choice: str = "excl
         advantages=torch.from_numpy(chosen.by_token(step, computed.values[computed.in_loss]))[None],
         mask=torch.from_numpy(step.loss_mask)[None],
     )
-    loss, _ = CISPO(cap=CAP)(logprobs, tokens, StepContext(num_tokens=step.num_sampled_tokens))
+    loss, _ = CISPO(cap=CAP).loss(logprobs, tokens, StepContext(num_tokens=step.num_sampled_tokens))
     loss.backward()
     assert logprobs.grad is not None
     gradient = np.zeros(len(learner))

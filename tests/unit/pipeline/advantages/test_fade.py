@@ -5,26 +5,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
 
-from pipeline.advantages import FADE, build_advantages
-from pipeline.advantages.formulas import asym_grpo, dr_grpo, f_grpo, grpo, maxrl, pass_at_k, power, rloo
-from pipeline.config.algorithm import AdvantageSection, FADEAdvantage
+from pipeline.advantages.methods.fade import FADE, FADEEstimator
+from pipeline.advantages.methods.power import Power
+from pipeline.advantages.methods.rloo import RLOO
 from pipeline.data.records import Batch
 from pipeline.errors import CorruptCheckpointError, NonFiniteError
 
 MakeBatch = Callable[..., Batch]
-SECTION: TypeAdapter[Any] = TypeAdapter(AdvantageSection)
 
 
-def fade(**options: object) -> FADE:
-    return FADE(FADEAdvantage.model_validate({"name": "fade"} | options))
+def fade(**options: object) -> FADEEstimator:
+    return FADE.model_validate(options).estimator()
 
 
 def test_a_run_begins_at_alpha_three_halves_and_delta_one() -> None:
@@ -92,9 +89,9 @@ def test_advantages_are_those_of_power_at_the_moment(make_batch: MakeBatch) -> N
     run.observe(solve_rate=0.4, entropy=0.1)  # alpha 2.25, delta 1 + .1 - .5 = .6
     assert run.as_power().alpha == pytest.approx(2.25)
     assert run.as_power().delta == pytest.approx(0.6)
-    expected = power(batch.reward, batch.group, alpha=2.25, delta=0.6)
-    np.testing.assert_allclose(run.advantages(batch), expected, rtol=1e-6)
-    np.testing.assert_array_equal(run.advantages(batch), run.advantages(batch))
+    expected = Power(alpha=2.25, delta=0.6).advantages(batch.reward, batch.group)
+    np.testing.assert_allclose(run.advantages(batch.reward, batch.group), expected, rtol=1e-6)
+    np.testing.assert_array_equal(run.advantages(batch.reward, batch.group), run.advantages(batch.reward, batch.group))
 
 
 observations = st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 4.0)), max_size=12)
@@ -134,32 +131,19 @@ def test_numbers_that_cannot_be_are_refused() -> None:
             fade().observe(solve_rate=solve_rate, entropy=1.0)
 
 
-@pytest.mark.parametrize(
-    ("section", "formula"),
-    [
-        (dict(name="grpo"), grpo),
-        (dict(name="dr_grpo"), dr_grpo),
-        (dict(name="rloo"), rloo),
-        (dict(name="maxrl"), maxrl),
-        (dict(name="pass_at_k", k=2), lambda r, g: pass_at_k(r, g, k=2)),
-        (dict(name="f_grpo", gamma=0.5), lambda r, g: f_grpo(r, g, gamma=0.5)),
-        (dict(name="asym_grpo", delta=0.25), lambda r, g: asym_grpo(r, g, delta=0.25)),
-        (dict(name="power", alpha=3, delta=0.5), lambda r, g: power(r, g, alpha=3.0, delta=0.5)),
-        (dict(name="fade"), lambda r, g: power(r, g, alpha=1.5, delta=1.0)),
-    ],
-)
-def test_every_name_of_the_recipe(section: dict[str, Any], formula: Any, make_batch: MakeBatch) -> None:
-    """Group 0 and 1 have rewards 1, 0, 0, of which each formula makes something of its own."""
+def test_a_run_s_first_advantages_are_those_of_its_settings(make_batch: MakeBatch) -> None:
     batch = make_batch()
-    estimator = build_advantages(SECTION.validate_python(section))
-    np.testing.assert_array_equal(estimator.advantages(batch), formula(batch.reward, batch.group))
-    assert estimator.advantages(batch).any()
+    found = FADE().advantages(batch.reward, batch.group)
+    np.testing.assert_array_equal(found, fade().advantages(batch.reward, batch.group))
+    np.testing.assert_array_equal(found, Power(alpha=1.5, delta=1.0).advantages(batch.reward, batch.group))
+    assert found.any()
 
 
 def test_a_fixed_formula_has_no_state(make_batch: MakeBatch) -> None:
-    estimator = build_advantages(SECTION.validate_python(dict(name="rloo")))
-    before = estimator.advantages(make_batch())
+    estimator = RLOO().estimator()
+    batch = make_batch()
+    before = estimator.advantages(batch.reward, batch.group)
     estimator.observe(solve_rate=0.1, entropy=3.0)
     estimator.restore({})
     assert (estimator.state(), estimator.measured()) == ({}, {})
-    np.testing.assert_array_equal(estimator.advantages(make_batch()), before)
+    np.testing.assert_array_equal(estimator.advantages(batch.reward, batch.group), before)

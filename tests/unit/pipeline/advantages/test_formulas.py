@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Callable
 from itertools import combinations
 
 import numpy as np
@@ -13,32 +13,34 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from numpy.typing import NDArray
 
-from pipeline.advantages.formulas import (
-    GRPO_EPSILON,
-    Formula,
-    asym_grpo,
-    dr_grpo,
-    f_grpo,
-    grpo,
-    maxrl,
-    pass_at_k,
-    power,
-    rloo,
-)
+from pipeline.advantages.methods.asym_grpo import AsymGRPO
+from pipeline.advantages.methods.dr_grpo import DrGRPO
+from pipeline.advantages.methods.f_grpo import FGRPO
+from pipeline.advantages.methods.grpo import GRPO, GRPO_EPSILON
+from pipeline.advantages.methods.maxrl import MaxRL
+from pipeline.advantages.methods.pass_at_k import PassAtK
+from pipeline.advantages.methods.power import Power
+from pipeline.advantages.methods.rloo import RLOO
 from pipeline.config.loader import recipe_from
 from pipeline.errors import NonFiniteError, RecipeError
 
 Rewards = NDArray[np.float32]
 Groups = NDArray[np.int64]
+Formula = Callable[[Rewards, Groups], Rewards]
 
-ANY_REWARD: dict[str, Formula] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "asym": partial(asym_grpo, delta=0.5)}
+ANY_REWARD: dict[str, Formula] = {
+    "grpo": GRPO().advantages,
+    "dr_grpo": DrGRPO().advantages,
+    "rloo": RLOO().advantages,
+    "asym": AsymGRPO(delta=0.5).advantages,
+}
 SOLVE_RATE: dict[str, Formula] = {
-    "maxrl": maxrl,
-    "f_grpo": partial(f_grpo, gamma=0.5),
-    "power": partial(power, alpha=2.5, delta=0.4),
+    "maxrl": MaxRL().advantages,
+    "f_grpo": FGRPO(gamma=0.5).advantages,
+    "power": Power(alpha=2.5, delta=0.4).advantages,
 }
 RAGGED = ANY_REWARD | SOLVE_RATE
-ALL = RAGGED | {"pass_at_k": partial(pass_at_k, k=1)}
+ALL = RAGGED | {"pass_at_k": PassAtK(k=1).advantages}
 
 REWARD = np.array([1, 0, 1, 0, 0, 1, 0], np.float32)
 GROUP = np.array([4, 4, 9, 4, 9, 4, 9], np.int64)
@@ -59,15 +61,15 @@ def batches(draw: st.DrawFn, smallest: int = -8, largest: int = 8) -> tuple[Rewa
 
 HALF, THIRD = math.sqrt(3) / 2, math.sqrt(3) / 3
 GOLDENS: dict[str, tuple[Formula, list[float]]] = {
-    "grpo": (grpo, [HALF, -HALF, 2 * THIRD, -HALF, -THIRD, HALF, -THIRD]),
-    "dr_grpo": (dr_grpo, [1 / 2, -1 / 2, 2 / 3, -1 / 2, -1 / 3, 1 / 2, -1 / 3]),
+    "grpo": (GRPO().advantages, [HALF, -HALF, 2 * THIRD, -HALF, -THIRD, HALF, -THIRD]),
+    "dr_grpo": (DrGRPO().advantages, [1 / 2, -1 / 2, 2 / 3, -1 / 2, -1 / 3, 1 / 2, -1 / 3]),
     # By its definition: 1 - 1/3, 0 - 2/3; 1 - 0, 0 - 1/2.
-    "rloo": (rloo, [2 / 3, -2 / 3, 1, -2 / 3, -1 / 2, 2 / 3, -1 / 2]),
+    "rloo": (RLOO().advantages, [2 / 3, -2 / 3, 1, -2 / 3, -1 / 2, 2 / 3, -1 / 2]),
     # (1/2) / (1/2); (2/3) / (1/3), (-1/3) / (1/3).
-    "maxrl": (maxrl, [1, -1, 2, -1, -1, 1, -1]),
+    "maxrl": (MaxRL().advantages, [1, -1, 2, -1, -1, 1, -1]),
     # grpo × sqrt(1/2) and × sqrt(2/3).
     "f_grpo": (
-        partial(f_grpo, gamma=0.5),
+        FGRPO(gamma=0.5).advantages,
         [
             HALF * math.sqrt(1 / 2),
             -HALF * math.sqrt(1 / 2),
@@ -79,12 +81,12 @@ GOLDENS: dict[str, tuple[Formula, list[float]]] = {
         ],
     ),
     # dr_grpo, negative ones doubled.
-    "asym_grpo": (partial(asym_grpo, delta=0.5), [1 / 2, -1, 2 / 3, -1, -2 / 3, 1 / 2, -2 / 3]),
+    "asym_grpo": (AsymGRPO(delta=0.5).advantages, [1 / 2, -1, 2 / 3, -1, -2 / 3, 1 / 2, -2 / 3]),
     # The same × (1/2)^2 and × (2/3)^2.
-    "power": (partial(power, alpha=3.0, delta=0.5), [1 / 8, -1 / 4, 8 / 27, -1 / 4, -8 / 27, 1 / 8, -8 / 27]),
+    "power": (Power(alpha=3.0, delta=0.5).advantages, [1 / 8, -1 / 4, 8 / 27, -1 / 4, -8 / 27, 1 / 8, -8 / 27]),
     # k = 2. Group 4 (2 of 4): solved 2 C(2,2)/C(3,2) = 2/3; failed 2 (C(1,2)/C(3,2) - C(1,1)/C(3,1)) = -2/3.
     # Group 9 (1 of 3): solved 2 C(2,2)/C(2,2) = 2; failed 2 (C(1,2)/C(2,2) - C(1,1)/C(2,1)) = -1.
-    "pass_at_k": (partial(pass_at_k, k=2), [2 / 3, -2 / 3, 2, -2 / 3, -1, 2 / 3, -1]),
+    "pass_at_k": (PassAtK(k=2).advantages, [2 / 3, -2 / 3, 2, -2 / 3, -1, 2 / 3, -1]),
 }
 
 
@@ -104,22 +106,26 @@ def test_rewards_of_minus_one_and_one_are_those_of_zero_and_one(name: str) -> No
 def test_partial_credit_counts_in_full_where_a_solve_rate_is_asked() -> None:
     """Rewards .5 and 0: mean 1/4; maxrl ±(1/4)/(1/4); power alpha 2: ±(1/4)(3/4). A bonus above 1 counts as 1."""
     reward, group = np.array([0.5, 0.0], np.float32), np.zeros(2, np.int64)
-    np.testing.assert_allclose(maxrl(reward, group), [1, -1])
-    np.testing.assert_allclose(power(reward, group, alpha=2.0, delta=1.0), [3 / 16, -3 / 16])
-    np.testing.assert_allclose(power(np.array([7.0, 0.0], np.float32), group, alpha=2.0, delta=1.0), [1 / 4, -1 / 4])
+    np.testing.assert_allclose(MaxRL().advantages(reward, group), [1, -1])
+    np.testing.assert_allclose(Power(alpha=2.0, delta=1.0).advantages(reward, group), [3 / 16, -3 / 16])
+    np.testing.assert_allclose(
+        Power(alpha=2.0, delta=1.0).advantages(np.array([7.0, 0.0], np.float32), group), [1 / 4, -1 / 4]
+    )
 
 
 def test_partial_credit_is_a_failure_to_pass_at_k() -> None:
     reward = np.where(REWARD > 0.0, 1.5, 0.75).astype(np.float32)
-    np.testing.assert_allclose(pass_at_k(reward, GROUP, k=2), GOLDENS["pass_at_k"][1], rtol=3e-6)
+    np.testing.assert_allclose(PassAtK(k=2).advantages(reward, GROUP), GOLDENS["pass_at_k"][1], rtol=3e-6)
 
 
 def test_grpo_divides_by_the_sample_standard_deviation_plus_epsilon() -> None:
     reward = np.array([0.25, 1.0, -2.0, 3.5], np.float32)
     expected = (reward - reward.mean()) / (np.std(reward, ddof=1) + GRPO_EPSILON)
-    np.testing.assert_allclose(grpo(reward, np.zeros(4, np.int64)), expected, rtol=1e-6)
+    np.testing.assert_allclose(GRPO().advantages(reward, np.zeros(4, np.int64)), expected, rtol=1e-6)
     tiny = np.array([0.0, 1e-6], np.float32)  # std 7.07e-7, of the size of epsilon
-    assert grpo(tiny, np.zeros(2, np.int64))[1] == pytest.approx(0.5e-6 / (1e-6 / math.sqrt(2) + 1e-6), rel=1e-5)
+    assert GRPO().advantages(tiny, np.zeros(2, np.int64))[1] == pytest.approx(
+        0.5e-6 / (1e-6 / math.sqrt(2) + 1e-6), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", RAGGED)
@@ -132,7 +138,7 @@ def test_a_constant_group_and_a_group_of_one_say_nothing(name: str, value: float
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_a_constant_group_says_nothing_about_pass_at_k(k: int, value: float) -> None:
-    assert not pass_at_k(np.full(6, value, np.float32), np.zeros(6, np.int64), k=k).any()
+    assert not PassAtK(k=k).advantages(np.full(6, value, np.float32), np.zeros(6, np.int64)).any()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -188,10 +194,12 @@ def test_rloo_is_the_mean_of_the_others_and_a_rescaled_dr_grpo(batch: tuple[Rewa
     for sample in range(len(reward)):
         others = (group == group[sample]) & (np.arange(len(reward)) != sample)
         if others.any():
-            assert rloo(reward, group)[sample] == pytest.approx(reward[sample] - reward[others].mean(), abs=1e-5)
+            assert RLOO().advantages(reward, group)[sample] == pytest.approx(
+                reward[sample] - reward[others].mean(), abs=1e-5
+            )
             size = others.sum() + 1
-            assert rloo(reward, group)[sample] == pytest.approx(
-                dr_grpo(reward, group)[sample] * size / (size - 1), abs=1e-5
+            assert RLOO().advantages(reward, group)[sample] == pytest.approx(
+                DrGRPO().advantages(reward, group)[sample] * size / (size - 1), abs=1e-5
             )
 
 
@@ -206,7 +214,7 @@ def test_pass_at_k_against_enumeration_of_subsets(solved: list[bool], k: int) ->
         with_it = [any(solved[i] for i in s) for s in combinations(range(size), k) if sample in s]
         without = [any(solved[i] for i in s) for s in combinations(range(size), k) if sample not in s]
         expected.append(k * (np.mean(with_it) - np.mean(without)))
-    advantage = pass_at_k(reward, np.zeros(size, np.int64), k=k)
+    advantage = PassAtK(k=k).advantages(reward, np.zeros(size, np.int64))
     np.testing.assert_allclose(advantage, expected, atol=1e-6)
     assert advantage.sum() == pytest.approx(0.0, abs=1e-5)
 
@@ -215,25 +223,29 @@ def test_pass_at_k_against_enumeration_of_subsets(solved: list[bool], k: int) ->
 def test_pass_at_1_is_rloo(batch: tuple[Rewards, Groups]) -> None:
     solved = (batch[0] >= 1.0).astype(np.float32)
     reward, group = np.concatenate([solved, solved[::-1]]), np.tile(batch[1], 2)  # no group of one
-    np.testing.assert_allclose(pass_at_k(reward, group, k=1), rloo(reward, group), atol=1e-6)
+    np.testing.assert_allclose(PassAtK(k=1).advantages(reward, group), RLOO().advantages(reward, group), atol=1e-6)
 
 
 @given(batch=batches(-4, 4), alpha=st.floats(1.0, 4.0), delta=st.floats(0.3, 1.0))
 def test_power_has_the_others_as_its_cases(batch: tuple[Rewards, Groups], alpha: float, delta: float) -> None:
     """F-GRPO and Power are the same focus on two bases; alpha 1 is AsymGRPO, and with delta 1 Dr. GRPO."""
     reward, group = batch[0].clip(0.0, 1.0), batch[1]
-    np.testing.assert_allclose(power(reward, group, alpha=1.0, delta=delta), asym_grpo(reward, group, delta=delta))
-    np.testing.assert_allclose(power(reward, group, alpha=1.0, delta=1.0), dr_grpo(reward, group), rtol=1e-6)
-    focused = power(reward, group, alpha=alpha, delta=1.0).astype(np.float64)
     np.testing.assert_allclose(
-        focused * grpo(reward, group),
-        f_grpo(reward, group, gamma=alpha - 1.0).astype(np.float64) * dr_grpo(reward, group),
+        Power(alpha=1.0, delta=delta).advantages(reward, group), AsymGRPO(delta=delta).advantages(reward, group)
+    )
+    np.testing.assert_allclose(
+        Power(alpha=1.0, delta=1.0).advantages(reward, group), DrGRPO().advantages(reward, group), rtol=1e-6
+    )
+    focused = Power(alpha=alpha, delta=1.0).advantages(reward, group).astype(np.float64)
+    np.testing.assert_allclose(
+        focused * GRPO().advantages(reward, group),
+        FGRPO(gamma=alpha - 1.0).advantages(reward, group).astype(np.float64) * DrGRPO().advantages(reward, group),
         atol=1e-6,
     )
 
 
 def test_f_grpo_without_focus_is_grpo() -> None:
-    np.testing.assert_array_equal(f_grpo(REWARD, GROUP, gamma=0.0), grpo(REWARD, GROUP))
+    np.testing.assert_array_equal(FGRPO(gamma=0.0).advantages(REWARD, GROUP), GRPO().advantages(REWARD, GROUP))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -245,12 +257,12 @@ def test_a_reward_that_is_not_finite_is_refused(name: str, bad: float) -> None:
 
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="expected the same"):
-        grpo(np.zeros(3, np.float32), np.zeros(2, np.int64))
+        GRPO().advantages(np.zeros(3, np.float32), np.zeros(2, np.int64))
 
 
 def test_pass_at_k_needs_more_than_k_samples() -> None:
     with pytest.raises(RecipeError, match=r"advantage\.k is 3, but a group has 3 samples and needs at least 4"):
-        pass_at_k(np.zeros(7, np.float32), np.array([0, 0, 0, 0, 1, 1, 1], np.int64), k=3)
+        PassAtK(k=3).advantages(np.zeros(7, np.float32), np.array([0, 0, 0, 0, 1, 1, 1], np.int64))
 
 
 @pytest.mark.parametrize(("k", "group_size", "least"), [(4, 4, 5), (1, 1, 2)])

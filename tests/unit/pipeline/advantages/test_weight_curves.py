@@ -10,10 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from pipeline.advantages import FADE, WeightCurves, empirical_weight_curves
-from pipeline.advantages import weight_curves as weight_curves
-from pipeline.advantages.estimators import formula_of
-from pipeline.config.algorithm import AdvantageSection, FADEAdvantage
+from pipeline.advantages.methods.fade import FADE
+from pipeline.advantages.weight_curves import (
+    WeightCurves,
+    binomial_weight_curves,
+    empirical_weight_curves,
+    weight_curves,
+)
+from pipeline.config.algorithm import AdvantageSection
 
 SECTION: TypeAdapter[Any] = TypeAdapter(AdvantageSection)
 P = np.linspace(0.0, 1.0, 21)
@@ -21,7 +25,12 @@ Q = 1.0 - P
 
 
 def of(p: Any = P, group_size: int | None = None, **section: object) -> WeightCurves:
-    return weight_curves(SECTION.validate_python(section), np.asarray(p), group_size=group_size)
+    advantage = SECTION.validate_python(section)
+    if group_size is not None:
+        return binomial_weight_curves(advantage, np.asarray(p), group_size)
+    found = weight_curves(advantage, np.asarray(p))
+    assert found is not None
+    return found
 
 
 SECTIONS: list[dict[str, Any]] = [
@@ -40,8 +49,6 @@ SECTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: str(section["name"]))
 def test_closed_forms_are_the_limit_of_large_groups(section: dict[str, Any]) -> None:
     p = np.array([0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0])
-    # maxrl jumps at p = 0, where no finite group has a success.
-    p = p[1:] if section["name"] == "maxrl" else p
     limit = of(p, **section)
     for group_size, bound in ((32, 0.06), (512, 0.004)):
         finite = of(p, group_size, **section)
@@ -68,16 +75,14 @@ def test_goldens_at_a_quarter() -> None:
 @given(alpha=st.floats(1.0, 3.0), delta=st.floats(0.3, 1.0))
 def test_fade_weighs_p_q_alpha_and_that_over_delta(alpha: float, delta: float) -> None:
     """Its schedule turned until it stands at (alpha, delta): alpha = 3 (1 - p̂) / (2 p̂), delta = 1 + Ĥ - H*."""
-    run = FADE(FADEAdvantage(name="fade", smoothing=1.0, target_entropy=2.0))
+    run = FADE(smoothing=1.0, target_entropy=2.0).estimator()
     run.observe(solve_rate=3.0 / (2.0 * alpha + 3.0), entropy=1.0 + delta)
-    found = weight_curves(run.as_power(), P)
-    np.testing.assert_allclose(found.success, P * Q**alpha, atol=1e-9)
-    np.testing.assert_allclose(found.failure, P * Q**alpha / delta, atol=1e-9)
+    success, failure = run.as_power().closed_form(P)
+    np.testing.assert_allclose(success, P * Q**alpha, atol=1e-9)
+    np.testing.assert_allclose(failure, P * Q**alpha / delta, atol=1e-9)
     if alpha > 1.0:
         fine = np.linspace(0.0, 1.0, 20001)
-        assert fine[weight_curves(run.as_power(), fine).success.argmax()] == pytest.approx(
-            1.0 / (1.0 + alpha), abs=1e-3
-        )
+        assert fine[run.as_power().closed_form(fine)[0].argmax()] == pytest.approx(1.0 / (1.0 + alpha), abs=1e-3)
 
 
 def test_identities_between_methods() -> None:
@@ -114,7 +119,7 @@ def test_random_groups_have_the_masses_of_finite_groups(section: dict[str, Any])
     rng, size, num = np.random.default_rng(7), 6, 20_000
     reward = (rng.random(size * num) < 0.3).astype(np.float32)
     group = np.repeat(np.arange(num), size)
-    advantage = formula_of(SECTION.validate_python(section))(reward, group).astype(np.float64)
+    advantage = SECTION.validate_python(section).advantages(reward, group).astype(np.float64)
     expected = of([0.3], size, **section)
     assert np.sum(advantage * reward) / len(reward) == pytest.approx(expected.success[0], abs=0.02)
     assert -np.sum(advantage * (1 - reward)) / len(reward) == pytest.approx(expected.failure[0], abs=0.02)

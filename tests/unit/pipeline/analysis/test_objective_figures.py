@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch.build.algorithm import build_objective
-from pipeline.advantages import build_advantages
+from pipeline.advantages.methods.power import Power
 from pipeline.analysis import objective_figures
 from pipeline.analysis.html_report import render_page
-from pipeline.analysis.objective_figures import CORRECTION_MEASURES, FADE_MEASURES, OBJECTIVE_MEASURES, Measure
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
-from pipeline.config.algorithm import PowerAdvantage
+from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
+from precision.measures import Measure
 from tests.support.objective_runs import run
 from tests.support.scored_steps import scored_step
 
@@ -40,6 +40,12 @@ COMBINATIONS: list[dict[str, dict[str, Any]]] = [
     dict(objective=dict(name="dppo_tv")),
     dict(objective=dict(name="topr"), advantage=dict(name="dr_grpo", aggregation="prompt")),
 ]
+COMBINATIONS += [
+    dict(objective=dict(name=name))
+    for name in OBJECTIVES
+    if all(sections["objective"]["name"] != name for sections in COMBINATIONS)
+]
+"""Every objective is among them."""
 
 NOT_DRAWN = {"clip_hits", "k3", "kl"}
 """The sum of two that are drawn, and what the page shows as k3 KL."""
@@ -53,7 +59,7 @@ def measured_by(recipe: Recipe) -> dict[str, float]:
     """What a real step writes: two responses with ratios far from 1."""
     step = scored_step([[0.3, -0.8, 1.1], [0.9, -1.4]], [1.0, -1.0], old=[[0.2, -0.5, 0.9], [0.8, -1.2]])
     outcome = run(build_objective(recipe), step)
-    estimator = build_advantages(recipe.advantage)
+    estimator = recipe.advantage.estimator()
     estimator.observe(solve_rate=0.4, entropy=1.5)
     sums = {name: value / 5 for name, value in outcome.sums.items()}
     return sums | dict(outcome.prepared.measured) | estimator.measured()
@@ -68,14 +74,15 @@ def test_every_choice_renders_and_leaves_no_measure_out(write_run: WriteRun, sec
     history = RunLog.read(path)
     page = render_page(history)
     assert 'aria-label="weight_curves"' in page
-    drawn = {metric for measure in measures() if f'aria-label="{measure.title}"' in page for metric in keys(measure)}
+    shown = measures_of(history.recipe)
+    drawn = {metric for measure in shown if f'aria-label="{measure.title}"' in page for metric in keys(measure)}
     assert set(measured) - NOT_DRAWN <= drawn
     assert summarize(history)["objective"].startswith(sections["objective"]["name"])
     assert sections.get("correction", dict(name="none"))["name"] in page
 
 
-def measures() -> Iterator[Measure]:
-    yield from (*OBJECTIVE_MEASURES, *CORRECTION_MEASURES, *FADE_MEASURES)
+def measures_of(recipe: Recipe) -> list[Measure]:
+    return [*recipe.objective.measures, *recipe.correction.measures, *recipe.advantage.measures]
 
 
 def keys(measure: Measure) -> list[str]:
@@ -87,7 +94,8 @@ def test_every_drawn_metric_is_one_that_something_measures(write_run: WriteRun) 
     measured = {"solve_rate", "entropy"}
     for number, sections in enumerate(COMBINATIONS):
         measured |= set(measured_by(RunDirectory(write_run(0, name=f"r{number}", overrides=sections)).recipe()))
-    assert {metric for measure in measures() for metric in keys(measure)} <= measured
+    everything = (*OBJECTIVES.values(), *CORRECTIONS.values(), *ADVANTAGES.values())
+    assert {metric for choice in everything for measure in choice.measures for metric in keys(measure)} <= measured
 
 
 def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> None:
@@ -95,7 +103,7 @@ def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> Non
     EventLog(path).metrics(3, advantage_alpha=2.0, advantage_delta=0.5)
     EventLog(path).metrics(4, advantage_alpha=2.5, advantage_delta=0.75)
     history = RunLog.read(path)
-    assert objective_figures.present_section(history) == PowerAdvantage(name="power", alpha=2.5, delta=0.75)
+    assert history.recipe.advantage.at_last(history.last) == Power(alpha=2.5, delta=0.75)
     assert "newest alpha and delta" in objective_figures.advantage_text(history)
     svg = str(objective_figures.weight_curve_points(history))
     assert ">successes</text>" in svg

@@ -47,7 +47,7 @@ def data(**changes: Any) -> dict[str, Any]:
             dict(correction=dict(name="icepop"), objective=dict(name="gspo")),
             ["correction icepop", "objective gspo", "objective.anchor=old"],
         ),
-        (dict(correction=dict(name="opsm"), objective=dict(name="topr")), ["opsm", "clipped, gspo or cispo", "topr"]),
+        (dict(correction=dict(name="opsm"), objective=dict(name="topr")), ["opsm", "cispo, clipped or gspo", "topr"]),
         (dict(advantage=dict(name="grpo", aggregation="prompt")), ["aggregation is prompt", "objective p3o"]),
         (dict(advantage=dict(name="fade", zero_variance="skip")), ["zero_variance is skip", "objective p3o"]),
         (dict(objective=dict(name="p3o", ess_unit="sequence", ess_scope="micro_batch")), ["ess_scope step"]),

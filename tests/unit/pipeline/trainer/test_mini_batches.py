@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipeline.advantages import build_advantages
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.config.algorithm import PlainAdvantage
+from pipeline.advantages.methods.dr_grpo import DrGRPO
 from pipeline.data.records import Batch
 from pipeline.ports.learner import Update
 from pipeline.trainer.loop import Stopwatch, Trainer
@@ -24,8 +23,8 @@ MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
 
 
 def computer(**options: Any) -> AdvantageComputer:
-    section = PlainAdvantage.model_validate(dict(name="dr_grpo") | options)
-    return AdvantageComputer(section=section, estimator=build_advantages(section), max_new_tokens=9)
+    section = DrGRPO.model_validate(dict(aggregation="token") | options)
+    return AdvantageComputer(section=section, estimator=section.estimator(), max_new_tokens=9)
 
 
 class Learner:

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from precision.objectives import Clipped, StepContext, Supervised, TokenBatch
-from precision.objectives.base import ScoredStep
+from precision.objectives.base import ScoredStep, StepContext, TokenBatch
+from precision.objectives.clipped import Clipped
+from precision.supervised import Supervised
 from tests.support.objective_runs import run
 from tests.support.scored_steps import scored_step
 
@@ -61,7 +62,7 @@ def test_dual_clip_by_hand() -> None:
 
 def test_without_bounds_it_is_importance_sampling() -> None:
     step = step_with(RATIOS)
-    outcome = run(Clipped(clip_low=1.0, clip_high=math.inf), step)
+    outcome = run(Clipped(clip_low=1.0, clip_high=1e30), step)
     expected = [-r * a / 9 for r, a in zip(RATIOS, ADVANTAGES, strict=True)]
     assert outcome.gradient.tolist() == pytest.approx(expected, rel=1e-12)
     assert outcome.sums["clip_hits"] == 0
@@ -74,7 +75,7 @@ def test_a_huge_ratio_against_a_negative_advantage_is_finite_in_float32() -> Non
     logprobs = torch.zeros(1, 1, requires_grad=True)
     mask = torch.ones(1, 1, dtype=torch.bool)
     batch = TokenBatch(rollout_logprobs=values, advantages=torch.full((1, 1), -1e4), mask=mask)
-    loss, _ = Clipped(dual_clip=3.0)(logprobs, batch, StepContext(num_tokens=1))
+    loss, _ = Clipped(dual_clip=3.0).loss(logprobs, batch, StepContext(num_tokens=1))
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     assert (loss.item(), logprobs.grad.item()) == (3e4, 0.0)
@@ -82,13 +83,13 @@ def test_a_huge_ratio_against_a_negative_advantage_is_finite_in_float32() -> Non
 
 @pytest.mark.parametrize(("low", "high"), [(-0.1, 0.2), (1.1, 0.2), (0.2, -0.1), (math.nan, 0.2), (0.2, math.nan)])
 def test_bounds_out_of_range_are_refused(low: float, high: float) -> None:
-    with pytest.raises(ValueError, match="expected clip_low in"):
+    with pytest.raises(ValueError, match=r"clip_(low|high)"):
         Clipped(clip_low=low, clip_high=high)
 
 
 @pytest.mark.parametrize("dual_clip", [1.0, 0.5, -3.0, math.nan])
 def test_a_dual_clip_that_would_touch_on_policy_tokens_is_refused(dual_clip: float) -> None:
-    with pytest.raises(ValueError, match="expected more than 1"):
+    with pytest.raises(ValueError, match="dual_clip"):
         Clipped(dual_clip=dual_clip)
 
 
@@ -99,7 +100,7 @@ def test_supervised_is_cross_entropy_and_ignores_the_sampler() -> None:
         advantages=torch.ones(1, 3),
         mask=torch.tensor([[True, True, False]]),
     )
-    loss, sums = Supervised()(logprobs, batch, StepContext(num_tokens=2))
+    loss, sums = Supervised().loss(logprobs, batch, StepContext(num_tokens=2))
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == 1.5  # (1 + 2) / 2
     assert logprobs.grad is not None

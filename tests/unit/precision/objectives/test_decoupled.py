@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from precision.objectives import Clipped
 from precision.objectives.base import ScoredStep
+from precision.objectives.clipped import Clipped
 from precision.objectives.decoupled import Decoupled
 from tests.support.examples import examples
 from tests.support.objective_runs import run
@@ -70,12 +70,12 @@ def test_limits(step: ScoredStep) -> None:
     ppo = run(Clipped(), own_engine)
     torch.testing.assert_close(run(Decoupled(), own_engine).gradient, ppo.gradient, rtol=1e-9, atol=1e-12)
 
-    free = Clipped(clip_low=1.0, clip_high=math.inf)
+    free = Clipped(clip_low=1.0, clip_high=1e30)
     first = dataclasses.replace(step, old_logprobs=step.logprobs)
     importance = run(free, step).gradient
     huge = 1e30
     torch.testing.assert_close(run(Decoupled(mismatch_cap=huge), first).gradient, importance, rtol=1e-9, atol=1e-12)
-    unclipped = Decoupled(clip_low=1.0, clip_high=math.inf, mismatch_cap=huge)
+    unclipped = Decoupled(clip_low=1.0, clip_high=1e30, mismatch_cap=huge)
     torch.testing.assert_close(run(unclipped, step).gradient, importance, rtol=1e-9, atol=1e-12)
 
 
@@ -87,10 +87,10 @@ def test_an_overflowing_weight_is_dropped_or_cut_not_nan() -> None:
 
 @pytest.mark.parametrize("cap", [0.99, 0.0, math.inf, math.nan])
 def test_a_cap_out_of_range_is_refused(cap: float) -> None:
-    with pytest.raises(ValueError, match="mismatch_cap is"):
+    with pytest.raises(ValueError, match="mismatch_cap"):
         Decoupled(mismatch_cap=cap)
 
 
 def test_bounds_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected clip_low in"):
+    with pytest.raises(ValueError, match=r"clip_(low|high)"):
         Decoupled(clip_low=1.5)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precision.objectives import Clipped, StepContext, TokenBatch
-from precision.objectives.base import ScoredStep
+from precision.objectives.base import ScoredStep, StepContext, TokenBatch
+from precision.objectives.clipped import Clipped
 from precision.objectives.dppo_tv import DPPOTV
 from tests.support.examples import examples
 from tests.support.objective_runs import run
@@ -32,7 +32,7 @@ def test_by_hand() -> None:
         advantages=torch.tensor([advantages], dtype=torch.float64),
         mask=torch.ones(1, 5, dtype=torch.bool),
     )
-    loss, sums = DPPOTV(threshold=0.2, square_coefficient=0.1)(logprobs, batch, StepContext(num_tokens=5))
+    loss, sums = DPPOTV(threshold=0.2, square_coefficient=0.1).loss(logprobs, batch, StepContext(num_tokens=5))
     loss.backward()  # type: ignore[no-untyped-call]
     logs = [math.log(p / b) for p, b in zip(learner, sampler, strict=True)]
     squares = sum(x * x for x in logs)
@@ -69,17 +69,17 @@ def test_with_a_threshold_of_one_and_no_square_it_is_importance_sampling(step: S
     proper = step.logprobs.clamp(max=0.0)
     step = ScoredStep(**{**vars(step), "logprobs": proper})
     gradient = run(DPPOTV(threshold=1.0, square_coefficient=0.0), step).gradient
-    expected = run(Clipped(clip_low=1.0, clip_high=math.inf), step).gradient
+    expected = run(Clipped(clip_low=1.0, clip_high=1e30), step).gradient
     torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("threshold", [0.0, -0.2, 1.1, math.nan])
 def test_a_threshold_out_of_range_is_refused(threshold: float) -> None:
-    with pytest.raises(ValueError, match="expected a difference of probabilities"):
+    with pytest.raises(ValueError, match="threshold"):
         DPPOTV(threshold=threshold)
 
 
 @pytest.mark.parametrize("coefficient", [-1e-3, math.inf, math.nan])
 def test_a_coefficient_out_of_range_is_refused(coefficient: float) -> None:
-    with pytest.raises(ValueError, match="square_coefficient is"):
+    with pytest.raises(ValueError, match="square_coefficient"):
         DPPOTV(square_coefficient=coefficient)

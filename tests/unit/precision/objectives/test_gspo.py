@@ -64,7 +64,7 @@ def paper_gradient(step: ScoredStep, anchor: Tensor, low: float, high: float) ->
 
 @pytest.mark.parametrize("anchor", ANCHORS)
 @settings(max_examples=examples(60))
-@given(step=scored_steps(), low=st.sampled_from([3e-4, 0.1, 1.0]), high=st.sampled_from([4e-4, 0.1, math.inf]))
+@given(step=scored_steps(), low=st.sampled_from([3e-4, 0.1, 1.0]), high=st.sampled_from([4e-4, 0.1, 1e30]))
 def test_gradient_is_that_of_the_paper(anchor: Anchor, step: ScoredStep, low: float, high: float) -> None:
     """With the factor N / (R |y|) of sequence aggregation on the advantages, which turns the mean over tokens into the
     mean over responses."""
@@ -87,7 +87,7 @@ def test_the_clip_does_not_follow_rounding_of_the_training_pass() -> None:
     batch = TokenBatch(
         rollout_logprobs=step.rollout_logprobs[None], advantages=prepared.advantages[None], mask=step.sampled[None]
     )
-    objective(leaf, batch, StepContext(num_tokens=4))[0].backward()  # type: ignore[no-untyped-call]
+    objective.loss(leaf, batch, StepContext(num_tokens=4))[0].backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
     assert leaf.grad[0].tolist() == pytest.approx([-0.25, -0.25, math.exp(5e-4) / 4, math.exp(5e-4) / 4], rel=1e-12)
 
@@ -100,5 +100,5 @@ def test_long_responses_do_not_overflow() -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(-1e-4, 4e-4), (1.1, 4e-4), (3e-4, -1.0), (math.nan, 0.1)])
 def test_bounds_out_of_range_are_refused(low: float, high: float) -> None:
-    with pytest.raises(ValueError, match="expected clip_low in"):
+    with pytest.raises(ValueError, match=r"clip_(low|high)"):
         GSPO(clip_low=low, clip_high=high)

@@ -166,10 +166,10 @@ def test_never_above_the_threshold_after_dropping(variant: Variant) -> None:
 
 def test_refusals() -> None:
     for threshold in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="threshold is"):
+        with pytest.raises(ValueError, match="threshold"):
             M2PO(threshold=threshold)
     for low, high in ((1.0, 0.5), (-0.1, 0.5), (0.3, -0.1), (math.nan, 0.5)):
-        with pytest.raises(ValueError, match="clip_low is"):
+        with pytest.raises(ValueError, match=r"clip_(low|high)"):
             M2PO(clip_low=low, clip_high=high)
     step = scored_step([[0.1]], [1.0])
     with pytest.raises(FloatingPointError):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from precision.objectives import Clipped
 from precision.objectives.base import ScoredStep
+from precision.objectives.clipped import Clipped
 from precision.objectives.mu_grpo import MuGRPO
 from tests.support.examples import examples
 from tests.support.objective_runs import run
@@ -145,7 +145,7 @@ def test_without_a_veto_it_is_the_clip_of_its_range(step: ScoredStep) -> None:
 
 @pytest.mark.parametrize(("low", "high"), [(-0.1, 5.0), (1.1, 5.0), (0.0, 0.9), (math.nan, 5.0), (0.0, math.nan)])
 def test_a_range_without_one_is_refused(low: float, high: float) -> None:
-    with pytest.raises(ValueError, match="0 and 5 are the paper's"):
+    with pytest.raises(ValueError, match=r"ratio_(min|max)"):
         MuGRPO(ratio_min=low, ratio_max=high)
 
 
@@ -154,5 +154,5 @@ def test_a_range_without_one_is_refused(low: float, high: float) -> None:
     [("below", 1.5), ("above", 0.3), ("below", 0.0), ("below", -1.0), ("above", math.inf), ("below", math.nan)],
 )
 def test_a_kappa_that_vetoes_on_policy_tokens_is_refused(trigger: Trigger, kappa: float) -> None:
-    with pytest.raises(ValueError, match="exactly on-policy tokens must not be vetoed"):
+    with pytest.raises(ValueError, match="kappa"):
         MuGRPO(trigger=trigger, kappa=kappa)

@@ -13,17 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from precision.corrections import MIS, OPSM, TIS, IcePop, Rejection
-from precision.corrections.corrected import Corrected
-from precision.objectives import CISPO, P3O, Clipped, Objective, StepContext, Supervised, TokenBatch
-from precision.objectives.base import ScoredStep
+from precision.corrections.base import Corrected
+from precision.corrections.icepop import IcePop
+from precision.corrections.mis import MIS
+from precision.corrections.opsm import OPSM
+from precision.corrections.rejection import Rejection
+from precision.corrections.tis import TIS
+from precision.objectives.base import Objective, ScoredStep, StepContext, TokenBatch
+from precision.objectives.cispo import CISPO
+from precision.objectives.clipped import Clipped
 from precision.objectives.decoupled import Decoupled
 from precision.objectives.dppo_tv import DPPOTV
 from precision.objectives.gspo import GSPO
 from precision.objectives.m2po import M2PO
 from precision.objectives.mu_grpo import MuGRPO
+from precision.objectives.p3o import P3O
 from precision.objectives.p4o import P4O
 from precision.objectives.topr import TOPR
+from precision.settings import choices_in
+from precision.supervised import Supervised
 from tests.support.examples import examples
 from tests.support.objective_runs import Layout, Outcome, run
 from tests.support.scored_steps import reordered, scored_step, scored_steps, soiled
@@ -48,6 +56,8 @@ READS_SAMPLER: list[Objective] = [
     Corrected(inner=CISPO(), correction=OPSM(delta=0.1)),
 ]
 ANCHORED = Clipped(anchor="old")
+NEW = [kind() for kind in choices_in("precision.objectives", Objective).values() if kind.__name__ not in globals()]
+"""Objectives that this file does not import: added later, with their default settings."""
 READS_OLD_ANCHOR: list[Objective] = [
     ANCHORED,
     GSPO(clip_low=0.1, clip_high=0.1, anchor="old"),
@@ -60,6 +70,8 @@ READS_OLD_ANCHOR: list[Objective] = [
     Corrected(inner=ANCHORED, correction=Rejection(level="geometric", low=0.9, high=1.1)),
     Corrected(inner=GSPO(clip_low=0.1, clip_high=0.1, anchor="old"), correction=IcePop()),
 ]
+READS_OLD_ANCHOR += [objective for objective in NEW if objective.needs_old_logprobs]
+READS_SAMPLER += [objective for objective in NEW if not objective.needs_old_logprobs]
 MICRO_BATCH_INVARIANT: list[Objective] = [*READS_SAMPLER, *READS_OLD_ANCHOR, Supervised()]
 OBJECTIVES = [*MICRO_BATCH_INVARIANT, P3O(ess_scope="micro_batch")]
 FIELDS = ("logprobs", "advantages", "rollout_logprobs", "old_logprobs")
@@ -127,7 +139,7 @@ def test_garbage_behind_the_mask_gets_no_gradient(objective: Objective, garbage:
 
     leaf = masked(-0.9).requires_grad_()
     batch = TokenBatch(rollout_logprobs=masked(-1.0), advantages=masked(0.5), mask=mask, anchor_logprobs=masked(-0.8))
-    loss, _ = objective(leaf, batch, StepContext(num_tokens=8, step_ess=0.8))
+    loss, _ = objective.loss(leaf, batch, StepContext(num_tokens=8, step_ess=0.8))
     loss.backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
     assert loss.isfinite()
@@ -209,7 +221,7 @@ def test_a_micro_batch_of_padding_is_silent(objective: Objective) -> None:
     nothing = torch.zeros(2, 3)
     leaf = nothing.clone().requires_grad_()
     batch = TokenBatch(rollout_logprobs=nothing, advantages=nothing, mask=nothing.bool(), anchor_logprobs=nothing)
-    loss, sums = objective(leaf, batch, StepContext(num_tokens=7, step_ess=0.5))
+    loss, sums = objective.loss(leaf, batch, StepContext(num_tokens=7, step_ess=0.5))
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss == 0
     assert leaf.grad is not None
@@ -232,7 +244,7 @@ def test_sums_are_detached_float64_and_leave_num_tokens_to_the_caller(objective:
     values = torch.full((1, 2), -0.5)
     mask = torch.ones(1, 2, dtype=torch.bool)
     batch = TokenBatch(rollout_logprobs=values, advantages=values, mask=mask, anchor_logprobs=values)
-    _, sums = objective(values.clone().requires_grad_(), batch, StepContext(num_tokens=2, step_ess=0.5))
+    _, sums = objective.loss(values.clone().requires_grad_(), batch, StepContext(num_tokens=2, step_ess=0.5))
     assert sums
     assert "num_tokens" not in sums
     for value in sums.values():
@@ -247,10 +259,10 @@ def test_a_step_without_tokens_and_broadcast_advantages_are_refused(objective: O
     mask = torch.ones(2, 3, dtype=torch.bool)
     good = TokenBatch(rollout_logprobs=values, advantages=values, mask=mask, anchor_logprobs=values)
     with pytest.raises(ValueError, match="num_tokens of the step is 0"):
-        objective(values, good, StepContext(num_tokens=0, step_ess=0.5))
+        objective.loss(values, good, StepContext(num_tokens=0, step_ess=0.5))
     broadcast = dataclasses.replace(good, advantages=values[:, :1])
     with pytest.raises(ValueError, match="every token"):
-        objective(values, broadcast, StepContext(num_tokens=6, step_ess=0.5))
+        objective.loss(values, broadcast, StepContext(num_tokens=6, step_ess=0.5))
 
 
 @pytest.mark.parametrize("objective", [Clipped(anchor="old"), Decoupled(), P4O()], ids=repr)
@@ -258,4 +270,4 @@ def test_an_anchor_that_was_not_prepared_is_asked_for(objective: Objective) -> N
     values = torch.zeros(1, 1)
     batch = TokenBatch(rollout_logprobs=values, advantages=values, mask=values.bool())
     with pytest.raises(ValueError, match="anchor_logprobs"):
-        objective(values, batch, StepContext(num_tokens=1, step_ess=0.5))
+        objective.loss(values, batch, StepContext(num_tokens=1, step_ess=0.5))

@@ -115,8 +115,8 @@ def test_an_unprepared_step_is_refused() -> None:
         rollout_logprobs=torch.zeros(1, 1), advantages=torch.ones(1, 1), mask=torch.ones(1, 1, dtype=torch.bool)
     )
     with pytest.raises(ValueError, match="prepare"):
-        P4O()(torch.zeros(1, 1), batch, StepContext(num_tokens=1, step_ess=0.5))
+        P4O().loss(torch.zeros(1, 1), batch, StepContext(num_tokens=1, step_ess=0.5))
     anchored = dataclasses.replace(batch, anchor_logprobs=torch.zeros(1, 1))
     with pytest.raises(ValueError, match="prepare"):
-        P4O()(torch.zeros(1, 1), anchored, StepContext(num_tokens=1))
+        P4O().loss(torch.zeros(1, 1), anchored, StepContext(num_tokens=1))
     assert P4O().needs_scoring

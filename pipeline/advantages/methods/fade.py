@@ -15,21 +15,23 @@ read, and therefore options:
                       all ("new"); "old", the default, is the usual x ← (1 - beta) x + beta new, a window of 50 steps
     target_entropy    H*: 1.0 and 1.3 nats in its tables, about half the initial entropy, which is the default here
 
-and r̄, said to be a mean of the batch, must be the group's for the weight_curves above to come out.
+and r̄, said to be a mean of the batch, must be the group's for the weights above to come out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat
 
-from pipeline.advantages.formulas import power
-from pipeline.config.algorithm import FADEAdvantage, PowerAdvantage
-from pipeline.data.records import Batch
+from pipeline.advantages.base import Advantage, Curve, Groups, Rewards
+from pipeline.advantages.methods.power import Power
 from pipeline.errors import CorruptCheckpointError, NonFiniteError
+from precision.measures import Measure
 
 FIRST_SOLVE_RATE = 0.5
 """p̂ before any step."""
@@ -38,21 +40,70 @@ TARGET_SHARE = 0.5
 """H* over the entropy of the first step, where the recipe names no target."""
 
 
-class FADE:
+class FADE(Advantage):
+    """Settings of the schedule; `FADEEstimator` follows the run."""
+
+    name: Literal["fade"] = "fade"
+    alpha_max: float = Field(3.0, ge=1.0, description="Largest alpha, while few prompts are solved.")
+    delta_min: float = Field(0.3, gt=0.0, le=1.0, description="Smallest delta, while the policy narrows.")
+    target_entropy: PositiveFloat | None = Field(None, description="H*, nats; default half the first step's entropy.")
+    smoothing: float = Field(0.02, gt=0.0, le=1.0, description="beta: the share of a step in p̂ and Ĥ.")
+    smoothing_keeps: Literal["old", "new"] = Field(
+        "old", description="old: x ← (1 - beta) x + beta new, a window of 1/beta steps; new: the other way round."
+    )
+
+    moving_parts: ClassVar[tuple[str, ...]] = ("alpha", "delta")
+    measures: ClassVar[tuple[Measure, ...]] = (
+        Measure("Alpha and delta", (("advantage_alpha", "alpha", "violet"), ("advantage_delta", "delta", "orange"))),
+        Measure(
+            "Solve rate, smoothed",
+            (("solve_rate", "batch", "gray"), ("advantage_solve_rate", "p̂", "blue")),
+            percent=True,
+            floor=0.0,
+        ),
+        Measure(
+            "Entropy, smoothed",
+            (
+                ("entropy", "batch", "gray"),
+                ("advantage_entropy", "Ĥ", "blue"),
+                ("advantage_target_entropy", "H*", "orange"),
+            ),
+        ),
+    )
+
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+        """Those of a run's first step."""
+        return self.estimator().advantages(reward, group)
+
+    def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
+        """That of a run's first step."""
+        return self.estimator().as_power().closed_form(p)
+
+    def estimator(self) -> FADEEstimator:
+        """See `Advantage.estimator`."""
+        return FADEEstimator(self)
+
+    def at_last(self, last: Callable[[str], float | None]) -> Advantage:
+        """Power at the newest alpha and delta; before the first step, this."""
+        alpha, delta = last("advantage_alpha"), last("advantage_delta")
+        return self if alpha is None or delta is None else Power(alpha=alpha, delta=delta)
+
+
+class FADEEstimator:
     """An AdvantageEstimator. Until a first entropy is known, delta is 1."""
 
-    def __init__(self, section: FADEAdvantage) -> None:
-        self._section = section
+    def __init__(self, settings: FADE) -> None:
+        self._settings = settings
         self._solve_rate = FIRST_SOLVE_RATE
         self._entropy: float | None = None
-        self._target = section.target_entropy
+        self._target = settings.target_entropy
 
     @property
     def alpha(self) -> float:
         """How much harder prompts are preferred; from 1 to alpha_max."""
         # Written without the division by a solve rate that may be 0.
-        if 3.0 * (1.0 - self._solve_rate) >= self._section.alpha_max * 2.0 * self._solve_rate:
-            return self._section.alpha_max
+        if 3.0 * (1.0 - self._solve_rate) >= self._settings.alpha_max * 2.0 * self._solve_rate:
+            return self._settings.alpha_max
         return max(1.0, 3.0 * (1.0 - self._solve_rate) / (2.0 * self._solve_rate))
 
     @property
@@ -60,15 +111,15 @@ class FADE:
         """What negative advantages are divided by; from delta_min to 1."""
         if self._entropy is None or self._target is None:
             return 1.0
-        return min(1.0, max(self._section.delta_min, 1.0 + self._entropy - self._target))
+        return min(1.0, max(self._settings.delta_min, 1.0 + self._entropy - self._target))
 
-    def as_power(self) -> PowerAdvantage:
+    def as_power(self) -> Power:
         """The fixed advantage that this one is at this moment."""
-        return PowerAdvantage(name="power", alpha=self.alpha, delta=self.delta)
+        return Power(alpha=self.alpha, delta=self.delta)
 
-    def advantages(self, batch: Batch) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
         """[samples] with the present alpha and delta."""
-        return power(batch.reward, batch.group, alpha=self.alpha, delta=self.delta)
+        return self.as_power().advantages(reward, group)
 
     def observe(self, *, solve_rate: float, entropy: float) -> None:
         """Smooth p̂ and Ĥ with those of a step. Raises NonFiniteError, ValueError for a rate outside [0, 1]."""
@@ -81,8 +132,8 @@ class FADE:
         self._target = TARGET_SHARE * entropy if self._target is None else self._target
 
     def _smoothed(self, old: float, new: float) -> float:
-        beta = self._section.smoothing
-        return old + (beta if self._section.smoothing_keeps == "old" else 1.0 - beta) * (new - old)
+        beta = self._settings.smoothing
+        return old + (beta if self._settings.smoothing_keeps == "old" else 1.0 - beta) * (new - old)
 
     def state(self) -> dict[str, float]:
         """p̂, and from the first step on Ĥ and H*."""
@@ -102,7 +153,7 @@ class FADE:
             )
         self._solve_rate = state.get("advantage_solve_rate", FIRST_SOLVE_RATE)
         self._entropy = state.get("advantage_entropy")
-        self._target = state.get("advantage_target_entropy", self._section.target_entropy)
+        self._target = state.get("advantage_target_entropy", self._settings.target_entropy)
 
     def measured(self) -> dict[str, float]:
         """The state, with the alpha and delta that follow from it."""

@@ -1,0 +1,102 @@
+"""A recipe section that is one of several classes: chosen by `name`, or the user's own by `class`.
+
+    objective: {name: cispo, cap: 4}
+    objective: {class: mypackage.module:MyObjective, options: {cap: 4}}
+
+The value of the section is an instance of the class, whose fields are the section's keys.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from pydantic import Field, GetCoreSchemaHandler, SerializationInfo, create_model
+from pydantic_core import CoreSchema, core_schema
+
+from pipeline.config.section import Section
+from precision.settings import Settings, name_of
+
+
+class OwnClass(Section):
+    """A class of the user's own."""
+
+    class_: str = Field(alias="class", description="package.module:Class, importable where the run's processes run.")
+    options: dict[str, Any] = Field(default_factory=dict, description="The fields of the class.")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Annotation of such a section: `named` are the classes known by name, all derived from `base`."""
+
+    base: type[Settings]
+    named: Mapping[str, type[Settings]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        by_name = {name: handler.generate_schema(choice) for name, choice in self.named.items()}
+        chosen = core_schema.tagged_union_schema(by_name, "name")
+        return core_schema.no_info_plain_validator_function(
+            self._validated,
+            json_schema_input_schema=core_schema.union_schema([chosen, handler.generate_schema(OwnClass)]),
+            serialization=core_schema.plain_serializer_function_ser_schema(self._written, info_arg=True),
+        )
+
+    def _validated(self, value: Any) -> Settings:
+        """An instance as it is; data as the instance that they describe. Raises ValueError (a ValidationError for the
+        fields of the class)."""
+        if isinstance(value, self.base):
+            return value
+        if not isinstance(value, dict):
+            raise ValueError(f"expected name and the keys that belong to it, got {value!r}")
+        if "class" in value:
+            own = OwnClass.model_validate(value)
+            return _with_options(self._own(own.class_), own)
+        name = value.get("name")
+        chosen = self.named.get(str(name))
+        if chosen is None:
+            problem = "name is missing" if name is None else f"name is {name!r}"
+            raise ValueError(f"{problem}; expected one of {', '.join(self.named)}, or class: package.module:Class")
+        return chosen.model_validate(value)
+
+    def _written(self, value: Settings, info: SerializationInfo) -> dict[str, Any]:
+        """The data that `_validated` makes the same instance of."""
+        data = value.model_dump(mode=info.mode)
+        if self.named.get(data["name"]) is type(value):
+            return data
+        del data["name"]
+        return {"class": f"{type(value).__module__}:{type(value).__qualname__}", "options": data}
+
+    def _own(self, path: str) -> type[Settings]:
+        """The class called `package.module:Class`. Raises ValueError."""
+        module, colon, name = path.partition(":")
+        if not colon:
+            raise ValueError(f"class is {path!r}, expected package.module:Class")
+        try:
+            found = getattr(import_module(module), name, None)
+        except Exception as error:
+            raise ValueError(
+                f"class {path} cannot be imported ({type(error).__name__}: {error}); install its package, or put the "
+                "folder that holds it on PYTHONPATH"
+            ) from error
+        kind = f"{self.base.__module__}.{self.base.__name__}"
+        if not (isinstance(found, type) and issubclass(found, self.base)):
+            raise ValueError(f"class {path} is no subclass of {kind}; derive it from that")
+        if inspect.isabstract(found):
+            missing = ", ".join(sorted(found.__abstractmethods__))
+            raise ValueError(f"class {path} lacks {missing}; write what {kind} asks for")
+        try:
+            name_of(found)
+        except TypeError as error:
+            raise ValueError(f"class {path}: {error}") from error
+        return found
+
+
+def _with_options(own_class: type[Settings], own: OwnClass) -> Settings:
+    """An instance of the class. What is wrong with an option is reported under `options`, as the recipe has it."""
+    fields: Any = {"class": (str, ...), "options": (own_class, ...)}
+    checked = create_model(own_class.__name__, **fields).model_validate({"class": own.class_, "options": own.options})
+    options: Settings = checked.options  # type: ignore[attr-defined]
+    return options

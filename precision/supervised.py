@@ -1,0 +1,31 @@
+"""Maximum likelihood on demonstrations: sft before reinforcement learning.
+
+loss = -1/N sum_t A_t log pi(y_t),   A_t = 1 for plain cross-entropy
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from precision.objectives.base import Objective, StepContext, TokenBatch
+from precision.objectives.tokens import response_values, score_function_loss, token_sum
+from precision.torch_on_use import Tensor
+
+
+class Supervised(Objective):
+    """`advantages` weigh tokens; `rollout_logprobs` are not read: nobody sampled a demonstration. No recipe chooses it
+    by name: `evenkeel sft` trains with it.
+
+    Sums: `nll` (-log pi, unweighted).
+    """
+
+    name: Literal["supervised"] = "supervised"
+
+    @property
+    def weighs_by_rollout_ratio(self) -> bool:
+        return False
+
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`."""
+        loss = score_function_loss(logprobs, batch, context)
+        return loss, {"nll": token_sum(-response_values(logprobs, batch.mask, "logprobs"), batch.mask)}
