@@ -111,7 +111,7 @@ class TrainingInputs:
     advantages: Tensor
     """float32 [predicted]"""
     sampled: Tensor
-    """bool [predicted]; False on tokens that were forced into a response."""
+    """bool [predicted]; False on tokens that no engine sampled."""
     anchor_logprobs: Tensor | None = None
     """float32 [predicted]"""
 

@@ -319,7 +319,7 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _batch_feeds_every_rank(self) -> Self:
+    def _batch_reaches_every_rank(self) -> Self:
         prompts, updates = self.rollout.prompts_per_batch, self.learner.updates_per_batch
         if prompts % updates:
             raise ValueError(
@@ -328,7 +328,7 @@ class Recipe(Section):
             )
         if prompts // updates * self.rollout.group_size < self.learner.data_parallel:
             raise ValueError(
-                f"an optimizer step on {prompts // updates} prompts × {self.rollout.group_size} samples cannot feed "
+                f"an optimizer step on {prompts // updates} prompts × {self.rollout.group_size} samples cannot fill "
                 f"learner.data_parallel {self.learner.data_parallel}; raise rollout.prompts_per_batch"
             )
         return self

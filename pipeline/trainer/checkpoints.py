@@ -30,8 +30,8 @@ class Checkpoints:
     keep: int
 
     def save(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
-        """Collective. After it returns on the speaking rank, training can go on at `step` whatever dies; `state` is
-        what the loop itself must remember."""
+        """Collective. Once it returns on rank zero, training can go on at `step`, whatever dies. `state` is what the
+        loop itself must remember."""
         target = self.directory / numbered(step)
         if learner.is_rank_zero:
             shutil.rmtree(target, ignore_errors=True)

@@ -53,7 +53,7 @@ def test_objectives_differ_and_act(folder: Path) -> None:
     metrics, changes = found(folder, "one")
     assert all(np.abs(change).max() > 1e-5 for change in changes.values())
     assert not np.allclose(changes["clipped"], changes["tis"], atol=1e-6)
-    assert metrics["p3o"]["num_tokens"] < 16 * 40  # forced tokens are not counted
+    assert metrics["p3o"]["num_tokens"] < 16 * 40  # tokens that were not sampled are not counted
     assert 0 < metrics["mu_grpo"]["veto_tokens"] < 1
 
 

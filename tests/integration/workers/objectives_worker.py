@@ -48,21 +48,21 @@ def recipe(sections: dict[str, Any]) -> Recipe:
     return recipe_from(base | sections, source="test")
 
 
-def batch_with_forced_tokens(vocabulary: int) -> Batch:
+def batch_with_unsampled_tokens(vocabulary: int) -> Batch:
     """Two tokens of every fifth response were not sampled; what stands there must not matter, -120 least of all."""
     batch = make_batch(0, vocabulary)
-    forced = np.zeros(batch.num_response_tokens, np.bool_)
+    unsampled = np.zeros(batch.num_response_tokens, np.bool_)
     for sample in range(0, batch.num_samples, 5):
         middle = (batch.response_offsets[sample] + batch.response_offsets[sample + 1]) // 2
-        forced[middle : middle + 2] = True
-    sampler = np.where(forced, np.float32(-120.0), batch.rollout_logprobs)
-    return dataclasses.replace(batch, loss_mask=~forced, rollout_logprobs=sampler)
+        unsampled[middle : middle + 2] = True
+    rollout_logprobs = np.where(unsampled, np.float32(-120.0), batch.rollout_logprobs)
+    return dataclasses.replace(batch, loss_mask=~unsampled, rollout_logprobs=rollout_logprobs)
 
 
 def step(folder: Path, section: LearnerSection, name: str, variant: str) -> tuple[dict[str, float], Any]:
     objective = build_objective(recipe(OBJECTIVES[name]))
     learner = MegatronLearner(folder / "model", section, objective, temperature=0.9, total_steps=1)
-    batch = batch_with_forced_tokens(learner.model_config.vocab_size)
+    batch = batch_with_unsampled_tokens(learner.model_config.vocab_size)
     before = weights(learner)
     scored = learner.logprobs(batch)
     random = np.random.default_rng(1)

@@ -17,24 +17,24 @@ from pipeline.data.records import Batch, Completion, Group, LogprobContract, Pro
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
 
 Layout = list[list[list[bool]]]
-"""Groups of samples of tokens, each forced or not."""
+"""Groups of samples of tokens, each one that was not sampled (T) or one that was (F)."""
 
 T, F = True, False
 HAND: Layout = [[[F, F], [F, T, F, F]], [[F, F, F, F, F], [], [T]]]
-"""Two prompts. Sampled tokens: 2, 3; 5, 0, 0; N = 10. The fourth response is empty, the fifth all forced."""
+"""Two prompts. Sampled tokens: 2, 3; 5, 0, 0; N = 10. The fourth response is empty, the fifth was not sampled."""
 
 PER_SAMPLE = np.array([1.0, -2.0, 3.0, 4.0, 5.0], np.float32)
 
 
 def batch_of(layout: Layout) -> Batch:
-    def completion(forced: list[bool]) -> Completion:
-        given = Completion.given([7] * len(forced), [-1.0] * len(forced))
-        return replace(given, loss_mask=tuple(not one for one in forced))
+    def completion(unsampled: list[bool]) -> Completion:
+        given = Completion.given([7] * len(unsampled), [-1.0] * len(unsampled))
+        return replace(given, loss_mask=tuple(not one for one in unsampled))
 
     groups = [
         Group(
             prompt=Prompt(group=10 * (len(layout) - number), text="1=", answer="1", tokens=(1, 2)),
-            samples=tuple(Sample(completion=completion(forced), reward=0.0) for forced in samples),
+            samples=tuple(Sample(completion=completion(unsampled), reward=0.0) for unsampled in samples),
         )
         for number, samples in enumerate(layout)
     ]
@@ -51,7 +51,7 @@ def tokens_of(
     return found.tolist()
 
 
-# Responses of 2, 4 (one forced), 5, 0 and 1 (forced) tokens; advantages 1, -2, 3, 4, 5.
+# Responses of 2, 4 (one not sampled), 5, 0 and 1 (not sampled) tokens; advantages 1, -2, 3, 4, 5.
 HANDS: dict[str, tuple[float, float, float]] = {
     "token": (1, -2, 3),
     # Three responses with tokens: 10 / (3 · 2), 10 / (3 · 3), 10 / (3 · 5).

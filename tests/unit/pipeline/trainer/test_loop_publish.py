@@ -67,7 +67,7 @@ def trainer(run: RunDirectory, recorder: Recorder, channel: Any) -> Trainer:
     [
         (1, True, ["publish 2"]),
         (2, True, []),
-        (2, False, ["publish 2"]),  # died between the wire and the folder
+        (2, False, ["publish 2"]),  # died between the transport and the folder
         (3, False, []),  # folders of older versions are pruned
     ],
 )
