@@ -1,9 +1,9 @@
 """Learner state on disk, in Megatron's distributed format: what one layout saved, any layout loads.
 
-So does any precision but float32 for bfloat16 and FP8, and either kind of layers: see `weight_checkpoint`.
+So does any precision but float32 for bfloat16 and FP8, and either kind of layers: see `weights_only`.
 
-The format's index is a pickle, which is searched for foreign classes before Megatron loads it; so is `common.pt`, which
-is not: load only what you saved.
+Two files of the format are pickles. The index is searched for foreign classes before Megatron loads it. `common.pt` is
+not: load only checkpoints that you saved.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def save(directory: Path, chunks: Sequence[Any]) -> None:
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    # As in `checkpoint.save`: results stay in this process, so that Megatron starts no manager process for them.
+    # As in `training_state.save`: results stay in this process, so that Megatron starts no manager process for them.
     filesystem_async._results_queue = queue.SimpleQueue()
     dist_checkpointing.save(sharded_weights(chunks), str(directory))
 

@@ -1,9 +1,10 @@
-"""Writes a policy folder behind the back of a publish, while its tensors stream by.
+"""Writes a policy folder in a thread, while a publish streams its tensors to the engines.
 
     every stage's first rank   tensor ─▶ queue ─▶ shards of its stage ─▶ stage-00.json
     rank 0                     … ─▶ wait for every stage ─▶ config, index, manifest ─▶ rename
 
-The ranks meet in the folder itself: its threads may run while the main threads are in collectives, so they make none.
+Writers of several ranks find one another's files in the folder. They use no collectives: their threads run while the
+main threads may be in collectives of their own.
 """
 
 from __future__ import annotations

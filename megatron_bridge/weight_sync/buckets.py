@@ -1,4 +1,4 @@
-"""Tensors packed into byte rows of bounded size, in SGLang's `flattened_bucket` layout."""
+"""Tensors packed into byte buffers of bounded size, in SGLang's `flattened_bucket` layout."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from pipeline.ports.weight_update import TensorSpec
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together."""
+    """Tensors that are sent in one transfer."""
 
     tensors: tuple[TensorSpec, ...]
-    row: Tensor
+    data: Tensor
     """uint8 [bytes]: the tensors' bytes in C order, one after the other."""
 
 
 def pack(
-    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, new_row: Callable[[int], Tensor]
+    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, new_buffer: Callable[[int], Tensor]
 ) -> Iterator[Bucket]:
-    """Buckets of at most `bucket_bytes`, in the order of the stream; a larger tensor travels alone.
+    """Buckets of at most `bucket_bytes`, in the order of the stream; a larger tensor has one of its own.
 
-    `new_row` gives uint8 [at least so many bytes] for each bucket; it may give the same again once the next bucket is
-    asked for. A tensor's bytes are copied, once, before the next tensor is asked for: an exporter may reuse its memory.
+    `new_buffer` gives uint8 [at least so many bytes] for each bucket. It may give the same again once the next bucket
+    is asked for. A tensor's bytes are copied, once, before the next tensor is asked for: an exporter may reuse its
+    memory.
     """
     specs: list[TensorSpec] = []
-    row, size = torch.empty(0, dtype=torch.uint8), 0
+    buffer, size = torch.empty(0, dtype=torch.uint8), 0
     for name, tensor in named_tensors:
         source = tensor.detach().contiguous().flatten().view(torch.uint8)
         # The receiver views its bytes as tensors, so each must start at a multiple of its element's size.
         if specs and (size + len(source) > bucket_bytes or size % tensor.itemsize):
-            yield Bucket(tuple(specs), row[:size])
+            yield Bucket(tuple(specs), buffer[:size])
             specs, size = [], 0
         if not specs:
-            row = new_row(max(bucket_bytes, len(source)))
-        row[size : size + len(source)].copy_(source)
+            buffer = new_buffer(max(bucket_bytes, len(source)))
+        buffer[size : size + len(source)].copy_(source)
         specs.append(spec_of(name, tensor))
         size += len(source)
     if specs:
-        yield Bucket(tuple(specs), row[:size])
+        yield Bucket(tuple(specs), buffer[:size])

@@ -1,9 +1,9 @@
 """The disk weight channel: every rank exports, rank 0 writes a policy folder, the engines load it.
 
-    probe (all ranks) ─▶ export (all ranks) ─▶ policy/000013 + proof.json (rank 0) ─▶ Engines.load ─▶ PUBLISHED ─▶ prune
+    probe (all ranks) ─▶ export (all ranks) ─▶ policy/000013 + its check (rank 0) ─▶ Engines.load ─▶ PUBLISHED ─▶ prune
 
-A version is named in PUBLISHED only after the engines have proved that they hold it, so a crash at any point leaves the
-older version published and complete.
+A version is named in PUBLISHED only after the engines were verified to hold it. A crash at any point leaves the older
+version published and complete.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCheckPlan:
-    """What every version of a run is proved by (pipeline.ports.weight_check)."""
+    """What the engines are verified by after each publish of a run (pipeline.ports.weight_check)."""
 
     rows: tuple[tuple[int, ...], ...]
     """Token ids of the probe."""
     max_mean_gap_nats: float
     new_checksums: Callable[[], ChecksumRecorder] | None
-    """Where the engines' checksums can be computed; None where they cannot."""
+    """Makes a recorder of the checksums that the engines should report; None where these cannot be computed."""
 
     def probe(self, learner: MegatronLearner) -> Probe:
-        """What the learner says at its present weights. Collective."""
+        """The probe with the learner's log-probabilities at its present weights. Collective."""
         scored = learner.score_tokens(self.rows, temperature=1.0)
         return Probe(
             rows=self.rows,
@@ -97,7 +97,7 @@ class DiskChannel:
         return {**phases, **seconds, "publish_s": time.monotonic() - begin}
 
     def wait_for_folder(self) -> None:
-        """Nothing is left to wait for: `publish` returns with the folder complete."""
+        """Returns at once: `publish` completes the folder before it returns."""
 
     def close(self) -> None:
         """See WeightChannel."""
@@ -106,9 +106,9 @@ class DiskChannel:
     def _load_and_name(
         self, version: int, folder: Path, probe: Probe, digests: ChecksumRecorder | None
     ) -> dict[str, float]:
-        proof = WeightCheck(version=version, probe=probe, digests=() if digests is None else digests.digests())
-        proof.save(folder)
-        seconds = asyncio.run(self._engines.load(version, folder, proof))
+        check = WeightCheck(version=version, probe=probe, digests=() if digests is None else digests.digests())
+        check.save(folder)
+        seconds = asyncio.run(self._engines.load(version, folder, check))
         self._run.set_published(version)
         loaded = time.monotonic()
         prune(self._run.policies, version, self._keep)

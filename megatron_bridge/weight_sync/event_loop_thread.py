@@ -1,4 +1,4 @@
-"""An event loop in a thread: HTTP goes on while the calling thread waits for a process group."""
+"""An event loop in a thread: HTTP requests go on while the calling thread waits for a process group."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class EventLoopThread:
-    """Runs coroutines on one event loop until `close`. The thread is a daemon: it owns nothing that must outlive a
-    crash."""
+    """Runs coroutines on one event loop until `close`. The thread is a daemon: it need not finish its work when the
+    process ends."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -26,11 +26,11 @@ class EventLoopThread:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin; the future has the result. Cancelling the future cancels the coroutine."""
+        """Begin to run a coroutine; the future gets its result. Cancelling the future cancels the coroutine."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result. The coroutine bounds its own time."""
+        """Run a coroutine and return its result. There is no deadline here: the coroutine must have one."""
         return self.start(work).result()
 
     def close(self) -> None:

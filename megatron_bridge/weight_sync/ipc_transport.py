@@ -1,9 +1,10 @@
 """Buckets handed over as memory that the engines open: learner and engines share a machine and its GPUs.
 
-Each rank keeps one row of memory, of a bucket's size or that of the largest tensor, for as long as the channel lives.
-All its engines read the same row, through one CUDA IPC handle whatever the number of tensors; ranks of an engine on
-other GPUs read it by peer access. An engine answers when it has copied its share into its weights, so the row may then
-be written again. One that fell out may still read, and get bytes of two buckets: it claims no version and is fed anew.
+Each rank keeps one shared buffer for as long as the channel lives, as large as a bucket or the largest tensor. All
+engines of the rank read the same buffer, through one CUDA IPC handle whatever the number of tensors. Ranks of an
+engine on other GPUs read it by peer access. An engine answers when it has copied its share into its weights; then the
+buffer may be written again. An engine that failed may still be reading, and so mix two buckets: it claims no version
+until it has been given all weights anew.
 
 Every engine process must see the sender's GPU (CUDA_VISIBLE_DEVICES; in containers also /dev/shm).
 """
@@ -32,9 +33,9 @@ PICKLE_PROTOCOL = 4
 
 @dataclass(eq=False)
 class IpcTransport(WeightTransport):
-    """One row of memory, opened by every engine."""
+    """One shared buffer, opened by every engine."""
 
-    _row: SharedBuffer | None = field(init=False, default=None)
+    _buffer: SharedBuffer | None = field(init=False, default=None)
 
     @property
     def engines(self) -> tuple[int, ...]:
@@ -46,36 +47,36 @@ class IpcTransport(WeightTransport):
         self._left_s = {engine: self._deadline_s for engine in self._assigned if engine not in unreachable}
         self.failures, self.sent_bytes = {}, 0
 
-    def new_row(self, num_bytes: int) -> Tensor:
+    def new_buffer(self, num_bytes: int) -> Tensor:
         """The same each time, unless it is too small."""
-        if self._row is None or len(self._row) < num_bytes:
+        if self._buffer is None or len(self._buffer) < num_bytes:
             self.close()
-            self._row = SharedBuffer(num_bytes, self._device)
-        return self._row.bytes
+            self._buffer = SharedBuffer(num_bytes, self._device)
+        return self._buffer.bytes
 
     def send(self, bucket: Bucket) -> None:
-        """Have all engines that are left load a bucket of `new_row`, at once."""
+        """Have all engines that are left load a bucket of `new_buffer`, at once."""
         if not self._left_s:
             return
-        row = self._row
-        assert row is not None, "new_row comes first"
-        assert row.bytes.data_ptr() == bucket.row.data_ptr(), "the bucket was not packed into new_row"
-        lent = row.lend(len(bucket.row), readers=len(self._left_s) * self._session.ranks_per_engine)
+        buffer = self._buffer
+        assert buffer is not None, "new_buffer comes first"
+        assert buffer.bytes.data_ptr() == bucket.data.data_ptr(), "the bucket was not packed into new_buffer"
+        lent = buffer.lend(len(bucket.data), readers=len(self._left_s) * self._session.ranks_per_engine)
         pickled = flattened_bucket(bucket, lent)
         calls = {engine: self._event_loop.start(self._hand_over(engine, pickled)) for engine in self._left_s}
         for engine, call in calls.items():
             try:
                 self._left_s[engine] -= call.result()
-                self.sent_bytes += len(bucket.row)
+                self.sent_bytes += len(bucket.data)
             except RetryableError as error:
                 self.failures[engine] = str(error)
                 del self._left_s[engine]
 
     def close(self) -> None:
         """See WeightTransport."""
-        if self._row is not None:
-            self._row.close()
-        self._row = None
+        if self._buffer is not None:
+            self._buffer.close()
+        self._buffer = None
 
     async def _hand_over(self, engine: int, pickled: bytes) -> float:
         """Seconds that the engine took."""
@@ -85,7 +86,7 @@ class IpcTransport(WeightTransport):
 
 
 def flattened_bucket(bucket: Bucket, opener: Any) -> bytes:
-    """A bucket as SGLang's /update_weights_from_tensor takes it, where `opener` pickles as its row.
+    """A bucket as SGLang's /update_weights_from_tensor takes it, where `opener` pickles as its data.
 
     SGLang reads a pickle here and nothing else. This one names nothing but torch's functions that open shared memory,
     torch's dtypes and torch.Size, and SimpleNamespace where SGLang itself puts a class of its own.

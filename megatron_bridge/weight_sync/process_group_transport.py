@@ -64,8 +64,8 @@ class ProcessGroupTransport(WeightTransport):
             with ThreadPoolExecutor(len(wanted), "engine-group") as threads:
                 list(threads.map(self._have_group, wanted))
 
-    def new_row(self, num_bytes: int) -> Tensor:
-        """A new one each time: a broadcast that was given up may still read the last one."""
+    def new_buffer(self, num_bytes: int) -> Tensor:
+        """New memory each time: a broadcast that was given up may still read what it was to send."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def send(self, bucket: Bucket) -> None:
@@ -78,7 +78,7 @@ class ProcessGroupTransport(WeightTransport):
                     if not transfer.done():
                         continue
                     self._left_s[engine] -= time.monotonic() - began
-                    self.sent_bytes += bucket.row.nbytes
+                    self.sent_bytes += bucket.data.nbytes
                 except RetryableError as error:
                     transfer.call.cancel()
                     self._fail(engine, error)
@@ -93,7 +93,7 @@ class ProcessGroupTransport(WeightTransport):
     def _begin(self, engine: int, bucket: Bucket, began: float) -> Transfer:
         group, deadline_s = self._groups[engine], min(BUCKET_DEADLINE_S, self._left_s[engine])
         call = self._event_loop.start(self._session.receive(engine, group.name, bucket.tensors, deadline_s))
-        group.broadcast(bucket.row, deadline_s)
+        group.broadcast(bucket.data, deadline_s)
         return Transfer(group, call, began + deadline_s)
 
     def _have_group(self, engine: int) -> None:

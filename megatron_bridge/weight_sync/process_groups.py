@@ -54,13 +54,13 @@ class EngineGroup:
         self._backend = backend
         self._work: Any = None
 
-    def broadcast(self, row: Tensor, deadline_s: float) -> None:
-        """Begin to send `row`, which must stay as it is until `done`, which also reports what fails here."""
+    def broadcast(self, data: Tensor, deadline_s: float) -> None:
+        """Begin to send `data`, which must not change until `done` is true. What fails here is raised by `done`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=deadline_s)
         try:
-            self._work = self._backend.broadcast([row], options)
+            self._work = self._backend.broadcast([data], options)
         except RuntimeError as error:
             self._work = _Broken(error)
 

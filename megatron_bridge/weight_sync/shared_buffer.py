@@ -1,13 +1,15 @@
-"""Bytes of this process that other processes of the machine can open: by a CUDA IPC handle, or on a CPU by the name of
-a file of shared memory. Not yet run on a GPU.
+"""Memory of this process that other processes of the machine can open.
 
-The memory is shared once, when it is made, and the same handle is given out ever after. torch's own way of sharing (a
-tensor put into a ForkingPickler) would share it anew each time: on a GPU each new share wraps the storage once more and
-none is ever unwrapped.
+On a GPU they open it by a CUDA IPC handle, on a CPU by the name of a file of shared memory. Not yet run on a GPU.
 
-A GPU's memory goes with the process that made it. A file of shared memory does not: a guard process deletes its name,
-when the row is closed as well as when this process dies, whatever it dies of. (torch's own guard, torch_shm_manager,
-waits until every process that ever opened the file is gone: the engines, that is.)
+The memory is shared once, when it is made, and every reader gets the same handle. torch's own way of sharing (a tensor
+put into a ForkingPickler) shares it anew for each reader: on a GPU each share wraps the storage once more, and no
+wrapper is ever removed.
+
+The driver frees a GPU's memory when the process that made it ends. The kernel does not delete a file of shared memory
+then. A guard process deletes it, when the buffer is closed and also when this process dies, whatever the cause.
+torch's own guard (torch_shm_manager) would keep the file until every process that opened it has ended, and the engines
+go on.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Call:
-    """Pickles as a call: whoever unpickles it gets what the function returns there."""
+    """Pickles as a call: the process that unpickles it calls the function and gets its result."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.function = function
@@ -63,12 +65,15 @@ class SharedBuffer:
 
     @property
     def file(self) -> Path:
-        """Of a CPU's memory."""
+        """The file of shared memory; on a CPU only."""
         return SHARED_MEMORY / str(self._handle[1], "ascii").lstrip("/")
 
     def lend(self, num_bytes: int, readers: int) -> Call:
-        """What opens the first `num_bytes` as they are now, as a tensor; to be unpickled once by each of `readers`
-        processes. They hold the memory itself: what is written later, they see."""
+        """An object that unpickles as the first `num_bytes`, uint8 [num_bytes], in another process of this machine.
+
+        Each of `readers` processes must unpickle it once. They get the memory itself, not a copy: they see what is
+        written to it later.
+        """
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
             return Call(reductions.rebuild_cuda_tensor, *cuda_arguments(self._handle, _uuid(self._device), num_bytes))
@@ -79,14 +84,17 @@ class SharedBuffer:
         return Call(reductions.rebuild_tensor, torch.Tensor, typed, (0, (num_bytes,), (1,), False))
 
     def close(self) -> None:
-        """Nobody can open it any more; who has it open keeps it."""
+        """No process can open it any more. A process that has it open keeps the memory."""
         if self._guard is not None:
             self._guard.communicate()
 
 
 def cuda_arguments(handle: tuple[Any, ...], device_uuid: str, num_bytes: int) -> tuple[Any, ...]:
-    """Of torch's `rebuild_cuda_tensor`, for what `_share_cuda_` returned. `device_uuid`: SGLang finds the device by its
-    UUID, since indices differ where processes see different devices."""
+    """Arguments of torch's `rebuild_cuda_tensor` for what `_share_cuda_` returned.
+
+    `device_uuid`: SGLang finds the device by its UUID, since processes that see different devices number them
+    differently.
+    """
     _, memory, storage_bytes, offset_bytes, counter, counter_offset, event, _ = handle
     return (
         torch.Tensor,
@@ -100,12 +108,12 @@ def cuda_arguments(handle: tuple[Any, ...], device_uuid: str, num_bytes: int) ->
         storage_bytes,
         offset_bytes,
         False,
-        # torch counts readers down here, to know when memory that its owner dropped may be used again. It is counted
-        # up once only, so this count says nothing: the owner keeps the memory.
+        # torch counts readers down here, to know when memory that its owner dropped may be used again. The owner keeps
+        # the memory, so the count does not matter.
         counter,
         counter_offset,
         event,
-        False,  # no waiting for the event: it is of the time of sharing, and `lend` has waited for what came after
+        False,  # do not wait for the event: it was recorded at sharing, and `lend` has waited for later work
     )
 
 

@@ -1,16 +1,16 @@
 """The streamed weight channel: learner ranks send their own share of the weights straight into the engines.
 
-    rank 0            lock, pause, begin ────────────────────────────────────────▶ end, prove, continue ─▶ PUBLISHED
-    every sender             └▶ groups ─▶ (gather ─▶ quantize ─▶ bucket ─▶ wire)*      ─┘
+    rank 0            lock, pause, begin ────────────────────────────────────────▶ end, verify, continue ─▶ PUBLISHED
+    every sender             └▶ groups ─▶ (gather ─▶ quantize ─▶ bucket ─▶ transport)* ─┘
     first of a stage                                    └─▶ FolderWriter ─▶ policy/000013, after the publish
 
-A pipeline stage streams only what it holds; the stages stream side by side. Every rank of a stage has the gathered
-tensors, so its engines are divided among its ranks: engine e is served by rank e mod (ranks of the stage), through its
-transport: process groups (ProcessGroupTransport) or memory that the engine opens (IpcTransport). An engine that dies or
-hangs costs at most the deadline; it is skipped for the rest of the publish and quarantined at its end.
+A pipeline stage streams only what it holds; the stages stream at the same time. Every rank of a stage has the gathered
+tensors, so the engines are divided among its ranks: rank e mod (ranks of the stage) serves engine e. It sends through
+process groups (ProcessGroupTransport) or through memory that the engine opens (IpcTransport). An engine that dies or
+hangs delays the publish by at most its deadline. It is skipped for the rest of the publish, then quarantined.
 
-The transport is the fast path, the folder is the ledger. Engines that restart, and a collector that resyncs engines,
-load the folder, which is complete before the next publish begins and before any checkpoint passes its version.
+Engines that restart, and a collector that resyncs engines, load the policy folder. It is complete before the next
+publish begins, and before any checkpoint of a later version is written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
 
 CONTROL_S = 240.0
-"""What one phase of a publish may take beside the deadline of the engines: pausing, proving, taking leave."""
+"""What one phase of a publish may take beside the deadline of the engines: pausing, verifying, closing sessions."""
 
 _log = logging.getLogger(__name__)
 Stream = Iterator[tuple[str, Tensor]]
@@ -54,13 +54,13 @@ Stream = Iterator[tuple[str, Tensor]]
 
 @dataclass
 class _Clock:
-    """Seconds by phase; a phase inside another is not counted twice."""
+    """Seconds by phase. Time of a phase inside another counts for the inner one only."""
 
     seconds: dict[str, float]
     inner: float = 0.0
 
     def timed(self, name: str, stream: Stream) -> Stream:
-        """The same stream; the time that it takes to make its items belongs to `name`."""
+        """The same stream. The time that it takes to make its items counts for the phase `name`."""
         while True:
             before, began = self.inner, time.monotonic()
             item = next(stream, None)
@@ -99,19 +99,19 @@ class StreamedChannel:
         self._run = run
         self._quant = quant
         self._share = None if quant is None else quant.restricted(_modules(learner))
-        """What of it this stage holds: a module that never comes is an error."""
+        """The part of `quant` that this stage holds: a module whose weight never comes is an error."""
         self._plan = plan
         self._keep = keep
         self._bucket_bytes = bucket_bytes
         self._folder_deadline_s = deadline_s
         self._rank_sync = RankSync(2 * deadline_s + CONTROL_S)
-        self._event_loop = EventLoopThread("engine-feed")
+        self._event_loop = EventLoopThread("weight-update")
         stage_of = self._rank_sync.all_gather_json(parallel_state.get_pipeline_model_parallel_rank())
         self._num_stages = 1 + max(stage_of)
         self._stage = stage_of[self._rank_sync.rank]
         ranks = [rank for rank, stage in enumerate(stage_of) if stage == self._stage]
-        self._place = ranks.index(self._rank_sync.rank)
-        engines = range(self._place, len(session.urls), len(ranks))
+        self._stage_rank = ranks.index(self._rank_sync.rank)
+        engines = range(self._stage_rank, len(session.urls), len(ranks))
         patience_s = min(deadline_s, learner.section.step_deadline_s / 2)
         self._transport = new_transport(session, self._event_loop, engines, learner.device, patience_s)
         self._writer: FolderWriter | None = None
@@ -121,7 +121,7 @@ class StreamedChannel:
         """Give the engines the learner's present weights under the name `version`. Collective.
 
         Returns score_s, lock_s, pause_s (rank 0), connect_s, gather_s, quantize_s, keep_s (digests and host copies),
-        transfer_s (slowest rank; with the engines' loading), load_s and what proving took (slowest engine), publish_s
+        transfer_s (slowest rank; with the engines' loading), load_s and what verifying took (slowest engine), publish_s
         (total), write_s (from the publish before this one until its folder was complete), transfer_bytes (all engines)
         and engines_failed; {} but on rank 0.
         Raises EngineUnavailableError on every rank when no engine serves the version.
@@ -133,18 +133,18 @@ class StreamedChannel:
         opened = self._rank_sync.all_gather_result(self._open)[0]
         folder = self._run.policy_directory(version)
         temporary = folder.with_name(f"{folder.name}.tmp-{opened['pid']}")
-        if self._place == 0:
+        if self._stage_rank == 0:
             self._writer = FolderWriter(temporary, self._stage)
         try:
             reports = self._rank_sync.all_gather_result(lambda: self._send_all(dict(opened["failures"])))
             failures = dict(opened["failures"]) | {e: why for report in reports for e, why in report["failures"]}
-            proof = WeightCheck(version=version, probe=probe, digests=_joined(report["digests"] for report in reports))
-            closed = self._rank_sync.all_gather_result(lambda: self._close(proof, folder, failures))[0]
+            check = WeightCheck(version=version, probe=probe, digests=_joined(report["digests"] for report in reports))
+            closed = self._rank_sync.all_gather_result(lambda: self._close(check, folder, failures))[0]
         except Exception as error:
             self._abandon(version, folder, error)
             raise
         if self._writer is not None:
-            self._writer.commit(None if self._rank_sync.rank else lambda: self._complete(proof, temporary, folder))
+            self._writer.commit(None if self._rank_sync.rank else lambda: self._complete(check, temporary, folder))
         if self._rank_sync.rank:
             return {}
         slowest = {name: max(report["seconds"][name] for report in reports) for name in reports[0]["seconds"]}
@@ -192,7 +192,7 @@ class StreamedChannel:
                 if self._share is not None:
                     stream = clock.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
                 stream = clock.timed("keep_s", self._kept(stream, digests))
-                for bucket in pack(stream, self._bucket_bytes, self._transport.new_row):
+                for bucket in pack(stream, self._bucket_bytes, self._transport.new_buffer):
                     sent = time.monotonic()
                     self._transport.send(bucket)
                     clock.seconds["transfer_s"] += time.monotonic() - sent
@@ -216,12 +216,12 @@ class StreamedChannel:
                 digests.observe(name, tensor)
             yield name, tensor
 
-    def _close(self, proof: WeightCheck, folder: Path, failures: dict[int, str]) -> Any:
+    def _close(self, check: WeightCheck, folder: Path, failures: dict[int, str]) -> Any:
         if self._rank_sync.rank:
             return None
-        version = proof.version
+        version = check.version
         report: WeightUpdateReport = self._event_loop.run(
-            self._session.end_weight_update(version, folder, proof, failures)
+            self._session.end_weight_update(version, folder, check, failures)
         )
         for engine, why in report.failures.items():
             _log.warning("engine %d did not take version %d and is quarantined: %s", engine, version, why)
@@ -232,15 +232,15 @@ class StreamedChannel:
         self._run.set_published(version)
         return {"measured": dict(report.measured), "failed": len(report.failures)}
 
-    def _complete(self, proof: WeightCheck, temporary: Path, folder: Path) -> None:
+    def _complete(self, check: WeightCheck, temporary: Path, folder: Path) -> None:
         """Rank 0's writer, after its own share."""
-        proof.save(temporary)
+        check.save(temporary)
         manifest = gather_manifests(temporary, self._num_stages, self._folder_deadline_s)
         complete_policy(temporary, folder, manifest, self._learner.model_folder, self._quant)
-        prune(self._run.policies, proof.version, self._keep)
+        prune(self._run.policies, check.version, self._keep)
 
     def _abandon(self, version: int, folder: Path, error: Exception) -> None:
-        """Leave nothing half done: not the engines, which are quarantined, and not the folder."""
+        """After a failure: remove the unfinished folder and quarantine every engine."""
         if self._writer is not None:
             self._writer.discard()
         if self._rank_sync.rank == 0 and self._session.is_open:
@@ -249,7 +249,7 @@ class StreamedChannel:
 
 
 def _modules(learner: MegatronLearner) -> Iterator[str]:
-    """Of this rank's pipeline stage."""
+    """Names of the modules of this rank's pipeline stage."""
     return (name.removesuffix(".weight") for name in convert.stage_tensors(learner.model, learner.model_config))
 
 

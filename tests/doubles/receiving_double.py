@@ -63,7 +63,7 @@ class ReceivingDouble(EngineDouble):
         self.bucket_fault: BucketFault | None = None
         self.refuses_groups = False
         self.bucket_s = 0.0
-        """What opening a bucket takes."""
+        """Seconds before it takes in a bucket."""
 
     def restart(self) -> None:
         """Another process behind the same port."""
@@ -107,6 +107,7 @@ class ReceivingDouble(EngineDouble):
         assert request["flush_cache"], "cached prefixes would be those of other weights"
         if self.bucket_fault is not None and self.healthy_buckets == 0:
             return self._fail(self.bucket_fault)
+        time.sleep(self.bucket_s)
         self.healthy_buckets -= 1
         dtypes = [getattr(torch, name) for name in request["dtypes"]]
         sizes = [

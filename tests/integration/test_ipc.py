@@ -99,20 +99,20 @@ class Sender:
             load_deadline_s=60,
             ranks_per_engine=1,
         )
-        self.wire = IpcTransport(self.fleet, background, range(len(urls)), torch.device("cpu"), DEADLINE_S)
+        self.transport = IpcTransport(self.fleet, background, range(len(urls)), torch.device("cpu"), DEADLINE_S)
 
     def send(self, tensors: Iterator[tuple[str, Tensor]], before: Callable[[Bucket, int], None] | None = None) -> None:
         """Open, and send all; `before` sees each bucket and its place."""
         opened = self.background.run(self.fleet.begin_weight_update())
-        self.wire.open(opened.failures)
-        for place, bucket in enumerate(pack(tensors, BUCKET_BYTES, self.wire.new_row)):
+        self.transport.open(opened.failures)
+        for place, bucket in enumerate(pack(tensors, BUCKET_BYTES, self.transport.new_buffer)):
             if before is not None:
                 before(bucket, place)
-            self.wire.send(bucket)
+            self.transport.send(bucket)
 
     def prove(self, version: int, digests: ExpectedChecksums | None) -> WeightUpdateReport:
         proof = None if digests is None else WeightCheck(version=version, digests=digests.digests())
-        closing = self.fleet.end_weight_update(version, Path("/nowhere"), proof, self.wire.failures)
+        closing = self.fleet.end_weight_update(version, Path("/nowhere"), proof, self.transport.failures)
         return self.background.run(closing)
 
     def publish(self, engine: Engine, version: int) -> WeightUpdateReport:
@@ -129,7 +129,7 @@ def sender_to(urls: Sequence[str], lock: Path) -> Iterator[Sender]:
     try:
         yield sender
     finally:
-        sender.wire.close()
+        sender.transport.close()
         background.run(sender.fleet.close())
         background.close()
 
@@ -140,8 +140,8 @@ def die_half_way(url: str, lock: str, checkpoint: str) -> None:
 
     def halt(_: Bucket, place: int) -> None:
         if place == 2:
-            assert sender.wire._row is not None
-            print(sender.wire._row.file, sender.wire.failures, flush=True)
+            assert sender.transport._buffer is not None
+            print(sender.transport._buffer.file, sender.transport.failures, flush=True)
             sys.stdin.read()
 
     sender.send(((name, tensor.bfloat16()) for name, tensor in TensorFolder(Path(checkpoint)).tensors()), halt)
@@ -161,7 +161,7 @@ def test_every_bit_arrives_while_requests_are_under_way(engines: dict[str, Engin
         versions = [sample.versions for sample in waiting.result(60)]
         assert all(list(one) == sorted(one) for one in versions)
         assert {1, 2} in [set(one) for one in versions], "answers went on with the weights that came"
-        assert sender.wire.sent_bytes == sum(tensor.nbytes for _, tensor in engine.policy(2))
+        assert sender.transport.sent_bytes == sum(tensor.nbytes for _, tensor in engine.policy(2))
 
 
 def test_a_flipped_bit_is_never_served(engines: dict[str, Engine]) -> None:
@@ -169,12 +169,12 @@ def test_a_flipped_bit_is_never_served(engines: dict[str, Engine]) -> None:
 
     def flip(bucket: Bucket, place: int) -> None:
         if place == 1:
-            bucket.row[8] ^= 1
+            bucket.data[8] ^= 1
 
     with sender_to([engine.url], engine.lock) as sender:
         digests = ExpectedChecksums(dtype=torch.bfloat16, num_kv_heads=2)
         sender.send(digests.watch(engine.policy(3)), flip)
-        assert sender.wire.failures == {}
+        assert sender.transport.failures == {}
         assert sender.prove(3, digests).failures.keys() == {0}
         assert sender.publish(engine, 4).failures == {}
 
@@ -208,8 +208,8 @@ def test_an_engine_that_is_killed_between_buckets_costs_nothing_but_itself(engin
                 engine.process.kill()
 
         sender.send(engine.policy(5), kill)
-        assert sender.wire.failures.keys() == {0}
-        assert sender.wire.engines == (1,)
+        assert sender.transport.failures.keys() == {0}
+        assert sender.transport.engines == (1,)
         sent = dict(engine.policy(5))
         assert double.received.keys() == sent.keys()
         assert all(torch.equal(double.received[name], sent[name]) for name in sent)

@@ -151,7 +151,7 @@ class Rank:
             for bucket in pack(
                 [("model.norm.weight", torch.zeros(self.learner.model_config.hidden_size))],
                 BUCKET_BYTES,
-                channel._transport.new_row,
+                channel._transport.new_buffer,
             ):
                 channel._transport.send(bucket)
             assert self.fleet._lock is not None
@@ -170,7 +170,7 @@ class Rank:
             nonlocal buckets
             buckets += 1
             if buckets == BREAK_AT:
-                bucket.row[8] ^= 1  # the lowest byte of a float32, after everything was hashed and kept
+                bucket.data[8] ^= 1  # the lowest byte of a float32, after everything was hashed and kept
             send(bucket)
 
         if dist.get_rank() == 1:  # of stage 0, whose engine is engine 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_bridge.weight_sync.buckets import Bucket, pack
 
-new_row = partial(torch.empty, dtype=torch.uint8)
+new_buffer = partial(torch.empty, dtype=torch.uint8)
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
 
 
@@ -22,9 +22,9 @@ def unpacked(bucket: Bucket) -> dict[str, Tensor]:
         dtype = getattr(torch, spec.dtype)
         size = torch.Size(spec.shape).numel() * dtype.itemsize
         assert offset % dtype.itemsize == 0, spec.name
-        found[spec.name] = bucket.row[offset : offset + size].view(dtype).reshape(spec.shape)
+        found[spec.name] = bucket.data[offset : offset + size].view(dtype).reshape(spec.shape)
         offset += size
-    assert offset == len(bucket.row)
+    assert offset == len(bucket.data)
     return found
 
 
@@ -40,8 +40,8 @@ def test_every_tensor_arrives_once_in_buckets_that_hold_what_they_may(
         for place, (dtype, rows, columns) in enumerate(kinds)
     }
     found: dict[str, Tensor] = {}
-    for bucket in pack(sent.items(), bucket_bytes, new_row):
-        assert len(bucket.row) <= bucket_bytes or len(bucket.tensors) == 1
+    for bucket in pack(sent.items(), bucket_bytes, new_buffer):
+        assert len(bucket.data) <= bucket_bytes or len(bucket.tensors) == 1
         found |= unpacked(bucket)
     assert found.keys() == sent.keys()
     for name, tensor in sent.items():
@@ -51,7 +51,7 @@ def test_every_tensor_arrives_once_in_buckets_that_hold_what_they_may(
 
 def test_tensors_fill_a_bucket_before_the_next_begins() -> None:
     sent = [(str(place), torch.zeros(10)) for place in range(7)]
-    assert [len(bucket.tensors) for bucket in pack(sent, 100, new_row)] == [2, 2, 2, 1]
+    assert [len(bucket.tensors) for bucket in pack(sent, 100, new_buffer)] == [2, 2, 2, 1]
 
 
 def test_memory_that_is_reused_does_not_matter() -> None:
@@ -62,7 +62,7 @@ def test_memory_that_is_reused_does_not_matter() -> None:
             buffer.fill_(place)
             yield str(place), buffer  # type: ignore[misc]
 
-    (bucket,) = pack(stream(), 1 << 10, new_row)  # type: ignore[arg-type]
+    (bucket,) = pack(stream(), 1 << 10, new_buffer)  # type: ignore[arg-type]
     assert [tensor[0].item() for tensor in unpacked(bucket).values()] == [0, 1, 2]
 
 

@@ -1,4 +1,4 @@
-"""Weights into doubles of engines, over a wire of choice."""
+"""Publishes weights to doubles of engines, over a transport of choice."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Publish = Callable[[dict[str, Tensor]], WeightTransport]
 def publisher(
     engines: Sequence[ReceivingDouble], folder: Path, new_transport: type[WeightTransport], *, ranks: int = 1
 ) -> Iterator[Publish]:
-    """Sends tensors to all engines, over the same wire each time."""
-    background = EventLoopThread("test")
+    """Sends tensors to all engines, over the same transport each time."""
+    event_loop = EventLoopThread("test")
     fleet = FleetUpdateSession(
         [engine.url for engine in engines],
         router_url=None,
@@ -36,22 +36,22 @@ def publisher(
         load_deadline_s=5,
         ranks_per_engine=ranks,
     )
-    wire = new_transport(fleet, background, range(len(engines)), torch.device("cpu"), DEADLINE_S)
+    transport = new_transport(fleet, event_loop, range(len(engines)), torch.device("cpu"), DEADLINE_S)
 
     def send(tensors: dict[str, Tensor]) -> WeightTransport:
-        report = background.run(fleet.begin_weight_update())
-        wire.open(report.failures)
-        for bucket in pack(tensors.items(), BUCKET_BYTES, wire.new_row):
-            wire.send(bucket)
-        background.run(fleet.end_weight_update(1, folder, None, {**report.failures, **wire.failures}))
-        return wire
+        report = event_loop.run(fleet.begin_weight_update())
+        transport.open(report.failures)
+        for bucket in pack(tensors.items(), BUCKET_BYTES, transport.new_buffer):
+            transport.send(bucket)
+        event_loop.run(fleet.end_weight_update(1, folder, None, {**report.failures, **transport.failures}))
+        return transport
 
     try:
         yield send
     finally:
-        wire.close()
-        background.run(fleet.close())
-        background.close()
+        transport.close()
+        event_loop.run(fleet.close())
+        event_loop.close()
         gc.collect()  # a connection that is still open says so in the test that left it, not in a later one
 
 
