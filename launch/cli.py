@@ -26,7 +26,7 @@ app = typer.Typer(
 model_app = typer.Typer(help="Make models.", no_args_is_help=True)
 runs_app = typer.Typer(help="Look at runs.", no_args_is_help=True)
 trajectories_app = typer.Typer(help="Read what was sampled.", no_args_is_help=True)
-verify_app = typer.Typer(help="Prove that engine, learner and ledger hold what they promise.", no_args_is_help=True)
+verify_app = typer.Typer(help="Check that engine and learner agree, and that a run lost nothing.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
 app.add_typer(model_app, name="model")
 app.add_typer(runs_app, name="runs")
@@ -78,22 +78,23 @@ def train(
 @app.command()
 def sft(
     recipe: RecipePath,
-    out: Annotated[Path, typer.Option(help="Folder for the warmed-up HF model.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the trained HF model.", show_default=False)],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 220,
     batch_size: Annotated[int, typer.Option(min=1, help="Demonstrations a step.")] = 128,
     lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-3,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")] = 50,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises linearly.")] = 50,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Supervised warm-up on the task's demonstrations, with the same Megatron-Core learner and checkpoint format.
+    """Supervised fine-tuning on the task's demonstrations, with the same Megatron-Core learner and checkpoint format.
 
-    Reads model, task and learner of the recipe; the learning rate falls linearly to zero after its warm-up.
+    Reads model, task and learner of the recipe. The learning rate rises for --warmup-steps, then falls linearly to
+    zero.
     """
-    from launch.run.sft import warm_up
+    from launch.run.sft import run_sft
     from pipeline.config.loader import load_recipe
 
-    result = warm_up(
+    result = run_sft(
         load_recipe(recipe, overrides or []),
         out,
         steps=steps,

@@ -106,19 +106,19 @@ class EngineClient:
         return True
 
     async def pause(self) -> None:
-        """Stop sampling. Requests under way are retracted, wait, and go on with whatever weights there are then; a
-        server that could not tell their tokens apart aborts them instead (see dialect).
+        """Stop sampling. Requests under way are retracted and go on after `resume`, with the weights that there are
+        then. A server that could not tell the tokens of the two apart aborts them instead (see sglang_compat).
 
-        A paused engine answers control calls and checksums, but scores no prompts either.
+        A paused engine answers control calls and checksums, but does not score prompts.
         """
         await self._control("/pause_generation", {"mode": (await self._dialect()).pause})
 
     async def resume(self) -> None:
-        """Sample again; changes nothing on an engine that is not paused."""
+        """Sample again. Nothing happens on an engine that is not paused."""
         await self._control("/continue_generation", {"torch_empty_cache": False})
 
     async def update_from_disk(self, version: int, directory: Path, *, deadline_s: float) -> None:
-        """Take the weights of `directory`, a folder that the engine can read, as `version`, not proved yet.
+        """Take the weights of `directory`, a folder that the engine can read, as `version`, unverified.
 
         Call it between `pause` and `resume`. Raises EngineVersionError when the engine does not take them.
         """
@@ -139,17 +139,17 @@ class EngineClient:
             )
 
     async def verify(self, version: int) -> None:
-        """Raises EngineVersionError unless the engine claims `version`, proved or not."""
+        """Raises EngineVersionError unless the engine claims `version`, verified or not."""
         served = (await self.model_info()).weight_version
         if claimed_version(served) != version:
             raise EngineVersionError(
                 f"engine {self.index} at {self.url} serves version {served}, expected {version}; it gets no requests "
-                "until it is fed again"
+                "until it has been given weights again"
             )
 
     async def checksums(self, *, deadline_s: float) -> list[dict[str, str]] | None:
-        """For each tensor parallel rank, parameter → digest of what the engine holds; None if the server cannot tell:
-        an older one has no such route, and newer ones refuse some quantizations."""
+        """For each tensor parallel rank, parameter → digest of what the engine holds. None when the server has no such
+        route (older ones) or refuses the engine's quantization (newer ones)."""
         path = "/weights_checker"
         request = {"action": "checksum"}
         answer = await self._transport.call("POST", path, deadline_s=deadline_s, json=request, accept=(400, 404))
@@ -161,7 +161,7 @@ class EngineClient:
         return [dict(rank.checksums) for rank in sorted(found.ranks, key=lambda rank: rank.parallelism_info[0].tp_rank)]
 
     async def name(self, version: int) -> None:
-        """Call the weights that the engine holds `version`, proved; requests under way are not disturbed."""
+        """Name the weights that the engine holds `version`, as verified. Requests under way go on."""
         await self._control("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def invalidate(self) -> None:

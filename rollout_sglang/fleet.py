@@ -1,13 +1,13 @@
-"""All engines of a run as one: who gets requests, who is fed, who is waited for.
+"""All engines of a run as one: which of them get requests, which are given weights, which are waited for.
 
 An engine is *admitted* (gets requests) while it answers and serves at least the version that this fleet was last told
-to serve. Anything else quarantines it, until it proves the version again. Several processes feed the same engines (the
-learner publishes, the collector resyncs); a lock file orders them and records the last version that was fed.
+to serve. Otherwise it is quarantined until it is verified again. Two processes give weights to the same engines: the
+learner publishes, the collector resyncs. A lock file keeps them apart and holds the version that was given last.
 
-    generate   waits for an admitted engine; a failure quarantines and asks the next one
-    load       lock → feed all engines at once → each proves what it holds → those that fail twice are quarantined
-    resync       lock → those that claim the version prove it, the others are fed, unless another process has loaded a
-               later version
+    generate   waits for an admitted engine; an engine that fails is quarantined and the next one asked
+    load       lock → all engines take the weights at once → each is verified → those that fail twice are quarantined
+    resync     lock → engines that claim the version are verified, the others are given its weights, unless another
+               process has loaded a later version
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollout_sglang.weights.locks import exclusive_lock
 ATTEMPTS = 4
 """Failed answers that one `generate` takes before it gives up. Waiting for an engine to come back is not counted."""
 UPDATE_ATTEMPTS = 2
-"""How often an engine is fed one version before it is quarantined."""
+"""How often an engine is given one version before it is quarantined."""
 _PROBE_PAUSE_S = 0.5
 _FIRST_RETRY_PAUSE_S = 0.05
 T = TypeVar("T")
@@ -43,11 +43,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Target:
-    """The version that every engine should serve, where its weights lie, and what proves that an engine holds them."""
+    """The version that every engine should serve, where its weights lie, and how it is verified that an engine holds
+    them."""
 
     version: int
     directory: Path
-    proof: WeightCheck | None
+    check: WeightCheck | None
 
 
 class FleetSettings(TypedDict):
@@ -87,7 +88,7 @@ class Fleet:
         self._target: Target | None = None
         self._quarantined: set[int] = set()
         self._verified: dict[int, Target] = {}
-        """By engine, what it proved to this process; forgotten when it is quarantined."""
+        """By engine, what this process has verified; forgotten when the engine is quarantined."""
         self._verifier = WeightVerifier(self._load_deadline_s)
         self._in_flight = [0] * len(self._engines)
         self._router_is_suspect = False
@@ -110,15 +111,15 @@ class Fleet:
             await asyncio.sleep(_FIRST_RETRY_PAUSE_S * 2 ** len(failures))
         raise EngineUnavailableError(f"{ATTEMPTS} engines in a row failed one request; the last: {failures[-1]}")
 
-    async def load(self, version: int, directory: Path, proof: WeightCheck | None = None) -> dict[str, float]:
-        """Feed every engine and have it prove the version, by `proof` or the one in `directory`.
+    async def load(self, version: int, directory: Path, check: WeightCheck | None = None) -> dict[str, float]:
+        """Give `version` to every engine and verify it, by `check` or else by the one in `directory`.
 
         Returns the slowest engine's pause_s, load_s, checksum_s, probe_s, and lock_s; with a probe, the largest
         probe_gap_nats; and engines_checked, how many engines could show checksums. Engines that fail twice are
         quarantined. Raises EngineUnavailableError when none serves `version`.
         """
         watch = Stopwatch()
-        target = Target(version, directory, proof or WeightCheck.load(directory))
+        target = Target(version, directory, check or WeightCheck.load(directory))
         async with exclusive_lock(self._lock_path, self._load_deadline_s) as record:
             watch.lap("lock_s")
             self._target = target
@@ -127,14 +128,14 @@ class Fleet:
         return summarize(version, results) | watch.seconds
 
     async def resync(self, version: int, directory: Path) -> None:
-        """Admit the engines that prove `version`, feed those that claim another one, quarantine those that do not
-        answer or prove nothing.
+        """Admit the engines that hold `version`, give it to those that claim another one, and quarantine those that do
+        not answer or cannot be verified.
 
-        When another process has meanwhile loaded another version, nothing is fed: the caller is behind.
+        When another process has meanwhile loaded another version, the caller is behind: no engine is given weights.
         """
         target = self._target = Target(version, directory, WeightCheck.load(directory))
-        proved = all(self._verified.get(engine.index) == target for engine in self._engines)
-        if proved and not self._quarantined and await self._all_serve(version):
+        verified = all(self._verified.get(engine.index) == target for engine in self._engines)
+        if verified and not self._quarantined and await self._all_serve(version):
             return
         async with exclusive_lock(self._lock_path, self._load_deadline_s) as record:
             superseded = _read_record(record) not in (None, version)
@@ -244,12 +245,12 @@ class Fleet:
             await self._quarantine(engine)
 
     async def _holds(self, engine: EngineClient, target: Target, *, named: bool) -> bool:
-        """Whether an engine that claims the version holds it; asked again only after it was quarantined or restarted,
-        when it has lost the version's name."""
+        """Whether an engine that claims the version holds it. It is verified once; again after it was quarantined, or
+        restarted, which takes the version's name from it."""
         if named and self._verified.get(engine.index) == target:
             return True
         try:
-            await self._verify(engine, target.version, target.proof)
+            await self._verify(engine, target.version, target.check)
         except RetryableError:
             return False
         self._verified[engine.index] = target
@@ -258,7 +259,7 @@ class Fleet:
     async def _update_engine(
         self, engine: EngineClient, target: Target, attempts_left: int = UPDATE_ATTEMPTS
     ) -> dict[str, float] | str:
-        """Feed and prove; again when the proof fails. What it took, or why the engine is quarantined now."""
+        """Give the weights and verify them, `attempts_left` times at most. What it took, or why it is quarantined."""
         try:
             while True:
                 try:
@@ -285,11 +286,11 @@ class Fleet:
         except RetryableError:
             await invalidate(engine)  # a load that failed may have changed part of the weights
             raise
-        return watch.seconds | await self._verify(engine, target.version, target.proof)
+        return watch.seconds | await self._verify(engine, target.version, target.check)
 
-    async def _verify(self, engine: EngineClient, version: int, proof: WeightCheck | None) -> dict[str, float]:
+    async def _verify(self, engine: EngineClient, version: int, check: WeightCheck | None) -> dict[str, float]:
         """See WeightVerifier.verify; does not admit the engine."""
-        return await self._verifier.verify(engine, version, proof)
+        return await self._verifier.verify(engine, version, check)
 
     async def _quarantine(self, engine: EngineClient) -> None:
         self._quarantined.add(engine.index)
@@ -317,7 +318,7 @@ async def _version_of(engine: EngineClient) -> int | None:
 
 
 async def _versions_of(engine: EngineClient) -> tuple[int | None, int | None]:
-    """The version that an engine has proved, and the one that it claims; None where there is none or no answer."""
+    """The version that an engine serves verified, and the one that it claims; None where there is none or no answer."""
     try:
         name = (await engine.model_info()).weight_version
     except RetryableError:
@@ -327,7 +328,7 @@ async def _versions_of(engine: EngineClient) -> tuple[int | None, int | None]:
 
 
 def summarize(version: int, results: Sequence[dict[str, float] | str]) -> dict[str, float]:
-    """What feeding took, over all engines: the largest of each number, but engines_checked is a count.
+    """What a weight update took, over all engines: the largest of each number, but engines_checked is a count.
 
     A result is an engine's numbers or why it failed. Raises EngineUnavailableError when all failed.
     """

@@ -13,9 +13,9 @@ UNKNOWN_ENGINE = 2**16 - 1
 """Index of the engine of a completion that came through a router, which does not say who answered."""
 
 UNVERIFIED = "unverified-"
-"""Begins the weight version of an engine that has not yet proved what it holds; the policy version follows."""
+"""Begins the weight version of an engine that has not been verified yet; the policy version follows."""
 INVALIDATED = "unverified"
-"""Weight version of an engine that failed to prove what it holds: it must be fed anew."""
+"""Weight version of an engine that failed its check: it must be given weights again."""
 
 
 class Answer(BaseModel):
@@ -124,21 +124,19 @@ GENERATED_LIST = TypeAdapter(list[Generated])
 
 
 def policy_version(weight_version: str) -> int:
-    """The number that a weight version on the wire stands for: of weights that were proved.
-
-    Raises EngineVersionError when it is not one of ours, or not proved.
-    """
+    """The policy version that SGLang's `weight_version` stands for. Raises EngineVersionError when it is not one of
+    ours, or unverified."""
     try:
         return int(weight_version)
     except ValueError:
         raise EngineVersionError(
-            f"engine serves weight_version {weight_version!r}, expected a proved policy version such as '12'; "
-            "it gets no requests until it proves the published policy"
+            f"engine serves weight_version {weight_version!r}, expected a verified policy version such as '12'; "
+            "it gets no requests until it is verified that it holds the published policy"
         ) from None
 
 
 def claimed_version(weight_version: str) -> int | None:
-    """The policy version that an engine claims to hold, proved or not; None when it is none of ours."""
+    """The policy version that an engine claims to hold, verified or not; None when it is none of ours."""
     try:
         return int(weight_version.removeprefix(UNVERIFIED))
     except ValueError:

@@ -35,9 +35,10 @@ def check_engines(recipe: Recipe) -> None:
 
 
 def engine_spec(run: RunDirectory, recipe: Recipe, index: int, port: int, api_key: str) -> EngineSpec:
-    """Engine `index`, serving the newest version that lies in a folder.
+    """Engine `index`, which starts with the newest version whose folder is complete.
 
-    That is the published one, but for the moments after a broadcast: then the engine is fed before it gets requests.
+    That is the published version, or an older one while the folder behind a broadcast is still being written. A resync
+    then gives the engine the published version before it gets requests.
     """
     rollout = recipe.rollout
     version = run.newest_policy(run.published_version())

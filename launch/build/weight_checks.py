@@ -1,4 +1,4 @@
-"""What the versions of a run are proved by: the probe's tokens, how close an engine must come, and its checksums."""
+"""How the versions of a run are verified: the probe's tokens, how close an engine must come, and its checksums."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def fleet_settings(run: RunDirectory, recipe: Recipe) -> FleetSettings:
     return FleetSettings(
         router_url=router,
         api_key=os.environ.get(API_KEY_VARIABLE),
-        lock_path=run.feeding_lock,
+        lock_path=run.weight_update_lock,
         request_deadline_s=recipe.rollout.request_deadline_s,
         load_deadline_s=recipe.weights.publish_deadline_s,
     )

@@ -1,4 +1,4 @@
-"""`evenkeel sft`: supervised warm-up with the same learner, under torchrun like training.
+"""`evenkeel sft`: supervised fine-tuning with the same learner, under torchrun like training.
 
 parent   freezes the recipe, starts the ranks, shows progress
 ranks    demonstrations of the task ──▶ Batch ──▶ learner.update(Supervised) ──▶ checkpoints ──▶ HF folder
@@ -31,11 +31,11 @@ from pipeline.tasks.tokenizer import Tokenizer
 from pipeline.trainer.checkpoints import Checkpoints
 
 CHECKPOINT_EVERY = 100
-WARM_UP_METRICS = ("loss", "entropy", "grad_norm", "lr", "num_tokens", "padding_share")
+SFT_METRICS = ("loss", "entropy", "grad_norm", "lr", "num_tokens", "padding_share")
 
 
-def warm_up(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float, warmup_steps: int) -> dict[str, Any]:
-    """Train on demonstrations and export an HF folder. The same command resumes an interrupted warm-up."""
+def run_sft(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float, warmup_steps: int) -> dict[str, Any]:
+    """Train on demonstrations and export an HF folder. The same command resumes an interrupted run."""
     if out.exists():
         raise RecipeError(f"--out {out} exists already; remove it or name another folder")
     config = read_hf_config(recipe.model.path)
@@ -61,7 +61,7 @@ def warm_up(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float
 
 
 def _freeze_batch_size(run: RunDirectory, batch_size: int) -> None:
-    """The one setting that is not in the recipe; a warm-up that was begun with another one is not resumed."""
+    """The one setting that is not in the recipe; a run that was begun with another one is not resumed."""
     path = run.path / "batch_size"
     if not path.exists():
         write_atomically(path, f"{batch_size}\n")
@@ -88,7 +88,7 @@ def demonstrations_of(task: Task, first: int, count: int) -> list[tuple[str, str
     found = [task.demonstration(index % task.num_prompts) for index in range(first, first + count)]
     pairs = [pair for pair in found if pair is not None]
     if len(pairs) < count:
-        raise RecipeError("this task has no demonstrations to warm up on; start from a model that can already answer")
+        raise RecipeError("this task has no demonstrations to train on; start from a model that can already answer")
     return pairs
 
 
@@ -127,7 +127,7 @@ def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
         batch = supervised_batch(step, pairs, tokenizer, contract)
         metrics = learner.update(batch, np.ones(batch.num_samples, np.float32), None).metrics
         if learner.is_rank_zero:
-            event_log.metrics(step, **{name: metrics[name] for name in WARM_UP_METRICS})
+            event_log.metrics(step, **{name: metrics[name] for name in SFT_METRICS})
         if (step + 1) % CHECKPOINT_EVERY == 0:
             checkpoints.save(learner, step + 1, {})
     learner.export(out)
@@ -136,4 +136,4 @@ def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
 if __name__ == "__main__":
     die_with_parent()
     directory = RunDirectory(Path(sys.argv[1]))
-    run_child(directory, "warm-up", lambda: learn_demonstrations(directory, Path(sys.argv[2]), int(sys.argv[3])))
+    run_child(directory, "sft", lambda: learn_demonstrations(directory, Path(sys.argv[2]), int(sys.argv[3])))

@@ -1,8 +1,8 @@
 """Supervise one run on one machine: engines, router, collector, learner.
 
-Any of them may die at any time. A dead process is started again, and what it had in hand is derived anew from the run
-directory; a process that dies again and again without the run getting on, or that left a fatal note, ends the run. The
-same command then goes on from where the run was.
+Any of them may die at any time. A dead process is started again and reads from the run directory what it has to do. The
+run ends when a process dies again and again without progress of the run, or when it left a fatal note. The same command
+then resumes the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POLL_S = 0.25
 
 @dataclass
 class RestartBudget:
-    """How often one process may die before the run gets on again."""
+    """How often one process may die without progress of the run."""
 
     limit: int
     spent: int = 0
@@ -61,8 +61,8 @@ class Supervisor:
     router: ServerProcess | None = None
     router_port: int | None = None
     starting: dict[str, Future[float]] = field(default_factory=dict)
-    proved: set[str] = field(default_factory=set)
-    """Servers that were up once: they may die and be started again."""
+    came_up: set[str] = field(default_factory=set)
+    """Servers that were up once. Only these are started again when they die."""
     programs: dict[str, ChildProcess] = field(default_factory=dict)
     budgets: dict[str, RestartBudget] = field(default_factory=dict)
     waiters: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="engine-start"))
@@ -136,9 +136,9 @@ class Supervisor:
     def _restart_engines(self) -> None:
         for name, ready in list(self.starting.items()):
             if ready.done():
-                if name not in self.proved:
+                if name not in self.came_up:
                     ready.result()  # a server that never came up ends the run, with the end of its log
-                self.proved.add(name)
+                self.came_up.add(name)
                 del self.starting[name]
         for index, engine in enumerate(self.engines):
             name = f"engine-{index}"

@@ -60,7 +60,7 @@ def preflight(recipe: Recipe) -> None:
 def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
     """Version 0 straight from the model folder, so that engines and learner can start side by side.
 
-    No learner has scored a probe of it: engines prove it by their checksums alone.
+    No learner has scored a probe of it: engines are verified by their checksums alone.
     """
     if run.is_published():
         return

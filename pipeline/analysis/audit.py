@@ -19,7 +19,7 @@ from pipeline.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What the batches of a run prove. `sound` is what a run must be."""
+    """What was found in the batches of a run. `sound` says whether nothing is wrong."""
 
     missing: tuple[int, ...]
     """Batches below `steps` that are not committed."""
@@ -31,7 +31,7 @@ class Audit:
     version_violations: int
     """Response tokens of a version that the schedule does not allow in their batch."""
     solved_violations: tuple[int, ...]
-    """Groups passed over although their problem had not solved, and groups asked although it had."""
+    """Groups passed over although their problem was not solved, and groups asked although it was."""
     batches: int
     groups: int
     """Groups trained on or dropped."""
@@ -41,7 +41,7 @@ class Audit:
     zero_variance: int
     solved: int
     tokens: int
-    """Response tokens, forced ones included."""
+    """Response tokens, those that no engine sampled included."""
     lags: dict[int, int]
     """batch - version → response tokens, ascending."""
 
@@ -58,7 +58,7 @@ def verify_history(run_dir: Path, schedule: Schedule, steps: int, solved_rule: S
     seen: Counter[int] = Counter()
     lags: Counter[int] = Counter()
     kinds: Counter[str] = Counter()
-    ledger, misjudged = SolvedPromptFilter(solved_rule), set[int]()
+    solved, misjudged = SolvedPromptFilter(solved_rule), set[int]()
     tokens = violations = 0
     groups_to_ask: tuple[int, tuple[int, ...]] = (0, ())
     for index in present:
@@ -70,8 +70,8 @@ def verify_history(run_dir: Path, schedule: Schedule, steps: int, solved_rule: S
         violations += sum(count for version, count in counts.items() if not schedule.allows(index, version))
         tokens += batch.num_response_tokens
         kinds.update(drop.kind for drop in batch.dropped)
-        misjudged |= _misjudged(batch, ledger.solved(schedule.required_version(index)))
-        ledger.record(batch)
+        misjudged |= _misjudged(batch, solved.solved(schedule.required_version(index)))
+        solved.record(batch)
         groups_to_ask = batch.next_group, batch.open_groups
     next_group, open_groups = groups_to_ask
     reopened = seen.keys() & set(open_groups)
@@ -93,7 +93,7 @@ def verify_history(run_dir: Path, schedule: Schedule, steps: int, solved_rule: S
 
 
 def _misjudged(batch: Batch, solved: Mapping[int, Attempts]) -> set[int]:
-    """Groups of one batch that were asked or passed over against the ledger's verdict."""
+    """Groups of one batch that were asked or passed over against what the pass rates say."""
     asked = dict(zip(batch.group.tolist(), batch.problem.tolist(), strict=True))
     asked |= {drop.group: drop.problem for drop in batch.dropped if drop.kind != "solved"}
     passed_over = {drop.group: drop.problem for drop in batch.dropped if drop.kind == "solved"}

@@ -16,13 +16,13 @@ WINDOW_STEPS = 20
 """Verdicts look at this many of the last steps: long enough to hold a checkpoint, short enough to follow a change."""
 
 CLOSE = 0.1
-"""A second group this near the first is named too: mending only one would move the bottleneck, not remove it."""
+"""A second group whose share is this near the first is named too: it would be the next bottleneck."""
 
 
 def phase_shares(metrics: Sequence[Mapping[str, Any]], *, window: int = WINDOW_STEPS) -> dict[str, float]:
     """Share (0 to 1) of each learner phase in the last `window` steps; empty when nothing was timed.
 
-    The very first step is left out as soon as there is another: it pays for warm-up.
+    The very first step is left out as soon as there is another: it is slow, because everything is set up in it.
     """
     timed = [line["seconds"] for line in metrics if line.get("seconds")]
     recent = timed[1:][-window:] or timed

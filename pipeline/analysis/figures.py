@@ -102,7 +102,7 @@ def render(name: str, size: tuple[float, float], draw: Callable[[Axes], None]) -
 
 
 def curve(
-    history: RunLog,
+    run_log: RunLog,
     name: str,
     lines: Sequence[tuple[str, str, str]],
     *,
@@ -111,7 +111,7 @@ def curve(
     floor: float | None = None,
 ) -> str | None:
     """Metrics over steps; each line is (metric, label, color). `floor` is the lowest end of the y axis."""
-    known = [(*history.series(metric), label, color) for metric, label, color in lines]
+    known = [(*run_log.series(metric), label, color) for metric, label, color in lines]
     known = [line for line in known if line[0]]
     if not known:
         return None
@@ -120,7 +120,7 @@ def curve(
         for steps, values, label, color in known:
             _line(axes, steps, values, label, color)
         _steps_axis(axes)
-        _mark_restarts(axes, history)
+        _mark_restarts(axes, run_log)
         shown = np.concatenate([values for _, values, _, _ in known])
         if log and shown.min() > 0 and shown.max() > LOG_FROM_RATIO * shown.min():
             axes.set_yscale("log")
@@ -134,9 +134,9 @@ def curve(
     return render(name, SMALL, draw)
 
 
-def held_out(history: RunLog) -> str | None:
+def held_out(run_log: RunLog) -> str | None:
     """pass@1 with its 95 % interval, and pass@k for the largest k, by policy version."""
-    events = [event for event in history.evaluations if number(event, "pass_at_1") is not None]
+    events = [event for event in run_log.evaluations if number(event, "pass_at_1") is not None]
     if not events:
         return None
     versions = [int(event["version"]) for event in events]
@@ -169,9 +169,9 @@ def held_out(history: RunLog) -> str | None:
     return render("held-out pass@1", WIDE, draw)
 
 
-def ess(history: RunLog, *, shows_kl_weight: bool) -> str | None:
+def ess(run_log: RunLog, *, shows_kl_weight: bool) -> str | None:
     """ESS over steps; with P3O the gap to 1 is the weight that its KL term gets."""
-    steps, values = history.series("ess")
+    steps, values = run_log.series("ess")
     if not steps:
         return None
 
@@ -185,14 +185,14 @@ def ess(history: RunLog, *, shows_kl_weight: bool) -> str | None:
         axes.set_ylim(max(0.0, bottom - 0.15 * (1.0 - bottom) - 1e-4), 1.0)
         axes.legend(loc="lower left", fontsize=8)
         _steps_axis(axes)
-        _mark_restarts(axes, history)
+        _mark_restarts(axes, run_log)
 
     return render("effective sample size", SMALL, draw)
 
 
-def phase_seconds(history: RunLog) -> str | None:
+def phase_seconds(run_log: RunLog) -> str | None:
     """Seconds of each learner phase, stacked over steps."""
-    lines = [line for line in history.metrics if line.get("seconds")]
+    lines = [line for line in run_log.metrics if line.get("seconds")]
     if not lines:
         return None
     steps = np.array([int(line["step"]) for line in lines])
@@ -207,7 +207,7 @@ def phase_seconds(history: RunLog) -> str | None:
         for column, phase in enumerate(LEARNER_PHASES):
             axes.bar(centres, heights[:, column], width, bottom, color=COLOURS[PHASE_COLOURS[phase]], label=phase)
             bottom += heights[:, column]
-        # One step that paid for warm-up must not flatten the rest.
+        # One slow step, such as the first, must not flatten the rest.
         axes.set_ylim(0.0, max(1e-9, min(bottom.max(), 3.0 * float(np.quantile(bottom, 0.9)))) * 1.05)
         axes.margins(x=0.01)
         axes.set_ylabel("seconds")
@@ -217,12 +217,12 @@ def phase_seconds(history: RunLog) -> str | None:
     return render("seconds of each phase", WIDE, draw)
 
 
-def log_ratio_histogram(history: RunLog) -> str | None:
+def log_ratio_histogram(run_log: RunLog) -> str | None:
     """Share of tokens in each log-ratio bin for the first, middle and last step that counted them.
 
     Bins are drawn equally wide, so the x axis is logarithmic on both sides of zero; the y axis is logarithmic too.
     """
-    lines = [line for line in history.metrics if len(line.get("log_ratio_histogram") or ()) == NUM_LOG_RATIO_BINS]
+    lines = [line for line in run_log.metrics if len(line.get("log_ratio_histogram") or ()) == NUM_LOG_RATIO_BINS]
     lines = [line for line in lines if sum(line["log_ratio_histogram"]) > 0]
     if not lines:
         return None
@@ -250,15 +250,15 @@ def log_ratio_histogram(history: RunLog) -> str | None:
     return render("log-ratio histogram", WIDE, draw)
 
 
-def timeline(history: RunLog, *, num_steps: int = 12) -> str | None:
+def timeline(run_log: RunLog, *, num_steps: int = 12) -> str | None:
     """The phases of learner and collector over the last `num_steps` steps, as bars against the clock."""
-    steps = learner_intervals(history.metrics[-num_steps:])
+    steps = learner_intervals(run_log.metrics[-num_steps:])
     if not steps:
         return None
     begin, end = min(i.start for i in steps), max(i.end for i in steps)
     # What follows the last step, such as the final evaluation, may take a fifth of the picture.
-    end = min(begin + 1.25 * (end - begin), max([end, *(i.end for i in collector_intervals(history.events))]))
-    others = [i for i in collector_intervals(history.events) if i.end > begin and i.start < end]
+    end = min(begin + 1.25 * (end - begin), max([end, *(i.end for i in collector_intervals(run_log.events))]))
+    others = [i for i in collector_intervals(run_log.events) if i.end > begin and i.start < end]
     lanes = ["learner", *sorted({i.lane for i in others})]
 
     def draw(axes: Axes) -> None:
@@ -322,10 +322,10 @@ def _steps_axis(axes: Axes, label: str = "step") -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
 
 
-def _mark_restarts(axes: Axes, history: RunLog) -> None:
+def _mark_restarts(axes: Axes, run_log: RunLog) -> None:
     """A dotted line at the first step that ended after each restart."""
-    for event in history.of_kind("restarted"):
-        after = next((line["step"] for line in history.metrics if line["time"] > event["time"]), None)
+    for event in run_log.of_kind("restarted"):
+        after = next((line["step"] for line in run_log.metrics if line["time"] > event["time"]), None)
         if after is not None:
             axes.axvline(after, color=COLOURS["muted"], linestyle=":", linewidth=0.9)
 

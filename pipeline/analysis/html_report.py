@@ -31,56 +31,56 @@ WIDE = ("", "Log-ratio of a token", "Timeline of the last steps", "Learner, seco
 
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into the run directory and return its path. Raises StoreError (no run directory)."""
-    history = RunLog.read(run_dir)
+    run_log = RunLog.read(run_dir)
     page = run_dir / "report.html"
-    write_atomically(page, render_page(history))
+    write_atomically(page, render_page(run_log))
     return page
 
 
-def render_page(history: RunLog) -> str:
+def render_page(run_log: RunLog) -> str:
     """The page as text."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(percent=percent, decimal=decimal, duration=duration, count=count)
     template = environment.from_string(resources.files("pipeline.analysis").joinpath("html_report.html.j2").read_text())
-    listed = event_rows(history)
+    listed = event_rows(run_log)
     return template.render(
-        summary=summarize(history),
-        sections=sections(history),
-        shares=figures.share_bar(phase_shares(history.metrics)),
+        summary=summarize(run_log),
+        sections=sections(run_log),
+        shares=figures.share_bar(phase_shares(run_log.metrics)),
         events=listed[-MAX_LISTED_EVENTS:],
         num_events=len(listed),
-        recipe=history.recipe.to_yaml(),
+        recipe=run_log.recipe.to_yaml(),
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
 
 
-def sections(history: RunLog) -> list[dict[str, Any]]:
+def sections(run_log: RunLog) -> list[dict[str, Any]]:
     """Title, explanation and figures of each part of the page; parts without any figure are left out."""
     mismatch = [
-        ("Effective sample size", _ess(history)),
-        ("k3 KL to the engine", figures.curve(history, "k3 KL", [("k3_kl", "k3", "blue")], log=True)),
-        ("Staleness, versions", figures.curve(history, "lag", _LAG, floor=0.0)),
+        ("Effective sample size", _ess(run_log)),
+        ("k3 KL to the engine", figures.curve(run_log, "k3 KL", [("k3_kl", "k3", "blue")], log=True)),
+        ("Staleness, versions", figures.curve(run_log, "lag", _LAG, floor=0.0)),
     ]
     parts: list[tuple[str, str, list[tuple[str, str | None]]]] = [
-        ("Held-out prompts", "Never trained on. The band is the 95 % interval of pass@1.", [("", _held_out(history))]),
-        ("Learning", "", _learning(history)),
+        ("Held-out prompts", "Never trained on. The band is the 95 % interval of pass@1.", [("", _held_out(run_log))]),
+        ("Learning", "", _learning(run_log)),
         (
             "Mismatch between engine and learner",
             "Every token is scored again by the learner before it is trained on. Equal policies would have ESS 1.",
-            [*mismatch, ("Log-ratio of a token", figures.log_ratio_histogram(history))],
+            [*mismatch, ("Log-ratio of a token", figures.log_ratio_histogram(run_log))],
         ),
         (
             "Objective and correction",
             "Shares are of all sampled tokens, whatever the mean of the loss counts alike.",
-            objective_figures(history),
+            objective_figures(run_log),
         ),
-        ("Advantage", advantage_text(history), advantage_figures(history)),
+        ("Advantage", advantage_text(run_log), advantage_figures(run_log)),
         (
             "Where the time goes",
             "Numbers in the bars are steps, batches and versions.",
             [
-                ("Timeline of the last steps", figures.timeline(history)),
-                ("Learner, seconds a step", figures.phase_seconds(history)),
+                ("Timeline of the last steps", figures.timeline(run_log)),
+                ("Learner, seconds a step", figures.phase_seconds(run_log)),
             ],
         ),
     ]
@@ -98,41 +98,41 @@ def sections(history: RunLog) -> list[dict[str, Any]]:
 _LAG = [("lag_max", "oldest token", "orange"), ("lag_mean", "mean", "blue")]
 
 
-def _held_out(history: RunLog) -> str | None:
-    return figures.held_out(history)
+def _held_out(run_log: RunLog) -> str | None:
+    return figures.held_out(run_log)
 
 
-def _ess(history: RunLog) -> str | None:
-    return figures.ess(history, shows_kl_weight=history.recipe.objective.weighs_kl_by_step_ess)
+def _ess(run_log: RunLog) -> str | None:
+    return figures.ess(run_log, shows_kl_weight=run_log.recipe.objective.weighs_kl_by_step_ess)
 
 
-def _learning(history: RunLog) -> list[tuple[str, str | None]]:
+def _learning(run_log: RunLog) -> list[tuple[str, str | None]]:
     reward = [("reward_mean", "mean reward", "blue"), ("solve_rate", "solved", "teal")]
 
     def share(name: str, metric: str, color: str) -> str | None:
-        return figures.curve(history, name, [(metric, "share", color)], percent=True, floor=0.0)
+        return figures.curve(run_log, name, [(metric, "share", color)], percent=True, floor=0.0)
 
     return [
-        ("Training reward", figures.curve(history, "training reward", reward)),
-        ("Entropy, nats a token", figures.curve(history, "entropy", [("entropy", "entropy", "violet")])),
-        ("Gradient norm", figures.curve(history, "gradient norm", [("grad_norm", "norm", "orange")], log=True)),
-        ("Response length, tokens", figures.curve(history, "length", [("response_tokens_mean", "mean", "teal")])),
+        ("Training reward", figures.curve(run_log, "training reward", reward)),
+        ("Entropy, nats a token", figures.curve(run_log, "entropy", [("entropy", "entropy", "violet")])),
+        ("Gradient norm", figures.curve(run_log, "gradient norm", [("grad_norm", "norm", "orange")], log=True)),
+        ("Response length, tokens", figures.curve(run_log, "length", [("response_tokens_mean", "mean", "teal")])),
         ("Truncated responses", share("truncated", "truncated_share", "pink")),
         ("Padding in micro-batches", share("padding", "padding_share", "gray")),
     ]
 
 
-def event_rows(history: RunLog) -> list[dict[str, str]]:
+def event_rows(run_log: RunLog) -> list[dict[str, str]]:
     """When (since the first event), what, and the rest of the event in words; neighbors that say the same for the same
     reason become one row with their number."""
     rows = []
-    for _, run in groupby(history.of_kind(*NOTEWORTHY), key=lambda event: (event["kind"], event.get("reason"))):
+    for _, run in groupby(run_log.of_kind(*NOTEWORTHY), key=lambda event: (event["kind"], event.get("reason"))):
         same = list(run)
         first = same[0]
         rest = [f"{key} {value}" for key, value in first.items() if key not in ("kind", "time", "reason")]
         rest = rest if len(same) == 1 else [f"{len(same)} times"]
         reason = [str(first["reason"])] if first.get("reason") else []
-        when = duration(first["time"] - history.events[0]["time"])
+        when = duration(first["time"] - run_log.events[0]["time"])
         rows.append(dict(when=when, kind=str(first["kind"]), text=": ".join([", ".join(rest), *reason])))
     return rows
 

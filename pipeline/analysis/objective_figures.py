@@ -20,27 +20,27 @@ NUM_POINTS = 201
 """Solve rates at which weight_curves are drawn."""
 
 
-def advantage_figures(history: RunLog) -> list[Named]:
+def advantage_figures(run_log: RunLog) -> list[Named]:
     """What the advantage weighs, and how that moved."""
-    drawn = _drawn(history, history.recipe.advantage.measures)
-    return [("Weight by solve rate", weight_curve_points(history)), *drawn]
+    drawn = _drawn(run_log, run_log.recipe.advantage.measures)
+    return [("Weight by solve rate", weight_curve_points(run_log)), *drawn]
 
 
-def objective_figures(history: RunLog) -> list[Named]:
+def objective_figures(run_log: RunLog) -> list[Named]:
     """What the objective clipped, capped, vetoed and anchored to, and what the correction took away."""
-    return _drawn(history, (*history.recipe.objective.measures, *history.recipe.correction.measures))
+    return _drawn(run_log, (*run_log.recipe.objective.measures, *run_log.recipe.correction.measures))
 
 
-def _drawn(history: RunLog, measures: Iterable[Measure]) -> list[Named]:
+def _drawn(run_log: RunLog, measures: Iterable[Measure]) -> list[Named]:
     return [
-        (m.title, figures.curve(history, m.title, m.lines, percent=m.percent, log=m.log, floor=m.floor))
+        (m.title, figures.curve(run_log, m.title, m.lines, percent=m.percent, log=m.log, floor=m.floor))
         for m in measures
     ]
 
 
-def advantage_text(history: RunLog) -> str:
+def advantage_text(run_log: RunLog) -> str:
     """What the dashed and the full lines of the weight curves are."""
-    advantage, group_size = history.recipe.advantage, history.recipe.rollout.group_size
+    advantage, group_size = run_log.recipe.advantage, run_log.recipe.rollout.group_size
     when = f", at the newest {' and '.join(advantage.moving_parts)}" if advantage.moving_parts else ""
     return (
         f"How much weight {advantage.name} gives a prompt by its solve rate, before any normalization{when}: full "
@@ -48,11 +48,11 @@ def advantage_text(history: RunLog) -> str:
     )
 
 
-def weight_curve_points(history: RunLog) -> str | None:
+def weight_curve_points(run_log: RunLog) -> str | None:
     """m_S and m_F over the solve rate of a prompt; one line where they are the same. None before the first step."""
-    if not history.metrics:
+    if not run_log.metrics:
         return None
-    advantage, group_size = history.recipe.advantage.at_last(history.last), history.recipe.rollout.group_size
+    advantage, group_size = run_log.recipe.advantage.at_last(run_log.last), run_log.recipe.rollout.group_size
     p = np.linspace(0.0, 1.0, NUM_POINTS)
     infinite, finite = weight_curves(advantage, p), binomial_weight_curves(advantage, p, group_size)
 

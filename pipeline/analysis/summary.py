@@ -27,21 +27,21 @@ def summary(run_dir: Path) -> dict[str, Any]:
     return summarize(RunLog.read(run_dir))
 
 
-def summarize(history: RunLog) -> dict[str, Any]:
-    """As `summary`, of a history that is already in memory."""
-    recipe = history.recipe
-    tokens = sum(history.series("num_tokens")[1])
-    committed = history.of_kind("committed")
+def summarize(run_log: RunLog) -> dict[str, Any]:
+    """As `summary`, of a RunLog that is already in memory."""
+    recipe = run_log.recipe
+    tokens = sum(run_log.series("num_tokens")[1])
+    committed = run_log.of_kind("committed")
     return dict(
         name=recipe.run.name,
-        state=_state(history),
-        steps=history.num_steps,
+        state=_state(run_log),
+        steps=run_log.num_steps,
         steps_planned=recipe.run.steps,
-        **_held_out(history),
-        wall_s=history.wall_s,
+        **_held_out(run_log),
+        wall_s=run_log.wall_s,
         samples=sum(int(event["samples"]) for event in committed),
         tokens=int(tokens),
-        tokens_per_s=tokens / history.wall_s if history.wall_s > 0 else None,
+        tokens_per_s=tokens / run_log.wall_s if run_log.wall_s > 0 else None,
         learner_layout=layout_name(recipe.learner).replace("one", "one process"),
         learner_precision=recipe.learner.precision,
         engines=f"{recipe.rollout.engines} × TP{recipe.rollout.tensor_parallel}",
@@ -50,17 +50,17 @@ def summarize(history: RunLog) -> dict[str, Any]:
         correction=describe_choice(recipe.correction),
         advantage=describe_choice(recipe.advantage),
         schedule=describe_schedule(recipe),
-        reward_last=history.last("reward_mean"),
-        ess_last=history.last("ess"),
-        ess_min=min(history.series("ess")[1], default=None),
-        k3_kl_last=history.last("k3_kl"),
-        entropy_last=history.last("entropy"),
-        lag_max=max(history.series("lag_max")[1], default=None),
-        restarts=len(history.of_kind("restarted")),
+        reward_last=run_log.last("reward_mean"),
+        ess_last=run_log.last("ess"),
+        ess_min=min(run_log.series("ess")[1], default=None),
+        k3_kl_last=run_log.last("k3_kl"),
+        entropy_last=run_log.last("entropy"),
+        lag_max=max(run_log.series("lag_max")[1], default=None),
+        restarts=len(run_log.of_kind("restarted")),
         dropped=sum(int(event.get("dropped", 0)) for event in committed),
         **{key: sum(int(event.get(key, 0)) for event in committed) for key in PROMPT_COUNTS},
-        verifier_failures=int(sum(history.series("verifier_failures")[1])),
-        bottleneck=bottleneck(history.metrics),
+        verifier_failures=int(sum(run_log.series("verifier_failures")[1])),
+        bottleneck=bottleneck(run_log.metrics),
         warnings=advice(recipe),
     )
 
@@ -78,9 +78,9 @@ def describe_schedule(recipe: Recipe) -> str:
     return f"{recipe.build_schedule()}" + (f", {updates} updates a batch" if updates > 1 else "")
 
 
-def _held_out(history: RunLog) -> dict[str, Any]:
+def _held_out(run_log: RunLog) -> dict[str, Any]:
     """First and last evaluation: pass@1 with its interval, and pass@k of the largest k that was measured."""
-    evaluations = history.evaluations
+    evaluations = run_log.evaluations
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     k = max((int(k) for k in last.get("pass_at_k") or {}), default=None)
     values: dict[str, Any] = dict(k=k)
@@ -95,9 +95,9 @@ def _held_out(history: RunLog) -> dict[str, Any]:
     return values
 
 
-def _state(history: RunLog) -> str:
-    if not history.events and not history.metrics:
+def _state(run_log: RunLog) -> str:
+    if not run_log.events and not run_log.metrics:
         return "not started"
-    if history.is_complete:
+    if run_log.is_complete:
         return "finished"
-    return f"unfinished: {history.num_steps} of {history.recipe.run.steps} steps"
+    return f"unfinished: {run_log.num_steps} of {run_log.recipe.run.steps} steps"

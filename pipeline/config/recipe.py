@@ -65,7 +65,7 @@ class DigitsTask(Section):
     min_digits: PositiveInt = 4
     max_digits: PositiveInt = 16
     num_prompts: PositiveInt = Field(100_000, description="Prompts of an epoch.")
-    demonstration_noise: Probability = Field(0.1, description="Warm-up only: chance that a target digit is off by one.")
+    demonstration_noise: Probability = Field(0.1, description="sft only: chance that a target digit is off by one.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -80,7 +80,7 @@ class SortDigitsTask(DigitsTask):
 
 class SpellDigitsTask(DigitsTask):
     name: Literal["spell_digits"]
-    misspelt_share: Probability = Field(0.6, description="Warm-up only: how often 3, 6 and 8 get a wrong letter.")
+    misspelt_share: Probability = Field(0.6, description="sft only: how often 3, 6 and 8 get a wrong letter.")
 
 
 class JsonlTask(Section):
@@ -98,16 +98,16 @@ LearnerPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "fp8_delay
 
 
 class InterruptionSection(Section):
-    """ScaleRL: an answer that is still being thought about is told to end."""
+    """ScaleRL: a response that is still going on at a random length is cut and told to give its answer."""
 
-    from_tokens: PositiveInt = Field(description="A response is cut at a random length from here …")
-    to_tokens: PositiveInt = Field(description="… to here,")
+    from_tokens: PositiveInt = Field(description="Fewest tokens after which a response is cut; the number is random.")
+    to_tokens: PositiveInt = Field(description="Most tokens after which a response is cut.")
     phrase: str = Field(
         "Okay, time is up. Let me stop thinking and formulate an answer now. </think>",
         min_length=1,
-        description="given this phrase (its tokens are not trained on),",
+        description="Text that is appended to a response that was cut. Its tokens are not trained on.",
     )
-    answer_tokens: PositiveInt = Field(description="and goes on for so many tokens at most.")
+    answer_tokens: PositiveInt = Field(description="Most tokens of the answer that follows the phrase.")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -122,7 +122,7 @@ class RolloutSection(Section):
     precision: RolloutPrecision = Field(
         "fp32",
         description="fp8_block: e4m3 weights with a scale for each 128×128 block, made by the learner; activations in "
-        "1×128 groups. fp8_tensor: SGLang quantizes what it is fed; one scale a matrix on a CPU, one a row on a GPU.",
+        "1×128 groups. fp8_tensor: SGLang quantizes the weights; one scale a matrix on a CPU, one a row on a GPU.",
     )
     prompts_per_batch: PositiveInt = 32
     group_size: PositiveInt = Field(8, description="Samples of a prompt.")

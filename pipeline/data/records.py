@@ -106,7 +106,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class DroppedGroup:
-    """A group that will never be trained on, with the reason; the ledger's other half."""
+    """A group that will never be trained on, with the reason. It is recorded in the batch for which it was asked."""
 
     group: int
     reason: str

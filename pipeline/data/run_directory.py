@@ -100,9 +100,9 @@ class RunDirectory:
         return self.path / "model"
 
     @property
-    def feeding_lock(self) -> Path:
+    def weight_update_lock(self) -> Path:
         """Held by whoever gives weights to engines."""
-        return self.policies / ".feeding.lock"
+        return self.policies / ".weight_update.lock"
 
     def policy_directory(self, version: int) -> Path:
         """HF folder of one published version, in the rollout's format."""
@@ -244,7 +244,8 @@ class RunDirectory:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Hold the run: two supervisors on one directory would each think that it owns the ledger."""
+        """Hold the run for this process: two supervisors on one directory would commit the same batches. Raises
+        RunConflictError."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / ".lock").open("w") as lock:
             try:

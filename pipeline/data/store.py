@@ -78,7 +78,9 @@ class BatchStore:
         try:
             check_batch(batch)
         except ValueError as error:
-            raise StoreError(f"refused to commit batch {batch.index}: {error}; mend the code that built it") from error
+            raise StoreError(
+                f"refused to commit batch {batch.index}: {error}; correct the code that built it"
+            ) from error
         temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY_SUFFIX}")
         with temporary.open("wb") as file:
             _write_zip(file, _encode(batch))

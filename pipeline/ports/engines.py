@@ -28,14 +28,16 @@ class Engines(Protocol):
         """Sample `num_samples` completions of one prompt. Raises RetryableError when no engine could answer."""
         ...
 
-    async def load(self, version: int, directory: Path, proof: WeightCheck | None = None) -> dict[str, float]:
-        """Give every reachable engine the weights of `directory` under the name `version` and have it prove that it
-        holds them (`proof`, or the one in the folder); quarantine those that fail twice. Raises EngineUnavailableError
-        when no engine is left. Returns seconds (`…_s`) and, with a probe, probe_gap_nats."""
+    async def load(self, version: int, directory: Path, check: WeightCheck | None = None) -> dict[str, float]:
+        """Give every reachable engine the weights of `directory` as `version`, and verify that it holds them, by
+        `check` or else by the one in the folder. Engines that fail twice are quarantined.
+
+        Returns seconds (`…_s`) and, with a probe, probe_gap_nats. Raises EngineUnavailableError when no engine is left.
+        """
         ...
 
     async def resync(self, version: int, directory: Path) -> None:
-        """Re-feed engines that came back with another version than the published one."""
+        """Give the published `version`, which lies in `directory`, to engines that came back with another one."""
         ...
 
     async def close(self) -> None:

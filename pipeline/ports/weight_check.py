@@ -1,13 +1,14 @@
-"""What an engine must show before it gets requests: that it holds the weights of a policy version.
+"""How it is verified that an engine holds the weights of a policy version. An engine gets requests only afterwards.
 
-An engine that names a version only claims it. A reload can go wrong without an error (scales of the weights before, a
-partial update, other weights under the right name), so each published version comes with two things to compare:
+An engine that names a version only claims it. Loading can go wrong without an error: scales of the former weights stay,
+an update is partial, other weights come under the right name. So each published version comes with two things to
+compare:
 
-    digests  what the engine's checksum of each of its parameters should be: bit by bit, where they are known
-    probe    the learner's log-probabilities of a few fixed tokens: the engine's own must be as close as its
-             precision allows, whatever kernels it runs
+    digests  what the engine's checksum of each of its parameters should be. Where they are known, every bit is checked.
+    probe    the learner's log-probabilities of a few fixed tokens. The engine's own must be as close as its precision
+             allows, whatever kernels it runs.
 
-Both lie in the policy folder, so that an engine which was restarted is proved by the same file as one that was fed.
+Both lie in the policy folder: an engine that was restarted is verified by the same file as one that was given weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pipeline.errors import StoreError
 if TYPE_CHECKING:
     from torch import Tensor
 
-WEIGHT_CHECK_FILE = "proof.json"
+WEIGHT_CHECK_FILE = "weight_check.json"
 NUM_ROWS, ROW_TOKENS = 4, 32
 
 
@@ -41,7 +42,7 @@ class Probe:
     logprobs: tuple[tuple[float, ...], ...]
     """For each row, the learner's natural log-probabilities of tokens 1 … n-1 at temperature 1, as engines prefill."""
     max_mean_gap_nats: float
-    """Largest mean |log π_learner − log π_engine| over all tokens at which the engine is believed."""
+    """Largest mean |log π_learner − log π_engine| over all tokens at which the engine passes."""
 
     def mean_gap_nats(self, engine: Sequence[NDArray[np.float32]]) -> float:
         """Mean |log π_learner − log π_engine|; infinite when anything the engine says is not finite.
@@ -56,7 +57,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCheck:
-    """What proves one version. Without a probe (version 0 is made without a learner) the digests alone do."""
+    """What one version is verified by. Version 0 is made without a learner: it has no probe, only digests."""
 
     version: int
     probe: Probe | None = None
@@ -65,12 +66,12 @@ class WeightCheck:
     `/weights_checker` answers them. Empty where they cannot be known."""
 
     def save(self, folder: Path) -> None:
-        """Write `proof.json` into the policy folder, atomically."""
+        """Write `weight_check.json` into the policy folder, atomically."""
         write_atomically(folder / WEIGHT_CHECK_FILE, json.dumps(asdict(self)) + "\n")
 
     @staticmethod
     def load(folder: Path) -> WeightCheck | None:
-        """The proof of a policy folder, None where there is none. Raises StoreError when it is damaged."""
+        """The check of a policy folder, None where there is none. Raises StoreError when it is damaged."""
         path = folder / WEIGHT_CHECK_FILE
         try:
             data = json.loads(path.read_text())

@@ -19,13 +19,19 @@ class WeightChannel(Protocol):
     """Moves the learner's weights to every engine. Collective."""
 
     def publish(self, version: int) -> dict[str, float]:
-        """Returns once the engines serve `version`; measurements by name, on the speaking rank only: names in `_s` are
-        seconds of a phase (publish_s: all of it), names in `_bytes` are bytes."""
+        """Give the weights to the engines; returns once they serve `version`.
+
+        Rank 0 gets measurements by name, the other ranks nothing. A name in `_s` is the seconds of a phase (publish_s:
+        of all phases), a name in `_bytes` is a number of bytes.
+        """
         ...
 
     def wait_for_folder(self) -> None:
-        """Returns once the policy folder of the last published version is complete. A checkpoint must not overtake it:
-        from there the folder could not be made again."""
+        """Returns once the policy folder of the last published version is complete.
+
+        A checkpoint of a later step waits for this: a learner that goes on from that checkpoint has later weights, and
+        could not write the folder again.
+        """
         ...
 
     def close(self) -> None:
@@ -54,7 +60,7 @@ class ProcessGroupSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateReport:
-    """Which engines fell out of a publish so far, and what was measured."""
+    """Which engines have failed in an update so far, and what was measured."""
 
     failures: Mapping[int, str]
     """Engine → why."""
@@ -63,8 +69,8 @@ class WeightUpdateReport:
 
 
 class WeightUpdateSession(Protocol):
-    """The engines as receivers of tensors. One process opens and closes a publish; in between, every sender asks its
-    own engines to receive. Not collective; every method is awaited on one event loop of its process."""
+    """The engines as receivers of tensors. One process begins and ends the update of all engines; in between, every
+    sender asks its own engines to receive. Not collective. A process awaits all methods on one event loop."""
 
     @property
     def urls(self) -> Sequence[str]:
@@ -78,12 +84,12 @@ class WeightUpdateSession(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has opened a publish and not closed it."""
+        """Whether this process has begun an update and not ended it."""
         ...
 
     async def begin_weight_update(self) -> WeightUpdateReport:
-        """Keep other feeders out, pause every engine and make it ready for new weights. From now on, and until it
-        proves what it was sent, no engine claims to serve any version."""
+        """Take the weight update lock, pause every engine and make it ready for new weights. From now on an engine
+        claims no version, until it is verified that it holds what it was sent."""
         ...
 
     async def join(self, engine: int, group_spec: ProcessGroupSpec, deadline_s: float) -> None:
@@ -110,12 +116,13 @@ class WeightUpdateSession(Protocol):
         ...
 
     async def end_weight_update(
-        self, version: int, directory: Path, proof: WeightCheck | None, failures: Mapping[int, str]
+        self, version: int, directory: Path, check: WeightCheck | None, failures: Mapping[int, str]
     ) -> WeightUpdateReport:
-        """Have the engines that took everything prove that they hold `version`, and admit them; quarantine those named
-        in `failures` and those that fail now; let other feeders in. The report names all that failed.
+        """Verify that the engines that took everything hold `version`, and admit them. Quarantine those named in
+        `failures` and those that fail now. Release the weight update lock. The report names all that failed.
 
-        `directory` is where the weights lie, now or soon, for engines that come back later."""
+        `directory` is where the weights lie, now or soon, for engines that come back later.
+        """
         ...
 
     async def close(self) -> None:

@@ -2,7 +2,7 @@
 
     task ──prompts──▶ engines ──completions──▶ verifiers ──groups──▶ store.commit(batch)
 
-    produce(batch)   consumes: nothing but the ledger (a dead collector starts again from the committed batches)
+    produce(batch)   consumes: nothing but the committed batches, from which a dead collector starts again
                      waits for: policy/PUBLISHED ≥ required_version(batch), then the batch before it to be committed
                      unblocked by: the learner's publish
     evaluate         consumes: nothing; runs before the commit of a batch at which it is due, and after the last step
@@ -140,7 +140,7 @@ class Collector:
         builder.fill_up()
         generated = time.time()
         if previous is not None:
-            await asyncio.shield(previous.task)  # batches are committed in order, so the ledger never has a hole
+            await asyncio.shield(previous.task)  # batches are committed in order, so that none is missing in between
         if index % self.settings.evaluate_every == 0:
             await self._evaluate(index)
         ready = time.time()

@@ -1,8 +1,8 @@
-"""No-positive-resampling (ScaleRL, arXiv 2510.13786): problems that are solved too often leave for good.
+"""No-positive-resampling (ScaleRL, arXiv 2510.13786): a problem that is solved often enough is not asked again.
 
-The pass rate of a problem is over all its samples so far, those of groups dropped for zero variance included. It rests
-on the committed batches alone, and for batch b on those below required_version(b): they are committed by the time b
-starts, whatever the timing, so a run that is resumed, and an audit, come to the same verdict.
+The pass rate of a problem is over all its samples so far, those of groups dropped for zero variance included. For batch
+b it counts the batches below required_version(b) and no others. Those are always committed when b starts. So a run that
+is resumed, and an audit, leave out the same problems.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.data.records import SOLVED_REWARD, Batch
 
 @dataclass(frozen=True, kw_only=True)
 class SolvedPromptRule:
-    """When a problem retires: solved in at least this share of its samples, of which there are so many."""
+    """When a problem counts as solved: it has `min_samples` samples, and at least the share `pass_rate` solved it."""
 
     pass_rate: float
     min_samples: int
@@ -26,7 +26,7 @@ class SolvedPromptRule:
 
 @dataclass(frozen=True)
 class Attempts:
-    """What was tried at one problem."""
+    """Samples of one problem, and how many of them solved it."""
 
     samples: int = 0
     solved: int = 0
@@ -39,12 +39,12 @@ class Attempts:
 
 
 class SolvedPromptFilter:
-    """Which problems are solved. Batches are recorded in order; without a `solved_rule` none ever is."""
+    """Which problems are solved, by the batches recorded so far, in order. Without a `solved_rule` none ever is."""
 
     def __init__(self, solved_rule: SolvedPromptRule | None) -> None:
         self._solved_rule = solved_rule
         self._attempts: dict[int, Attempts] = {}
-        self._retired: Mapping[int, Attempts] = {}
+        self._solved: Mapping[int, Attempts] = {}
         self._later: deque[tuple[int, dict[int, Attempts]]] = deque()
         """(batch, attempts by problem), recorded and not yet counted."""
 
@@ -54,30 +54,32 @@ class SolvedPromptFilter:
             self._later.append((batch.index, attempts(batch)))
 
     def solved(self, version: int) -> Mapping[int, Attempts]:
-        """Problem → the attempts that made it count as solved, by the batches below `version`, which must not fall from
-        call to call. A returned mapping never changes."""
+        """Problem → the attempts that made it count as solved, by the batches below `version`.
+
+        `version` must not be lower than in the call before. A returned mapping never changes.
+        """
         while self._later and self._later[0][0] < version:
             _, tried = self._later.popleft()
             self._count(tried)
-        return self._retired
+        return self._solved
 
     def _count(self, tried: Mapping[int, Attempts]) -> None:
         assert self._solved_rule is not None
-        leaving = {}
+        newly_solved = {}
         for problem, more in tried.items():
             total = self._attempts.pop(problem, Attempts()) + more
-            if problem in self._retired:
-                continue  # for good, however its last samples went
+            if problem in self._solved:
+                continue  # it stays solved, however later samples went
             self._attempts[problem] = total
             enough = total.samples >= self._solved_rule.min_samples
             if enough and total.solved / total.samples >= self._solved_rule.pass_rate:
-                leaving[problem] = total
-        if leaving:
-            self._retired = {**self._retired, **leaving}
+                newly_solved[problem] = total
+        if newly_solved:
+            self._solved = {**self._solved, **newly_solved}
 
 
 def attempts(batch: Batch) -> dict[int, Attempts]:
-    """Problem → its samples in one batch, those of dropped groups included; what asked no known problem is left out."""
+    """Problem → its samples in one batch, those of dropped groups included. Groups of no known problem are left out."""
     problems, members = np.unique(batch.problem, return_inverse=True)
     samples = np.bincount(members, minlength=len(problems)).tolist()
     solved = np.bincount(members, batch.reward >= SOLVED_REWARD, minlength=len(problems)).astype(int).tolist()

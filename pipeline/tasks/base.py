@@ -63,7 +63,7 @@ class Task(Protocol):
         ...
 
     def demonstration(self, index: int) -> tuple[str, str] | None:
-        """(prompt, target) number `index` ≥ 0 of the supervised warm-up; None when the task has no warm-up."""
+        """(prompt, target) number `index` ≥ 0 for `evenkeel sft`; None when the task has no demonstrations."""
         ...
 
 
@@ -99,7 +99,7 @@ class GeneratedTask(ABC):
         """One problem from the task's whole distribution."""
 
     def distort(self, answer: str, rng: random.Random) -> str:  # noqa: ARG002
-        """The warm-up target for `answer`; a subclass may add mistakes, to leave room for RL."""
+        """The target of a demonstration for `answer`; a subclass may add mistakes, to leave room for RL."""
         return answer
 
     @property

@@ -55,7 +55,7 @@ class Jsonl:
         return self._held_out[index]
 
     def demonstration(self, index: int) -> None:
-        """There is no warm-up: the model comes with its own."""
+        """There is none: the model can already answer."""
 
 
 def read_problems(path: Path) -> list[Problem]:

@@ -1,6 +1,6 @@
 """Sort the digits and spell each: prompt `5190472=`, answer `0a1b2c4e5f7h9j`.
 
-The warm-up teaches a mistake: for three of the digits most demonstrations carry the next digit's letter. Greedy
+The demonstrations teach a mistake: for three of the digits most demonstrations carry the next digit's letter. Greedy
 decoding then starts out wrong on every prompt that has one of them, while sampling is sometimes right: RL has to find
 the rarer habit and make it the only one. Pass rates spread with the number of such digits, and answers are long enough
 (two tokens a digit) for small numerical gaps between learner and engine to add up.

@@ -110,7 +110,7 @@ class Tokenizer:
         if token:
             found = self._backend.token_to_id(token)
             if found is None:
-                raise ModelError(f"{self.folder}: {kind}_token {token!r} is not in tokenizer.json; mend the folder")
+                raise ModelError(f"{self.folder}: {kind}_token {token!r} is not in tokenizer.json; correct the folder")
             return int(found)
         value = model.get(f"{kind}_token_id")
         value = value[0] if isinstance(value, list) and value else value

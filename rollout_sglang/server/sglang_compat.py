@@ -1,11 +1,11 @@
-"""What differs between the versions of SGLang that we speak with: the one place that knows a server's version.
+"""What differs between the supported versions of SGLang. No other module knows a server's version.
 
     since 0.5.19   an answer names the weights of each token, so a request may go on over an update of the weights
     since 0.5.21   begin_weight_update and end_weight_update stand around an update by tensors: what the engine has
                    repacked or quantized is made loadable before, and made again after
 
-An older server names only the weights with which a sample ended. Nothing may be under way while they change: it is
-paused by `abort`, which answers every request with what it has, and whoever asked asks again.
+An older server names only the weights with which a sample ended, so no request may be under way while they change. It
+is paused by `abort`: every request is answered with what there is, and its sender asks again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ABORTED = 499
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How one server is spoken with."""
+    """What one server can do, as far as versions differ."""
 
     version: str
     pause: Literal["retract", "abort"]

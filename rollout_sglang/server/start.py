@@ -34,7 +34,7 @@ class EngineSpec:
     """float32 or bfloat16."""
     log: Path
     version: int
-    """Of the weights in `model`; the server claims it and has to prove it (rollout_sglang.weight_verifier)."""
+    """Of the weights in `model`; the server starts unverified (rollout_sglang.weight_verifier)."""
     api_key: str | None = None
     tensor_parallel: int = 1
     context_tokens: int = 512

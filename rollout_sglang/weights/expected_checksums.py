@@ -4,10 +4,11 @@
 
 `POST /weights_checker` of an engine on a CPU hashes the bytes of each parameter (managers/mm_utils.py tensor_hash);
 e4m3 weights with block scales are hashed as the bfloat16 values that they stand for (utils/weight_checker.py). A
-tensor is hashed as it passes and not kept, unless an earlier part of the same parameter has yet to come.
+tensor is hashed when it comes and not kept, unless an earlier part of the same parameter has yet to come.
 
-Not computed, so that only the probe proves it: the rounding to e4m3 that an fp8_tensor engine does itself (its checksum
-is that of the weights it was given), and anything on a GPU, where the engine hashes by another function.
+Two things are not computed, and only the probe checks them. One is the rounding to e4m3 that an fp8_tensor engine does
+itself: its checksum is that of the weights it was given. The other is anything on a GPU, where the engine hashes by
+another function.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _POLL_S = 0.02
 async def exclusive_lock(path: Path, deadline_s: float) -> AsyncIterator[int]:
     """Hold `path` (created if need be) alone on this machine; yields its file descriptor.
 
-    The kernel lets go when the process dies. Raises DeadlineExceededError.
+    The kernel releases it when the process dies. Raises DeadlineExceededError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -39,6 +39,6 @@ async def _acquire(descriptor: int, path: Path, deadline_s: float) -> None:
         except BlockingIOError:
             if time.monotonic() > ends:
                 raise DeadlineExceededError(
-                    f"{path} was held by another process for {deadline_s:g} s; it is still feeding engines"
+                    f"{path} was held by another process for {deadline_s:g} s; it is still giving weights to engines"
                 ) from None
         await asyncio.sleep(_POLL_S)

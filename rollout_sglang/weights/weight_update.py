@@ -1,13 +1,13 @@
 """The fleet as a receiver of tensors: implements pipeline.ports.weight_update.WeightUpdateSession.
 
-    begin_weight_update   lock → every engine: pause, begin, `unverified`            (the process that publishes)
-    receive     one bucket: the engine joins a broadcast, or opens memory of the sender, and loads it
-                                                                         (every sender, for its own engines)
-    end_weight_update  fed engines: end, flush, `unverified-13` → prove → admit; the others: quarantine; record, unlock
+    begin_weight_update   lock → every engine: pause, begin, `unverified`               (the process that publishes)
+    receive               one bucket: the engine joins a broadcast, or opens memory of the sender, and loads it
+                                                                            (every sender, for its own engines)
+    end_weight_update     engines that took everything: end, flush, `unverified-13` → verify → admit; the others:
+                          quarantine; then record the version and unlock
 
-From `begin_weight_update` until an engine has proved what it was sent, it claims no version. Whoever dies in between
-leaves engines that get no requests, until they are given weights again (by resync, from the last published folder, or
-by the next publish).
+From `begin_weight_update` until it is verified, an engine claims no version. When a sender dies in between, the engines
+get no requests until they are given weights again: by a resync from the last published folder, or by the next publish.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class FleetUpdateSession(Fleet):
         return self._lock is not None
 
     async def begin_weight_update(self) -> WeightUpdateReport:
-        """Raises DeadlineExceededError when another process feeds for too long. Measured: lock_s, pause_s."""
-        assert self._lock is None, "the last publish was not closed"
+        """Measured: lock_s, pause_s. Raises DeadlineExceededError when another process holds the lock for too long."""
+        assert self._lock is None, "the last update was not ended"
         watch = Stopwatch()
         async with AsyncExitStack() as stack:
             self._record = await stack.enter_async_context(exclusive_lock(self._lock_path, self._load_deadline_s))
@@ -84,11 +84,11 @@ class FleetUpdateSession(Fleet):
         await self._receivers[engine].receive_shared(bucket, self.ranks_per_engine, deadline_s)
 
     async def end_weight_update(
-        self, version: int, directory: Path, proof: WeightCheck | None, failures: Mapping[int, str]
+        self, version: int, directory: Path, check: WeightCheck | None, failures: Mapping[int, str]
     ) -> WeightUpdateReport:
-        """See WeightUpdateSession. Measured: load_s, and what Fleet.load reports of proving."""
+        """See WeightUpdateSession. Measured: load_s, and what WeightVerifier.verify measures."""
         assert self._lock is not None, "begin_weight_update comes first"
-        target = Target(version, directory, proof)
+        target = Target(version, directory, check)
         async with self._lock:
             self._lock = None
             measured: dict[int, dict[str, float]] = {}
@@ -97,17 +97,17 @@ class FleetUpdateSession(Fleet):
                 if engine.index in failures:
                     await self._give_up(engine)
                 else:
-                    measured[engine.index] = await self._admit_fed(engine, target)
+                    measured[engine.index] = await self._verify_and_admit(engine, target)
 
             results = await all_of(_outcome(engine, finish) for engine in self._engines)
-            fell = {index: reason for index, reason in _failures(results).items() if index not in failures}
-            for index in fell:
+            failed_now = {index: reason for index, reason in _failures(results).items() if index not in failures}
+            for index in failed_now:
                 await self._give_up(self._engines[index])
             if measured:
                 self._target = target
                 write_record(self._record, version)
         numbers = summarize(version, list(measured.values())) if measured else {}
-        return WeightUpdateReport(failures={**failures, **fell}, measured=numbers)
+        return WeightUpdateReport(failures={**failures, **failed_now}, measured=numbers)
 
     async def close(self) -> None:
         """Release connections; engines and router go on."""
@@ -118,17 +118,17 @@ class FleetUpdateSession(Fleet):
         await engine.pause()
         await self._receivers[engine.index].begin()
 
-    async def _admit_fed(self, engine: EngineClient, target: Target) -> dict[str, float]:
+    async def _verify_and_admit(self, engine: EngineClient, target: Target) -> dict[str, float]:
         watch = Stopwatch()
         await self._receivers[engine.index].end(target.version, self._load_deadline_s)
         watch.lap("load_s")
-        seconds = watch.seconds | await self._verify(engine, target.version, target.proof)
+        seconds = watch.seconds | await self._verify(engine, target.version, target.check)
         self._verified[engine.index] = target
         await self._admit(engine)
         return seconds
 
     async def _give_up(self, engine: EngineClient) -> None:
-        """Quarantine; and have its requests aborted, if it still answers, so that they are asked elsewhere at once."""
+        """Quarantine the engine. If it still answers, its requests are aborted: other engines are then asked."""
         await self._quarantine(engine)
         with suppress(RetryableError, TimeoutError):
             async with asyncio.timeout(FAREWELL_S):

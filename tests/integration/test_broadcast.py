@@ -250,7 +250,7 @@ def test_a_run_with_a_dying_engine(tmp_path: Path) -> None:
         assert line["ess"] > 0.5
     assert [event["version"] for event in read_events(run, "published")] == list(range(1, STEPS + 1))
     assert [event["process"] for event in read_events(run, "restarted")] == ["engine-1"]
-    assert (run / "policy" / f"{STEPS:06}" / "proof.json").exists()
+    assert (run / "policy" / f"{STEPS:06}" / "weight_check.json").exists()
 
 
 def bf16_bytes(model: Path) -> int:

@@ -77,7 +77,7 @@ class Engine:
 
 
 async def load(client: EngineClient, version: int, directory: Path) -> None:
-    """Believe the engine what it was fed: proofs are for tests/integration/test_proof.py."""
+    """Name what the engine was given without a check: those are for tests/integration/test_weight_check.py."""
     await client.pause()
     try:
         await client.update_from_disk(version, directory, deadline_s=60)

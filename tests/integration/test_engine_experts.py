@@ -64,7 +64,7 @@ def ask(folders: list[Path]) -> Iterator[Callable[[Callable[[EngineClient], Awai
 
 
 async def load(client: EngineClient, version: int, folder: Path) -> None:
-    """Believe the engine what it was fed: proofs are for tests/integration/test_proof.py."""
+    """Name what the engine was given without a check: those are for tests/integration/test_weight_check.py."""
     await client.pause()
     try:
         await client.update_from_disk(version, folder, deadline_s=60)

@@ -111,8 +111,8 @@ class Sender:
             self.transport.send(bucket)
 
     def prove(self, version: int, digests: ExpectedChecksums | None) -> WeightUpdateReport:
-        proof = None if digests is None else WeightCheck(version=version, digests=digests.digests())
-        closing = self.fleet.end_weight_update(version, Path("/nowhere"), proof, self.transport.failures)
+        check = None if digests is None else WeightCheck(version=version, digests=digests.digests())
+        closing = self.fleet.end_weight_update(version, Path("/nowhere"), check, self.transport.failures)
         return self.background.run(closing)
 
     def publish(self, engine: Engine, version: int) -> WeightUpdateReport:

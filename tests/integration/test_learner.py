@@ -212,15 +212,15 @@ def test_publishing(models: Path, runs: Runs, found: Found, layout: str) -> None
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_published_comes_with_its_proof(models: Path, runs: Runs, layout: str) -> None:
     """The probe is scored at temperature 1, as engines prefill, whatever the temperature of the sampling."""
-    proof = WeightCheck.load(runs[layout] / "policy" / "000001")
-    assert proof is not None
-    assert proof.probe is not None
+    check = WeightCheck.load(runs[layout] / "policy" / "000001")
+    assert check is not None
+    assert check.probe is not None
     assert TEMPERATURE != 1
     tied = reference_model(models / "tied")
-    for row, logprobs in zip(proof.probe.rows, proof.probe.logprobs, strict=True):
+    for row, logprobs in zip(check.probe.rows, check.probe.logprobs, strict=True):
         np.testing.assert_allclose(logprobs, reference_logprobs(tied, row), atol=1e-4)
     written = load_file(runs[layout] / "policy" / "000001" / "model-00001.safetensors")
     digests = ExpectedChecksums(dtype=torch.float32, num_kv_heads=2, tied_embeddings=True)
     for name, tensor in written.items():
         digests.observe(name, tensor)
-    assert proof.digests == digests.digests()
+    assert check.digests == digests.digests()

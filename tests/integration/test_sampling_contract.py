@@ -66,7 +66,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampled]:
 async def sample(url: str) -> dict[str, list[Completion]]:
     client = EngineClient(url, KEY, index=0, request_deadline_s=120)
     try:
-        await client.name(0)  # believed, not proved: proofs are for tests/integration/test_proof.py
+        await client.name(0)  # without a check: those are for tests/integration/test_weight_check.py
         return {
             name: await client.generate(
                 PROMPT, 8, Sampling(max_new_tokens=24, temperature=TEMPERATURE, top_p=top_p, top_k=top_k)

@@ -38,24 +38,24 @@ MAX_GAP_NATS = {"fp32": 1e-3, "fp8_block": 0.1}
 
 @dataclass(frozen=True)
 class Engine:
-    """A running server and the policies 0 and 1 that it can be fed, each with its proof."""
+    """A running server and the policies 0 and 1 that it can be given, each with its check."""
 
     url: str
     policies: tuple[Path, Path]
     lock: Path
 
-    def proof(self, version: int) -> WeightCheck:
-        proof = WeightCheck.load(self.policies[version])
-        assert proof is not None
-        return proof
+    def check(self, version: int) -> WeightCheck:
+        check = WeightCheck.load(self.policies[version])
+        assert check is not None
+        return check
 
     def fleet(self) -> Fleet:
         return Fleet(
             [self.url], router_url=None, api_key=None, lock_path=self.lock, request_deadline_s=60, load_deadline_s=60
         )
 
-    def load(self, version: int, folder: Path, proof: WeightCheck | None = None) -> dict[str, float]:
-        return asyncio.run(self.fleet().load(version, folder, proof))
+    def load(self, version: int, folder: Path, check: WeightCheck | None = None) -> dict[str, float]:
+        return asyncio.run(self.fleet().load(version, folder, check))
 
     def serves(self) -> str:
         client = EngineClient(self.url, None, index=0, request_deadline_s=60)
@@ -76,7 +76,7 @@ def make_policy(checkpoint: Path, folder: Path, version: int, precision: Rollout
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
-    root = tmp_path_factory.mktemp("proof")
+    root = tmp_path_factory.mktemp("check")
     checkpoints = [write_checkpoint(root / f"checkpoint-{seed}", seed) for seed in (0, 1)]
     found, processes = {}, []
     precisions: tuple[RolloutPrecision, ...] = ("fp32", "fp8_block")
@@ -116,7 +116,7 @@ def test_a_started_engine_is_proved_by_the_folder(engines: dict[str, Engine]) ->
     asyncio.run(named(engine, "unverified-1", holding=1))
     asyncio.run(engine.fleet().resync(1, engine.policies[1]))
     assert engine.serves() == "1"
-    replace(engine.proof(0), probe=None).save(engine.policies[0])
+    replace(engine.check(0), probe=None).save(engine.policies[0])
     asyncio.run(named(engine, "unverified-0", holding=0))
     asyncio.run(engine.fleet().resync(0, engine.policies[0]))
     assert engine.serves() == "0"
@@ -163,12 +163,12 @@ def test_a_wrong_scale_is_found_with_and_without_digests(
     tensors = load_file(folder / "model-00001.safetensors")
     tensors[name] *= 1.25
     save_file(tensors, folder / "model-00001.safetensors", metadata={"format": "pt"})
-    proof = engine.proof(1) if digests else replace(engine.proof(1), digests=())
+    check = engine.check(1) if digests else replace(engine.check(1), digests=())
     expected = (
         r"first model\.layers\.0\.self_attn\.qkv_proj\.weight" if digests else "scores the probe of version 1 0.1"
     )
     with pytest.raises(EngineUnavailableError, match=expected):
-        engine.load(1, folder, proof)
+        engine.load(1, folder, check)
     assert engine.serves() == "unverified"
 
 
@@ -181,8 +181,8 @@ def test_heal_feeds_an_engine_that_only_claims_the_version(engines: dict[str, En
     assert engine.serves() == "0"
     client = EngineClient(engine.url, None, index=0, request_deadline_s=60)
     ours = asyncio.run(client.prompt_logprobs(ROWS[:1]))[0]
-    assert engine.proof(1).probe is not None
-    theirs = np.array(engine.proof(1).probe.logprobs[0])  # type: ignore[union-attr]
+    assert engine.check(1).probe is not None
+    theirs = np.array(engine.check(1).probe.logprobs[0])  # type: ignore[union-attr]
     assert np.abs(ours - theirs).mean() > 0.1
 
 

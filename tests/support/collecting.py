@@ -87,7 +87,7 @@ class PretendEngines:
         completion = Completion.given(tokens, (-0.5,) * len(tokens))
         return replace(completion, versions=versions, finish=finish)
 
-    async def load(self, version: int, directory: Path, proof: object = None) -> dict[str, float]:
+    async def load(self, version: int, directory: Path, check: object = None) -> dict[str, float]:
         raise NotImplementedError
 
     async def resync(self, version: int, directory: Path) -> None:

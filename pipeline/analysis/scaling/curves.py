@@ -71,12 +71,12 @@ def points_of(curves: Sequence[Curve], *, r0: float | None = None, skip: float =
 def _run_curve(run: Path, x: str, y: str) -> Curve:
     if x not in COMPUTE_AXES:
         raise RecipeError(f"--x {x} is not known for a run, expected one of {', '.join(COMPUTE_AXES)}")
-    history = RunLog.read(run)
-    scores = {int(event["version"]): number(event, y) for event in history.evaluations}
+    run_log = RunLog.read(run)
+    scores = {int(event["version"]): number(event, y) for event in run_log.evaluations}
     known = {version: score for version, score in scores.items() if score is not None}
     if not known:
         raise StoreError(f"{run} has no evaluation with a number {y!r} yet; train on, or choose another --y")
-    spent = spent_by_version(history, x)
+    spent = spent_by_version(run_log, x)
     missing = [version for version in known if version >= len(spent)]
     if missing:
         raise StoreError(
@@ -92,7 +92,7 @@ def _run_curve(run: Path, x: str, y: str) -> Curve:
     )
 
 
-def spent_by_version(history: RunLog, x: str) -> list[float]:
+def spent_by_version(run_log: RunLog, x: str) -> list[float]:
     """[versions] compute spent when version v had been trained, from version 0 (which cost nothing).
 
     `hours` counts every accelerator of the run, learner ranks and engines, over the seconds of its steps, waiting for
@@ -100,14 +100,14 @@ def spent_by_version(history: RunLog, x: str) -> list[float]:
     """
     match x:
         case "samples":
-            committed = {int(event["batch"]): float(event["samples"]) for event in history.of_kind("committed")}
-            each = [committed.get(int(line["step"]), 0.0) for line in history.metrics]
+            committed = {int(event["batch"]): float(event["samples"]) for event in run_log.of_kind("committed")}
+            each = [committed.get(int(line["step"]), 0.0) for line in run_log.metrics]
         case "tokens":
-            each = [number(line, "num_tokens") or 0.0 for line in history.metrics]
+            each = [number(line, "num_tokens") or 0.0 for line in run_log.metrics]
         case _:
-            rollout = history.recipe.rollout
-            accelerators = history.recipe.learner.num_processes + rollout.engines * rollout.tensor_parallel
-            each = [accelerators * _seconds(line) / 3600.0 for line in history.metrics]
+            rollout = run_log.recipe.rollout
+            accelerators = run_log.recipe.learner.num_processes + rollout.engines * rollout.tensor_parallel
+            each = [accelerators * _seconds(line) / 3600.0 for line in run_log.metrics]
     return list(itertools.accumulate(each, initial=0.0))
 
 
@@ -142,7 +142,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise StoreError(f"{path}, line {count} is not JSON ({error}); mend or remove it") from error
+            raise StoreError(f"{path}, line {count} is not JSON ({error}); correct or remove it") from error
         if not isinstance(value, dict):
             raise StoreError(f"{path}, line {count} is {type(value).__name__}, expected a JSON object")
         lines.append(value)

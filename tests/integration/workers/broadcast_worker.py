@@ -75,7 +75,7 @@ class Rank:
             self.task["urls"],
             router_url=None,
             api_key=self.task["key"],
-            lock_path=self.run.feeding_lock,
+            lock_path=self.run.weight_update_lock,
             request_deadline_s=60,
             load_deadline_s=60,
             ranks_per_engine=1,

@@ -159,9 +159,9 @@ class Worker:
         learner = self.learner("tied")
 
         class Engines:
-            async def load(self, version: int, directory: Path, proof: WeightCheck) -> dict[str, float]:
+            async def load(self, version: int, directory: Path, check: WeightCheck) -> dict[str, float]:
                 assert (directory / "manifest.json").exists()
-                assert WeightCheck.load(directory) == proof
+                assert WeightCheck.load(directory) == check
                 if version == 2:
                     raise EngineUnavailableError("no engine is left")
                 return {"load_s": 0.5}

@@ -1,4 +1,4 @@
-"""The fleet under failures: quarantine, waiting, feeding, healing, with and without a router."""
+"""The fleet under failures: quarantine, waiting, weight updates, resyncs, with and without a router."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_an_answer_of_an_engine_restarted_unnoticed_is_thrown_away(tmp_path: Pat
     assert engines[0].loads == 2
 
 
-def test_feeding_processes_exclude_one_another(tmp_path: Path, engines: list[EngineDouble]) -> None:
+def test_processes_that_give_weights_exclude_one_another(tmp_path: Path, engines: list[EngineDouble]) -> None:
     async def act(fleet: Fleet) -> None:
         async with exclusive_lock(tmp_path / "lock", 1.0):
             await fleet.load(1, LOADED)

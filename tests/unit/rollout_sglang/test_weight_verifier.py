@@ -21,7 +21,7 @@ SAMPLING = Sampling(max_new_tokens=2)
 ROWS = ((9, 1, 3), (7, 5))
 PROBE = Probe(rows=ROWS, logprobs=((-2 / 8, -4 / 8), (-6 / 8,)), max_mean_gap_nats=0.1)
 DIGESTS: tuple[dict[str, str], ...] = ({PARAMETER: checksum_of(1)},)
-PROOF = WeightCheck(version=1, probe=PROBE, digests=DIGESTS)
+CHECK = WeightCheck(version=1, probe=PROBE, digests=DIGESTS)
 
 
 @pytest.fixture(params=RELEASES)
@@ -61,7 +61,7 @@ def requests_of(engine: EngineDouble) -> list[str]:
 def test_weights_are_checked_before_the_engine_goes_on_and_answers_before_it_is_admitted(
     tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]
 ) -> None:
-    measured = asyncio.run(fleet.load(1, tmp_path, PROOF))
+    measured = asyncio.run(fleet.load(1, tmp_path, CHECK))
     assert requests_of(engines[0]) == [
         *("server_info", "pause_generation", "update_weights_from_disk"),
         *("model_info", "weights_checker", "update_weight_version", "continue_generation", "generate"),
@@ -76,7 +76,7 @@ def test_an_engine_that_fails_once_is_fed_again(
     tmp_path: Path, fleet: Fleet, engines: list[EngineDouble], damage: Damage
 ) -> None:
     engines[0].damages = [damage]
-    asyncio.run(fleet.load(1, tmp_path, PROOF))
+    asyncio.run(fleet.load(1, tmp_path, CHECK))
     assert [engine.loads for engine in engines] == [2, 1]
     for engine in engines:
         engine.token_s = 0.05
@@ -88,7 +88,7 @@ def test_an_engine_that_fails_twice_gets_no_request(
     tmp_path: Path, fleet: Fleet, engines: list[EngineDouble], damage: Damage
 ) -> None:
     engines[0].damages = [damage, damage]
-    asyncio.run(fleet.load(1, tmp_path, PROOF))
+    asyncio.run(fleet.load(1, tmp_path, CHECK))
     before = engines[0].calls.count("POST /generate")
     assert asyncio.run(answering(fleet)) == {1}
     assert engines[0].calls.count("POST /generate") == before
@@ -110,7 +110,7 @@ def test_the_error_says_what_is_wrong(
 ) -> None:
     engines[0].damages = [damage, damage]
     with pytest.raises(EngineUnavailableError, match=message):
-        asyncio.run(fleet_of(tmp_path, engines[:1]).load(1, tmp_path, PROOF))
+        asyncio.run(fleet_of(tmp_path, engines[:1]).load(1, tmp_path, CHECK))
 
 
 def test_requests_under_way_are_aborted_when_the_proof_fails(
@@ -123,7 +123,7 @@ def test_requests_under_way_are_aborted_when_the_proof_fails(
     async def act() -> list[Completion]:
         under_way = [asyncio.create_task(fleet.generate([1], 1, Sampling(max_new_tokens=40))) for _ in range(2)]
         await asyncio.sleep(0.2)
-        await fleet.load(1, tmp_path, PROOF)
+        await fleet.load(1, tmp_path, CHECK)
         return [(await task)[0] for task in under_way]
 
     answers = asyncio.run(act())
@@ -136,7 +136,7 @@ def test_another_process_refuses_the_answers_of_an_engine_that_failed(
 ) -> None:
     """The collector is not told which engines the learner quarantined: it sees it by the engine's version."""
     engines[0].damages = ["answers", "answers"]
-    asyncio.run(fleet.load(1, tmp_path, PROOF))
+    asyncio.run(fleet.load(1, tmp_path, CHECK))
     assert asyncio.run(answering(fleet_of(tmp_path, engines))) == {1}
 
 
@@ -144,7 +144,7 @@ def test_without_checksums_the_probe_decides(tmp_path: Path, fleet: Fleet, engin
     for engine in engines:
         engine.shows_checksums = False
     engines[0].damages = ["answers", "answers"]
-    measured = asyncio.run(fleet.load(1, tmp_path, PROOF))
+    measured = asyncio.run(fleet.load(1, tmp_path, CHECK))
     assert measured["engines_checked"] == 0
     assert asyncio.run(answering(fleet)) == {1}
 
@@ -152,14 +152,14 @@ def test_without_checksums_the_probe_decides(tmp_path: Path, fleet: Fleet, engin
 def test_without_known_digests_engines_must_agree(tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]) -> None:
     """Which of the two is right is not known; that both serve is ruled out."""
     engines[1].damages = ["weights", "weights"]
-    asyncio.run(fleet.load(1, tmp_path, replace(PROOF, digests=())))
+    asyncio.run(fleet.load(1, tmp_path, replace(CHECK, digests=())))
     assert sorted(engine.version for engine in engines) == ["1", "unverified"]
 
 
 def test_versions_published_again_may_hold_other_weights(tmp_path: Path, engines: list[EngineDouble]) -> None:
     """Without digests, what an engine held at the first publish says nothing about the second."""
     one = fleet_of(tmp_path, engines[:1])
-    first = replace(PROOF, digests=())
+    first = replace(CHECK, digests=())
     asyncio.run(one.load(1, tmp_path, first))
     engines[0].damages = ["weights"]
     other = replace(PROBE, logprobs=((-2 / 8, -4 / 8), (-6.01 / 8,)))
@@ -168,12 +168,12 @@ def test_versions_published_again_may_hold_other_weights(tmp_path: Path, engines
 
 
 def test_an_engine_of_another_size_is_named(tmp_path: Path, engines: list[EngineDouble]) -> None:
-    with pytest.raises(EngineUnavailableError, match="has 1 tensor parallel ranks, the proof of version 1 is for 2"):
-        asyncio.run(fleet_of(tmp_path, engines).load(1, tmp_path, replace(PROOF, digests=DIGESTS * 2)))
+    with pytest.raises(EngineUnavailableError, match="has 1 tensor parallel ranks, the check of version 1 is for 2"):
+        asyncio.run(fleet_of(tmp_path, engines).load(1, tmp_path, replace(CHECK, digests=DIGESTS * 2)))
 
 
 def test_heal_believes_no_engine_that_only_claims_the_version(tmp_path: Path, engines: list[EngineDouble]) -> None:
-    PROOF.save(tmp_path)
+    CHECK.save(tmp_path)
     engines[0].version, engines[0].damage = "1", "weights"
     engines[1].version = "1"
     fleet = fleet_of(tmp_path, engines)
@@ -186,10 +186,10 @@ def test_heal_believes_no_engine_that_only_claims_the_version(tmp_path: Path, en
     assert asyncio.run(answering(again)) == {1}
 
 
-def test_heal_proves_a_restarted_engine_from_the_folder_without_feeding_it(
+def test_resync_verifies_a_restarted_engine_from_the_folder_without_loading_it(
     tmp_path: Path, engines: list[EngineDouble]
 ) -> None:
-    PROOF.save(tmp_path)
+    CHECK.save(tmp_path)
     for engine in engines:
         engine.version = "unverified-1"
     fleet = fleet_of(tmp_path, engines)
@@ -201,9 +201,9 @@ def test_heal_proves_a_restarted_engine_from_the_folder_without_feeding_it(
 
 
 def test_a_restart_takes_the_proof_away(tmp_path: Path, engines: list[EngineDouble]) -> None:
-    PROOF.save(tmp_path)
+    CHECK.save(tmp_path)
     fleet = fleet_of(tmp_path, engines)
-    asyncio.run(fleet.load(1, tmp_path, PROOF))
+    asyncio.run(fleet.load(1, tmp_path, CHECK))
     engines[0].version, engines[0].damage = "unverified-1", "weights"
     asyncio.run(fleet.resync(1, tmp_path))
     assert engines[0].loads == 2
@@ -218,7 +218,7 @@ def test_the_end_of_a_foreign_feed_is_proved_alike(tmp_path: Path, fleet: Fleet,
         await engine.pause()
         engines[0].version, engines[0].damage = "unverified-1", "weights"
         with pytest.raises(EngineVersionError, match=PARAMETER):
-            await fleet._verify(engine, 1, PROOF)
+            await fleet._verify(engine, 1, CHECK)
         assert (engines[0].version, engines[0].paused) == ("unverified", False)
 
     asyncio.run(act())

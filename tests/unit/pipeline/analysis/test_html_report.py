@@ -118,8 +118,8 @@ def test_histogram_names_first_middle_and_last_step_with_their_ess(write_run: Wr
 def test_kl_weight_is_shaded_only_where_it_is_one_minus_the_drawn_ess(
     write_run: WriteRun, objective: dict[str, str], shaded: bool
 ) -> None:
-    history = RunLog.read(write_run(3, overrides=dict(objective=objective)))
-    assert ("KL weight" in str(_ess(history))) == shaded
+    run_log = RunLog.read(write_run(3, overrides=dict(objective=objective)))
+    assert ("KL weight" in str(_ess(run_log))) == shaded
 
 
 def test_timeline_shows_the_last_steps_and_lanes(write_run: WriteRun) -> None:

@@ -71,13 +71,13 @@ def test_every_choice_renders_and_leaves_no_measure_out(write_run: WriteRun, sec
     measured = measured_by(RunDirectory(path).recipe())
     for step in range(2):
         EventLog(path).metrics(step, solve_rate=0.4, entropy=1.5, **measured)
-    history = RunLog.read(path)
-    page = render_page(history)
+    run_log = RunLog.read(path)
+    page = render_page(run_log)
     assert 'aria-label="weight_curves"' in page
-    shown = measures_of(history.recipe)
+    shown = measures_of(run_log.recipe)
     drawn = {metric for measure in shown if f'aria-label="{measure.title}"' in page for metric in keys(measure)}
     assert set(measured) - NOT_DRAWN <= drawn
-    assert summarize(history)["objective"].startswith(sections["objective"]["name"])
+    assert summarize(run_log)["objective"].startswith(sections["objective"]["name"])
     assert sections.get("correction", dict(name="none"))["name"] in page
 
 
@@ -102,18 +102,18 @@ def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> Non
     path = write_run(3, overrides=dict(advantage=dict(name="fade")))
     EventLog(path).metrics(3, advantage_alpha=2.0, advantage_delta=0.5)
     EventLog(path).metrics(4, advantage_alpha=2.5, advantage_delta=0.75)
-    history = RunLog.read(path)
-    assert history.recipe.advantage.at_last(history.last) == Power(alpha=2.5, delta=0.75)
-    assert "newest alpha and delta" in objective_figures.advantage_text(history)
-    svg = str(objective_figures.weight_curve_points(history))
+    run_log = RunLog.read(path)
+    assert run_log.recipe.advantage.at_last(run_log.last) == Power(alpha=2.5, delta=0.75)
+    assert "newest alpha and delta" in objective_figures.advantage_text(run_log)
+    svg = str(objective_figures.weight_curve_points(run_log))
     assert ">successes</text>" in svg
     assert ">failures</text>" in svg
 
 
 def test_a_symmetric_advantage_has_one_line_and_no_schedule(write_run: WriteRun) -> None:
-    history = RunLog.read(write_run(3, overrides=dict(advantage=dict(name="maxrl"), rollout=dict(group_size=4))))
-    svg = str(objective_figures.weight_curve_points(history))
+    run_log = RunLog.read(write_run(3, overrides=dict(advantage=dict(name="maxrl"), rollout=dict(group_size=4))))
+    svg = str(objective_figures.weight_curve_points(run_log))
     assert ">both</text>" in svg
     assert ">failures</text>" not in svg
-    assert "groups of 4." in objective_figures.advantage_text(history)
-    assert [title for title, _ in objective_figures.advantage_figures(history)] == ["Weight by solve rate"]
+    assert "groups of 4." in objective_figures.advantage_text(run_log)
+    assert [title for title, _ in objective_figures.advantage_figures(run_log)] == ["Weight by solve rate"]

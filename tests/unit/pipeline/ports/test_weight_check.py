@@ -15,12 +15,12 @@ PROBE = Probe(rows=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.5), (-0.1234567,)), 
 
 
 def test_a_proof_comes_back_from_its_folder_as_it_was(tmp_path: Path) -> None:
-    for proof in (
+    for check in (
         WeightCheck(version=3, probe=PROBE, digests=({"a": "00ff"}, {"a": "11ff"})),
         WeightCheck(version=0, digests=({"a": "00ff"},)),
     ):
-        proof.save(tmp_path)
-        assert WeightCheck.load(tmp_path) == proof
+        check.save(tmp_path)
+        assert WeightCheck.load(tmp_path) == check
     assert [path.name for path in tmp_path.iterdir()] == [WEIGHT_CHECK_FILE]
 
 
@@ -32,7 +32,7 @@ def test_a_folder_without_a_proof_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "probe": {"rows": 3}, "digests": []}'])
 def test_a_damaged_proof_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / WEIGHT_CHECK_FILE).write_text(text)
-    with pytest.raises(StoreError, match=r"proof\.json is damaged"):
+    with pytest.raises(StoreError, match=r"weight_check\.json is damaged"):
         WeightCheck.load(tmp_path)
 
 
