@@ -14,10 +14,10 @@ from precision.ess import ess_from_sums
 from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 from precision.torch_on_use import Tensor, torch
 
-__all__ = ["LOG_RATIO_EDGES", "MAX_LOG_RATIO", "NUM_LOG_RATIO_BINS", "RatioSums", "masked_log_ratios"]
-
-MAX_LOG_RATIO = 88.0
-"""Nats. Above it exp overflows float32, and a ratio of 1e38 means that the two policies have nothing in common."""
+MAX_LOG_RATIO = 40.0
+"""Nats. float32 holds numbers up to e^88. A ratio of e^40 leaves room for its square, for any advantage and for the sum
+over a micro-batch. It also means that the two policies have nothing in common: the engine sampled the token with a
+probability below 5e-18."""
 
 
 def masked_log_ratios(learner_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,14 +33,20 @@ def masked_log_ratios(learner_logprobs: Tensor, rollout_logprobs: Tensor, mask: 
             f"{tuple(mask.shape)}; pass one row per sample, padded alike"
         )
     log_ratios = torch.where(mask, learner_logprobs, 0.0) - torch.where(mask, rollout_logprobs, 0.0)
+    require_usable(log_ratios, f"of {int(mask.sum())} tokens")
+    return log_ratios, log_ratios.exp()
+
+
+def require_usable(log_ratios: Tensor, among: str) -> None:
+    """Raises FloatingPointError unless all `log_ratios`, of any shape, are finite and at most MAX_LOG_RATIO; `among`
+    ends the count of those that are not."""
     usable = log_ratios.isfinite() & (log_ratios <= MAX_LOG_RATIO)
     if not bool(usable.all()):
         worst = log_ratios.detach()[~usable]
         raise FloatingPointError(
-            f"{worst.numel()} of {int(mask.sum())} tokens have an unusable log-ratio, the first {float(worst[0])}; "
-            f"expected finite and at most {MAX_LOG_RATIO:g}; compare the learner's and the sampler's logprobs"
+            f"{worst.numel()} {among} have an unusable log-ratio, the first {float(worst[0])}; expected finite and at "
+            f"most {MAX_LOG_RATIO:g}; compare the learner's and the engine's logprobs"
         )
-    return log_ratios, log_ratios.exp()
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from precision.measures import CLIPPED_TOKENS, MEAN_WEIGHT, Measure
 from precision.objectives.base import Aggregation, Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.clipped import Anchor
 from precision.objectives.tokens import rollout_k3, sampled_mean, scaled_advantages, score_function_loss
+from precision.ratios import require_usable
 from precision.torch_on_use import Tensor, torch
 
 
@@ -64,7 +65,9 @@ class GSPO(Objective):
     def prepare(self, step: ScoredStep) -> Prepared:
         """Sequence ratios and clips become factors on the advantages. Raises as `Objective.prepare`."""
         anchor = step.old_logprobs if self.anchor == "old" else step.rollout_logprobs
-        ratios = step.row_mean(step.log_ratios(step.logprobs, anchor)).exp()[step.row]
+        log_ratios = step.row_mean(step.log_ratios(step.logprobs, anchor))
+        require_usable(log_ratios, f"of {step.num_rows} responses")
+        ratios = log_ratios.exp()[step.row]
         high = (ratios > 1.0 + self.clip_high) & (step.advantages > 0)
         low = (ratios < 1.0 - self.clip_low) & (step.advantages < 0)
         factors = torch.where(high | low, 0.0, ratios)

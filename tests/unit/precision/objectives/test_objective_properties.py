@@ -30,6 +30,7 @@ from precision.objectives.mu_grpo import MuGRPO
 from precision.objectives.p3o import P3O
 from precision.objectives.p4o import P4O
 from precision.objectives.topr import TOPR
+from precision.ratios import MAX_LOG_RATIO
 from precision.settings import choices_in
 from precision.supervised import Supervised
 from tests.support.examples import examples
@@ -271,3 +272,21 @@ def test_an_anchor_that_was_not_prepared_is_asked_for(objective: Objective) -> N
     batch = TokenBatch(rollout_logprobs=values, advantages=values, mask=values.bool())
     with pytest.raises(ValueError, match="anchor_logprobs"):
         objective.loss(values, batch, StepContext(num_tokens=1, step_ess=0.5))
+
+
+@every
+def test_a_large_ratio_is_refused_or_stays_finite_in_float32(objective: Objective) -> None:
+    """64 tokens of one ratio e^size, which float32 holds up to e^88, with advantages of 30: products, squares and sums
+    of what is let through must be finite."""
+    for size in (20.0, 39.9, 40.1, 60.0, 84.0, 85.0, 86.0, 87.0, 87.9, 88.1, 200.0):
+        for advantage in (30.0, -30.0):
+            step = scored_step([[size] * 32] * 2, [advantage] * 2, old=[[0.0] * 32] * 2)
+            fields = {name: getattr(step, name).float() for name in FIELDS}
+            try:
+                outcome = run(objective, dataclasses.replace(step, **fields))
+            except FloatingPointError:
+                assert size > MAX_LOG_RATIO
+                continue
+            assert math.isfinite(outcome.loss)
+            assert bool(outcome.gradient.isfinite().all())
+            assert all(math.isfinite(value) for value in (*outcome.sums.values(), *outcome.prepared.measured.values()))
