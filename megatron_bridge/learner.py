@@ -262,16 +262,17 @@ class MegatronLearner:
 
         given = tensor(_by_token(batch, advantages))
         rollout, sampled = tensor(batch.rollout_logprobs), tensor(batch.loss_mask)
+        present = old_logprobs if scored is None and not self._objective.reads_step_logprobs else scored
         if not self._objective.needs_scoring:
             prepared = Prepared(advantages=given)
-        elif scored is None:
+        elif present is None:
             raise ValueError("the objective needs the step scored: pass what logprobs(batch) returned")
         else:
             lengths = batch.response_lengths
             step = ScoredStep(
-                logprobs=tensor(scored),
+                logprobs=tensor(present),
                 rollout_logprobs=rollout,
-                old_logprobs=tensor(scored if old_logprobs is None else old_logprobs),
+                old_logprobs=tensor(present if old_logprobs is None else old_logprobs),
                 advantages=given,
                 sampled=sampled,
                 row=tensor(np.repeat(np.arange(batch.num_samples), lengths)),

@@ -90,6 +90,7 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
         advantage_computer=build_advantage_computer(recipe),
         scores_step=objective.needs_scoring,
+        reads_step_logprobs=objective.reads_step_logprobs,
         channel=channel,
         checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep),
         checkpoint_every=recipe.checkpoint.every,

@@ -52,7 +52,8 @@ class Learner(Protocol):
     ) -> Update:
         """One optimizer step; `advantages` is [samples] or [responses].
 
-        `scored` is what `logprobs(batch)` returned at the present weights, None for an objective that does not read it.
+        `scored` is what `logprobs(batch)` returned at the present weights; None for an objective that is not prepared
+        from them, or that is prepared from `old_logprobs` alone.
         `old_logprobs` are the learner's log-probabilities [responses] when the batch's stage began, by default those of
         `scored`. `trained` [samples] names the samples that are run through the model, by default all; the others still
         count in the denominators.

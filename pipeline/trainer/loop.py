@@ -42,7 +42,9 @@ class Trainer:
     schedule: Schedule
     advantage_computer: AdvantageComputer
     scores_step: bool
-    """Whether the objective wants what it is trained on scored before each optimizer step."""
+    """Whether the objective is prepared from what it is trained on, scored before each optimizer step."""
+    reads_step_logprobs: bool
+    """Whether that needs the log-probabilities just before the step where older ones are known."""
     updates_per_batch: int
     """Optimizer steps of a batch, at most."""
     old_logprobs: OldLogprobs | None
@@ -90,10 +92,11 @@ class Trainer:
         """The optimizer steps of one batch."""
         with watch.phase("logprobs"):
             old_logprobs = self.old_logprobs.of(batch) if self.old_logprobs else None
+        scores = self.scores_step and (old_logprobs is None or self.reads_step_logprobs)
         parts, updates = mini_batches(self.advantage_computer, batch, self.updates_per_batch), []
         for part in parts:
             with watch.phase("logprobs"):
-                scored = self.learner.logprobs(part.batch) if self.scores_step else None
+                scored = self.learner.logprobs(part.batch) if scores else None
             with watch.phase("update"):
                 old = part.part_of(old_logprobs)
                 update = self.learner.update(

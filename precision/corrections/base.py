@@ -38,6 +38,8 @@ class Correction(Settings, ABC):
     """Whether k = pi_old / pi_engine decides the factor. An objective that divides by pi_engine counts k already."""
     reads_rollout_logprobs: ClassVar[bool] = True
     """Whether the engine's stored log-probabilities decide the factor."""
+    reads_step_logprobs: ClassVar[bool] = True
+    """Whether `factor` reads `ScoredStep.logprobs`; see `Objective.reads_step_logprobs`."""
     drops_what_the_learner_left: ClassVar[bool] = False
     """Whether it drops failed responses that the learner has moved away from. An objective may have its own rule."""
     measures: ClassVar[tuple[Measure, ...]] = (MASKED_TOKENS, MEAN_FACTOR)
@@ -70,6 +72,10 @@ class Corrected(Objective):
     @property
     def needs_old_logprobs(self) -> bool:
         return self.inner.needs_old_logprobs or self.correction.weighs_by_old_ratio
+
+    @property
+    def reads_step_logprobs(self) -> bool:
+        return self.correction.reads_step_logprobs or (self.inner.needs_scoring and self.inner.reads_step_logprobs)
 
     @property
     def weighs_by_rollout_ratio(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -42,6 +42,8 @@ class RatioRange(Correction):
         ".9999 to 1.0001 in slime.",
     )
     high: PositiveFloat = Field(2.0, description="Largest ratio.")
+
+    reads_step_logprobs: ClassVar[bool] = False
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

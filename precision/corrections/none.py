@@ -17,6 +17,7 @@ class NoCorrection(Correction):
 
     weighs_by_old_ratio: ClassVar[bool] = False
     reads_rollout_logprobs: ClassVar[bool] = False
+    reads_step_logprobs: ClassVar[bool] = False
     measures: ClassVar[tuple[Measure, ...]] = ()
 
     def factor(self, step: ScoredStep) -> tuple[Tensor, dict[str, float]]:

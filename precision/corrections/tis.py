@@ -30,6 +30,7 @@ class TIS(Correction):
     cap: PositiveFloat = Field(2.0, description="Largest pi_old / pi_engine; 2 in verl and slime.")
     level: Literal["token", "sequence"] = Field("token", description="One ratio a token, or its response's product.")
 
+    reads_step_logprobs: ClassVar[bool] = False
     measures: ClassVar[tuple[Measure, ...]] = (
         Measure(
             "Tokens over the correction's cap",

@@ -144,6 +144,12 @@ class Objective(Settings, ABC):
         return False
 
     @property
+    def reads_step_logprobs(self) -> bool:
+        """Whether `prepare` reads `ScoredStep.logprobs`. If not, a step whose old log-probabilities are known already
+        is not scored, and these stand in their place."""
+        return True
+
+    @property
     def weighs_by_rollout_ratio(self) -> bool:
         """Whether the loss divides by the engine's probability. If so, a correction by pi_old / pi_engine would count
         the engine's mismatch twice."""

@@ -94,6 +94,10 @@ class Clipped(Objective):
         return self.anchor == "old"
 
     @property
+    def reads_step_logprobs(self) -> bool:
+        return False
+
+    @property
     def clips_by_old_ratio(self) -> bool:
         return self.anchor == "old"
 

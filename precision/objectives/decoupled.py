@@ -49,6 +49,10 @@ class Decoupled(Objective):
         return True
 
     @property
+    def reads_step_logprobs(self) -> bool:
+        return False
+
+    @property
     def clips_by_old_ratio(self) -> bool:
         return True
 

@@ -73,6 +73,10 @@ class M2PO(Objective):
         return True
 
     @property
+    def reads_step_logprobs(self) -> bool:
+        return self.variant != "areal"
+
+    @property
     def needs_old_logprobs(self) -> bool:
         return self.variant == "areal"
 

@@ -9,12 +9,10 @@ import pytest
 
 from launch.convert.new_model import new_model
 from pipeline.data.event_log import read_metrics
-from tests.support.runs import run_ranks
+from tests.integration.workers.mini_batches_worker import CASES, STEPS, UPDATES, measure
+from tests.support.ranks import run_ranks
 
-WORKER = Path(__file__).parent / "workers" / "mini_batches_worker.py"
 LAYOUTS = {1: ["one"], 2: ["DP2", "PP2"]}
-STEPS, UPDATES = 3, 4
-CASES = ("one update", "grpo", "scalerl", "p3o")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mini_batches")
     new_model(folder / "model", hidden=32, layers=2, head_dim=16, ffn=64, seed=1)
     for ranks, layouts in LAYOUTS.items():
-        run_ranks(ranks, WORKER, folder, *layouts)
+        run_ranks(ranks, measure, folder, layouts)
     return folder
 
 

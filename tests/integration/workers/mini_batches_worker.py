@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-warnings.filterwarnings("ignore")
-
-from launch.build.algorithm import build_advantage_computer, build_objective  # noqa: E402
-from launch.verify.layout_ranks import CONTRACT, make_batch, weights  # noqa: E402
-from megatron_bridge.learner import MegatronLearner  # noqa: E402
-from megatron_bridge.parallel.layout import Layout, initialize, leave_layout  # noqa: E402
-from pipeline.config.layout_names import parse_layout  # noqa: E402
-from pipeline.config.loader import recipe_from  # noqa: E402
-from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe  # noqa: E402
-from pipeline.data.event_log import EventLog  # noqa: E402
-from pipeline.data.records import Batch  # noqa: E402
-from pipeline.data.run_directory import RunDirectory  # noqa: E402
-from pipeline.data.store import BatchStore  # noqa: E402
-from pipeline.trainer.checkpoints import Checkpoints  # noqa: E402
-from pipeline.trainer.loop import Trainer  # noqa: E402
-from pipeline.trainer.old_logprobs import OldLogprobs  # noqa: E402
+from launch.build.algorithm import build_advantage_computer, build_objective
+from launch.verify.layout_ranks import CONTRACT, make_batch, weights
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
+from pipeline.config.layout_names import parse_layout
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe
+from pipeline.data.event_log import EventLog
+from pipeline.data.records import Batch
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.trainer.loop import Trainer
+from pipeline.trainer.old_logprobs import OldLogprobs
 
 STEPS, UPDATES = 3, 4
 GRPO: dict[str, Any] = dict(
@@ -96,6 +92,7 @@ def train(folder: Path, section: LearnerSection, case: str, steps: int) -> tuple
         old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
         advantage_computer=build_advantage_computer(chosen),
         scores_step=objective.needs_scoring,
+        reads_step_logprobs=objective.reads_step_logprobs,
         channel=None,
         checkpoints=Checkpoints(run.checkpoints, keep=2),
         checkpoint_every=1,
@@ -106,6 +103,7 @@ def train(folder: Path, section: LearnerSection, case: str, steps: int) -> tuple
 
 
 def measure(folder: Path, layouts: list[str]) -> None:
+    """Write LAYOUT.npz: for each case how far the weights moved and how many steps that took, and a resumed run."""
     for layout in layouts:
         base = LearnerSection(
             micro_batch_tokens=48,
@@ -131,8 +129,3 @@ def measure(folder: Path, layouts: list[str]) -> None:
         if torch.distributed.get_rank() == 0:
             np.savez(folder / f"{layout}.npz", **found)  # type: ignore[arg-type]
         leave_layout()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    measure(Path(sys.argv[1]), sys.argv[2:])

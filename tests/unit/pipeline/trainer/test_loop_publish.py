@@ -51,6 +51,7 @@ def trainer(run: RunDirectory, recorder: Recorder, channel: Any) -> Trainer:
         schedule=Schedule(kind="sync", steps=4),
         advantage_computer=SimpleNamespace(estimator=SimpleNamespace(state=dict)),  # type: ignore[arg-type]
         scores_step=False,
+        reads_step_logprobs=False,
         updates_per_batch=1,
         old_logprobs=None,
         channel=channel,

@@ -53,7 +53,9 @@ class Learner:
         )
 
 
-def trained(batch: Batch, updates: int, *, scores: bool = True, old: Any = None, **options: Any) -> Any:
+def trained(
+    batch: Batch, updates: int, *, scores: bool = True, reads: bool = True, old: Any = None, **options: Any
+) -> Any:
     learner, unused = Learner(), SimpleNamespace()
     fields: dict[str, Any] = {name: unused for name in Trainer.__dataclass_fields__}
     loop = Trainer(
@@ -62,6 +64,7 @@ def trained(batch: Batch, updates: int, *, scores: bool = True, old: Any = None,
             learner=learner,
             advantage_computer=computer(**options),
             scores_step=scores,
+            reads_step_logprobs=reads,
             old_logprobs=old,
             updates_per_batch=updates,
         )
@@ -91,6 +94,15 @@ def test_each_update_gets_whole_groups_scored_at_its_own_weights_and_old_logprob
     assert set(second["scored"]) == {1.0}
     assert [*first["old_logprobs"], *second["old_logprobs"]] == whole.tolist()
     assert update.logprobs.tolist() == [0.0] * len(first["scored"]) + [1.0] * len(second["scored"])
+
+
+def test_what_is_prepared_from_old_logprobs_alone_is_not_scored_again() -> None:
+    batch = batch_of_rewards([MIXED] * 4)
+    whole = np.zeros(batch.num_response_tokens, np.float32)
+    learner, _ = trained(batch, 2, reads=False, old=SimpleNamespace(of=lambda _: whole))
+    assert learner.calls == ["update"] * 2
+    learner, _ = trained(batch, 1, reads=False, old=SimpleNamespace(of=lambda _: None))
+    assert learner.calls == ["logprobs", "update"], "with one update the old policy is that of the step"
 
 
 def test_metrics_are_means_but_for_totals_and_extremes() -> None:

@@ -130,6 +130,23 @@ def test_garbage_in_tokens_that_were_not_sampled_changes_no_bit(objective: Objec
     assert (dirty.prepared.measured, dirty.prepared.step_ess) == (clean.prepared.measured, clean.prepared.step_ess)
 
 
+@scored
+def test_an_objective_says_whether_it_reads_the_scored_logprobs(objective: Objective) -> None:
+    """Where it does not, old log-probabilities stand in their place: the step is not scored."""
+    step = fixed_step()
+    unscored = dataclasses.replace(step, logprobs=torch.full_like(step.logprobs, math.nan))
+    if objective.reads_step_logprobs:
+        with pytest.raises(FloatingPointError):
+            objective.prepare(unscored)
+        return
+    left, right = objective.prepare(step), objective.prepare(unscored)
+    assert torch.equal(left.advantages, right.advantages)
+    assert (left.anchor_logprobs is None) == (right.anchor_logprobs is None)
+    if left.anchor_logprobs is not None and right.anchor_logprobs is not None:
+        assert torch.equal(left.anchor_logprobs, right.anchor_logprobs)
+    assert left.measured == right.measured
+
+
 @every
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_garbage_behind_the_mask_gets_no_gradient(objective: Objective, garbage: float) -> None:
