@@ -20,7 +20,7 @@ $(STAMP): $(LOCK) ops/locks/triton.txt pyproject.toml
 	@./ops/install.sh $(PYTHON) $(VENV) $(LOCK)
 	@touch $@
 
-demo: install  ## Warm a tiny model up, then train it with P3O on FP8 rollouts; ends with a table and a report.
+demo: install  ## Fine-tune a tiny model, then train it with P3O on FP8 rollouts; ends with a table and a report.
 	@[ -d runs/models/demo-base ] || $(BIN)/evenkeel model new runs/models/demo-base
 	@[ -d runs/models/demo ] || $(BIN)/evenkeel sft $(DEMO) --out runs/models/demo --steps 500 --batch-size 32 \
 	    --set model.path=runs/models/demo-base --set learner.tensor_parallel=1 --set learner.data_parallel=2
@@ -49,7 +49,7 @@ evidence: install  ## Measure tests/evidence/matrix.yaml into docs/evidence.md; 
 gpu:  ## Measure on one GPU what CPUs cannot show, into ops/measurements (PYTHON: that of the learner; ops/gpu/README.md).
 	@./ops/gpu/check.sh --python $(PYTHON) $(ARGS)
 
-gpu-rehearsal: install  ## The same scripts at tiny sizes on the CPU, into runs/: proves them, measures nothing (4 minutes).
+gpu-rehearsal: install  ## The same scripts at tiny sizes on the CPU, into runs/: runs them once, measures nothing (4 minutes).
 	@$(BIN)/python -m tests.gpu --rehearse --out runs/gpu-rehearsal
 
 clean:  ## Remove .venv and caches; runs are kept.
