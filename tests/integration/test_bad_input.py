@@ -19,9 +19,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refused(*arguments: str | Path) -> str:
+def refused(*arguments: str | Path, in_process: bool = True) -> str:
     """The one line that the command says."""
-    done = evenkeel(*arguments, timeout=100)
+    done = evenkeel(*arguments, in_process=in_process, timeout=100)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr + done.stdout
     lines = [line for line in done.stderr.strip().splitlines() if line]
@@ -31,7 +31,7 @@ def refused(*arguments: str | Path) -> str:
 
 def test_unknown_recipe_key(workshop: Path) -> None:
     recipe = make_recipe(workshop, workshop / "model", "key", rollout=dict(max_tokens=3))
-    assert "unknown key rollout.max_tokens" in refused("train", recipe)
+    assert "unknown key rollout.max_tokens" in refused("train", recipe, in_process=False)
 
 
 def test_missing_model_folder(workshop: Path) -> None:

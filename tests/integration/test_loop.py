@@ -34,7 +34,7 @@ def tp2(workshop: Path) -> Path:
         rollout=dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64, precision="fp8_block"),
         learner=dict(tensor_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
     )
-    result = evenkeel_json("train", recipe)
+    result = evenkeel_json("train", recipe, in_process=False)
     assert result["learner_layout"] == "TP2"
     return workshop / "runs" / "tp2"
 

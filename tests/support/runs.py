@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
 import subprocess
 import sys
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 
@@ -62,9 +66,53 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
 
 
-def evenkeel(*arguments: str | Path, timeout: float = RUN_DEADLINE_S) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end."""
-    return subprocess.run(
+@dataclass(frozen=True)
+class Done:
+    """A command that ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def evenkeel(*arguments: str | Path, in_process: bool = True, timeout: float = RUN_DEADLINE_S) -> Done:
+    """Run the command line to its end: `launch.cli.main` in this process, or in one of its own.
+
+    An interpreter takes seconds to import what a command needs, so most tests call main here. What it starts (engines,
+    ranks, a collector) are processes all the same. `timeout` holds for a process; here, pytest's own ends a test.
+    """
+    return _call_main(*arguments) if in_process else _start_main(*arguments, timeout=timeout)
+
+
+def evenkeel_json(*arguments: str | Path, in_process: bool = True, timeout: float = RUN_DEADLINE_S) -> dict[str, Any]:
+    """Run with --json; the last line of stdout as an object. Fails with both streams when the command does."""
+    done = evenkeel(*arguments, "--json", in_process=in_process, timeout=timeout)
+    assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _call_main(*arguments: str | Path) -> Done:
+    from launch.cli import main
+
+    stdout, stderr = io.StringIO(), io.StringIO()
+    status: object = None
+    with (
+        patch.dict(os.environ, environment()),
+        patch.object(sys, "argv", ["evenkeel", *map(str, arguments)]),
+        chdir(ROOT),
+        redirect_stdout(stdout),
+        redirect_stderr(stderr),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            status = end.code
+    return Done(status if isinstance(status, int) else int(status is not None), stdout.getvalue(), stderr.getvalue())
+
+
+def _start_main(*arguments: str | Path, timeout: float) -> Done:
+    done = subprocess.run(
         [sys.executable, "-m", "launch.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
@@ -73,11 +121,4 @@ def evenkeel(*arguments: str | Path, timeout: float = RUN_DEADLINE_S) -> subproc
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
     )
-
-
-def evenkeel_json(*arguments: str | Path, timeout: float = RUN_DEADLINE_S) -> dict[str, Any]:
-    """Run with --json; the last line of stdout as an object. Fails with both streams when the command does."""
-    done = evenkeel(*arguments, "--json", timeout=timeout)
-    assert done.returncode == 0, f"{arguments}\n{done.stdout}\n{done.stderr}"
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return Done(done.returncode, done.stdout, done.stderr)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import typer
 
 from launch.cli import app
+from tests.support.runs import evenkeel
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,17 +41,20 @@ def test_every_command_and_option_has_a_help_text() -> None:
     walk(typer.main.get_command(app))
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "launch.cli", *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["verify", "parity", "--help"]])
 def test_help(arguments: list[str]) -> None:
-    done = run(*arguments)
+    done = evenkeel(*arguments)
     assert done.returncode == 0
     assert "Usage" in done.stdout
+
+
+def test_the_module_is_a_program() -> None:
+    """What the other tests call in their own process, as a shell would."""
+    assert "Usage" in evenkeel("--help", in_process=False).stdout
+    refused = evenkeel("train", in_process=False)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.startswith("error: give a recipe")
+    assert refused.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -66,18 +68,18 @@ def test_help(arguments: list[str]) -> None:
     ],
 )
 def test_one_line_errors(arguments: list[str], message: str) -> None:
-    done = run(*arguments)
+    done = evenkeel(*arguments)
     assert done.returncode == 1
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
 
 
 def test_the_schema_lists_every_section() -> None:
-    done = run("recipe", "--schema")
+    done = evenkeel("recipe", "--schema")
     assert all(f'"{section}"' in done.stdout for section in ("run", "model", "task", "rollout", "learner", "schedule"))
 
 
 def test_a_recipe_prints_with_its_defaults() -> None:
-    done = run("recipe", "pipeline/recipes/demo.yaml", "--set", "run.seed=7")
+    done = evenkeel("recipe", "pipeline/recipes/demo.yaml", "--set", "run.seed=7")
     assert "seed: 7" in done.stdout
     assert "weight_decay: 0.01" in done.stdout

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from launch.cli import app
 from pipeline.errors import EvenKeelError, RecipeError, StoreError
+from tests.support.runs import evenkeel
 
 ROOT = Path(__file__).parents[4]
 KEYS = {"A", "B", "C_mid", "A_interval", "B_interval", "C_mid_interval", "identifiable", "R_0", "residual_std"}
@@ -168,13 +169,7 @@ def test_errors_are_ours(
 
 
 def test_the_command_ends_with_one_line_and_code_1(scale_rl: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "launch.cli", "scaling", "fit", str(scale_rl)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=240,
-    )
+    done = evenkeel("scaling", "fit", scale_rl)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert "it has numbers in gpu_hours, reward" in done.stderr
