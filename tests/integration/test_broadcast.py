@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 from launch.convert.new_model import new_model
 from pipeline.data.event_log import read_events, read_metrics
 from rollout_sglang.server.process import ServerProcess
-from rollout_sglang.server.start import EngineSpec, free_port, start
+from rollout_sglang.server.start import EngineSpec, free_port
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.integration.workers import broadcast_worker
+from tests.support.engine_forks import start_engine
 from tests.support.ranks import Ranks
 from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_recipe
 
@@ -59,7 +60,7 @@ class Servers:
         self.model = root / "model"
         new_model(self.model, hidden=256, layers=4)
         self.specs = [self.spec(index, self.model) for index in range(2)]
-        self.processes: list[ServerProcess] = [start(spec) for spec in self.specs]
+        self.processes: list[ServerProcess] = [start_engine(spec) for spec in self.specs]
 
     def spec(self, index: int, model: Path, port: int | None = None) -> EngineSpec:
         return EngineSpec(
@@ -76,7 +77,7 @@ class Servers:
     def restart(self, index: int, model: Path) -> int:
         """As the supervisor does: on the same port, from a policy folder."""
         self.processes[index].kill()
-        self.processes[index] = start(self.spec(index, model, self.specs[index].port))
+        self.processes[index] = start_engine(self.spec(index, model, self.specs[index].port))
         self.processes[index].wait_ready(START_DEADLINE_S)
         return self.processes[index].pid
 

@@ -33,8 +33,9 @@ from pipeline.errors import CorruptCheckpointError
 from pipeline.ports.weight_update import TensorSpec
 from pipeline.trainer.checkpoints import COMMIT, commit
 from rollout_sglang.client import EngineClient
-from rollout_sglang.server.start import EngineSpec, free_port, start
+from rollout_sglang.server.start import EngineSpec, free_port
 from tests.integration.workers.scoring import score
+from tests.support.engine_forks import start_engine
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, environment, evenkeel_json, make_recipe
 
@@ -141,7 +142,7 @@ def engine_scores(folder: Path, rows: list[list[int]]) -> dict[str, NDArray[np.f
             )
             for layout in ("block128", "tensor")
         }
-        servers = {layout: start(spec) for layout, spec in specs.items()}
+        servers = {layout: start_engine(spec) for layout, spec in specs.items()}
         for server in servers.values():
             stack.callback(server.kill)
         for server in servers.values():

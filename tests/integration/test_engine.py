@@ -1,4 +1,4 @@
-"""Real SGLang servers, started once for all tests: what they answer, how they take weights, how they end.
+"""Real SGLang servers, shared by a session: what they answer, how they take weights, how they end.
 
 The servers are those of EVENKEEL_ROLLOUT_PYTHON, where it is set: so other releases of SGLang are tried.
 """
@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import numpy as np
@@ -24,100 +20,27 @@ from numpy.typing import NDArray
 from pipeline.config.recipe import RolloutPrecision
 from pipeline.errors import EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
-from precision.formats.formats import RolloutFormat
 from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet
-from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.rollout_python import require_sglang
-from rollout_sglang.server.start import EngineSpec, free_port, start, start_router
+from rollout_sglang.server.start import free_port, start_router
 from tests.doubles.sglang_double import EngineDouble, Release
-from tests.doubles.tiny_model import (
-    reference_logprobs,
-    reference_model,
-    write_block_checkpoint,
-    write_checkpoint,
-)
+from tests.doubles.tiny_model import reference_logprobs, reference_model
+from tests.support.engines import KEY, ROWS, TinyEngine, TinyEngines, load, num_prefills, wait_for_prefill
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-T = TypeVar("T")
-KEY = "a-key-of-the-tests"
-START_DEADLINE_S = 300.0
 RELEASE: Release = "0.5.17" if require_sglang() == "0.5.17" else "0.5.23"
 """Of the double that should answer alike."""
-ROWS = [[random.Random(row).randrange(256) for _ in range(24)] for row in range(4)]
-
-
-@dataclass(frozen=True)
-class Engine:
-    """A running server, and the transformers model that should agree with it at version 0 (A) and 1 (B)."""
-
-    process: ServerProcess
-    spec: EngineSpec
-    checkpoints: tuple[Path, Path]
-    full_precision: tuple[Path, Path]
-    rollout_format: RolloutFormat | None
-
-    def ask(self, call: Callable[[EngineClient], Awaitable[T]], key: str = KEY) -> T:
-        async def main() -> T:
-            client = EngineClient(self.spec.url, key, index=0, request_deadline_s=120)
-            try:
-                return await call(client)
-            finally:
-                await client.close()
-
-        return asyncio.run(main())
-
-    def load(self, version: int) -> None:
-        self.ask(lambda client: load(client, version, self.checkpoints[version]))
-
-    def expected(self, version: int) -> list[NDArray[np.float32]]:
-        model = reference_model(self.full_precision[version], self.rollout_format)
-        return [reference_logprobs(model, row) for row in ROWS]
-
-
-async def load(client: EngineClient, version: int, directory: Path) -> None:
-    """Name what the engine was given without a check: those are for tests/integration/test_weight_check.py."""
-    await client.pause()
-    try:
-        await client.update_from_disk(version, directory, deadline_s=60)
-        await client.name(version)
-    finally:
-        await client.resume()
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[RolloutPrecision, Engine]]:
-    root = tmp_path_factory.mktemp("engines")
-    plain = (write_checkpoint(root / "a", 0), write_checkpoint(root / "b", 1))
-    block = (write_block_checkpoint(plain[0], root / "a_fp8"), write_block_checkpoint(plain[1], root / "b_fp8"))
-    kinds: dict[RolloutPrecision, tuple[tuple[Path, Path], RolloutFormat | None]] = {
-        "fp32": (plain, None),
-        "fp8_tensor": (plain, RolloutFormat.FP8_TENSOR),
-        "fp8_block": (block, RolloutFormat.FP8_BLOCK),
-    }
-    with ExitStack() as stack:
-        running: dict[RolloutPrecision, Engine] = {}
-        for precision, (checkpoints, rollout_format) in kinds.items():
-            spec = EngineSpec(
-                model=checkpoints[0],
-                port=free_port(),
-                precision=precision,
-                dtype="float32",
-                log=root / f"{precision}.log",
-                version=0,
-                api_key=KEY,
-            )
-            process = start(spec)
-            stack.callback(process.kill)
-            running[precision] = Engine(process, spec, checkpoints, plain, rollout_format)
-        for engine in running.values():
-            engine.process.wait_ready(START_DEADLINE_S)
-        yield running
+def engines(tiny_engines: TinyEngines) -> dict[RolloutPrecision, TinyEngine]:
+    return tiny_engines.lease(["fp32", "fp8_tensor", "fp8_block"])
 
 
 @pytest.fixture
-def engine(engines: dict[RolloutPrecision, Engine]) -> Engine:
+def engine(engines: dict[RolloutPrecision, TinyEngine]) -> TinyEngine:
     return engines["fp32"]
 
 
@@ -126,7 +49,7 @@ def largest_difference(ours: list[NDArray[np.float32]], theirs: list[NDArray[np.
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_logprobs_are_those_of_transformers(engine: Engine, temperature: float) -> None:
+def test_sampled_logprobs_are_those_of_transformers(engine: TinyEngine, temperature: float) -> None:
     engine.load(0)
     sampling = Sampling(max_new_tokens=16, temperature=temperature, top_p=0.9)
     group = engine.ask(lambda client: client.generate(ROWS[0], 4, sampling))
@@ -139,23 +62,23 @@ def test_sampled_logprobs_are_those_of_transformers(engine: Engine, temperature:
     assert len({sample.tokens for sample in group}) > 1
 
 
-def test_new_weights_are_those_that_answer(engine: Engine) -> None:
+def test_new_weights_are_those_that_answer(engine: TinyEngine) -> None:
     for version in (0, 1, 0):
         engine.load(version)
         assert engine.ask(lambda client: client.model_info()).weight_version == str(version)
-        scored = engine.ask(lambda client: client.prompt_logprobs(ROWS))
+        scored = engine.scores()
         assert largest_difference(scored, engine.expected(version)) < 1e-4
         assert largest_difference(scored, engine.expected(1 - version)) > 0.1
 
 
 @pytest.mark.parametrize("precision", ["fp8_tensor", "fp8_block"])
 def test_emulated_fp8_is_the_arithmetic_of_the_formats(
-    engines: dict[RolloutPrecision, Engine], precision: RolloutPrecision
+    engines: dict[RolloutPrecision, TinyEngine], precision: RolloutPrecision
 ) -> None:
     engine = engines[precision]
     for version in (0, 1):
         engine.load(version)
-        scored = engine.ask(lambda client: client.prompt_logprobs(ROWS))
+        scored = engine.scores()
         quantized = engine.expected(version)
         full = [reference_logprobs(reference_model(engine.full_precision[version]), row) for row in ROWS]
         # An activation on the border between two e4m3 values may fall either way, which moves the tokens after it.
@@ -165,12 +88,13 @@ def test_emulated_fp8_is_the_arithmetic_of_the_formats(
         assert np.median(from_full) > 1e-3
 
 
-def test_a_request_under_way_goes_on_with_new_weights(engine: Engine) -> None:
+def test_a_request_under_way_goes_on_with_new_weights(engine: TinyEngine) -> None:
     engine.load(0)
 
     async def load_midway(client: EngineClient) -> Any:
+        before = num_prefills(engine.spec.log)
         sampling = asyncio.create_task(client.generate(ROWS[0], 8, Sampling(max_new_tokens=400)))
-        await asyncio.sleep(0.5)
+        await asyncio.to_thread(wait_for_prefill, engine.spec.log, before)
         await load(client, 1, engine.checkpoints[1])
         return await sampling
 
@@ -189,15 +113,15 @@ def test_a_request_under_way_goes_on_with_new_weights(engine: Engine) -> None:
     np.testing.assert_allclose(np.array(sample.logprobs), expected, atol=1e-4)
 
 
-def test_a_folder_that_is_not_there_changes_nothing(engine: Engine, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_changes_nothing(engine: TinyEngine, tmp_path: Path) -> None:
     engine.load(0)
     with pytest.raises(EngineVersionError, match="did not take version 9"):
         engine.ask(lambda client: load(client, 9, tmp_path / "missing"))
     assert engine.ask(lambda client: client.model_info()).weight_version == "0"
-    assert largest_difference(engine.ask(lambda client: client.prompt_logprobs(ROWS)), engine.expected(0)) < 1e-4
+    assert largest_difference(engine.scores(), engine.expected(0)) < 1e-4
 
 
-def test_nothing_is_open_without_the_key(engine: Engine) -> None:
+def test_nothing_is_open_without_the_key(engine: TinyEngine) -> None:
     for path in ("/generate", "/update_weights_from_disk", "/pause_generation", "/continue_generation"):
         assert httpx.post(f"{engine.spec.url}{path}", json={}, trust_env=False).status_code == 401
     with pytest.raises(FatalError, match="another API key"):
@@ -206,7 +130,7 @@ def test_nothing_is_open_without_the_key(engine: Engine) -> None:
     assert KEY not in engine.spec.log.read_text()
 
 
-def test_a_prompt_that_is_too_long_is_fatal(engine: Engine) -> None:
+def test_a_prompt_that_is_too_long_is_fatal(engine: TinyEngine) -> None:
     with pytest.raises(FatalError, match=r"rollout\.context_tokens"):
         engine.ask(lambda client: client.generate([1] * 600, 1, Sampling(max_new_tokens=1)))
 
@@ -231,7 +155,7 @@ def assert_part_of(double: Any, real: Any, where: str) -> None:
         assert double == real, where
 
 
-def test_the_double_answers_like_the_server(engine: Engine) -> None:
+def test_the_double_answers_like_the_server(engine: TinyEngine) -> None:
     engine.load(0)
     generate = {
         "input_ids": [ROWS[0]],
@@ -272,7 +196,7 @@ def test_the_double_answers_like_the_server(engine: Engine) -> None:
 
 
 def test_a_fleet_behind_the_router_survives_the_death_of_an_engine(
-    engines: dict[RolloutPrecision, Engine], tmp_path: Path
+    engines: dict[RolloutPrecision, TinyEngine], tmp_path: Path
 ) -> None:
     """Ends one of the servers: stays the last test of this module."""
     pair = [engines["fp32"], engines["fp8_tensor"]]
@@ -286,7 +210,7 @@ def test_a_fleet_behind_the_router_survives_the_death_of_an_engine(
         router.stop()
 
 
-async def _survive(urls: list[str], router_url: str, lock: Path, pair: list[Engine]) -> None:
+async def _survive(urls: list[str], router_url: str, lock: Path, pair: list[TinyEngine]) -> None:
     fleet = Fleet(urls, router_url=router_url, api_key=KEY, lock_path=lock, request_deadline_s=60, load_deadline_s=60)
     try:
         assert (await fleet.load(1, pair[0].checkpoints[1])).keys() >= {"pause_s", "load_s", "checksum_s"}

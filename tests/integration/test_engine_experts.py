@@ -17,8 +17,9 @@ import pytest
 from launch.convert.new_model import new_model
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
-from rollout_sglang.server.start import EngineSpec, free_port, start
+from rollout_sglang.server.start import EngineSpec, free_port
 from tests.doubles.tiny_model import reference_logprobs, reference_model
+from tests.support.engine_forks import start_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -44,7 +45,7 @@ def ask(folders: list[Path]) -> Iterator[Callable[[Callable[[EngineClient], Awai
         log=folders[0].parent / "engine.log",
         version=0,
     )
-    process = start(spec)
+    process = start_engine(spec)
 
     def call(question: Callable[[EngineClient], Awaitable[T]]) -> T:
         async def main() -> T:

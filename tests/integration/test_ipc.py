@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,11 +27,13 @@ from pipeline.ports.weight_check import WeightCheck
 from pipeline.ports.weight_update import WeightUpdateReport
 from precision.formats.quant_map import QuantMap, quantize_state
 from rollout_sglang.server.process import ServerProcess
-from rollout_sglang.server.start import EngineSpec, free_port, start
+from rollout_sglang.server.start import EngineSpec, free_port
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.doubles.tiny_model import write_checkpoint
+from tests.support.engine_forks import start_engine
+from tests.support.engines import num_prefills, wait_for_prefill
 from tests.support.runs import ROOT, environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -40,7 +41,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 BUCKET_BYTES = 1 << 16
 DEADLINE_S = 30.0
 PRECISIONS: tuple[RolloutPrecision, ...] = ("bf16", "fp8_block")
-SENDER = "from tests.integration.test_shared import die_half_way; import sys; die_half_way(*sys.argv[1:])"
+SENDER = "from tests.integration.test_ipc import die_half_way; import sys; die_half_way(*sys.argv[1:])"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
                 log=root / f"{precision}.log",
                 version=0,
             )
-            process = start(spec)
+            process = start_engine(spec)
             stack.callback(process.kill)
             found[precision] = Engine(process, spec.url, precision, (first, second), root / precision / "lock")
         for engine in found.values():
@@ -153,8 +154,9 @@ def test_every_bit_arrives_while_requests_are_under_way(engines: dict[str, Engin
     sampling = Sampling(max_new_tokens=400, temperature=1.0)
     with sender_to([engine.url], engine.lock) as sender:
         assert sender.publish(engine, 1).failures == {}
+        before = num_prefills(engine.process.log)
         waiting = sender.background.start(sender.fleet.generate([5, 6, 7], 4, sampling))
-        time.sleep(0.2)
+        wait_for_prefill(engine.process.log, before)
         report = sender.publish(engine, 2)
         assert report.failures == {}
         assert report.measured["engines_checked"] == 1, "checksums were compared"

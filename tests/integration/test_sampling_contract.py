@@ -6,9 +6,7 @@ real learner: at equal weights their ratio is then 1 on every token, and a corre
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +18,13 @@ from numpy.typing import NDArray
 from pipeline.data.records import Completion
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
-from rollout_sglang.server.start import EngineSpec, free_port, start
-from tests.doubles.tiny_model import reference_model, write_checkpoint
+from tests.doubles.tiny_model import reference_model
 from tests.integration.workers.scoring import score
+from tests.support.engines import TinyEngines
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-KEY = "a-key-of-the-tests"
 PROMPT = [random.Random(0).randrange(256) for _ in range(24)]
 TEMPERATURE, TOP_P, TOP_K = 1.3, 0.8, 5
 CUTS = {"top_p": (TOP_P, -1), "top_k": (1.0, TOP_K), "both": (TOP_P, TOP_K)}
@@ -43,38 +40,18 @@ class Sampled:
 
 
 @pytest.fixture(scope="module")
-def sampled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sampled]:
-    root = tmp_path_factory.mktemp("contract")
-    checkpoint = write_checkpoint(root / "model", 0)
-    spec = EngineSpec(
-        model=checkpoint,
-        port=free_port(),
-        precision="fp32",
-        dtype="float32",
-        log=root / "engine.log",
-        version=0,
-        api_key=KEY,
-    )
-    process = start(spec)
-    try:
-        process.wait_ready(300.0)
-        yield Sampled(checkpoint, asyncio.run(sample(spec.url)))
-    finally:
-        process.kill()
+def sampled(tiny_engines: TinyEngines) -> Sampled:
+    engine = tiny_engines.lease(["fp32"])["fp32"]
+    return Sampled(engine.checkpoints[0], engine.ask(sample))
 
 
-async def sample(url: str) -> dict[str, list[Completion]]:
-    client = EngineClient(url, KEY, index=0, request_deadline_s=120)
-    try:
-        await client.name(0)  # without a check: those are for tests/integration/test_weight_check.py
-        return {
-            name: await client.generate(
-                PROMPT, 8, Sampling(max_new_tokens=24, temperature=TEMPERATURE, top_p=top_p, top_k=top_k)
-            )
-            for name, (top_p, top_k) in CUTS.items()
-        }
-    finally:
-        await client.close()
+async def sample(client: EngineClient) -> dict[str, list[Completion]]:
+    return {
+        name: await client.generate(
+            PROMPT, 8, Sampling(max_new_tokens=24, temperature=TEMPERATURE, top_p=top_p, top_k=top_k)
+        )
+        for name, (top_p, top_k) in CUTS.items()
+    }
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,9 +23,9 @@ from pipeline.ports.weight_check import Probe, WeightCheck, probe_rows
 from precision.formats.quant_map import QuantMap
 from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet
-from rollout_sglang.server.start import EngineSpec, free_port, start
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
-from tests.doubles.tiny_model import VOCABULARY, reference_logprobs, reference_model, write_checkpoint
+from tests.doubles.tiny_model import VOCABULARY, reference_logprobs, reference_model
+from tests.support.engines import KEY, TinyEngines, num_prefills, wait_for_prefill
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -41,6 +39,7 @@ class Engine:
     """A running server and the policies 0 and 1 that it can be given, each with its check."""
 
     url: str
+    log: Path
     policies: tuple[Path, Path]
     lock: Path
 
@@ -51,14 +50,14 @@ class Engine:
 
     def fleet(self) -> Fleet:
         return Fleet(
-            [self.url], router_url=None, api_key=None, lock_path=self.lock, request_deadline_s=60, load_deadline_s=60
+            [self.url], router_url=None, api_key=KEY, lock_path=self.lock, request_deadline_s=60, load_deadline_s=60
         )
 
     def load(self, version: int, folder: Path, check: WeightCheck | None = None) -> dict[str, float]:
         return asyncio.run(self.fleet().load(version, folder, check))
 
     def serves(self) -> str:
-        client = EngineClient(self.url, None, index=0, request_deadline_s=60)
+        client = EngineClient(self.url, KEY, index=0, request_deadline_s=60)
         return asyncio.run(client.model_info()).weight_version
 
 
@@ -75,28 +74,17 @@ def make_policy(checkpoint: Path, folder: Path, version: int, precision: Rollout
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
-    root = tmp_path_factory.mktemp("check")
-    checkpoints = [write_checkpoint(root / f"checkpoint-{seed}", seed) for seed in (0, 1)]
-    found, processes = {}, []
+def engines(tiny_engines: TinyEngines, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
+    root = tmp_path_factory.mktemp("weight-check")
     precisions: tuple[RolloutPrecision, ...] = ("fp32", "fp8_block")
-    with ExitStack() as stack:
-        for precision in precisions:
-            folders = [root / precision / f"{version:06}" for version in (0, 1)]
-            first, second = (
-                make_policy(checkpoint, folder, version, precision)
-                for version, (checkpoint, folder) in enumerate(zip(checkpoints, folders, strict=True))
-            )
-            log = root / f"{precision}.log"
-            spec = EngineSpec(
-                model=first, port=free_port(), precision=precision, dtype="float32", log=log, version=0, api_key=None
-            )
-            processes.append(start(spec))
-            stack.callback(processes[-1].kill)
-            found[precision] = Engine(spec.url, (first, second), root / precision / "lock")
-        for process in processes:
-            process.wait_ready(300)
-        yield found
+    found = {}
+    for precision, engine in tiny_engines.lease(precisions).items():
+        first, second = (
+            make_policy(checkpoint, root / precision / f"{version:06}", version, precision)
+            for version, checkpoint in enumerate(engine.full_precision)
+        )
+        found[precision] = Engine(engine.spec.url, engine.spec.log, (first, second), root / precision / "lock")
+    return {str(precision): engine for precision, engine in found.items()}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8_block"])
@@ -141,9 +129,10 @@ def test_requests_under_way_do_not_go_on_with_weights_that_fail(engines: dict[st
     flip_a_bit(folder, "model.norm.weight")
 
     async def act() -> list[Completion]:
-        client = EngineClient(engine.url, None, index=0, request_deadline_s=60)
+        client = EngineClient(engine.url, KEY, index=0, request_deadline_s=60)
+        before = num_prefills(engine.log)
         under_way = asyncio.create_task(client.generate(ROWS[0], 4, Sampling(max_new_tokens=400)))
-        await asyncio.sleep(0.5)
+        await asyncio.to_thread(wait_for_prefill, engine.log, before)
         with pytest.raises(EngineUnavailableError, match=r"model\.norm\.weight"):
             await engine.fleet().load(1, folder)
         return await under_way
@@ -179,7 +168,7 @@ def test_heal_feeds_an_engine_that_only_claims_the_version(engines: dict[str, En
     asyncio.run(named(engine, "0", holding=1))
     asyncio.run(engine.fleet().resync(0, engine.policies[0]))
     assert engine.serves() == "0"
-    client = EngineClient(engine.url, None, index=0, request_deadline_s=60)
+    client = EngineClient(engine.url, KEY, index=0, request_deadline_s=60)
     ours = asyncio.run(client.prompt_logprobs(ROWS[:1]))[0]
     assert engine.check(1).probe is not None
     theirs = np.array(engine.check(1).probe.logprobs[0])  # type: ignore[union-attr]
@@ -188,7 +177,7 @@ def test_heal_feeds_an_engine_that_only_claims_the_version(engines: dict[str, En
 
 async def named(engine: Engine, name: str, *, holding: int) -> None:
     """An engine that holds one version and says whatever it says."""
-    client = EngineClient(engine.url, None, index=0, request_deadline_s=60)
+    client = EngineClient(engine.url, KEY, index=0, request_deadline_s=60)
     await client.pause()
     await client.update_from_disk(holding, engine.policies[holding], deadline_s=60)
     await client._control("/update_weight_version", {"new_version": name, "abort_all_requests": False})

@@ -1,0 +1,144 @@
+"""Real SGLang servers, forked from a process that has SGLang loaded: a second each in place of seven.
+
+    test ── start_engine(spec) ──▶ fork server (stock SGLang imported, equipped by rollout_sglang.cpu.cpu_server)
+                                       └──fork──▶ the server: argv, environment and log as the product gives them
+
+What is forked is what `rollout_sglang.server.start.start` would have started, and it dies with the test, like its
+model. The tests of whole runs start their engines as the product does; so do these where EVENKEEL_ROLLOUT_PYTHON names
+another Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import psutil
+
+from pipeline.child_process import die_with_parent
+from rollout_sglang.server import start as product
+from rollout_sglang.server.process import ServerProcess
+from rollout_sglang.server.rollout_python import rollout_python
+
+ROOT = Path(__file__).parents[2]
+SERVER = "rollout_sglang.cpu.cpu_server"
+
+
+class ForkedServer(ServerProcess):
+    """A server that is a child of the fork server, with the interface of one that is ours."""
+
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, ready_url: str, secret: str | None
+    ) -> None:
+        self.log = log
+        self._ready_url, self._secret = ready_url, secret
+        python, flag, module, *arguments = command
+        assert (python, flag, module) == (sys.executable, "-m", SERVER), command
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._server = psutil.Process(_fork(dict(arguments=arguments, environment=dict(environment), log=str(log))))
+
+    @property
+    def pid(self) -> int:
+        return int(self._server.pid)
+
+    def poll(self) -> int | None:
+        """None while it runs. The status is the fork server's to know."""
+        return None if self._server.is_running() else 1
+
+    def stop(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        try:
+            self._server.kill()
+        except psutil.NoSuchProcess:
+            return
+        self._server.wait(20)
+
+
+def start_engine(spec: product.EngineSpec) -> ServerProcess:
+    """`rollout_sglang.server.start.start`, by a fork where that is possible."""
+    if rollout_python() is not None or product.has_cuda():
+        return product.start(spec)
+    with patch.object(product, "ServerProcess", ForkedServer):
+        return product.start(spec)
+
+
+@cache
+def _fork_server() -> subprocess.Popen[str]:
+    """Started once a process of pytest, with which it ends: its standard input is then closed."""
+    environment = product.server_environment(None) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.engine_forks"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        cwd=ROOT,
+        text=True,
+    )
+
+
+def _fork(order: dict[str, object]) -> int:
+    server = _fork_server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    print(json.dumps(order), file=server.stdin, flush=True)
+    answer = server.stdout.readline()
+    assert answer, f"the fork server ended with {server.wait(20)}"
+    return int(answer)
+
+
+def serve_orders() -> None:
+    """The fork server: a line of JSON comes in, a process id goes out."""
+    orders, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w", buffering=1)
+    with open(os.devnull, "r+") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)  # what imports print is not an answer
+    from rollout_sglang.cpu.cpu_server import prepare
+
+    prepare()
+    import sglang.launch_server
+    import sglang.srt.entrypoints.http_server  # noqa: F401 (the server's own imports)
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries servers that were killed
+    while line := orders.readline():
+        pid = os.fork()
+        if pid == 0:
+            orders.close()
+            answers.close()
+            _become_server(**json.loads(line))
+        print(pid, file=answers)
+
+
+def _become_server(arguments: list[str], environment: dict[str, str], log: str) -> None:
+    from rollout_sglang.cpu.cpu_server import CPU_ENVIRONMENT
+    from rollout_sglang.server.launch_server import serve
+
+    os.setsid()
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.environ.clear()
+    os.environ.update({**CPU_ENVIRONMENT, **environment})
+    sys.argv = [SERVER, *arguments]
+    status = 1
+    try:
+        serve(arguments)
+        status = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    serve_orders()
