@@ -36,6 +36,7 @@ from rollout_sglang.client import EngineClient
 from rollout_sglang.server.start import EngineSpec, free_port
 from tests.integration.workers.scoring import score
 from tests.support.engine_forks import start_engine
+from tests.support.rank_programs import forked_programs
 from tests.support.ranks import run_ranks
 from tests.support.runs import ROOT, environment, evenkeel_json, make_recipe
 
@@ -101,7 +102,8 @@ def run_with_checkpoint(folder: Path, model: Path, weights: Path) -> Path:
 def test_other_models_too(tmp_path: Path, model: dict[str, Any], layout: dict[str, int]) -> None:
     source = tmp_path / "hf"
     new_model(source, **model)
-    hf_to_megatron(source, tmp_path / "m", **layout, dtype="keep", verify_logprobs=False)
+    with forked_programs():
+        hf_to_megatron(source, tmp_path / "m", **layout, dtype="keep", verify_logprobs=False)
     megatron_to_hf(tmp_path / "m", tmp_path / "back", verify_logprobs=False)
     assert stored_bytes(tmp_path / "back") == stored_bytes(source)
 
@@ -110,7 +112,8 @@ def test_other_models_too(tmp_path: Path, model: dict[str, Any], layout: dict[st
 def test_a_stock_engine_serves_what_the_learner_emulates(tmp_path: Path) -> None:
     source = tmp_path / "hf"
     new_model(source)
-    result = hf_to_fp8(source, tmp_path / "block128", "block128", verify_logprobs=True)
+    with forked_programs():
+        result = hf_to_fp8(source, tmp_path / "block128", "block128", verify_logprobs=True)
     assert result["verify"]["mean_gap_emulated_nats"] < 0.1 * result["verify"]["mean_gap_plain_nats"]
     hf_to_fp8(source, tmp_path / "tensor", "tensor", verify_logprobs=False)
     vocabulary = json.loads((source / "config.json").read_text())["vocab_size"]

@@ -16,6 +16,7 @@ from launch.verify.layouts import QUANTITIES, Case, compare, read, run_cases, wr
 from pipeline.config.layout_names import layout_name, parse_layout
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import RecipeError
+from tests.support.rank_programs import forked_programs
 
 TOLERANCE = 1e-5
 CASES = [
@@ -43,7 +44,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     write_model(root / "dense", experts=False)
     write_model(root / "experts", experts=True)
-    run_cases(root, CASES)
+    with forked_programs():
+        run_cases(root, CASES)
     return root
 
 

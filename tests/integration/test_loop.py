@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from pipeline.data.event_log import read_metrics
 from pipeline.data.store import BatchStore
+from tests.support.engine_forks import forked_engines
+from tests.support.rank_programs import forked_programs
 from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
@@ -99,7 +101,8 @@ def test_a_resumed_replay_equals_one_that_was_not_interrupted(tp2: Path) -> None
     replay = tp2.with_name("tp2-replay")
     before = read_metrics(replay)
     (replay / "checkpoints" / "000004" / "COMMIT").unlink()
-    result = evenkeel_json("train", "--replay", tp2)
+    with forked_programs():
+        result = evenkeel_json("train", "--replay", tp2)
     assert result["bit_identical"], result["differing_tensors"][:5]
     lines = [json.loads(line)["step"] for line in (replay / "metrics.jsonl").read_text().splitlines()]
     assert lines == [0, 1, 2, 3, 2, 3], "resumed at step 2"
@@ -121,7 +124,8 @@ def test_a_truncated_batch_file_stops_the_run_by_name(tp2: Path) -> None:
     (tp2.with_name("tp2-replay") / "checkpoints" / "000004" / "COMMIT").unlink()
     batch.write_bytes(whole[: len(whole) // 2])
     try:
-        done = evenkeel("train", "--replay", tp2)
+        with forked_programs():
+            done = evenkeel("train", "--replay", tp2)
     finally:
         batch.write_bytes(whole)
     assert done.returncode != 0
@@ -131,7 +135,8 @@ def test_a_truncated_batch_file_stops_the_run_by_name(tp2: Path) -> None:
 
 def finished(workshop: Path, name: str, steps: int, **sections: dict[str, Any]) -> Path:
     recipe = make_recipe(workshop, workshop / "model", name, run=dict(name=name, steps=steps), **sections)
-    result = evenkeel_json("train", recipe)
+    with forked_engines():
+        result = evenkeel_json("train", recipe)
     assert result["steps"] == steps
     run = workshop / "runs" / name
     assert evenkeel_json("verify", "history", run)["ok"]

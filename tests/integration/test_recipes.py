@@ -10,6 +10,7 @@ from launch.build.algorithm import build_advantage_computer, build_objective
 from launch.build.components import build_interruption, build_prompts, build_solved_prompt_rule, build_tokenizer
 from pipeline.config.loader import load_recipe
 from pipeline.data.event_log import read_events, read_metrics
+from tests.support.engine_forks import forked_engines
 from tests.support.runs import ROOT, evenkeel_json, make_model, make_prompts
 
 RECIPES = ROOT / "pipeline" / "recipes"
@@ -47,11 +48,9 @@ def test_scalerl_runs(model: Path, tmp_path: Path) -> None:
         "evaluation.prompts": 2,
         "evaluation.samples": 2,
     }
-    numbers = evenkeel_json(
-        "train",
-        RECIPES / "scalerl.yaml",
-        *(part for key, value in sets.items() for part in ("--set", f"{key}={value}")),
-    )
+    overrides = (part for key, value in sets.items() for part in ("--set", f"{key}={value}"))
+    with forked_engines():
+        numbers = evenkeel_json("train", RECIPES / "scalerl.yaml", *overrides)
     assert numbers["state"] == "finished"
     assert numbers["objective"] == "cispo"
     assert numbers["interrupted"] > 0, "a random model never ends by itself"

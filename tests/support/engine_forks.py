@@ -15,9 +15,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -65,10 +67,24 @@ class ForkedServer(ServerProcess):
 
 def start_engine(spec: product.EngineSpec) -> ServerProcess:
     """`rollout_sglang.server.start.start`, by a fork where that is possible."""
+    with forked_engines():
+        return product.start(spec)
+
+
+@contextmanager
+def forked_engines() -> Iterator[None]:
+    """While it is open, the product's `start` forks servers where that is possible."""
     if rollout_python() is not None or product.has_cuda():
-        return product.start(spec)
-    with patch.object(product, "ServerProcess", ForkedServer):
-        return product.start(spec)
+        yield
+        return
+    with patch.object(product, "ServerProcess", _server):
+        yield
+
+
+def _server(command: Sequence[str], **settings: Any) -> ServerProcess:
+    """Routers are not SGLang's server: they start as ever."""
+    kind = ForkedServer if SERVER in command else ServerProcess
+    return kind(command, **settings)
 
 
 @cache

@@ -47,7 +47,7 @@ class Ranks:
     """`body(*arguments)` in `count` processes at once; a context manager that leaves no process behind.
 
     Body and arguments are pickled: a function of a module, and plain data. In a rank, `torch.distributed` is a gloo
-    world, RANK, LOCAL_RANK and WORLD_SIZE are set, and torch has one thread.
+    world, RANK, LOCAL_RANK and WORLD_SIZE are set, and torch has one thread. A body may end its process with status 0.
     """
 
     def __init__(self, count: int, body: Callable[..., Any], *arguments: Any) -> None:
@@ -72,12 +72,17 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill what is still at work, with all its children."""
         for process in self._processes:
             if process.pid is not None and process.exitcode is None:
                 _kill_tree(process.pid)
             process.join()
         for connection in self._connections:
             connection.close()
+        self._connections.clear()
         self._scratch.cleanup()
 
     def check(self) -> None:
@@ -85,6 +90,13 @@ class Ranks:
         self._collect(0.0)
         if self._failures:
             self.results(0.0)
+
+    def status(self) -> int | None:
+        """None while all ranks are at work or have ended well, 0 once all have, 1 once one has failed."""
+        self._collect(0.0)
+        if self._failures:
+            return 1
+        return None if self._connections else 0
 
     def results(self, deadline_s: float = DEADLINE_S) -> list[Any]:
         """What each rank returned, in the order of ranks.
@@ -117,7 +129,8 @@ class Ranks:
                 succeeded, value = connection.recv()
             except EOFError:
                 self._processes[rank].join(_LEFT_S)
-                succeeded, value = False, f"died with exit code {self._processes[rank].exitcode}"
+                status = self._processes[rank].exitcode
+                succeeded, value = (True, None) if status == 0 else (False, f"died with exit code {status}")
             connection.close()
             (self._results if succeeded else self._failures)[rank] = value
 

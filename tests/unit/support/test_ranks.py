@@ -6,11 +6,17 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from launch.run import processes
+from launch.run.processes import torchrun
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import FatalError
 from tests.support.rank_bodies import add_up, die, leave_a_child, raise_on_rank_one, what_is_loaded
+from tests.support.rank_programs import forked_programs
 from tests.support.ranks import ROOT, RankFailedError, Ranks, run_ranks
 
 ORPHANS = """
@@ -72,3 +78,23 @@ def test_ranks_end_with_a_killed_test() -> None:
         test.kill()
     _, alive = psutil.wait_procs(started, timeout=20)
     assert alive == []
+
+
+def test_a_program_gets_its_arguments_environment_and_log(tmp_path: Path) -> None:
+    command = torchrun(2, "tests.support.rank_program", str(tmp_path), "0")
+    with forked_programs():
+        processes.run_ranks(run_in(tmp_path), command, log=tmp_path / "log", env={**os.environ, "SAID": "so"})
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank-0-of-2-so", "rank-1-of-2-so"]
+    assert "rank 1 was here" in (tmp_path / "log").read_text()
+
+
+def test_a_program_that_fails_is_the_error_that_torchrun_would_give(tmp_path: Path) -> None:
+    command = torchrun(2, "tests.support.rank_program", str(tmp_path), "3")
+    with forked_programs(), pytest.raises(FatalError, match="the log died: ValueError: told to fail"):
+        processes.run_ranks(run_in(tmp_path), command, log=tmp_path / "log", env=os.environ)
+
+
+def run_in(folder: Path) -> RunDirectory:
+    run = RunDirectory(folder)
+    run.logs.mkdir()
+    return run
