@@ -111,7 +111,7 @@ def hf_to_fp8_command(
     block128 is the layout of DeepSeek's and Qwen's FP8 releases (`weight` e4m3, `weight_scale_inv`); tensor stores
     `weight_scale`, shared by what the engine stacks. Embeddings, norms and LM head stay as they are. Streams: memory
     stays below 1 GiB whatever the model's size. --verify: the learner emulating these formats against the
-    dequantised folder; the mean gap may be at most 10 % of the unquantized learner's.
+    dequantized folder; the mean gap may be at most 10 % of the unquantized learner's.
 
     Example: `evenkeel convert hf-to-fp8 models/Qwen3-32B models/Qwen3-32B-FP8 --format block128`
     """

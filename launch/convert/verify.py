@@ -1,7 +1,7 @@
 """`convert … --verify`: both sides of a conversion compute log-probabilities of the same random token rows, in float32.
 
     HF ⇄ Megatron  transformers on the HF folder | the learner on the checkpoint: at most 1e-3 nats apart
-    FP8            transformers on the dequantised folder, activations quantized as the engine does | the learner on
+    FP8            transformers on the dequantized folder, activations quantized as the engine does | the learner on
                    the source, emulating the formats: a mean gap of at most 10 % of the plain learner's
 
 An activation on the border of two e4m3 values may fall either way, hence the mean for FP8. Loads the model whole.

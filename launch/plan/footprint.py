@@ -32,7 +32,7 @@ from pipeline.config.recipe import LearnerSection
 
 GIB = 2**30
 CHUNK_BYTES = 3 * (16 << 20)
-"""Full-precision scratch of log-probabilities: three chunks of `vocab_parallel`."""
+"""Full-precision scratch of log-probabilities: three chunks of `logprobs_torch`."""
 
 Kernels = Literal["fused", "local"]
 """fused: Transformer Engine with flash attention, as on a GPU. local: Megatron's own layers, as on a CPU."""

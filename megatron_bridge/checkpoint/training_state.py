@@ -84,8 +84,11 @@ def _distributed_parts(optimizer: Any) -> list[Any]:
 
 
 def _unshare_steps(optimizer: Any) -> None:
-    """Megatron-Core 0.16.1 gives all parameters one and the same `step` tensor when it loads, which torch.optim.AdamW
-    then advances once for each parameter; and groups the number that torch saved, which TE's kernel wants whole."""
+    """Give each parameter a `step` tensor of its own, and each group a whole number.
+
+    Megatron-Core 0.16.1 loads one tensor for all parameters, which torch.optim.AdamW would then advance once for each
+    of them. It gives groups the float that torch saved, where TE's kernel needs an int.
+    """
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             if "step" in group:
@@ -96,8 +99,11 @@ def _unshare_steps(optimizer: Any) -> None:
 
 
 def _keep_steps() -> None:
-    """Megatron-Core 0.16.1 loads fully reshardable optimizer state without `step`, because Apex and TE keep the step
-    in the parameter group. torch.optim keeps it in the state of each parameter, where it must survive the load."""
+    """Make Megatron load the `step` of each parameter too.
+
+    Megatron-Core 0.16.1 leaves it out of fully reshardable optimizer state, because Apex and TE keep the step in the
+    parameter group. torch.optim keeps it in the state of each parameter.
+    """
     original = DistributedOptimizer._set_main_param_and_optimizer_states
     if original.__name__ == "keep_step":
         return
@@ -111,8 +117,11 @@ def _keep_steps() -> None:
 
 
 def _place_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
-    """torch's Adam keeps the step of each parameter, TE's that of a group. Without the distributed optimizer,
-    Megatron-Core 0.16.1 hands over what was saved as it is."""
+    """Put the loaded step where the optimizer looks for it.
+
+    torch's Adam keeps a step for each parameter, TE's one for each group. Without the distributed optimizer,
+    Megatron-Core 0.16.1 loads it where the optimizer that saved it kept it.
+    """
     parts = optimizer.chained_optimizers
     for number, part in enumerate(parts):
         if part in _distributed_parts(optimizer):
@@ -131,8 +140,10 @@ def _place_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
 def _sharded_state(
     model: Sequence[Any], optimizer: Any, stored: Mapping[str, StoredTensor] | None = None
 ) -> dict[str, Any]:
-    """To be saved, or filled from the checkpoint that holds `stored`. The optimizer names its tensors after those of
-    the model."""
+    """What is saved; or, with `stored`, what is filled from the checkpoint that holds it.
+
+    The optimizer names its tensors after those of the model.
+    """
     weights = sharded_weights([chunk.module for chunk in model], stored)
     metadata = {"metadata": _RESHARDABLE} if _distributed_parts(optimizer) else {}
     named = dict(weights) if len(model) > 1 else weights["model"]
@@ -147,7 +158,7 @@ def _named_chunks(model: Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def _device() -> str:
-    """States of generators are those of a kind of device."""
+    """The kind of device that this process computes on. States of random generators fit one kind only."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -93,6 +93,9 @@ def _stored_key(key: str, stored: Mapping[str, StoredTensor]) -> str:
 
 
 def chunk_keys(chunks: Sequence[Any]) -> list[str]:
-    """Megatron's names of a rank's chunks, for this process only: the tensors inside are named by their layer in the
-    whole model, so that virtual stages reshard like any others."""
+    """Megatron's names of a rank's chunks.
+
+    They count in this process only: a checkpoint names tensors by their layer in the whole model, so that virtual
+    stages reshard like any others.
+    """
     return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]

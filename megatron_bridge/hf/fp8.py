@@ -4,7 +4,7 @@
     tensor    <module>.weight e4m3 [N, K], <module>.weight_scale f32 scalar; what the engine stacks (q, k and v; gate
               and up) shares its scale, so that the stacked matrix needs none but that one
 
-Dequantised values are weight × scale in both. Activations are quantized by the engine (`activation_scheme: dynamic`).
+Dequantized values are weight × scale in both. Activations are quantized by the engine (`activation_scheme: dynamic`).
 """
 
 from __future__ import annotations

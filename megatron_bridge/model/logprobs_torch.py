@@ -1,6 +1,6 @@
 """Statistics and gradient of vocabulary-parallel log-probabilities in plain torch, for logits of any device and dtype.
 
-The back end of `vocab_parallel` on a CPU. Rows are worked through in chunks, so that beside the logits themselves only
+The back end of `logprobs` on a CPU. Rows are worked through in chunks, so that beside the logits themselves only
 one chunk ever exists in full precision.
 """
 
@@ -19,7 +19,7 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """What `vocab_parallel` asks of a back end: `rows` [tokens, vocab/tp] and `wanted` int64 [tokens]."""
+    """What `logprobs` asks of a back end: `rows` [tokens, vocab/tp] and `wanted` int64 [tokens]."""
     vocab = rows.shape[-1]
     peak = (rows.amax(-1).to(_full(rows)) / temperature).clamp_(min=LOWEST)
     sums = peak.new_zeros(3, len(rows))

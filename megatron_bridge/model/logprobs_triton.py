@@ -1,6 +1,6 @@
 """Statistics and gradient of vocabulary-parallel log-probabilities, as two kernels: one read, then one read and write.
 
-The back end of `vocab_parallel` for logits on a GPU. Not yet run on a GPU; the arithmetic runs in Triton's interpreter.
+The back end of `logprobs` for logits on a GPU. Not yet run on a GPU; the arithmetic runs in Triton's interpreter.
 
 A program owns one row and walks along it. Each of its lanes sees `_VECTOR_BYTES` of every stretch of the row and keeps
 its own statistics of what it saw, in float32 registers: no lane waits for another before the end of the row, and no
@@ -119,7 +119,7 @@ def _statistics_kernel(
 def _gradient_kernel(
     rows: tl.tensor,
     wanted: tl.tensor,
-    normalisers: tl.tensor,
+    normalizers: tl.tensor,
     scales: tl.tensor,
     target: tl.tensor,
     row_stride: tl.tensor,
@@ -135,7 +135,7 @@ def _gradient_kernel(
     lanes = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     scale = tl.load(scales + row)
     token = tl.load(wanted + row)
-    normalizer = tl.load(normalisers + row) * LOG2_E
+    normalizer = tl.load(normalizers + row) * LOG2_E
     for start in range(0, VOCAB, LANES * VECTOR):
         columns = start + lanes
         inside = columns < VOCAB

@@ -9,10 +9,10 @@ router and LM head stay in BF16.
     fp8_delayed   a scale for each tensor, from the largest magnitude of earlier        TE's DelayedScaling
                   micro-batches; gradients in e5m2
 
-What FP8 hides: a cast saturates, so an infinity that enters a product leaves it as a finite number; only NaN gets
-through. The guards on loss and gradient norm see what the residual stream carries, which is never cast. Saturated
-values are not counted: scales of fp8_tensor and fp8_block are the tensor's own, so that no finite value saturates,
-and for fp8_delayed counting would read every activation once more.
+A cast to FP8 saturates: an infinity becomes a finite number, and only NaN stays what it is. The checks of the loss and
+the gradient norm still see what the residual stream carries, which is never cast. Saturated values are not counted.
+Under fp8_tensor and fp8_block no finite value saturates, because scales come from the tensor itself. Under fp8_delayed,
+counting would read every activation once more.
 
 Not yet run on a GPU. Loads neither torch nor Megatron until asked to check a machine.
 """
@@ -70,9 +70,9 @@ def token_multiple(precision: LearnerPrecision) -> int:
 def warm_up_passes(precision: LearnerPrecision) -> int:
     """Passes, forward and backward, before the first numbers that count.
 
-    Scales of fp8_delayed start at 1, which rounds most gradients of a large batch to zero. A pass sets the scales of
-    what it sees in BF16: the first those of the residual stream, the second those of what lies behind one product (the
-    MLP's inner gradient), the third those behind attention.
+    Scales of fp8_delayed start at 1, which rounds most gradients of a large batch to zero. A pass can only set the
+    scale of a tensor that reaches it unrounded. The first pass sets the scales of the residual stream, the second those
+    behind one product (the MLP's inner gradient), the third those behind attention.
     """
     return 3 if precision == "fp8_delayed" else 0
 

@@ -16,9 +16,10 @@ T = TypeVar("T")
 
 
 def all_gather_json(value: Any, group: dist.ProcessGroup, device: torch.device | str = "cpu") -> list[Any]:
-    """The JSON value of every rank of a group, in rank order, the same everywhere. Collective.
+    """The values of all ranks of a group, in rank order, the same on every rank. Collective.
 
-    `device` is one whose tensors the group's backend moves. JSON, because nothing from another process is unpickled.
+    Values are JSON, because nothing from another process is unpickled. `device` must be one whose tensors the group's
+    backend can send.
     """
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
@@ -39,7 +40,7 @@ class RankSync:
         self.rank = dist.get_rank()
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """The JSON value of every rank, in rank order, the same everywhere."""
+        """The JSON values of all ranks, in rank order, the same on every rank."""
         return all_gather_json(value, self._group)
 
     def all_gather_result(self, action: Callable[[], T]) -> list[T]:

@@ -1,6 +1,6 @@
 """HF safetensors ⇄ Megatron-Core parameters: both directions walk the parameters and move the slices of `name_map`.
 
-Loading needs no communication: every rank reads its own rectangles, one parameter at a time. Exporting gathers one
+Loading needs no communication: every rank reads its own slices, one parameter at a time. Exporting gathers one
 parameter at a time over the ranks that share it.
 """
 
@@ -40,7 +40,7 @@ def load_named(chunks: Sequence[Any], config: ModelConfig, tensors: Mapping[str,
 def export_hf(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Every HF tensor of the whole model, by name, in the model's dtype. Collective: every rank must exhaust it.
 
-    Wrapped chunks (DDP) are welcome. The tensors may share memory with the parameters: copy what is kept.
+    Chunks may be wrapped (DDP). The tensors may share memory with the parameters: copy those that you keep.
     """
     names, coords = NameMap(config), ShardCoords.here()
     own = dict(parameter_names(chunks, names))
@@ -65,7 +65,7 @@ def export_stage(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[s
     rank of the stage. Tied embeddings come from the first stage only.
 
     Collective over the ranks of the stage, which must all exhaust it; stages do not wait for one another. Tensors may
-    share memory with the parameters: copy what is kept.
+    share memory with the parameters: copy those that you keep.
     """
     names, coords = NameMap(config), ShardCoords.here()
     for name, parameter in parameter_names(chunks, names):
@@ -127,12 +127,12 @@ def _whole_tensors(names: NameMap, name: str, shard: Tensor, coords: ShardCoords
 
 
 def _is_copy(names: NameMap, name: str) -> bool:
-    """Whether this is the embedding of the first stage, again."""
+    """Whether this parameter repeats the embedding of the first stage: the output layer of a tied model."""
     return name == OUTPUT_LAYER and names.config.tied_embeddings
 
 
 def _sharing(names: NameMap, name: str, coords: ShardCoords) -> list[ShardCoords]:
-    """The places of the group that the parameter is gathered over, in the order of its ranks."""
+    """The coordinates of the ranks that the parameter is gathered over, in their order in the group."""
     if names.is_expert(name):
         # Megatron numbers expert tensor parallel ranks first, then expert parallel ones.
         return [

@@ -1,6 +1,6 @@
-"""Which rectangle of which Hugging Face tensor every Megatron-Core parameter holds, on every rank.
+"""Which slices of which Hugging Face tensors every Megatron-Core parameter holds, on every rank.
 
-Loading copies the rectangles in; exporting lays them side by side. All ranks together hold every number of every
+Loading copies the slices in; exporting lays them side by side. All ranks together hold every number of every
 tensor, none twice. Names are mbridge's; the geometry is written here, because mbridge has it inside collectives.
 
 A parameter is the stack, along rows, of its slices. Rank r of n tensor parallel ranks holds
@@ -67,7 +67,7 @@ class _Names(Qwen2MoEBridge):  # type: ignore[misc]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCoords:
-    """Where a rank stands among those of its pipeline stage, as far as it decides what the rank holds."""
+    """A rank's position in, and the size of, each group that splits parameters: what decides which slices it holds."""
 
     tensor_rank: int = 0
     tensor_size: int = 1
@@ -91,7 +91,7 @@ class ShardCoords:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Rows [start, stop) × columns [start, stop) of a Hugging Face tensor; `columns` is None for a vector."""
+    """Part of a Hugging Face tensor: rows [start, stop) × columns [start, stop); `columns` is None for a vector."""
 
     name: str
     rows: tuple[int, int]
@@ -99,13 +99,13 @@ class TensorSlice:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Shape of the rectangle."""
+        """Shape of the slice: (rows,) or (rows, columns)."""
         rows = self.rows[1] - self.rows[0]
         return (rows,) if self.columns is None else (rows, self.columns[1] - self.columns[0])
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What to index the whole tensor with."""
+        """The index of the slice in the whole tensor."""
         return (slice(*self.rows),) if self.columns is None else (slice(*self.rows), slice(*self.columns))
 
 
@@ -134,7 +134,7 @@ class NameMap:
         return _GROUPED_EXPERT.fullmatch(stage_name) is not None
 
     def slices(self, stage_name: str, coords: ShardCoords) -> tuple[TensorSlice, ...]:
-        """What the rank at `coords` holds under this name, top to bottom.
+        """The slices that the rank at `coords` holds under this name, in the order of their rows.
 
         Raises ModelError for a parameter that has no Hugging Face counterpart in this model.
         """

@@ -93,7 +93,7 @@ def _widest(ptx: str, access: str) -> int:
 def compile_all() -> list[Compiled]:
     """Every kernel in the dtypes that it meets."""
     rows = {name: "*rows" for name in ("rows", "target", "weight")}
-    numbers = dict.fromkeys(("peaks", "sums", "normalisers", "scales"), "*fp32")
+    numbers = dict.fromkeys(("peaks", "sums", "normalizers", "scales"), "*fp32")
     integers = dict.fromkeys(("row_stride", "target_stride", "height", "width"), "i32")
     types = {
         **rows,

@@ -5,9 +5,9 @@ e4m3 ("fn": no infinities, largest value 448, 3 mantissa bits) has a half-ulp of
 
     scale = max(amax / 448, 1e-12),   q = e4m3(clamp(w / scale, -448, 448)),   w' = q * scale
 
-Values are clamped before the cast: what the cast alone makes of larger ones (NaN, or 448) is not the same everywhere,
-and is no substitute for the check that the input is finite. Layouts are those of Hugging Face checkpoints: a block
-scale is called `weight_scale_inv` there, although it multiplies.
+Values are clamped before the cast, because devices differ in what the cast alone makes of larger ones (NaN, or 448).
+Input is checked to be finite besides. Layouts are those of Hugging Face checkpoints: a block scale is called
+`weight_scale_inv` there, although values are multiplied by it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The quant map: which module of the model is held in which format, by exact Hugging Face name.
 
-One map serves both sides. `quantize_state` makes what the engine is given; `fake_quantize_state` makes the weights
-that the engine then computes with, for the learner's emulation of it. Both stream, and both end with an audit: a module
-of the map that never came is an error, because it would be served in another format than the map says.
+One map serves both sides. `quantize_state` makes the tensors that the engine is given. `fake_quantize_state` makes the
+weights that the engine then computes with, for the learner's emulation of it. Both work on streams. At the end both
+check that every module of the map came: one that did not would be served in another format than the map says.
 
-Engines stack q, k and v, and gate and up, into one matrix each. A block scale does not notice (if the rows of each part
-are a multiple of 128, as SGLang requires of stacked parts); with fp8_tensor the stacked matrix has ONE scale, so the
-members of a fused group share their largest magnitude. That is the engine with tensor parallel size 1; a sharded engine
-has a scale for each shard. Of a mixture, every expert is stacked for itself.
+Engines stack q, k and v, and gate and up, into one matrix each. Block scales stay the same (the rows of each part are a
+multiple of 128, as SGLang requires of stacked parts). With fp8_tensor the stacked matrix has a single scale, so the
+members of a fused group share their largest magnitude. That holds for an engine of tensor parallel size 1; a sharded
+engine has a scale for each shard. Each expert of a mixture is stacked by itself.
 """
 
 from __future__ import annotations

@@ -3,14 +3,16 @@
 A program holds its block in registers, finds the scale, divides and rounds. Not yet run on a GPU. There is no kernel
 for one scale a matrix: an fp8_tensor engine is sent plain weights and quantizes them itself.
 
-Bits agree on every device because nothing is left to a device's fast paths. Largest magnitudes are compared as integers
-(floats of one sign are ordered as their bits are; NaN comes out above infinity, where a float maximum would drop it).
-Division is the correctly rounded one. Values are rounded onto e4m3's grid in float32, where adding and subtracting a
-power of two whose unit in the last place is the grid's step rounds to nearest, ties to even; the conversion to e4m3 is
-then exact. Nothing is clamped: a quotient exceeds 448 by rounding only, far from the next step of the grid.
+Bits agree on every device because the kernel uses none of a device's approximations:
+- Largest magnitudes are compared as integers. Floats of one sign are ordered as their bits are, and NaN comes out above
+  infinity, where a float maximum would drop it.
+- Division is the correctly rounded one.
+- Values are rounded onto e4m3's grid in float32: adding and subtracting a power of two, whose unit in the last place is
+  the grid's step, rounds to nearest, ties to even. The conversion to e4m3 is then exact.
+- Nothing is clamped: a quotient exceeds 448 by rounding only, far from the next step of the grid.
 
-A non-finite weight makes its scale non-finite. The scales are checked on the host, one wait for the device a weight:
-tens of microseconds, against the milliseconds that it takes to send one, and the error can name the weight.
+A non-finite weight makes its scale non-finite. The host checks the scales of each weight, so that the error can name
+it. That waits for the device for tens of microseconds; sending a weight takes milliseconds.
 """
 
 from __future__ import annotations
