@@ -150,14 +150,14 @@ def plan(
 ) -> None:
     """Will a recipe fit these GPUs, which learner layouts would, and how long will a step take?
 
-    Needs neither a GPU nor weights: the model's config.json is enough (a relative model.path is looked for here, then
-    beside the recipe). Learner and engines have GPUs of their own.
+    Needs neither a GPU nor weights: the model's config.json is enough. A relative model.path is looked for here, then
+    beside the recipe. Learner and engines have GPUs of their own.
 
-    **Memory**: parameters are counted exactly; activations tensor by tensor for full micro-batches; CUDA context and
-    fragmentation are allowances. **Layouts**: all that use the learner's GPUs, with the least recomputation that fits,
-    ranked by seconds a step; the others with what they lack. **Seconds**: a roofline over assumed speeds, put through a
-    simulation of the recipe's schedule; replace the assumptions by what you measured. Static memory and counts are
-    facts; seconds are guesses until then.
+    **Memory**: parameters are counted exactly, and activations tensor by tensor for full micro-batches. CUDA context
+    and fragmentation are assumed. **Layouts**: all that use the learner's GPUs, each with the least recomputation that
+    fits, ranked by seconds a step; for the others, what they lack. **Seconds**: a roofline over assumed speeds, put
+    through a simulation of the recipe's schedule. They are guesses until you replace the assumptions by what you
+    measured; counts and static memory are not.
 
     Exits 0 whether the recipe fits or not: read `fits` and `reasons` of --json, or the first lines.
 
@@ -249,7 +249,7 @@ def model_new(
 
 @runs_app.command("show")
 def runs_show(run: RunPath, as_json: AsJson = False) -> None:
-    """What a run reached: pass@1 first and last, steps, wall time, layout, precision."""
+    """Print what a run has reached: pass@1 first and last, steps, wall time, layout, precision."""
     from pipeline.analysis.summary import summary
 
     result = summary(run)
@@ -265,7 +265,7 @@ def trajectories_show(
     batch: Annotated[int, typer.Argument(help="Batch index.", min=0, show_default=False)],
     limit: Annotated[int, typer.Option(min=1, help="Samples to print.")] = 8,
 ) -> None:
-    """Prompts, completions, rewards and the per-token logprob gap of one batch, as text."""
+    """Print prompts, completions, rewards and the logprob gap of each token of one batch."""
     from launch.show.trajectories import show
 
     show(run, batch, limit)
@@ -322,7 +322,7 @@ def verify_layouts(
 
 @verify_app.command("history")
 def verify_history(run: RunPath, as_json: AsJson = False) -> None:
-    """Read every batch: no group lost or duplicated, every token of a version that the schedule allows."""
+    """Read every batch and check it: no group lost or duplicated, every token of a version that the schedule allows."""
     from launch.verify.history import check_history
 
     result = check_history(run)
@@ -331,7 +331,7 @@ def verify_history(run: RunPath, as_json: AsJson = False) -> None:
 
 
 def print_summary(result: dict[str, Any]) -> None:
-    """A run's headline numbers as a table, and where its report lies."""
+    """Print a run's headline numbers as a table, and where its report lies."""
     from rich.console import Console
 
     from launch.show.runs import render

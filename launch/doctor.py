@@ -118,7 +118,8 @@ def check_locale() -> Check:
 
 
 def check_packages(distribution: str = "evenkeel") -> list[Check]:
-    """Every direct requirement of ours: the core must be there, learner and rollout parts may be elsewhere."""
+    """Check every direct requirement of Even Keel. The core must be there; what learner and engines need may be missing
+    here when they run elsewhere."""
     try:
         lines = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
@@ -151,7 +152,7 @@ def check_package(requirement: Requirement, extra: str) -> Check:
 
 
 def check_rollout_python() -> list[Check]:
-    """The interpreter of engines and router, where it is another one."""
+    """Check the interpreter that runs engines and router, where it is another one."""
     python = rollout_python()
     if python is None:
         return []
@@ -162,7 +163,7 @@ def check_rollout_python() -> list[Check]:
 
 
 def check_accelerator(devices: Path = Path("/dev")) -> Check:
-    """NVIDIA devices by their device files: no driver call, so it cannot hang."""
+    """Find NVIDIA devices by their device files. No driver is called, so this cannot hang."""
     gpus = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
     if gpus:
         return Check("accelerator", "ok", f"{len(gpus)} NVIDIA GPU{'s' if len(gpus) > 1 else ''}")
@@ -222,7 +223,7 @@ def check_disk(runs_root: Path) -> Check:
 
 
 def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
-    """Gloo, NCCL and SGLang exchange tensors there; containers default to 64 MiB."""
+    """Check /dev/shm, in which Gloo, NCCL and SGLang exchange tensors. Containers have 64 MiB by default."""
     if not path.is_dir():
         return Check("shared memory", "fail", f"no {path}", "mount a tmpfs there")
     size = shutil.disk_usage(path).total / 2**20
@@ -232,7 +233,7 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
 
 
 def check_locks(runs_root: Path) -> Check:
-    """A second holder of a file lock must be refused, or two supervisors could train one run."""
+    """Check that a second holder of a file lock is refused. Otherwise two supervisors could train one run."""
     folder = _existing(runs_root)
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as first, open(first.name) as second:

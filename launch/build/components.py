@@ -41,13 +41,13 @@ class TaskPrompts:
 
     def prompt(self, group: int) -> Prompt:
         problem = self.problem(group)
-        return replace(self._tokenised(group, self.task.problem(problem)), problem=problem)
+        return replace(self._tokenized(group, self.task.problem(problem)), problem=problem)
 
     def held_out(self, count: int) -> Sequence[Prompt]:
         """Their groups are negative: they are part of no batch."""
-        return [self._tokenised(-1 - index, self.task.held_out(index)) for index in range(count)]
+        return [self._tokenized(-1 - index, self.task.held_out(index)) for index in range(count)]
 
-    def _tokenised(self, group: int, problem: Problem) -> Prompt:
+    def _tokenized(self, group: int, problem: Problem) -> Prompt:
         text = self.tokenizer.user_turn(problem.text) if self.task.chat_template else problem.text
         return Prompt(group=group, text=problem.text, answer=problem.answer, tokens=tuple(self.tokenizer.encode(text)))
 
@@ -59,8 +59,8 @@ def build_tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:
-    """The run's prompts. What the tokenizer cannot say of the task or of an interruption, and an interruption that does
-    not fit, fails here, before anything is started."""
+    """The run's prompts. Raises ModelError or RecipeError, before anything is started, when the tokenizer cannot encode
+    the task or the interruption, or when the interruption does not fit."""
     task = build_task(recipe.task, recipe.run.seed)
     prompts = TaskPrompts(task, tokenizer, PromptOrder(task.num_prompts, recipe.run.seed))
     prompts.prompt(0)
@@ -70,7 +70,7 @@ def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:
 
 
 def build_interruption(recipe: Recipe, tokenizer: Tokenizer) -> Interruption | None:
-    """How responses are cut short, if they are. Raises RecipeError."""
+    """How responses are cut short; None: they are not. Raises RecipeError."""
     section, longest = recipe.rollout.interruption, recipe.rollout.max_new_tokens
     if section is None:
         return None
@@ -94,7 +94,7 @@ def build_interruption(recipe: Recipe, tokenizer: Tokenizer) -> Interruption | N
 
 
 def build_solved_prompt_rule(recipe: Recipe) -> SolvedPromptRule | None:
-    """When problems leave the run for good, if they do."""
+    """When a problem counts as solved and is not asked again; None: never."""
     prompts = recipe.prompts
     if prompts.solved_pass_rate is None:
         return None

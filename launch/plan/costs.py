@@ -100,7 +100,7 @@ class LearnerTime:
 
 
 def active_parameters(shape: ModelConfig) -> int:
-    """Numbers that each position is multiplied by: head and router too, of experts only those taken, no embedding."""
+    """Parameters that each position is multiplied by: all but the embedding; of the experts only those it visits."""
     total = shape.vocab_size * shape.hidden_size
     for name, number in layer_sizes(shape).items():
         if ".experts" in name and shape.experts is not None:
@@ -117,7 +117,8 @@ def mlp_share(shape: ModelConfig) -> float:
 
 
 def forward_flops(shape: ModelConfig, context: float) -> float:
-    """Of one position of a sequence of `context` tokens: 2 a parameter, and causal attention's 4·q·context/2."""
+    """FLOPs of one position in a sequence of `context` tokens: 2 for each parameter, and 4·q·context/2 of causal
+    attention."""
     attention = 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
     return 2.0 * active_parameters(shape) + attention
 
@@ -168,7 +169,7 @@ def _sent_forward(shape: ModelConfig, learner: LearnerSection, layout: Layout, t
 
 
 def _link(span: int) -> float:
-    """Bytes a second between ranks that are `span` adjacent ones apart at most."""
+    """Bytes a second between ranks of a group that spans `span` adjacent ranks."""
     return NVLINK_BYTES_S if span <= GPUS_PER_NODE else NETWORK_BYTES_S
 
 
@@ -177,7 +178,7 @@ def _others(ranks: int) -> float:
 
 
 def _gradient_reduction(shape: ModelConfig, learner: LearnerSection, layout: Layout, *, hidden_s: float) -> float:
-    """float32 gradients to their owners and new parameters back, over the network; seconds that are not hidden."""
+    """Seconds in which float32 gradients go to their owners and parameters come back, less those that are hidden."""
     own = max((held_parameters(shape, layout, stage) for stage in (0, layout.pipeline - 1)), key=lambda one: one.total)
     spread = layout.expert * layout.expert_tensor
     stage_ranks = layout.tensor * layout.context * layout.data
@@ -214,8 +215,8 @@ def rollout_tokens_per_gpu_s(shape: ModelConfig, capacity: Capacity, recipe: Rec
 
 
 def publish_seconds(recipe: Recipe, num_bytes: float, assumed: Assumptions) -> float:
-    """disk: written once, then read by all engines at once; broadcast: one stream to all of them; ipc: taken to be as
-    fast, since gathering is most of either."""
+    """Seconds of a publish. disk: the folder is written once, then read by all engines at once. broadcast: one stream
+    goes to all of them. ipc is assumed to be as fast as broadcast, since most of either is gathering the weights."""
     if recipe.weights.channel != "disk":
         return num_bytes / (assumed.broadcast_gb_s * 1e9)
     return 2 * num_bytes / (assumed.disk_gb_s * 1e9)

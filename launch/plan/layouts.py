@@ -1,6 +1,7 @@
 """Every learner layout of a number of GPUs: which fit, how fast each should be, and why the others do not.
 
-Ranked by seconds a step under the recipe's schedule, by roofline (see plan_costs); ties by the learner's seconds.
+Ranked by seconds a step under the recipe's schedule, then by the learner's seconds, both by roofline
+(launch.plan.costs).
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class Search:
 
 
 def _speed(one: Verdict) -> tuple[float, float]:
-    """Seconds a step; where the engines set the pace all are alike, so then seconds of the learner."""
+    """Sorts by seconds a step. Where the engines set the pace these are equal: then by seconds of the learner."""
     assert one.step_s is not None
     assert one.durations is not None
     return round(one.step_s, 3), one.durations.score_s + one.durations.update_s

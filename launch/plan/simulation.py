@@ -57,7 +57,7 @@ class Simulated:
 
     @property
     def lags(self) -> list[int]:
-        """Versions that each batch's oldest tokens are behind the weights that they train."""
+        """For each batch, by how many versions its oldest tokens are behind the weights that they train."""
         return [batch - version for batch, version in enumerate(self.started_versions)]
 
     @property
@@ -122,7 +122,7 @@ class _Loops:
         yield self._under_way.put(1)
 
     def _generate(self, batch: int) -> Generator[Any, Any, None]:
-        """Hold the engines for rollout_s in all, giving way to every publish and taking up where it stopped."""
+        """Hold the engines for rollout_s in all. A publish interrupts it, and it goes on afterwards."""
         left = self._durations.rollout_s
         while True:
             with self._engines.request(priority=batch) as turn:

@@ -37,7 +37,7 @@ _CAVEATS = (
 
 
 def render(plan: Mapping[str, Any]) -> RenderableType:
-    """Verdict first, then why, then the alternatives, then what was assumed."""
+    """The plan as tables: the verdict, its reasons, the alternatives, and what was assumed."""
     return Group(*_parts(plan))
 
 

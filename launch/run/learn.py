@@ -47,7 +47,7 @@ def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearn
 
 
 def build_channel(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> WeightChannel:
-    """Collective: how this learner's weights reach the run's engines."""
+    """How this learner's weights reach the run's engines. Collective."""
     quant, plan, section = build_quant_map(recipe), build_weight_check_plan(recipe), recipe.weights
     if section.channel == "disk":
         fleet = build_fleet(run, recipe)

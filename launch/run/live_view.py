@@ -103,7 +103,7 @@ class LiveView:
     """Context manager; the supervisor calls `refresh` about twice a second.
 
     On a terminal it redraws one block; elsewhere it prints a line every `every_steps` steps, on each evaluation and on
-    each restart. Lines that a former session of the run wrote are taken in silently.
+    each restart. Lines that were written before it started are read without being printed.
     """
 
     def __init__(self, run_dir: Path, steps: int, *, console: Console | None = None, every_steps: int = 10) -> None:

@@ -22,7 +22,7 @@ _RAISED = re.compile(r"^(\[rank\d+\]: ?)?(error: |[\w.]*(Error|Exception|Interru
 
 
 def child_environment() -> dict[str, str]:
-    """One thread a process unless the user says otherwise: several processes share the cores."""
+    """This process's environment, with one thread a process unless the user says otherwise: all share the cores."""
     return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 

@@ -9,13 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.analysis.html_report import count, decimal, duration, percent
-from pipeline.analysis.summary import summary
-
-__all__ = ["render", "summary"]
 
 
 def render(numbers: Mapping[str, Any]) -> Table:
-    """A two-column table of what `summary` returned."""
+    """A table of two columns of what pipeline.analysis.summary returned."""
     table = Table(title=Text(f"{numbers['name']} ({numbers['state']})"), show_header=False, title_justify="left")
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -1,6 +1,6 @@
 """The figures of a report: a RunLog in, inline SVG out.
 
-Colours are drawn as placeholders and replaced by CSS variables, so that the page decides between light and dark.
+Colors are drawn as placeholders and replaced by CSS variables, so that the page decides between light and dark.
 Text stays text (searchable, in the page's font). A figure without data is None.
 """
 
@@ -27,7 +27,7 @@ from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 # A machine without TeX-like fonts is told so for each of them, though nothing here is set in one.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
 
-COLOURS = {
+COLORS = {
     name: f"#fe00{index:02x}"
     for index, name in enumerate(
         ("ink", "muted", "grid", "surface", "blue", "orange", "green", "violet", "pink", "teal", "gray", "sand")
@@ -35,7 +35,7 @@ COLOURS = {
 }
 """Placeholder of each CSS variable `--NAME`."""
 
-PHASE_COLOURS = {
+PHASE_COLORS = {
     "wait": "gray",
     "logprobs": "teal",
     "update": "violet",
@@ -51,9 +51,9 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 8.5,
-    "axes.edgecolor": COLOURS["grid"],
+    "axes.edgecolor": COLORS["grid"],
     "axes.facecolor": "none",
-    "axes.labelcolor": COLOURS["muted"],
+    "axes.labelcolor": COLORS["muted"],
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
@@ -62,17 +62,17 @@ STYLE: dict[Any, Any] = {
     "axes.spines.left": False,
     "axes.formatter.useoffset": False,
     "figure.facecolor": "none",
-    "grid.color": COLOURS["grid"],
+    "grid.color": COLORS["grid"],
     "grid.linewidth": 0.6,
     "legend.frameon": False,
-    "legend.labelcolor": COLOURS["muted"],
+    "legend.labelcolor": COLORS["muted"],
     "legend.handlelength": 1.2,
     "lines.linewidth": 1.7,
-    "text.color": COLOURS["ink"],
-    "xtick.color": COLOURS["grid"],
-    "xtick.labelcolor": COLOURS["muted"],
-    "ytick.color": COLOURS["grid"],
-    "ytick.labelcolor": COLOURS["muted"],
+    "text.color": COLORS["ink"],
+    "xtick.color": COLORS["grid"],
+    "xtick.labelcolor": COLORS["muted"],
+    "ytick.color": COLORS["grid"],
+    "ytick.labelcolor": COLORS["muted"],
     "ytick.major.size": 0.0,
 }
 
@@ -96,7 +96,7 @@ def render(name: str, size: tuple[float, float], draw: Callable[[Axes], None]) -
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
-    for color, placeholder in COLOURS.items():
+    for color, placeholder in COLORS.items():
         svg = svg.replace(placeholder, f"var(--{color})")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
 
@@ -146,13 +146,13 @@ def held_out(run_log: RunLog) -> str | None:
         low = [number(event, "pass_at_1_low") for event in events]
         high = [number(event, "pass_at_1_high") for event in events]
         if all(value is not None for value in (*low, *high)):
-            axes.fill_between(versions, low, high, color=COLOURS["blue"], alpha=0.15, linewidth=0)  # type: ignore[arg-type]
+            axes.fill_between(versions, low, high, color=COLORS["blue"], alpha=0.15, linewidth=0)  # type: ignore[arg-type]
         many = [(v, number(event.get("pass_at_k") or {}, str(k))) for v, event in zip(versions, events, strict=True)]
         known = [(v, value) for v, value in many if value is not None]
         if k > 1 and known:
-            axes.plot(*zip(*known, strict=True), color=COLOURS["teal"], marker="o", markersize=3, label=f"pass@{k}")
+            axes.plot(*zip(*known, strict=True), color=COLORS["teal"], marker="o", markersize=3, label=f"pass@{k}")
         first = [float(event["pass_at_1"]) for event in events]
-        axes.plot(versions, first, color=COLOURS["blue"], marker="o", markersize=4, label="pass@1")
+        axes.plot(versions, first, color=COLORS["blue"], marker="o", markersize=4, label="pass@1")
         axes.annotate(
             _percent(round(first[-1], 3)),
             (versions[-1], first[-1]),
@@ -179,7 +179,7 @@ def ess(run_log: RunLog, *, shows_kl_weight: bool) -> str | None:
         _line(axes, steps, values, "ESS / tokens", "blue")
         if shows_kl_weight:
             axes.fill_between(
-                steps, values, 1.0, color=COLOURS["orange"], alpha=0.25, linewidth=0, label="KL weight, 1 − ESS"
+                steps, values, 1.0, color=COLORS["orange"], alpha=0.25, linewidth=0, label="KL weight, 1 − ESS"
             )
         bottom = min(values)
         axes.set_ylim(max(0.0, bottom - 0.15 * (1.0 - bottom) - 1e-4), 1.0)
@@ -198,14 +198,14 @@ def phase_seconds(run_log: RunLog) -> str | None:
     steps = np.array([int(line["step"]) for line in lines])
     seconds = np.array([[float(line["seconds"].get(phase, 0.0)) for phase in LEARNER_PHASES] for line in lines])
     bins = np.array_split(np.arange(len(steps)), min(len(steps), 160))
-    centres = np.array([steps[chosen].mean() for chosen in bins])
+    centers = np.array([steps[chosen].mean() for chosen in bins])
     heights = np.array([seconds[chosen].mean(axis=0) for chosen in bins])
 
     def draw(axes: Axes) -> None:
-        bottom = np.zeros(len(centres))
+        bottom = np.zeros(len(centers))
         width = 0.86 * (steps[-1] - steps[0] + 1) / len(bins)
         for column, phase in enumerate(LEARNER_PHASES):
-            axes.bar(centres, heights[:, column], width, bottom, color=COLOURS[PHASE_COLOURS[phase]], label=phase)
+            axes.bar(centers, heights[:, column], width, bottom, color=COLORS[PHASE_COLORS[phase]], label=phase)
             bottom += heights[:, column]
         # One slow step, such as the first, must not flatten the rest.
         axes.set_ylim(0.0, max(1e-9, min(bottom.max(), 3.0 * float(np.quantile(bottom, 0.9)))) * 1.05)
@@ -237,7 +237,7 @@ def log_ratio_histogram(run_log: RunLog) -> str | None:
             value = number(line, "ess")
             label = f"step {line['step']}" + (f", ESS {value:.4f}" if value is not None else "")
             share = np.where(counts > 0, counts / counts.sum(), np.nan)
-            axes.stairs(share, color=COLOURS[color], label=label, linewidth=1.6, baseline=None)
+            axes.stairs(share, color=COLORS[color], label=label, linewidth=1.6, baseline=None)
         axes.set_yscale("log")
         ticks = [(edge + 1.0, _nats(value)) for edge, value in enumerate(LOG_RATIO_EDGES) if _is_tick(value)]
         ticks.append((NUM_LOG_RATIO_BINS / 2, "0"))
@@ -271,9 +271,9 @@ def timeline(run_log: RunLog, *, num_steps: int = 12) -> str | None:
         axes.grid(visible=True, axis="x")
         axes.set_xlabel("seconds")
         phases = {i.phase for i in (*steps, *others)}
-        for phase, color in PHASE_COLOURS.items():
+        for phase, color in PHASE_COLORS.items():
             if phase in phases:
-                axes.bar([0.0], [0.0], color=COLOURS[color], label=phase)
+                axes.bar([0.0], [0.0], color=COLORS[color], label=phase)
         _legend_above(axes)
 
     return render("timeline", (WIDE[0], 0.85 + 0.32 * len(lanes)), draw)
@@ -281,8 +281,8 @@ def timeline(run_log: RunLog, *, num_steps: int = 12) -> str | None:
 
 def _bar(axes: Axes, interval: Interval, row: int, begin: float, end: float) -> None:
     start, stop = max(interval.start, begin), min(interval.end, end)
-    color = COLOURS[PHASE_COLOURS[interval.phase]]
-    axes.barh(row, stop - start, 0.72, start - begin, color=color, edgecolor=COLOURS["surface"], linewidth=0.5)
+    color = COLORS[PHASE_COLORS[interval.phase]]
+    axes.barh(row, stop - start, 0.72, start - begin, color=color, edgecolor=COLORS["surface"], linewidth=0.5)
     if interval.phase in ("update", "generate", "evaluate") and (stop - start) > 0.015 * (end - begin):
         axes.text(
             (start + stop) / 2 - begin,
@@ -291,7 +291,7 @@ def _bar(axes: Axes, interval: Interval, row: int, begin: float, end: float) -> 
             ha="center",
             va="center",
             fontsize=7,
-            color=COLOURS["surface"],
+            color=COLORS["surface"],
         )
 
 
@@ -302,10 +302,10 @@ def _lane_label(lane: str, lanes: Sequence[str]) -> str:
 def _line(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str, color: str) -> None:
     """A line, or for a long run a faint line under its running mean; a single step is a dot."""
     if len(steps) < SMOOTH_FROM_STEPS:
-        axes.plot(steps, values, color=COLOURS[color], label=label, marker="o" if len(steps) == 1 else "")
+        axes.plot(steps, values, color=COLORS[color], label=label, marker="o" if len(steps) == 1 else "")
         return
-    axes.plot(steps, values, color=COLOURS[color], alpha=0.3, linewidth=0.8)
-    axes.plot(steps, _running_mean(values, len(values) // 20), color=COLOURS[color], label=label)
+    axes.plot(steps, values, color=COLORS[color], alpha=0.3, linewidth=0.8)
+    axes.plot(steps, _running_mean(values, len(values) // 20), color=COLORS[color], label=label)
 
 
 def _running_mean(values: Sequence[float], window: int) -> NDArray[np.float64]:
@@ -327,7 +327,7 @@ def _mark_restarts(axes: Axes, run_log: RunLog) -> None:
     for event in run_log.of_kind("restarted"):
         after = next((line["step"] for line in run_log.metrics if line["time"] > event["time"]), None)
         if after is not None:
-            axes.axvline(after, color=COLOURS["muted"], linestyle=":", linewidth=0.9)
+            axes.axvline(after, color=COLORS["muted"], linestyle=":", linewidth=0.9)
 
 
 def _legend_above(axes: Axes) -> None:
@@ -352,4 +352,4 @@ def _nats(edge: float) -> str:
 
 def share_bar(shares: dict[str, float]) -> list[dict[str, Any]]:
     """Segments of a horizontal bar in HTML: phase, share, CSS color."""
-    return [dict(phase=phase, share=share, color=PHASE_COLOURS[phase]) for phase, share in shares.items() if share > 0]
+    return [dict(phase=phase, share=share, color=PHASE_COLORS[phase]) for phase, share in shares.items() if share > 0]

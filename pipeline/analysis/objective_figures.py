@@ -80,4 +80,4 @@ def _draw_weight_curves(axes: Axes, found: WeightCurves, *, dashed: bool) -> Non
         ]
     )
     for label, weight, color in lines:
-        axes.plot(found.p, weight, color=figures.COLOURS[color], label="" if dashed else label, **style)  # type: ignore[arg-type]
+        axes.plot(found.p, weight, color=figures.COLORS[color], label="" if dashed else label, **style)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A run as its event_log tells it: the steps, the evaluations and what went wrong. Reads files only; needs no torch."""
+"""A run as its logs tell it: steps, evaluations and what went wrong. Reads files only; needs no torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RunLog:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first line of the event_log to the last; pauses between two sessions of the run count."""
+        """Seconds from the first line of the logs to the last; pauses between two sessions of the run count."""
         times = [float(line["time"]) for line in (*self.events, *self.metrics)]
         return max(times) - min(times) if times else 0.0
 

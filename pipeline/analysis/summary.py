@@ -22,7 +22,7 @@ asked because their problem was solved, samples that were told to end."""
 def summary(run_dir: Path) -> dict[str, Any]:
     """Headline numbers of one run; a number that is not known yet is None. Raises StoreError (no run directory).
 
-    `wall_s` runs from the first line of the event_log to the last, `tokens` counts trained response tokens.
+    `wall_s` runs from the first line of the logs to the last, `tokens` counts trained response tokens.
     """
     return summarize(RunLog.read(run_dir))
 

@@ -1,4 +1,4 @@
-"""When each phase of the two loops began and ended, rebuilt from the event_log.
+"""When each phase of the two loops began and ended, rebuilt from the event log.
 
 A metrics line is written when its step has ended, and its phases follow one another, so they are laid out backwards
 from that moment. A `committed` event says when its batch was started, and its phases are laid out forwards.

@@ -18,7 +18,7 @@ from pipeline.data.records import FINISH_REASONS, Batch, DroppedGroup, LogprobCo
 
 SCHEMA_VERSION = 3
 ADDED_IN_2 = ("loss_mask", "problem")
-"""Arrays that files of schema 1 lack: there, engines sampled every token, and nobody noted the problems."""
+"""Arrays that files of schema 1 lack. There, engines sampled every token, and problems were not recorded."""
 NAMES_BEFORE_3 = {"rollout_logprobs": "sampler_logprobs", "loss_mask": "forced"}
 """Array → its name in files of schema 1 and 2. `forced` was the negation of `loss_mask`."""
 

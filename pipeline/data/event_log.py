@@ -35,7 +35,7 @@ EVENT_KINDS: tuple[str, ...] = get_args(EventKind)
 
 
 class EventLog:
-    """Appends to the event_logs in `directory`. Every line has `time`: seconds since 1970, UTC."""
+    """Appends to the two logs in `directory`. Every line has `time`: seconds since 1970, UTC."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

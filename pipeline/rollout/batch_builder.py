@@ -1,8 +1,8 @@
 """One batch under way: which groups it asks, which of them it keeps.
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), if the recipe wants it: a group whose rewards are all equal says
-nothing about which answers are better; it is dropped and another one asked in its place, up to a bound. Past the bound
-the batch is filled up with what there is.
+nothing about which answers are better. It is dropped and another one asked in its place, up to a bound. Past the bound
+the batch is filled up with groups that were to be dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PromptSource(Protocol):
 
     @property
     def num_problems(self) -> int:
-        """Of one epoch."""
+        """Problems of one epoch."""
         ...
 
     def problem(self, group: int) -> int:
@@ -65,18 +65,18 @@ class BatchBuilder:
             self.dropped.append(DroppedGroup(group=group, reason=reason, kind="solved", problem=problem))
 
     def keep(self, group: Group) -> bool:
-        """Whether the group has its place in the batch; otherwise another one should be asked."""
+        """Keep the group for the batch or for the reserve; False when another one should be asked in its place."""
         wanted = self.max_refills == 0 or is_informative(group)
         (self.kept if wanted else self._reserve).append(group)
         return wanted
 
     def drop(self, prompt: Prompt, reason: str) -> bool:
-        """A prompt that cannot be asked. As `keep`: without refills its place stays empty."""
+        """Drop a prompt that cannot be asked; False when another one should be asked in its place."""
         self.dropped.append(DroppedGroup(group=prompt.group, reason=reason, problem=prompt.problem))
         return self.max_refills == 0
 
     def fill_up(self) -> None:
-        """Nothing more is asked: take groups of equal rewards for the places that are still free, drop the others."""
+        """Call it when nothing more is asked: groups of the reserve take the free places, the others are dropped."""
         self._reserve.sort(key=_number)
         free = self.wanted - len(self.kept)
         self.kept = sorted([*self.kept, *self._reserve[:free]], key=_number)
@@ -95,7 +95,7 @@ class BatchBuilder:
             )
 
     def figures(self) -> dict[str, int]:
-        """For the event_log; after `fill_up`."""
+        """Counts for the event log, after `fill_up`."""
         kinds = [drop.kind for drop in self.dropped]
         return dict(
             dropped=kinds.count("unfit"),

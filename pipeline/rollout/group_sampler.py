@@ -31,7 +31,7 @@ class GroupSampler:
     event_log: EventLog
     interruption: Interruption | None
     deadline_s: float
-    """How long a prompt may fail."""
+    """Longest time, in seconds, in which no sample of a prompt comes."""
     retry_s: float
 
     async def sample(
@@ -39,8 +39,8 @@ class GroupSampler:
     ) -> list[Completion]:
         """`wanted` completions whose every token has an allowed version; several versions in one are welcome.
 
-        What is missing is sampled again until nothing has come for `deadline_s`, so a dead engine or a policy that
-        moved on costs time and nothing else. Raises DeadlineExceededError.
+        What is missing is sampled again, so a dead engine or a policy that moved on costs time and nothing else. Raises
+        DeadlineExceededError when no sample has come for `deadline_s`.
         """
         accepted: dict[int, Completion] = {}
         give_up: float | None = None
@@ -85,7 +85,7 @@ class GroupSampler:
         return interruption.join(thought, answer)
 
     async def _recover(self, prompt: Prompt, answers: Sequence[Completion | RetryableError], give_up: float) -> None:
-        """Write down what went wrong, see to the engines, and pause. Raises DeadlineExceededError past `give_up`."""
+        """Log what went wrong, resync the engines, and pause. Raises DeadlineExceededError past `give_up`."""
         refused = EngineVersionError("samples were aborted or of a stale version")
         error = next((answer for answer in answers if isinstance(answer, RetryableError)), refused)
         if time.monotonic() > give_up:

@@ -47,7 +47,7 @@ class PrioritySemaphore:
             raise
 
     def _give(self) -> None:
-        """To the first in turn who still waits."""
+        """Give the slot to the first in order that still waits."""
         while self._waiting:
             _, _, granted = heapq.heappop(self._waiting)
             if not granted.done():

@@ -79,9 +79,7 @@ def _run_curve(run: Path, x: str, y: str) -> Curve:
     spent = spent_by_version(run_log, x)
     missing = [version for version in known if version >= len(spent)]
     if missing:
-        raise StoreError(
-            f"{run}: version {missing[0]} was evaluated, but its event_log ends at version {len(spent) - 1}"
-        )
+        raise StoreError(f"{run}: version {missing[0]} was evaluated, but its log ends at version {len(spent) - 1}")
     versions = sorted(known)
     return Curve(
         name=run.name,

@@ -1,4 +1,4 @@
-"""A synthetic run, written with the real event_log and the real recipe; every number can be worked out by hand."""
+"""A synthetic run, written with the real event log and the real recipe; every number can be worked out by hand."""
 
 from __future__ import annotations
 

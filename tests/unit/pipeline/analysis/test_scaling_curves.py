@@ -93,7 +93,7 @@ def test_bad_axes_of_a_run(run: Path, x: str | None, y: str | None, error: type[
 
 def test_an_evaluation_beyond_the_journal(run: Path) -> None:
     EventLog(run).event("evaluated", version=9, pass_at_1=0.9)
-    with pytest.raises(StoreError, match="version 9 was evaluated, but its event_log ends at version 4"):
+    with pytest.raises(StoreError, match="version 9 was evaluated, but its log ends at version 4"):
         read_curve(run, None, None)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch.show.runs import render, summary
+from launch.show.runs import render
+from pipeline.analysis.summary import summary
 from pipeline.data.event_log import EventLog
 from pipeline.errors import StoreError
 
