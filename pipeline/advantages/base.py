@@ -52,7 +52,7 @@ class Advantage(Settings, ABC):
     """How a report draws what the estimator's `measured` returns."""
 
     @abstractmethod
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """[n] the advantage of each sample; 0 throughout a group of equal rewards.
 
         Raises NonFiniteError on a reward that is NaN or infinite.
@@ -83,7 +83,7 @@ class AdvantageEstimator(Protocol):
     Every rank holds one and tells it the same numbers. So all ranks have the same advantages.
     """
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """As `Advantage.advantages`. They depend on the batch and on the present state alone."""
         ...
 
@@ -112,7 +112,7 @@ class FixedEstimator:
 
     advantage: Advantage
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `AdvantageEstimator`, as for the others."""
         return self.advantage.advantages(reward, group)
 

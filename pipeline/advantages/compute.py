@@ -46,10 +46,8 @@ class AdvantageComputer:
 
     def compute_advantages(self, batch: Batch) -> SampleAdvantages:
         """Advantages of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""
-        values, everything = (
-            self.estimator.advantages(batch.reward, batch.group).astype(np.float64),
-            np.ones(batch.num_samples, np.bool_),
-        )
+        values = np.asarray(self.estimator.advantages(batch.reward, batch.group), np.float64)
+        everything = np.ones(batch.num_samples, np.bool_)
         informative = informative_samples(batch, values)
         # A batch without any advantage still makes its step, of nothing: the schedule counts steps.
         in_loss = informative if self.section.zero_variance == "exclude" and informative.any() else everything

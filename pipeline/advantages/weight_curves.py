@@ -49,7 +49,7 @@ def binomial_weight_curves(advantage: Advantage, p: Curve, group_size: int) -> W
 
 
 def empirical_weight_curves(
-    advantages: NDArray[np.float32], reward: NDArray[np.float32], group: NDArray[np.int64]
+    advantages: NDArray[np.float64], reward: NDArray[np.float32], group: NDArray[np.int64]
 ) -> WeightCurves:
     """The curves of given advantages [n] of rewards [n] in groups [n], averaged over the groups
     with the same share of successes: one point a share, ascending."""

@@ -18,9 +18,9 @@ class AsymGRPO(Advantage):
     name: Literal["asym_grpo"] = "asym_grpo"
     delta: PositiveFloat = Field(0.5, description="Negative advantages are divided by this.")
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
-        return asymmetric(Grouped.of(reward, group), self.delta).astype(np.float32)
+        return asymmetric(Grouped.of(reward, group), self.delta)
 
     def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
         """p q, and p q / delta for failures."""

@@ -19,9 +19,9 @@ class DrGRPO(Advantage):
     name: Literal["dr_grpo"] = "dr_grpo"
     aggregation: Aggregation = Field("constant", description=Advantage.model_fields["aggregation"].description)
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
-        return Grouped.of(reward, group).deviation.astype(np.float32)
+        return Grouped.of(reward, group).deviation
 
     def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
         """p q for both."""

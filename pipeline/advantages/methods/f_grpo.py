@@ -19,10 +19,10 @@ class FGRPO(Advantage):
     name: Literal["f_grpo"] = "f_grpo"
     gamma: float = Field(1.0, ge=0.0, description="The group's advantages are multiplied by (1 - solve rate)^gamma.")
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
         failure_rate = 1.0 - Grouped.clipped(reward, group).mean
-        return (GRPO().advantages(reward, group) * failure_rate**self.gamma).astype(np.float32)
+        return GRPO().advantages(reward, group) * failure_rate**self.gamma
 
     def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
         """sqrt(p q) q^gamma for both."""

@@ -71,7 +71,7 @@ class FADE(Advantage):
         ),
     )
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """Those of a run's first step."""
         return self.estimator().advantages(reward, group)
 
@@ -117,7 +117,7 @@ class FADEEstimator:
         """The fixed advantage that this one is at this moment."""
         return Power(alpha=self.alpha, delta=self.delta)
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """[samples] with the present alpha and delta."""
         return self.as_power().advantages(reward, group)
 

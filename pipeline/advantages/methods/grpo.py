@@ -24,10 +24,10 @@ class GRPO(Advantage):
 
     name: Literal["grpo"] = "grpo"
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
         groups = Grouped.of(reward, group)
-        return (groups.deviation / (groups.std + GRPO_EPSILON)).astype(np.float32)
+        return groups.deviation / (groups.std + GRPO_EPSILON)
 
     def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
         """sqrt(p q) for both."""

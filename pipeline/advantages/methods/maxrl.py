@@ -17,10 +17,10 @@ class MaxRL(Advantage):
 
     name: Literal["maxrl"] = "maxrl"
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
         groups = Grouped.clipped(reward, group)
-        return (groups.deviation / np.where(groups.mean > 0.0, groups.mean, 1.0)).astype(np.float32)
+        return groups.deviation / np.where(groups.mean > 0.0, groups.mean, 1.0)
 
     def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
         """q for both, but 0 at p = 0: no group, however large, has a success there, and the advantages are 0. The limit

@@ -31,7 +31,7 @@ class PassAtK(Advantage):
     def smallest_group(self) -> int:
         return self.k + 1
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`. Raises RecipeError for a group of k samples or fewer."""
         groups = Grouped.of(reward, group)
         groups = groups.with_values(groups.values >= SOLVED_REWARD)
@@ -43,7 +43,7 @@ class PassAtK(Advantage):
         k, failed, others = self.k, groups.sizes - groups.total(groups.values), groups.sizes - 1
         of_solved = k * _all_chosen(failed, others, k)
         of_failed = k * (_all_chosen(failed - 1, others, k) - _all_chosen(failed - 1, others, k - 1))
-        return np.where(groups.values > 0.0, of_solved[groups.members], of_failed[groups.members]).astype(np.float32)
+        return np.where(groups.values > 0.0, of_solved[groups.members], of_failed[groups.members])
 
     def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
         """k p q^k for both."""

@@ -20,10 +20,10 @@ class Power(Advantage):
     alpha: float = Field(2.0, ge=1.0, description="Successes weigh p q^alpha: larger means harder prompts.")
     delta: PositiveFloat = Field(1.0, description="Negative advantages are divided by this.")
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
         groups = Grouped.clipped(reward, group)
-        return ((1.0 - groups.mean) ** (self.alpha - 1.0) * asymmetric(groups, self.delta)).astype(np.float32)
+        return (1.0 - groups.mean) ** (self.alpha - 1.0) * asymmetric(groups, self.delta)
 
     def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
         """p q^alpha, and p q^alpha / delta for failures."""

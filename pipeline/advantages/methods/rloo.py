@@ -16,11 +16,11 @@ class RLOO(Advantage):
 
     name: Literal["rloo"] = "rloo"
 
-    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float32]:
+    def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:
         """See `Advantage.advantages`."""
         groups = Grouped.of(reward, group)
         factor = groups.sizes / np.maximum(groups.sizes - 1, 1)
-        return (groups.deviation * factor[groups.members]).astype(np.float32)
+        return groups.deviation * factor[groups.members]
 
     def closed_form(self, p: Curve) -> tuple[Curve, Curve]:
         """p q for both."""

@@ -123,14 +123,15 @@ def by_this_code(batch: Batch, learner: NDArray[np.float64], choice: str = "excl
 
 
 def random_batch(seed: int) -> tuple[Batch, NDArray[np.float64]]:
-    """3 to 8 prompts of 2 to 16 answers of 1 to 9 tokens with rewards of ±1, every third prompt of equal rewards; one
-    token in ten was not sampled. With it the learner's log-probabilities, some more than CAP times as likely."""
+    """3 to 8 prompts of 2 to 16 answers of 1 to 9 tokens with rewards of ±1 or in between, every third prompt of equal
+    rewards; one token in ten was not sampled. With it the learner's log-probabilities, some more than CAP times as
+    likely."""
     random = np.random.default_rng(seed)
     rewards = []
     for number in range(int(random.integers(3, 9))):
-        signs = random.choice([-1.0, 1.0], size=2 ** int(random.integers(1, 5)))
-        signs[0] = signs[-1] if number % 3 == 0 else -signs[-1]
-        rewards.append([signs[0]] * len(signs) if number % 3 == 0 else signs.tolist())
+        size, values = int(random.integers(2, 17)), [-1.0, 1.0] if seed % 2 else [-1.0, 0.1, 1 / 3, 1.0]
+        drawn = [1.0, -1.0, *random.choice(values, size=size - 2).tolist()]
+        rewards.append([random.choice(values)] * size if number % 3 == 0 else drawn)
     batch = batch_of_rewards(rewards, seed=seed, unsampled=0.1)
     return batch, batch.rollout_logprobs + random.normal(0.0, 1.0, batch.num_response_tokens)
 

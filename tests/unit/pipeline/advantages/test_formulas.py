@@ -153,7 +153,7 @@ def test_samples_may_come_in_any_order_and_groups_do_not_feel_each_other(
 ) -> None:
     reward, group = batch
     advantage = RAGGED[name](reward, group)
-    assert (advantage.dtype, advantage.shape) == (np.float32, reward.shape)
+    assert (advantage.dtype, advantage.shape) == (np.float64, reward.shape)
     permutation = list(range(len(reward)))
     order.shuffle(permutation)  # type: ignore[attr-defined]
     shuffled = RAGGED[name](reward[permutation], group[permutation])
