@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from launch.build.algorithm import build_objective
+from pipeline.advantages.base import Advantage, Groups, Rewards
 from pipeline.advantages.methods.power import Power
 from pipeline.analysis import objective_figures
 from pipeline.analysis.html_report import render_page
@@ -20,6 +23,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from precision.measures import Measure
 from tests.support.objective_runs import run
+from tests.support.own_class import EXAMPLE, SECTION
 from tests.support.scored_steps import scored_step
 
 WriteRun = Callable[..., Path]
@@ -117,3 +121,34 @@ def test_a_symmetric_advantage_has_one_line_and_no_schedule(write_run: WriteRun)
     assert ">failures</text>" not in svg
     assert "groups of 4." in objective_figures.advantage_text(run_log)
     assert [title for title, _ in objective_figures.advantage_figures(run_log)] == ["Weight by solve rate"]
+
+
+def test_a_user_s_own_class_has_its_name_and_its_figure(
+    write_run: WriteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_objectives.py").write_text(EXAMPLE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_objectives", raising=False)
+    path = write_run(3, overrides=SECTION)
+    EventLog(path).metrics(3, weight=1.25)
+    history = RunLog.read(path)
+    assert summarize(history)["objective"] == "soft_cap (cap 3.0)"
+    page = render_page(history)
+    assert 'aria-label="Mean weight"' in page
+    assert "soft_cap (cap 3.0)" in page
+
+
+class Halves(Advantage):
+    """An advantage that states no closed form of its weights."""
+
+    name: Literal["halves"] = "halves"
+
+    def advantages(self, reward: Rewards, group: Groups) -> Rewards:
+        return (reward - 0.5 + 0.0 * group).astype(np.float32)
+
+
+def test_an_advantage_without_a_closed_form_is_drawn_for_the_run_s_groups(write_run: WriteRun) -> None:
+    history = RunLog.read(write_run(3, overrides=dict(advantage={"class": f"{__name__}:Halves"})))
+    svg = str(objective_figures.weight_curve_points(history))
+    assert ">successes</text>" in svg
+    assert ">failures</text>" in svg

@@ -191,3 +191,55 @@ def keys(schema: dict[str, Any]) -> set[str]:
     """section.key of every definition in a JSON schema."""
     definitions = {**schema["$defs"], "Recipe": schema}
     return {f"{name}.{key}" for name, body in definitions.items() for key in body.get("properties", {})}
+
+
+OLD = dict(name="clipped", anchor="old")
+
+
+@pytest.mark.parametrize("cut", [dict(top_p=0.8), dict(top_k=20), dict(top_p=0.9, top_k=20)])
+@pytest.mark.parametrize(
+    ("sections", "who"),
+    [
+        (dict(), "objective p3o"),
+        (dict(objective=dict(name="cispo")), "objective cispo"),
+        (dict(objective=dict(name="clipped")), "objective clipped"),
+        (dict(objective=OLD, correction=dict(name="tis")), "correction tis"),
+        (dict(objective=OLD, correction=dict(name="opsm")), "correction opsm"),
+    ],
+)
+def test_a_cut_vocabulary_is_refused_where_stored_probabilities_weigh(
+    sections: dict[str, Any], who: str, cut: dict[str, Any]
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe_from(data(rollout=cut, **sections), source="t")
+    key, value = next(iter(cut.items()))
+    for part in (f"rollout.{key} is {value}", who, "biased", f"set rollout.{key}=", "anchor old"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("cut", [dict(top_p=0.8), dict(top_k=20), dict(top_p=1.0, top_k=-1)])
+@pytest.mark.parametrize("name", ["clipped", "gspo"])
+def test_a_cut_vocabulary_is_fine_where_none_weighs(name: str, cut: dict[str, Any]) -> None:
+    """The ratio to pi_old does not know the engine; p3o's is fine over the whole vocabulary."""
+    assert recipe_from(data(rollout=cut, objective=dict(name=name, anchor="old")), source="t")
+
+
+@pytest.mark.parametrize(
+    ("sections", "aggregation"),
+    [
+        (dict(), "token"),
+        (dict(objective=dict(name="clipped")), "token"),
+        (dict(objective=dict(name="gspo")), "sequence"),
+        (dict(objective=dict(name="topr")), "constant"),
+        (dict(objective=dict(name="clipped"), advantage=dict(name="dr_grpo")), "constant"),
+        (dict(objective=dict(name="gspo"), advantage=dict(name="dr_grpo")), "sequence"),
+        (dict(objective=dict(name="p3o"), advantage=dict(name="dr_grpo")), "token"),
+        (dict(objective=dict(name="gspo"), advantage=dict(aggregation="token", name="grpo")), "token"),
+        (dict(objective=dict(name="topr"), advantage=dict(aggregation="prompt", name="rloo")), "prompt"),
+    ],
+)
+def test_a_paper_s_aggregation_is_the_default(sections: dict[str, Any], aggregation: str) -> None:
+    recipe = recipe_from(data(**sections), source="t")
+    assert recipe.advantage.aggregation == aggregation
+    again = recipe_from(yaml.safe_load(recipe.to_yaml()), source="t")
+    assert (again.advantage.aggregation, again.sha256()) == (aggregation, recipe.sha256())

@@ -307,3 +307,25 @@ def test_a_large_ratio_is_refused_or_stays_finite_in_float32(objective: Objectiv
             assert math.isfinite(outcome.loss)
             assert bool(outcome.gradient.isfinite().all())
             assert all(math.isfinite(value) for value in (*outcome.sums.values(), *outcome.prepared.measured.values()))
+
+
+@every
+def test_what_an_objective_states_of_its_ratios_is_what_its_gradient_shows(objective: Objective) -> None:
+    """Other log-probabilities of the engine, or of the stage's start, change the gradient if and only if it says so."""
+    step = fixed_step()
+    for field, states_so in (
+        ("rollout_logprobs", objective.weighs_by_rollout_ratio),
+        ("old_logprobs", objective.needs_old_logprobs),
+    ):
+        gradients = [run(objective, step).gradient]
+        for ends in ((-0.9, 0.6), (0.6, -0.9), (-0.2, 0.1)):
+            shifted = getattr(step, field) + torch.linspace(*ends, len(step.row), dtype=torch.float64)
+            gradients.append(run(objective, dataclasses.replace(step, **{field: shifted})).gradient)
+        assert any(not torch.equal(moved, gradients[0]) for moved in gradients) == states_so, field
+
+
+@every
+def test_a_term_without_advantage_is_stated(objective: Objective) -> None:
+    step = fixed_step()
+    nothing = dataclasses.replace(step, advantages=torch.zeros_like(step.advantages))
+    assert bool(run(objective, nothing).gradient.any()) == objective.has_term_without_advantage
