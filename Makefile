@@ -9,7 +9,7 @@ SHARED := -n 2 --dist loadfile
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-all check bench evidence gpu gpu-rehearsal clean
+.PHONY: help install demo test test-slow test-all mutations check bench evidence gpu gpu-rehearsal clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,9 @@ test-slow: install  ## What guards tools around training, and every example of t
 	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $(SHARED) --durations 10 -m "slow or hypothesis"
 
 test-all: test test-slow  ## All tests.
+
+mutations: install  ## Break the product on purpose in two dozen places: some test must catch each (about 5 minutes).
+	@$(BIN)/python -m tests.mutations $(ONLY)
 
 check: install  ## Format, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

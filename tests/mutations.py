@@ -1,0 +1,310 @@
+"""Deliberate breakages of the product, each of which some test must catch: `python -m tests.mutations [NUMBER …]`.
+
+    the files of this checkout ──copy──▶ a temporary folder ──one breakage──▶ its tests fail: caught
+                                                            └─(none)────────▶ its tests pass, or nothing is shown
+
+Run by hand after changes to the suite (`make mutations`); it takes some minutes. It refuses a breakage whose old text
+is not found exactly once: the product has moved on, and the list must follow.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).parents[1]
+UNIT = "tests/unit"
+DEADLINE_S = 300.0
+TESTS_FAILED = 1
+"""Exit code of pytest. Others say that it could not run the tests, which catches nothing."""
+Verdict = Literal["caught", "SURVIVED", "NOT RUN"]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` in `file` becomes `new`; `tests`, files or folders of tests, must then fail."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTATIONS = (
+    Mutation(
+        "ESS forgets how uneven the ratios are",
+        "precision/ess.py",
+        "value = sum_ratio**2 / (num_tokens * (sum_squared_ratio + ESS_EPSILON))",
+        "value = sum_ratio**2 / (num_tokens * (num_tokens + ESS_EPSILON))",
+        (f"{UNIT}/precision/test_ess.py",),
+    ),
+    Mutation(
+        "a NaN behind the mask reaches the gradient",
+        "precision/ratios.py",
+        "torch.where(mask, learner_logprobs, 0.0) - torch.where(mask, rollout_logprobs, 0.0)",
+        "torch.where(mask, learner_logprobs - rollout_logprobs, 0.0)",
+        (f"{UNIT}/precision/test_ratios.py",),
+    ),
+    Mutation(
+        "P3O anchors most where the ESS is high",
+        "precision/objectives/p3o.py",
+        "kl_term = (1.0 - ess) * kl",
+        "kl_term = ess * kl",
+        (f"{UNIT}/precision/objectives/test_p3o.py",),
+    ),
+    Mutation(
+        "TIS caps one too late",
+        "precision/corrections/tis.py",
+        "factor = ratios.clamp(max=self.cap)",
+        "factor = ratios.clamp(max=self.cap + 1.0)",
+        (f"{UNIT}/precision/corrections",),
+    ),
+    Mutation(
+        "a block's scale is that of its largest positive weight",
+        "precision/formats/formats.py",
+        "scale_inv = scale_of(tiles.abs().amax(dim=(1, 3)))",
+        "scale_inv = scale_of(tiles.amax(dim=(1, 3)))",
+        (f"{UNIT}/precision/formats/test_formats.py",),
+    ),
+    Mutation(
+        "the digest of a batch file is not compared",
+        "pipeline/data/store.py",
+        "if content_sha256(attributes, arrays) != expected:",
+        "if expected is None:",
+        (f"{UNIT}/pipeline/data/test_store.py",),
+    ),
+    Mutation(
+        "a batch is visible before it is on disk",
+        "pipeline/data/store.py",
+        "            os.fsync(file.fileno())\n",
+        "",
+        (f"{UNIT}/pipeline/data/test_store.py",),
+    ),
+    Mutation(
+        "a stage requires its own number, not its first batch",
+        "pipeline/schedule.py",
+        "return batch // self.updates_per_stage * self.updates_per_stage",
+        "return batch // self.updates_per_stage",
+        (f"{UNIT}/pipeline/test_schedule.py",),
+    ),
+    Mutation(
+        "a collector that is started again forgets what was solved",
+        "pipeline/rollout/collector.py",
+        "for index in range(committed if self.settings.solved_rule else 0):",
+        "for index in range(0):",
+        (f"{UNIT}/pipeline/rollout/test_collector_curriculum.py",),
+    ),
+    Mutation(
+        "a problem counts as solved one version too early",
+        "pipeline/rollout/solved_prompts.py",
+        "while self._later and self._later[0][0] < version:",
+        "while self._later and self._later[0][0] <= version:",
+        (f"{UNIT}/pipeline/rollout/test_solved_prompts.py",),
+    ),
+    Mutation(
+        "GRPO does not divide by the group's deviation",
+        "pipeline/advantages/methods/grpo.py",
+        "(groups.deviation / (groups.std + GRPO_EPSILON))",
+        "groups.deviation",
+        (f"{UNIT}/pipeline/advantages/test_formulas.py",),
+    ),
+    Mutation(
+        "the audit lets a group occur twice",
+        "pipeline/analysis/audit.py",
+        "for group, times in seen.items() if times > 1",
+        "for group, times in seen.items() if times > 2",
+        (f"{UNIT}/pipeline/analysis/test_audit.py",),
+    ),
+    Mutation(
+        "a verifier that hangs is not killed",
+        "pipeline/rewards/pool.py",
+        '            self.kill()\n            return Judgment(0.0, {}, "timeout"',
+        '            return Judgment(0.0, {}, "timeout"',
+        (f"{UNIT}/pipeline/rewards/test_pool.py",),
+    ),
+    Mutation(
+        "a version whose folder is missing is not published again",
+        "pipeline/trainer/loop.py",
+        "return version < published or (version == published and self.run.policy_directory(version).is_dir())",
+        "return version <= published",
+        (f"{UNIT}/pipeline/trainer/test_loop_publish.py",),
+    ),
+    Mutation(
+        "tensor parallel ranks all take the first heads",
+        "megatron_bridge/weights/name_map.py",
+        "for group in range(rank * groups, (rank + 1) * groups):",
+        "for group in range(groups):",
+        (f"{UNIT}/megatron_bridge/weights/test_name_map.py",),
+    ),
+    Mutation(
+        "context parallel ranks take neighboring pieces",
+        "megatron_bridge/step/micro_batches.py",
+        "held += [pieces[rank], pieces[2 * num_ranks - 1 - rank]]",
+        "held += [pieces[2 * rank], pieces[2 * rank + 1]]",
+        (f"{UNIT}/megatron_bridge/step/test_micro_batches.py",),
+    ),
+    Mutation(
+        "the first step of the warm-up has no learning rate",
+        "megatron_bridge/step/optimizer.py",
+        "return section.lr * (step + 1) / section.warmup_steps",
+        "return section.lr * step / section.warmup_steps",
+        (f"{UNIT}/megatron_bridge/step/test_optimizer.py",),
+    ),
+    Mutation(
+        "boxes of a checkpoint may be missing",
+        "megatron_bridge/checkpoint/dcp_reader.py",
+        "if filled != result.numel():",
+        "if filled > result.numel():",
+        (f"{UNIT}/megatron_bridge/checkpoint/test_dcp_reader.py",),
+    ),
+    Mutation(
+        "tensors of a bucket are not aligned",
+        "megatron_bridge/weight_sync/buckets.py",
+        "if specs and (size + len(source) > bucket_bytes or size % tensor.itemsize):",
+        "if specs and size + len(source) > bucket_bytes:",
+        (f"{UNIT}/megatron_bridge/weight_sync/test_buckets.py",),
+    ),
+    Mutation(
+        "an engine that broke gets the next bucket too",
+        "megatron_bridge/weight_sync/ipc_transport.py",
+        "                self.failures[engine] = str(error)\n                del self._left_s[engine]\n",
+        "                self.failures[engine] = str(error)\n",
+        (f"{UNIT}/megatron_bridge/weight_sync/test_ipc_transport.py",),
+    ),
+    Mutation(
+        "scores of other tokens than those asked for are taken",
+        "rollout_sglang/client.py",
+        "if foreign or len(values) != len(row) - 1:",
+        "if len(values) != len(row) - 1:",
+        (f"{UNIT}/rollout_sglang/test_client.py",),
+    ),
+    Mutation(
+        "a parameter that an engine does not report counts as right",
+        "rollout_sglang/weight_verifier.py",
+        "if ours.get(name) != digest]",
+        "if ours.get(name, digest) != digest]",
+        (f"{UNIT}/rollout_sglang/test_weight_verifier.py",),
+    ),
+    Mutation(
+        "answers of the version before are taken",
+        "rollout_sglang/fleet.py",
+        "and oldest < oldest_allowed:",
+        "and oldest < oldest_allowed - 1:",
+        (f"{UNIT}/rollout_sglang/test_fleet.py",),
+    ),
+    Mutation(
+        "the planner forgets the memory of a publish",
+        "launch/plan/footprint.py",
+        "return self.static + max(self.training, self.scoring, self.publishing) + self.allowance",
+        "return self.static + max(self.training, self.scoring) + self.allowance",
+        (f"{UNIT}/launch/plan",),
+    ),
+    Mutation(
+        "a conversion does not compare what it wrote",
+        "launch/convert/folders.py",
+        "if not torch.equal(_bytes(original), _bytes(tensor)):",
+        "if original.shape != tensor.shape:",
+        (f"{UNIT}/launch/convert",),
+    ),
+    Mutation(
+        "a process may die for ever without progress",
+        "launch/run/supervisor.py",
+        "self.spent = 1 if progress > self.progress else self.spent + 1",
+        "self.spent = 1 if progress >= self.progress else self.spent + 1",
+        (f"{UNIT}/launch/run/test_supervisor.py",),
+    ),
+)
+
+
+def check(mutations: Sequence[Mutation]) -> None:
+    """Raises ValueError for a breakage whose old text is not found exactly once."""
+    for mutation in mutations:
+        count = (ROOT / mutation.file).read_text().count(mutation.old)
+        if count != 1:
+            raise ValueError(
+                f"{mutation.what}: {mutation.old!r} stands {count} times in {mutation.file}, expected once"
+            )
+
+
+def copy_tree(target: Path) -> None:
+    """The files of this checkout that git knows or would add."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+@contextmanager
+def broken(tree: Path, mutation: Mutation) -> Iterator[None]:
+    """While it is open, the copy has the breakage."""
+    path = tree / mutation.file
+    whole = path.read_text()
+    path.write_text(whole.replace(mutation.old, mutation.new))
+    try:
+        yield
+    finally:
+        path.write_text(whole)
+
+
+def status_of_tests(tree: Path, tests: Sequence[str]) -> int:
+    """Exit code of pytest in the copy, which stops at the first failure."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    done = subprocess.run(
+        [sys.executable, "-B", "-m", "pytest", *options, *tests],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=DEADLINE_S,
+    )
+    return done.returncode
+
+
+def judge(tree: Path, mutation: Mutation) -> Verdict:
+    """Whether the tests catch the breakage."""
+    with broken(tree, mutation):
+        status = status_of_tests(tree, mutation.tests)
+    if status == 0:
+        return "SURVIVED"
+    return "caught" if status == TESTS_FAILED else "NOT RUN"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a row for each breakage; 1 when one was not caught or its tests fail without it."""
+    chosen = [MUTATIONS[int(number) - 1] for number in arguments] or list(MUTATIONS)
+    check(chosen)
+    with tempfile.TemporaryDirectory(prefix="evenkeel-mutations-") as scratch:
+        tree = Path(scratch)
+        copy_tree(tree)
+        tests = sorted({test for mutation in chosen for test in mutation.tests})
+        if status_of_tests(tree, tests) != 0:
+            print("the tests fail without any breakage; run them first:", *tests)
+            return 1
+        verdicts = []
+        for mutation in chosen:
+            began = time.monotonic()
+            verdicts.append(judge(tree, mutation))
+            seconds = time.monotonic() - began
+            print(f"{verdicts[-1]:8}  {seconds:4.0f} s  {mutation.file:45}  {mutation.what}", flush=True)
+    print(f"{verdicts.count('caught')} of {len(verdicts)} caught")
+    return 0 if verdicts.count("caught") == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
