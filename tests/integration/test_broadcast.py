@@ -170,7 +170,7 @@ def test_an_engine_that_came_back_is_fed_again(found: list[dict[str, Any]], vers
 
 
 def test_a_dead_sender_leaves_engines_that_are_resynced(found: list[dict[str, Any]]) -> None:
-    assert found[0]["after_crash"] == [None, None], "half-fed engines claim no version"
+    assert found[0]["after_crash"] == [None, None], "engines with half of the weights claim no version"
     resynced = found[0]["publishes"]["6 resynced"]
     assert set(resynced["versions"].values()) == {6}
     assert len(resynced["gaps"]) == 2
@@ -179,7 +179,7 @@ def test_a_dead_sender_leaves_engines_that_are_resynced(found: list[dict[str, An
     assert max(publish(found, 7)["gaps"].values()) < 1e-4
 
 
-def test_a_bit_that_flips_on_the_wire_is_never_served(found: list[dict[str, Any]]) -> None:
+def test_a_bit_that_flips_on_the_way_is_never_served(found: list[dict[str, Any]]) -> None:
     result = publish(found, 8)
     assert sorted(result["versions"].values(), key=str) == [8, None], "the spoilt engine claims no version"
     assert len(result["gaps"]) == 1, "and is asked nothing"
@@ -208,7 +208,7 @@ def test_torch_does_not_hear_of_the_groups(found: list[dict[str, Any]]) -> None:
 
 
 def test_a_run_with_a_dying_engine(tmp_path: Path) -> None:
-    """The command line from start to end, with 128×128-block FP8 on the wire."""
+    """The command line from start to end, with 128×128-block FP8 sent."""
     make_model(tmp_path / "model")
     recipe = make_recipe(
         tmp_path,
@@ -244,9 +244,9 @@ def test_a_run_with_a_dying_engine(tmp_path: Path) -> None:
     metrics = read_metrics(run)
     assert [line["step"] for line in metrics] == list(range(STEPS))
     for line in metrics:
-        fed = 2 - line["engines_failed"]
-        assert 0 < line["transfer_bytes"] <= 0.55 * fed * bf16_bytes(tmp_path / "model")
-        assert line["engines_checked"] == fed, "their checksums are those of what was sent"
+        served = 2 - line["engines_failed"]
+        assert 0 < line["transfer_bytes"] <= 0.55 * served * bf16_bytes(tmp_path / "model")
+        assert line["engines_checked"] == served, "their checksums are those of what was sent"
         assert line["probe_gap_nats"] < 0.2
         assert line["ess"] > 0.5
     assert [event["version"] for event in read_events(run, "published")] == list(range(1, STEPS + 1))
@@ -255,7 +255,7 @@ def test_a_run_with_a_dying_engine(tmp_path: Path) -> None:
 
 
 def bf16_bytes(model: Path) -> int:
-    """What the model's weights would take on the wire without FP8."""
+    """What the model's weights would take without FP8."""
     return sum(2 * tensor.numel() for tensor in load_file(model / "model.safetensors").values())
 
 

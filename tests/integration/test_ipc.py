@@ -111,7 +111,7 @@ class Sender:
                 before(bucket, place)
             self.transport.send(bucket)
 
-    def prove(self, version: int, digests: ExpectedChecksums | None) -> WeightUpdateReport:
+    def verify(self, version: int, digests: ExpectedChecksums | None) -> WeightUpdateReport:
         check = None if digests is None else WeightCheck(version=version, digests=digests.digests())
         closing = self.fleet.end_weight_update(version, Path("/nowhere"), check, self.transport.failures)
         return self.background.run(closing)
@@ -120,7 +120,7 @@ class Sender:
         """Every parameter's checksum is that of what was sent, or the engine is not admitted."""
         digests = ExpectedChecksums(dtype=torch.bfloat16, num_kv_heads=2)
         self.send(digests.watch(engine.policy(version)))
-        return self.prove(version, digests)
+        return self.verify(version, digests)
 
 
 @contextmanager
@@ -177,11 +177,11 @@ def test_a_flipped_bit_is_never_served(engines: dict[str, Engine]) -> None:
         digests = ExpectedChecksums(dtype=torch.bfloat16, num_kv_heads=2)
         sender.send(digests.watch(engine.policy(3)), flip)
         assert sender.transport.failures == {}
-        assert sender.prove(3, digests).failures.keys() == {0}
+        assert sender.verify(3, digests).failures.keys() == {0}
         assert sender.publish(engine, 4).failures == {}
 
 
-def test_a_sender_that_dies_half_way_leaves_an_engine_that_can_be_fed(engines: dict[str, Engine]) -> None:
+def test_a_sender_that_dies_half_way_leaves_an_engine_that_takes_weights_again(engines: dict[str, Engine]) -> None:
     engine = engines["bf16"]
     command = [sys.executable, "-c", SENDER, engine.url, str(engine.lock), str(engine.checkpoints[1])]
     dying = subprocess.Popen(
@@ -194,7 +194,9 @@ def test_a_sender_that_dies_half_way_leaves_an_engine_that_can_be_fed(engines: d
         assert Path(file).exists()
         dying.kill()
     with sender_to([engine.url], engine.lock) as sender:
-        assert sender.background.run(sender.fleet.versions()) == {engine.url: None}, "half-fed, it claims no version"
+        assert sender.background.run(sender.fleet.versions()) == {engine.url: None}, (
+            "it has half of the weights and claims no version"
+        )
         assert sender.publish(engine, 3).failures == {}
         assert sender.background.run(sender.fleet.versions()) == {engine.url: 3}
     assert not Path(file).exists(), "the dead sender's memory is gone, though the engine had it open"
@@ -215,4 +217,4 @@ def test_an_engine_that_is_killed_between_buckets_costs_nothing_but_itself(engin
         sent = dict(engine.policy(5))
         assert double.received.keys() == sent.keys()
         assert all(torch.equal(double.received[name], sent[name]) for name in sent)
-        assert sender.prove(5, None).failures.keys() == {0}
+        assert sender.verify(5, None).failures.keys() == {0}

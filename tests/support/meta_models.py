@@ -27,7 +27,7 @@ from megatron_bridge.parallel.layout import Layout, leave_layout  # noqa: E402
 from tests.support.name_bijection import RankParameters  # noqa: E402
 
 
-def ranks(shape: ModelConfig, layout: Layout) -> Iterator[dict[str, Any]]:
+def ranks(config: ModelConfig, layout: Layout) -> Iterator[dict[str, Any]]:
     for rank in range(layout.num_processes):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.num_processes)
         parallel_state.initialize_model_parallel(
@@ -40,8 +40,8 @@ def ranks(shape: ModelConfig, layout: Layout) -> Iterator[dict[str, Any]]:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         with torch.device("meta"):
-            chunks = build_chunks(shape, layout, torch.bfloat16, 1.0)
-        yield asdict(RankParameters.here(chunks, shape))
+            chunks = build_chunks(config, layout, torch.bfloat16, 1.0)
+        yield asdict(RankParameters.here(chunks, config))
         leave_layout()
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""WeightCheck that a name map is a bijection: all ranks together hold every number of every Hugging Face tensor once.
+"""Checks that a name map is a bijection: all ranks together hold every number of every Hugging Face tensor once.
 
 Works on names and shapes alone, so that a model of any size is checked without its memory.
 """
@@ -30,23 +30,23 @@ class RankParameters:
     """Stage name → shape, in the order of `named_parameters()` over the rank's chunks."""
 
     @staticmethod
-    def here(chunks: Iterable[Any], shape: ModelConfig) -> RankParameters:
+    def here(chunks: Iterable[Any], config: ModelConfig) -> RankParameters:
         """This process, by Megatron's parallel state. The chunks may be on the meta device."""
         return RankParameters(
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             coords=ShardCoords.here(),
-            sizes={name: tuple(parameter.shape) for name, parameter in parameter_names(chunks, NameMap(shape))},
+            sizes={name: tuple(parameter.shape) for name, parameter in parameter_names(chunks, NameMap(config))},
         )
 
 
-def check_bijection(shape: ModelConfig, ranks: Iterable[RankParameters]) -> int:
-    """Prove that the ranks of a whole learner hold every number of every Hugging Face tensor exactly once.
+def check_bijection(config: ModelConfig, ranks: Iterable[RankParameters]) -> int:
+    """Check that the ranks of a whole learner hold every number of every Hugging Face tensor exactly once.
 
     Ranks that hold the same rectangle (replicas) count once, if every rectangle of a tensor has equally many of them.
     The output layer of a tied model must be a second exact copy of the embedding. Returns the count of numbers, a
     tied embedding once. Raises ModelError naming the parameter or tensor that breaks it.
     """
-    names = NameMap(shape)
+    names = NameMap(config)
     holders: dict[str, Counter[TensorSlice]] = {}
     owner: dict[str, tuple[int, str]] = {}
     stages: dict[int, list[str]] = {}
@@ -61,19 +61,19 @@ def check_bijection(shape: ModelConfig, ranks: Iterable[RankParameters]) -> int:
             _require_size(name, size, names.size(name, rank.coords), rank)
             for tensor_slice in names.slices(name, rank.coords):
                 copy = (
-                    tensor_slice.name + _COPY if shape.tied_embeddings and name == OUTPUT_LAYER else tensor_slice.name
+                    tensor_slice.name + _COPY if config.tied_embeddings and name == OUTPUT_LAYER else tensor_slice.name
                 )
                 holders.setdefault(copy, Counter())[tensor_slice] += 1
                 _require_owner(copy, (rank.stage, name), owner, names.is_expert(name))
     missing = [name for name in names.tensors if name not in holders]
     if missing:
         raise ModelError(
-            f"{len(missing)} of {len(names.tensors)} tensors of {shape.architecture} are held by no rank, the first "
+            f"{len(missing)} of {len(names.tensors)} tensors of {config.architecture} are held by no rank, the first "
             f"{missing[0]}; expected each on one pipeline stage"
         )
     for name, slices in holders.items():
         _require_tiling(name, slices, names.tensors[name.removesuffix(_COPY)])
-    return shape.num_parameters
+    return config.num_parameters
 
 
 def _require_size(name: str, size: tuple[int, ...], expected: tuple[int, ...], rank: RankParameters) -> None:

@@ -63,11 +63,11 @@ class Rank:
         self.found: dict[str, Any] = {"publishes": {}, "nbytes": nbytes}
 
     def channel(self) -> StreamedChannel:
-        shape = self.learner.model_config
+        config = self.learner.model_config
 
         def new_checksums() -> ExpectedChecksums:
             return ExpectedChecksums(
-                dtype=torch.float32, num_kv_heads=shape.num_kv_heads, tied_embeddings=shape.tied_embeddings
+                dtype=torch.float32, num_kv_heads=config.num_kv_heads, tied_embeddings=config.tied_embeddings
             )
 
         self.run = RunDirectory(Path(self.task["out"]) / "run")

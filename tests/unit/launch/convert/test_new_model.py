@@ -82,9 +82,9 @@ def test_experts_load_in_transformers_and_are_what_the_learner_expects(tmp_path:
     assert type(model).__name__ == "Qwen3MoeForCausalLM"
     with torch.no_grad():
         assert float(model(torch.tensor([[2, 3, 4]])).logits.softmax(-1).max()) < 0.15
-    shape = ModelConfig.from_hf(read_hf_config(tmp_path / "m"))
-    assert shape.experts == Experts(count=4, per_token=2, ffn_size=24, normalized=True)
-    check_weights(tmp_path / "m", shape)
+    config = ModelConfig.from_hf(read_hf_config(tmp_path / "m"))
+    assert config.experts == Experts(count=4, per_token=2, ffn_size=24, normalized=True)
+    check_weights(tmp_path / "m", config)
 
 
 def test_initial_scales(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megatron_bridge.checkpoint.dcp_to_hf import find_sources, stream_hf_tensors
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.errors import CorruptCheckpointError
 
-SHAPE = ModelConfig.from_hf(
+MODEL_CONFIG = ModelConfig.from_hf(
     dict(
         architectures=["Qwen3ForCausalLM"],
         num_hidden_layers=2,
@@ -68,8 +68,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_hf_tensors_by_hand(checkpoint: Path) -> None:
     state = megatron_state()
-    found = dict(stream_hf_tensors(CheckpointIndex(checkpoint), SHAPE))
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == SHAPE.tensors()
+    found = dict(stream_hf_tensors(CheckpointIndex(checkpoint), MODEL_CONFIG))
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == MODEL_CONFIG.tensors()
     # Two groups of (query, query, key, value) heads of two rows each.
     qkv = state["decoder.layers.self_attention.linear_qkv.weight"][1]
     prefix = "model.layers.1.self_attn"
@@ -114,7 +114,7 @@ def test_a_difference_from_the_model_is_named(checkpoint: Path, change: Any, mes
     tensors = dict(CheckpointIndex(checkpoint).tensors)
     change(tensors)
     with pytest.raises(CorruptCheckpointError, match=message):
-        find_sources(checkpoint, tensors, SHAPE)
+        find_sources(checkpoint, tensors, MODEL_CONFIG)
 
 
 class _Shell:

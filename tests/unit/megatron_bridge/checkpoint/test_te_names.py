@@ -31,16 +31,16 @@ CASES: list[Any] = [pytest.param(case, id=f"{case['model']} TP{case['tensor']}")
 
 
 def held(case: dict[str, Any]) -> tuple[ModelConfig, list[RankParameters]]:
-    shape, size = ModelConfig.from_hf(case["config"]), case["tensor"]
-    experts = {} if shape.experts is None else dict(expert_size=size)
+    config, size = ModelConfig.from_hf(case["config"]), case["tensor"]
+    experts = {} if config.experts is None else dict(expert_size=size)
     ranks = []
     for rank, parameters in enumerate(case["ranks"]):
         coords = ShardCoords(
             tensor_rank=rank, tensor_size=size, **(dict(expert_rank=rank) if experts else {}), **experts
         )
-        sizes = {NameMap(shape).stage_name(name, [0, 1]): tuple(size) for name, size in parameters.items()}
+        sizes = {NameMap(config).stage_name(name, [0, 1]): tuple(size) for name, size in parameters.items()}
         ranks.append(RankParameters(stage=0, coords=coords, sizes=sizes))
-    return shape, ranks
+    return config, ranks
 
 
 def test_every_kind_of_model_was_recorded() -> None:
@@ -52,24 +52,24 @@ def test_every_kind_of_model_was_recorded() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_hold_every_number_of_every_tensor_once(case: dict[str, Any]) -> None:
-    shape, ranks = held(case)
+    config, ranks = held(case)
     assert len(ranks) == case["tensor"]
-    assert check_bijection(shape, ranks) == shape.num_parameters
+    assert check_bijection(config, ranks) == config.num_parameters
 
 
 def test_a_parameter_too_many_would_be_noticed() -> None:
-    shape, (rank,) = held(RECORDED["cases"][0])
+    config, (rank,) = held(RECORDED["cases"][0])
     more = RankParameters(stage=0, coords=rank.coords, sizes={**rank.sizes, "decoder.layers.0.mlp.extra.weight": (1,)})
     with pytest.raises(ModelError, match=r"mlp\.extra\.weight has no counterpart"):
-        check_bijection(shape, [more])
+        check_bijection(config, [more])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_of_them_can_be_converted(case: dict[str, Any], tmp_path: Path) -> None:
-    shape = ModelConfig.from_hf(case["config"])
+    config = ModelConfig.from_hf(case["config"])
     stored = {name: StoredTensor(tuple(size), torch.bfloat16, ()) for name, size in case["stored"].items()}
-    sources = find_sources(tmp_path, stored, shape)
-    assert sorted(name for source in sources for name in source.names) == sorted(shape.tensors())
+    sources = find_sources(tmp_path, stored, config)
+    assert sorted(name for source in sources for name in source.names) == sorted(config.tensors())
 
 
 @pytest.mark.parametrize("case", CASES)

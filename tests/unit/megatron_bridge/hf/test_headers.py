@@ -14,7 +14,7 @@ from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.errors import ModelError
 
-SHAPE = ModelConfig.from_hf(
+MODEL_CONFIG = ModelConfig.from_hf(
     dict(
         architectures=["Qwen3MoeForCausalLM"],
         hidden_size=8,
@@ -35,7 +35,7 @@ Tensors = dict[str, Tensor]
 
 
 def write(folder: Path, change: Callable[[Tensors], object]) -> Path:
-    tensors = {name: torch.zeros(size) for name, size in SHAPE.tensors().items()}
+    tensors = {name: torch.zeros(size) for name, size in MODEL_CONFIG.tensors().items()}
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
     return folder
@@ -43,13 +43,13 @@ def write(folder: Path, change: Callable[[Tensors], object]) -> Path:
 
 def refusal(folder: Path) -> str:
     with pytest.raises(ModelError) as refused:
-        check_weights(folder, SHAPE)
+        check_weights(folder, MODEL_CONFIG)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
 def test_a_whole_folder_passes(tmp_path: Path) -> None:
-    check_weights(write(tmp_path, lambda tensors: None), SHAPE)
+    check_weights(write(tmp_path, lambda tensors: None), MODEL_CONFIG)
 
 
 def test_a_renamed_tensor_is_called_renamed(tmp_path: Path) -> None:

@@ -29,11 +29,11 @@ def test_a_tied_embedding_counts_once() -> None:
 
 
 def test_experts_are_read_and_their_tensors_listed() -> None:
-    shape = ModelConfig.from_hf(QWEN3_30B_A3B)
-    assert shape.experts == Experts(count=128, per_token=8, ffn_size=768, normalized=True)
-    assert shape.qk_norm
-    assert not shape.qkv_bias
-    tensors = shape.tensors()
+    config = ModelConfig.from_hf(QWEN3_30B_A3B)
+    assert config.experts == Experts(count=128, per_token=8, ffn_size=768, normalized=True)
+    assert config.qk_norm
+    assert not config.qkv_bias
+    tensors = config.tensors()
     assert len(tensors) == 3 + 48 * (8 + 1 + 128 * 3)
     assert tensors["model.layers.47.mlp.gate.weight"] == (128, 2048)
     assert tensors["model.layers.0.mlp.experts.127.up_proj.weight"] == (768, 2048)

@@ -24,7 +24,7 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 32, "max_position_embeddings": 64,
     "tie_word_embeddings": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
-SHAPE = ModelConfig.from_hf(CONFIG)
+MODEL_CONFIG = ModelConfig.from_hf(CONFIG)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def source(tmp_path: Path) -> Path:
 
 def weights() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(size, generator=generator) for name, size in SHAPE.tensors().items()}
+    return {name: torch.randn(size, generator=generator) for name, size in MODEL_CONFIG.tensors().items()}
 
 
 def test_a_policy_holds_weights_config_tokenizer_and_manifest(source: Path, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_policy_holds_weights_config_tokenizer_and_manifest(source: Path, tmp_
     assert (target / "tokenizer_config.json").exists()
     assert not (target / "training_args.bin").exists()
     assert [path.name for path in target.parent.iterdir()] == ["000000"]
-    check_weights(target, SHAPE)
+    check_weights(target, MODEL_CONFIG)
 
 
 def test_block_quantized_policies_say_so(source: Path, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_failed_export_leaves_the_old_policy(source: Path, tmp_path: Path) -> 
 
     with pytest.raises(OSError, match="disk full"):
         write_policy(broken(), source, target, None)
-    check_weights(target, SHAPE)
+    check_weights(target, MODEL_CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -117,17 +117,17 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, Ten
     tensors = {name: tensor for name, tensor in (weights() | change).items() if tensor is not None}
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=message):
-        check_weights(tmp_path, SHAPE)
+        check_weights(tmp_path, MODEL_CONFIG)
 
 
 def test_truncated_files_and_bad_indexes_are_named(source: Path) -> None:
     path = source / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"model\.safetensors is not a readable safetensors file"):
-        check_weights(source, SHAPE)
+        check_weights(source, MODEL_CONFIG)
     (source / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-9.safetensors"}}')
     with pytest.raises(ModelError, match=r"lacks model-9\.safetensors"):
-        check_weights(source, SHAPE)
+        check_weights(source, MODEL_CONFIG)
 
 
 def test_pruning_keeps_the_published_the_newest_and_the_future(tmp_path: Path) -> None:

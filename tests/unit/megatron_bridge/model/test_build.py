@@ -36,8 +36,8 @@ def alone() -> Iterator[None]:
 
 
 def build(**settings: Any) -> PolicyModel:
-    shape = ModelConfig.from_hf(CONFIG | settings.pop("config", {}))
-    (model,) = build_chunks(shape, Layout(), settings.pop("dtype", torch.float32), 1.0, **settings)
+    config = ModelConfig.from_hf(CONFIG | settings.pop("config", {}))
+    (model,) = build_chunks(config, Layout(), settings.pop("dtype", torch.float32), 1.0, **settings)
     return model
 
 

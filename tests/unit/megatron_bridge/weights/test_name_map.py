@@ -91,11 +91,11 @@ def built() -> dict[str, list[RankParameters]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_real_models_hold_every_number_exactly_once(built: dict[str, list[RankParameters]], case: str) -> None:
-    shape = ModelConfig.from_hf(CASES[case][0])
+    config = ModelConfig.from_hf(CASES[case][0])
     sizes = CASES[case][1]
     assert len(built[case]) == sizes.get("tensor", 1) * sizes.get("pipeline", 1) * sizes.get("data", 1)
-    counted = check_bijection(shape, built[case])
-    assert counted == shape.num_parameters
+    counted = check_bijection(config, built[case])
+    assert counted == config.num_parameters
     if "tied" not in case:
         assert counted == BILLIONS[case.split(" ")[0]]
 
@@ -276,22 +276,22 @@ def _halved(name: str, size: torch.Size) -> list[int]:
     return [n // 2 if dim == axis and "router" not in name else n for dim, n in enumerate(size)]
 
 
-@pytest.mark.parametrize("shape", [TINY_BIASED, TINY_EXPERTS], ids=["dense", "experts"])
-def test_every_rank_gets_what_mbridge_would_load(shape: ModelConfig) -> None:
+@pytest.mark.parametrize("config", [TINY_BIASED, TINY_EXPERTS], ids=["dense", "experts"])
+def test_every_rank_gets_what_mbridge_would_load(config: ModelConfig) -> None:
     fields = SimpleNamespace(
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
     )
     mbridge = _Mbridge(fields, dtype=torch.float32, parallel_states=ParallelStates(tp_size=2, etp_size=2))
     generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(size, generator=generator) for name, size in shape.tensors().items()}
+    tensors = {name: torch.randn(size, generator=generator) for name, size in config.tensors().items()}
     attention = ["self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"]
     dense = ["self_attention.linear_qkv.bias", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
     experts = [f"mlp.experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(4)] + ["mlp.router.weight"]
-    layer = attention + (experts if shape.experts else dense)
-    names = NameMap(shape)
+    layer = attention + (experts if config.experts else dense)
+    names = NameMap(config)
     for name in [f"decoder.layers.1.{part}" for part in layer] + ["output_layer.weight"]:
         hf_names = mbridge._weight_name_mapping_mcore_to_hf(name)
         merged = mbridge._weight_to_mcore_format(name, [tensors[hf_name] for hf_name in hf_names])
