@@ -206,7 +206,7 @@ class Fleet:
         return None if self._router_is_suspect else self._entrance
 
     async def _mark_suspect(self, engine: EngineClient) -> None:
-        """Quarantine what failed. The router does not say which engine that was: then each one is asked."""
+        """Quarantine the engine that failed. The router does not say which engine that was: each one is asked then."""
         if engine is not self._entrance:
             await self._quarantine(engine)
             return
@@ -305,7 +305,7 @@ class Fleet:
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all calls, once every one has ended; raises the first error."""
+    """Results of all calls. A failure cancels none of the others: the first error is raised when all have ended."""
     results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -146,7 +146,7 @@ def claimed_version(weight_version: str) -> int | None:
 def token_versions(meta: MetaInfo, num_tokens: int) -> tuple[int, ...]:
     """Policy version of each response token.
 
-    The one place that knows engines without spans: there, every token counts as the version that ended the sample.
+    Older engines answer no spans. There, every token counts as of the version with which the sample ended.
     """
     if meta.weight_versions is None:
         return (policy_version(meta.weight_version),) * num_tokens

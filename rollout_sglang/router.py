@@ -13,7 +13,7 @@ from rollout_sglang.protocol import Workers
 from rollout_sglang.transport import Transport
 
 ROUTING_DEADLINE_S = 30.0
-"""The router adds and removes workers in the background; longest wait until it has."""
+"""Longest wait until the router has added or removed a worker, which it does in the background."""
 _POLL_S = 0.05
 _CALL_DEADLINE_S = 10.0
 

@@ -18,7 +18,7 @@ FIRST_PAUSE_S = 0.1
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Reading the certificates of the machine takes longer than a call: once a process."""
+    """Cached, because reading the certificates of the machine takes longer than a call."""
     return ssl.create_default_context()
 
 

@@ -98,9 +98,9 @@ class WeightVerifier:
 
 
 async def invalidate(engine: EngineClient) -> None:
-    """Take the version from an engine, abort its requests, let it go on: as far as it still answers.
+    """Take the version from an engine, abort its requests, and let it go on.
 
-    One that does not is unverified when it is started again.
+    An engine that does not answer is left as it is: it is unverified when it is started again.
     """
     with suppress(RetryableError):
         await engine.invalidate()

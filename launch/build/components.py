@@ -117,7 +117,7 @@ def build_contract(recipe: Recipe, tokenizer: Tokenizer) -> LogprobContract:
 
 
 def build_sampling(recipe: Recipe, temperature: float | None = None) -> Sampling:
-    """Training rollouts; with `temperature`, evaluation over the whole vocabulary."""
+    """How training rollouts are sampled; with `temperature`, how evaluations are, over the whole vocabulary."""
     rollout = recipe.rollout
     if temperature is not None:
         return Sampling(max_new_tokens=rollout.max_new_tokens, temperature=temperature)

@@ -59,7 +59,8 @@ def engine_spec(run: RunDirectory, recipe: Recipe, index: int, port: int, api_ke
 
 
 def engine_dtype(recipe: Recipe) -> Literal["float32", "bfloat16"]:
-    """Of activations, and of the weights that are not quantized. FP8 kernels of a GPU take 16-bit activations only."""
+    """The dtype of activations and of weights that are not quantized. FP8 kernels of a GPU take 16-bit activations
+    only."""
     rollout = recipe.rollout.precision
     exact = recipe.learner.precision == "fp32" and rollout != "bf16" and not (rollout != "fp32" and has_cuda())
     return "float32" if exact else "bfloat16"

@@ -14,11 +14,12 @@ from rollout_sglang.server.start import has_cuda
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
 MAX_GAP_NATS: dict[RolloutPrecision, float] = {"fp32": 0.01, "bf16": 0.15, "fp8_tensor": 0.4, "fp8_block": 0.4}
-"""Default of weights.probe_max_gap_nats, for random tokens, at least 2.5 times the largest mean gap of right weights
-among six tiny models, random and trained, with the formats emulated: bf16 0.023, FP8 0.14. For comparison, in FP8: all
-scales 1.25 times too large 0.47 to 0.65 in trained models (right: 0.06 to 0.14) and 0.08 to 0.19 in random ones (0.01
-to 0.08); one scale, 0.2 to 0.33 and 0.02 to 0.12 in the median. Smaller faults are for the digests to find; where those
-are not known, lower the bound to 1.5 times the probe_gap_nats that the run's metrics show."""
+"""Default of weights.probe_max_gap_nats. It is at least 2.5 times the largest mean gap, on random tokens, of right
+weights among six tiny models, random and trained, with the formats emulated: bf16 0.023, FP8 0.14.
+
+Faults in FP8 for comparison. All scales 1.25 times too large: 0.47 to 0.65 in trained models (right weights: 0.06 to
+0.14), 0.08 to 0.19 in random ones (0.01 to 0.08). One scale: 0.2 to 0.33 and 0.02 to 0.12, medians. The digests find
+smaller faults. Where they are not known, lower the bound to 1.5 times the probe_gap_nats in the run's metrics."""
 
 
 def build_weight_check_plan(recipe: Recipe) -> WeightCheckPlan:
@@ -33,13 +34,13 @@ def build_weight_check_plan(recipe: Recipe) -> WeightCheckPlan:
             num_rows=max(NUM_ROWS, recipe.learner.data_parallel),
             row_tokens=min(ROW_TOKENS, recipe.rollout.context_tokens - 1),
         ),
-        max_mean_gap_nats=MAX_GAP_NATS[learner_sees(recipe)] if allowed is None else allowed,
+        max_mean_gap_nats=MAX_GAP_NATS[coarser_precision(recipe)] if allowed is None else allowed,
         new_checksums=checksums_maker(recipe),
     )
 
 
-def learner_sees(recipe: Recipe) -> RolloutPrecision:
-    """The coarser of the two precisions that are compared: a bf16 learner is no nearer to an fp32 engine."""
+def coarser_precision(recipe: Recipe) -> RolloutPrecision:
+    """The coarser of the learner's and the engine's precision: it decides how far the two may differ."""
     learner: RolloutPrecision = "fp8_tensor" if recipe.learner.precision == "fp8_delayed" else recipe.learner.precision
     return max(recipe.rollout.precision, learner, key=lambda precision: MAX_GAP_NATS[precision])
 

@@ -31,7 +31,7 @@ BAR_CELLS = 40
 
 @dataclass
 class Tail:
-    """The complete lines that a growing JSON-lines file has gained since the last look; torn lines are skipped."""
+    """Reads the complete lines that were appended to a JSON Lines file since the last call. Torn lines are skipped."""
 
     path: Path
     offset: int = 0

@@ -84,7 +84,7 @@ def _supervise(run: RunDirectory, recipe: Recipe, out: Path, batch_size: int) ->
 
 
 def demonstrations_of(task: Task, first: int, count: int) -> list[tuple[str, str]]:
-    """(prompt, target) of problems first … first + count - 1. RecipeError when the task has none."""
+    """(prompt, target) of problems first … first + count - 1. Raises RecipeError when the task has none."""
     found = [task.demonstration(index % task.num_prompts) for index in range(first, first + count)]
     pairs = [pair for pair in found if pair is not None]
     if len(pairs) < count:
@@ -95,7 +95,7 @@ def demonstrations_of(task: Task, first: int, count: int) -> list[tuple[str, str
 def supervised_batch(
     step: int, pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, contract: LogprobContract
 ) -> Batch:
-    """Demonstrations as a Batch: the response is the target and its end token; every advantage will be 1."""
+    """Demonstrations as a Batch: the response is the target and its end token; every advantage is 1."""
     groups = []
     for prompt, target in pairs:
         response = (*tokenizer.encode(target), tokenizer.eos_token_id)

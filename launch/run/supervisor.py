@@ -40,7 +40,7 @@ class RestartBudget:
     progress: int = -1
 
     def spend(self, name: str, progress: int, reason: str) -> None:
-        """Raises FatalError when the budget is gone; progress of the run refills it."""
+        """Count one death. Progress of the run since the last one restarts the count. Raises FatalError at too many."""
         self.spent = 1 if progress > self.progress else self.spent + 1
         self.progress = progress
         if self.spent > self.limit:
@@ -99,8 +99,8 @@ class Supervisor:
         self.view.refresh()
 
     def _shares_gpus(self) -> bool:
-        """Whether learner and engines run on the same GPUs. An engine takes a share of the memory that is free while it
-        starts: nothing else may take memory then."""
+        """Whether learner and engines run on the same GPUs. An engine takes a share of the memory that is free when it
+        starts, so nothing else may take memory meanwhile."""
         return self.recipe.weights.channel == "ipc" and has_cuda()
 
     def _start_missing(self) -> None:
@@ -123,7 +123,7 @@ class Supervisor:
         self.run.write_engines([engine_url(port) for port in self.ports], router)
 
     def _start_engine(self, index: int) -> ServerProcess:
-        """Start with the version that the run serves now; readiness is awaited beside the loop."""
+        """Start an engine with the version that the run serves now. A thread waits until it is ready."""
         spec = engine_spec(self.run, self.recipe, index, self.ports[index], self.api_key)
         engine = start(spec)
         self.starting[f"engine-{index}"] = self._await(engine)
@@ -181,7 +181,7 @@ def engine_url(port: int) -> str:
 
 
 def program_command(name: str, run: RunDirectory, recipe: Recipe) -> list[str]:
-    """How a cluster starts the same two programs: the collector plainly, the learner under torchrun."""
+    """The command of a program, as a cluster starts it too: the collector plainly, the learner under torchrun."""
     if name == "collector":
         return [sys.executable, "-m", "launch.run.collect", str(run.path)]
     return torchrun(recipe.learner.num_processes, "launch.run.learn", str(run.path))

@@ -41,7 +41,7 @@ def train_run(recipe: Recipe) -> dict[str, Any]:
 
 
 def preflight(recipe: Recipe) -> None:
-    """Everything that would otherwise fail minutes later, in a process whose log nobody reads."""
+    """Check what would otherwise fail minutes later, in a child process. Raises FatalError."""
     config = read_hf_config(recipe.model.path)
     check_layout(config, recipe.learner)
     check_longest_sample(recipe.learner, recipe.rollout.context_tokens)
@@ -58,7 +58,7 @@ def preflight(recipe: Recipe) -> None:
 
 
 def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
-    """Version 0 straight from the model folder, so that engines and learner can start side by side.
+    """Publish the model folder as version 0, so that engines and learner can start side by side.
 
     No learner has scored a probe of it: engines are verified by their checksums alone.
     """

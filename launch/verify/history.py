@@ -11,8 +11,8 @@ from pipeline.data.run_directory import RunDirectory
 
 
 def check_history(path: Path) -> dict[str, Any]:
-    """Counts of lost and duplicated groups and of tokens with a forbidden version, of groups asked or passed over
-    against their problem's pass rate, read from the batches alone."""
+    """Counts of lost and duplicated groups, of tokens of a version that the schedule does not allow, and of groups that
+    were asked or passed over though their problem's pass rate says otherwise. Only the batches are read."""
     recipe = RunDirectory(path).recipe()
     audit = verify_history(path, recipe.build_schedule(), recipe.run.steps, build_solved_prompt_rule(recipe))
     return dict(

@@ -97,7 +97,7 @@ def verify_layouts(models: Sequence[str], layouts: Sequence[str] | None, toleran
 
 
 def build_cases(model: str, layouts: Sequence[str] | None) -> list[Case]:
-    """The reference and what to compare with it; the checkpoint is tried when all layouts are."""
+    """The reference and the cases to compare with it. Those with a checkpoint are added when no layouts are named."""
     if model not in SAVERS:
         raise RecipeError(f"--models: {model!r} is not one of {', '.join(SAVERS)}")
     names = layouts or (EXPERTS if model == "experts" else DENSE)
@@ -131,7 +131,8 @@ def write_model(folder: Path, *, experts: bool) -> None:
 
 
 def run_cases(folder: Path, cases: Iterable[Case]) -> None:
-    """One torchrun for each number of processes; the largest first, for it saves what the others load."""
+    """Run the cases, those of one number of processes in one torchrun. The largest comes first, since it saves the
+    checkpoints that the others load."""
     by_size: dict[int, list[Case]] = defaultdict(list)
     for case in cases:
         by_size[section(case.layout).num_processes].append(case)

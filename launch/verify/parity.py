@@ -115,8 +115,8 @@ def compare_fp32(
 
 
 def compare_fp8(folder: Path, model: Path, precision: str) -> dict[str, float]:
-    """Mean gap of the plain and of the emulating learner on sampled tokens and, after a publish, on all tokens; and the
-    share of it that emulation closes, the worse of the two."""
+    """Mean gap of the plain and of the emulating learner, on sampled tokens and, after a publish, on all tokens.
+    `closed_share` is the share of the gap that emulation closes, the smaller of the two."""
     recipe = parity_recipe(folder, precision, model, precision, {})
     run = prepare(recipe)
     with Engine(run, recipe) as engine:

@@ -65,8 +65,8 @@ def _render_sample(batch: Batch, tokenizer: Tokenizer, sample: int) -> Iterator[
     span = _responses(batch, sample)
     yield f"  versions  {_versions(batch.policy_version[span])}"
     if not batch.loss_mask[span].all():
-        forced = response[~batch.loss_mask[span]].tolist()
-        yield f"  forced    {visible(tokenizer.decode(forced, special=True))}"
+        unsampled = response[~batch.loss_mask[span]].tolist()
+        yield f"  unsampled {visible(tokenizer.decode(unsampled, special=True))}"
 
 
 def _render_gaps(
@@ -79,7 +79,7 @@ def _render_gaps(
     for token, version, sampled, rollout, learner in zip(tokens, *(array[span] for array in arrays), strict=True):
         text = visible(tokenizer.decode([int(token)], special=True))
         if not sampled:
-            yield f"  {text:<16}{version:>8}{'forced':>10}"
+            yield f"  {text:<16}{version:>8}{'unsampled':>10}"
             continue
         yield f"  {text:<16}{version:>8}{rollout:>10.4f}{learner:>10.4f}{learner - rollout:>+10.4f}"
 

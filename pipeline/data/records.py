@@ -161,11 +161,11 @@ class Batch:
     contract: LogprobContract
     dropped: tuple[DroppedGroup, ...]
     next_group: int
-    """Groups from here on were given to no batch yet when this one was committed."""
+    """The first group that no batch had taken when this one was committed."""
     recipe_sha256: str
     open_groups: tuple[int, ...] = ()
-    """Ascending: groups below `next_group` that belong to no committed batch, this one included: later batches had
-    them under way."""
+    """Ascending: groups below `next_group` that are neither in this batch nor in one before it. Later batches had them
+    under way when this one was committed."""
 
     @property
     def num_samples(self) -> int:

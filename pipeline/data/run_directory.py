@@ -5,7 +5,7 @@
       recipe.yaml              resolved and frozen at the first start
       batches/000012.zarr.zip  the ledger (pipeline.data.store)
       policy/000012/           HF safetensors of version 12; policy/PUBLISHED names the version that the engines serve
-      logprobs/000012.npy      the learner's log-probabilities of batch 12, as it met them (float32 [responses])
+      logprobs/000012.npy      the learner's log-probabilities of batch 12 before it trained on it (float32 [responses])
       logprobs/000012-old.npy  … and when the batch's stage began, where pi_old is needed
       evaluations/000012.json  held-out pass@k of version 12
       checkpoints/000012/      Megatron distributed checkpoint + COMMIT, written last
@@ -136,7 +136,7 @@ class RunDirectory:
         return self.policies / "PUBLISHED"
 
     def write_learner_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
-        """Keep what the learner thought of batch `step` before it trained on it."""
+        """Keep the learner's log-probabilities of batch `step`, [responses], from before it trained on it."""
         _write_array(self.logprobs / f"{numbered(step)}.npy", logprobs)
 
     def learner_logprobs(self, step: int) -> NDArray[np.float32] | None:
@@ -144,7 +144,7 @@ class RunDirectory:
         return _read_array(self.logprobs / f"{numbered(step)}.npy", "remove it, training does not need it")
 
     def write_old_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
-        """Keep what the learner thought of batch `step` when the batch's stage began."""
+        """Keep the learner's log-probabilities of batch `step`, [responses], from when the batch's stage began."""
         _write_array(self.logprobs / f"{numbered(step)}-old.npy", logprobs)
 
     def old_logprobs(self, step: int) -> NDArray[np.float32] | None:
@@ -159,7 +159,7 @@ class RunDirectory:
         return self.logprobs.stat().st_mtime_ns
 
     def write_evaluation(self, version: int, result: Mapping[str, Any]) -> None:
-        """Keep what a version scored on the held-out prompts: it is not evaluated again."""
+        """Keep what a version reached on the held-out prompts; it is not evaluated again."""
         write_atomically(
             self.evaluations / f"{numbered(version)}.json", json.dumps(dict(version=version, **result)) + "\n"
         )

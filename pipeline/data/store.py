@@ -57,12 +57,12 @@ class BatchStore:
 
     @property
     def next_index(self) -> int:
-        """The first batch that is not committed: a file that was taken away is made again."""
+        """The first batch that is not committed. A file that was deleted is made again."""
         return next(i for i, found in enumerate([*self.committed(), -1]) if i != found)
 
     def groups_to_ask(self) -> tuple[int, tuple[int, ...]]:
-        """`next_group` and `open_groups` (see Batch) before batch `next_index` is made. Raises CorruptBatchError when
-        the batch before it, which says so, fails its checks."""
+        """`next_group` and `open_groups` (see Batch) before batch `next_index` is made, as the batch before it says.
+        Raises CorruptBatchError when that batch fails its checks."""
         index = self.next_index
         if index == 0:
             return 0, ()
@@ -91,7 +91,7 @@ class BatchStore:
         return path
 
     def read(self, index: int, contract: LogprobContract | None) -> Batch:
-        """Read and verify batch `index`; `contract` of None reads under whatever contract it was sampled.
+        """Read and verify batch `index`; with a `contract` of None, whatever its contract.
 
         Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check,
         ContractMismatchError when it was sampled under another contract.

@@ -45,7 +45,7 @@ class Probe:
     """Largest mean |log π_learner − log π_engine| over all tokens at which the engine passes."""
 
     def mean_gap_nats(self, engine: Sequence[NDArray[np.float32]]) -> float:
-        """Mean |log π_learner − log π_engine|; infinite when anything the engine says is not finite.
+        """Mean |log π_learner − log π_engine|; infinite when one of the engine's log-probabilities is not finite.
 
         `engine` holds [n - 1] log-probabilities for each row. Raises ValueError for other shapes.
         """
@@ -119,8 +119,7 @@ def probe_rows(
 ) -> tuple[tuple[int, ...], ...]:
     """Rows of random token ids, none of them special; the same for the same arguments.
 
-    Random ids, because they reach all over the embedding and are far from what any policy would say: differences in
-    the weights show in them no less than in text.
+    Random ids use all of the embedding, and differences in the weights show in them as well as in text.
     """
     draw = random.Random(seed)
     plain = sorted(set(range(vocab_size)) - set(special)) or range(vocab_size)

@@ -29,7 +29,7 @@ from pipeline.rewards.verifiers import Judgment, decode_judgment, encode_texts, 
 _log = logging.getLogger(__name__)
 
 _START_DEADLINE_S = 120.0
-"""Longest start of a worker: an interpreter and the import of the reward function, on a busy machine."""
+"""Longest wait for a worker to start Python and import the reward function, on a busy machine."""
 _KILL_DEADLINE_S = 10.0
 
 
@@ -69,8 +69,8 @@ class Verifiers:
             self._idle.put(worker)
 
     async def score(self, prompt: str, response: str, answer: str) -> Verdict:
-        """The verdict on one response; never raises for what the verifier does. Samples wait their turn, each at most
-        the deadline of those before it."""
+        """The verdict on one response. Whatever the verifier does, nothing is raised. A sample waits until a worker is
+        free."""
         judgment = await asyncio.get_running_loop().run_in_executor(
             self._threads, self._judge, prompt, response, answer
         )
@@ -98,7 +98,7 @@ class Verifiers:
         self.close()
 
     def _judge(self, prompt: str, response: str, answer: str) -> Judgment:
-        """In a thread. There are as many threads as workers, so one is always idle."""
+        """Runs in a thread of the pool. There are as many threads as workers, so one worker is always idle."""
         worker = self._idle.get_nowait()
         try:
             if not worker.alive and not self._closed.is_set() and (problem := worker.start()) is not None:
@@ -109,7 +109,7 @@ class Verifiers:
 
 
 class _Worker:
-    """One process at a time, and the pipe to it. Each method is called by one thread at a time, but for `kill`."""
+    """One process at a time, and the pipe to it. Only `kill` may be called while another thread is in a method."""
 
     def __init__(self, reward: str) -> None:
         self._reward = reward

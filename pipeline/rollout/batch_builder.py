@@ -41,7 +41,7 @@ class BatchBuilder:
     prompts: PromptSource
     allocator: GroupAllocator
     solved: Mapping[int, Attempts]
-    """Problems that are not asked any more. One of `prompts` at least must be missing here."""
+    """Problems that are not asked any more. At least one problem of `prompts` is not among them."""
     wanted: int
     """Groups that the batch should hold."""
     max_refills: int

@@ -59,7 +59,7 @@ class GroupSampler:
     async def _ask(
         self, prompt: Prompt, members: Sequence[int], sampling: Sampling
     ) -> Sequence[Completion | RetryableError]:
-        """An answer, or why there is none, for each of the prompt's samples that is asked for."""
+        """For each sample that is asked for, its completion or why there is none."""
         if self.interruption is not None:
             cuts = [(member, self.interruption) for member in members]
             return await gather_or_cancel([self._interrupted(prompt, *cut, sampling) for cut in cuts])
@@ -71,7 +71,7 @@ class GroupSampler:
     async def _interrupted(
         self, prompt: Prompt, member: int, interruption: Interruption, sampling: Sampling
     ) -> Completion | RetryableError:
-        """One sample: up to its cut and, if it is still going on there, from the phrase to its end."""
+        """One sample: up to its cut and, when it has not ended there, from the phrase to its end."""
         to_cut = replace(sampling, max_new_tokens=interruption.cut_after(prompt.group, member))
         to_end = replace(sampling, max_new_tokens=interruption.answer_tokens)
         try:

@@ -1,8 +1,8 @@
 """Forced-length interruptions: a response that is still going on at a random length is told to come to its answer.
 
 ScaleRL (arXiv 2510.13786, section 2) cuts thoughts between 10,000 and 12,000 tokens with "Okay, time is up. Let me stop
-thinking and formulate an answer now. </think>". The phrase's tokens are forced: the model reads them, no engine sampled
-them, so nothing is learned from them.
+thinking and formulate an answer now. </think>". The model reads the tokens of the phrase, but no engine
+sampled them, so nothing is learned from them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Interruption:
     seed: int
 
     def cut_after(self, group: int, sample: int) -> int:
-        """After how many tokens sample `sample` of a group is cut: the same, however often it is sampled again."""
+        """After how many tokens sample `sample` of a group is cut; the same each time it is sampled."""
         digest = hashlib.sha256(f"interruption/{self.seed}/{group}/{sample}".encode()).digest()
         return self.from_tokens + int.from_bytes(digest[:8], "little") % (self.to_tokens - self.from_tokens + 1)
 
     def join(self, thought: Completion, answer: Completion) -> Completion:
-        """One completion: what was thought, the phrase, and the answer, which says how it ended."""
+        """One completion of thought, phrase and answer. `finish` is that of the answer."""
         said = len(self.phrase)
         return Completion(
             tokens=(*thought.tokens, *self.phrase, *answer.tokens),

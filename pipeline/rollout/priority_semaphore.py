@@ -16,8 +16,8 @@ Priority = tuple[int, int]
 
 
 class PrioritySemaphore:
-    """A semaphore whose waiters are served by priority, not by time of arrival: a group of an old batch that is asked
-    again, or asked late, overtakes the groups of later batches that already wait."""
+    """A semaphore whose waiters are served by priority, not by time of arrival. A group of an old batch that is asked
+    late, or again, goes before the groups of later batches that already wait."""
 
     def __init__(self, number: int) -> None:
         self._free = number

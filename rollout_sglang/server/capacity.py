@@ -18,7 +18,7 @@ from pipeline.config.recipe import RolloutSection
 from pipeline.errors import LayoutError, RecipeError
 
 DEFAULT_MEM_FRACTION = 0.85
-"""Used when the recipe's extra_args do not say; SGLang itself chooses by GPU and settings."""
+"""Assumed when the recipe's extra_args do not set it. SGLang itself chooses by GPU and settings."""
 
 KV_CACHE_BYTES = {"fp8_e5m2": 1.0, "fp8_e4m3": 1.0, "bf16": 2.0, "bfloat16": 2.0, "fp4_e2m1": 0.5}
 """Values of --kv-cache-dtype; `auto` is the engine's dtype."""
@@ -89,7 +89,8 @@ def weight_bytes(model: EngineModel, rollout: RolloutSection) -> float:
 
 
 def dtype_bytes(rollout: RolloutSection) -> float:
-    """Of activations and of what is not quantized; FP8 engines on GPUs compute the rest in bfloat16."""
+    """Bytes of a number in activations and in weights that are not quantized; FP8 engines on GPUs have them in
+    bfloat16."""
     return 4.0 if rollout.precision == "fp32" else 2.0
 
 

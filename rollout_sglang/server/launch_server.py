@@ -23,7 +23,7 @@ def arguments_with_key(argv: Sequence[str]) -> list[str]:
 
 
 def hide_in_logs(secret: str) -> None:
-    """Stars for `secret` in whatever this process, and what it forks, logs from now on: SGLang logs its arguments."""
+    """From now on, log stars in place of `secret`, here and in forked processes: SGLang logs its arguments."""
     make = logging.getLogRecordFactory()
 
     def make_without_secret(*args: Any, **kwargs: Any) -> logging.LogRecord:

@@ -35,7 +35,8 @@ class ServerProcess(ChildProcess):
         self._secret = secret
 
     def wait_ready(self, deadline_s: float) -> float:
-        """Seconds until the server answered. Raises EngineStartError with the end of the log, the server stopped."""
+        """Wait until the server answers; returns the seconds. Raises EngineStartError with the end of the log when
+        it ended before, or was stopped because it took too long."""
         started = time.monotonic()
         with httpx.Client(timeout=2.0, trust_env=False, verify=False) as http:
             while not self._is_ready(http):

@@ -47,7 +47,7 @@ class EngineSpec:
 
 
 def has_cuda() -> bool:
-    """Whether a CUDA driver with a device is there; asks the driver, so that no torch is imported."""
+    """Whether there is a CUDA driver with a device. The driver is asked, so that torch need not be imported."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -93,7 +93,8 @@ def start(spec: EngineSpec) -> ServerProcess:
 
 
 def router_command(worker_urls: list[str], port: int, metrics_port: int) -> list[str]:
-    """The argv of SGLang's router. Fleet alone decides who is a member: the router neither retries nor judges."""
+    """The argv of SGLang's router. Only Fleet decides which engines are members: the router neither retries nor checks
+    health."""
     argv = [*module_command("rollout_sglang.server.launch_router"), "--host", HOST, "--port", str(port)]
     argv += ["--policy", "power_of_two", "--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
     argv += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--log-level", "warn"]

@@ -17,7 +17,7 @@ _POLL_S = 0.02
 
 @asynccontextmanager
 async def exclusive_lock(path: Path, deadline_s: float) -> AsyncIterator[int]:
-    """Hold `path` (created if need be) alone on this machine; yields its file descriptor.
+    """Hold a lock on the file `path`, which is created when it is missing; yields its descriptor.
 
     The kernel releases it when the process dies. Raises DeadlineExceededError.
     """

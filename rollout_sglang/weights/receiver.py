@@ -20,7 +20,7 @@ class Receiver:
     """The weight update calls of a server at `url`.
 
     Methods raise EngineUnavailableError when the server refuses, drops or never answers, and EngineVersionError when it
-    answers that it could not do it. None is tried again: a repeated call would wait for a second broadcast.
+    answers that it could not do it. No call is repeated: it would wait for a second broadcast.
     """
 
     def __init__(self, url: str, api_key: str | None, *, control_deadline_s: float) -> None:
@@ -57,9 +57,10 @@ class Receiver:
         await self._do("/init_weights_update_group", request, deadline_s)
 
     async def is_member(self, group: str) -> bool:
-        """Whether the server still has the group; asked with an update of no tensors, for which nothing is sent.
+        """Whether the server still has the group. It is asked by an update of no tensors, for which nothing is sent.
 
-        A server without sessions would end if it had no such group: there the group is left, to be joined anew.
+        A server without sessions would end at that call if it had no such group. It is told to leave the group instead,
+        and joins it again.
         """
         if not (await self._dialect()).sessions:
             await self._ask("/destroy_weights_update_group", {"group_name": group})
@@ -71,15 +72,15 @@ class Receiver:
         await self._do("/destroy_weights_update_group", {"group_name": group})
 
     async def receive(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
-        """Take part in one broadcast of the flattened tensors, load them, and drop what was cached with others."""
-        # With every bucket, though the last would do: no sender knows which that is for the engine, and it costs less
-        # than one call of /flush_cache, which gives memory back to the system besides.
+        """Take part in one broadcast of the flattened tensors, load them, and drop what other weights have cached."""
+        # The cache is flushed with every bucket, because no sender knows which is the engine's last. That costs less
+        # than one call of /flush_cache, which also gives memory back to the system.
         request = _update(group, tensors) | {"load_format": "flattened_bucket", "flush_cache": True}
         await self._do("/update_weights_from_distributed", request, deadline_s)
 
     async def receive_shared(self, bucket: bytes, ranks: int, deadline_s: float) -> None:
         """Open a bucket in the memory of another process of the machine (one copy of the pickle for each rank), load
-        its tensors, and drop what was cached with others."""
+        its tensors, and drop what was cached with other weights."""
         request = {
             "serialized_named_tensors": [base64.b64encode(bucket).decode()] * ranks,
             "load_format": "flattened_bucket",

@@ -27,8 +27,8 @@ from rollout_sglang.fleet import Fleet, FleetSettings, Target, all_of, summarize
 from rollout_sglang.weights.locks import exclusive_lock
 from rollout_sglang.weights.receiver import Receiver
 
-FAREWELL_S = 5.0
-"""How long an engine that failed is asked to close its session; it is quarantined whatever it answers."""
+GIVE_UP_DEADLINE_S = 5.0
+"""Longest wait for an engine that failed to end its session. It is quarantined whatever it answers."""
 
 
 class FleetUpdateSession(Fleet):
@@ -72,7 +72,7 @@ class FleetUpdateSession(Fleet):
     async def leave(self, engine: int, group: str) -> None:
         """See WeightUpdateSession."""
         with suppress(RetryableError, TimeoutError):
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(GIVE_UP_DEADLINE_S):
                 await self._receivers[engine].leave(group)
 
     async def receive(self, engine: int, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
@@ -131,7 +131,7 @@ class FleetUpdateSession(Fleet):
         """Quarantine the engine. If it still answers, its requests are aborted: other engines are then asked."""
         await self._quarantine(engine)
         with suppress(RetryableError, TimeoutError):
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(GIVE_UP_DEADLINE_S):
                 await engine.invalidate()
                 await self._receivers[engine.index].give_up()
                 await engine.resume()

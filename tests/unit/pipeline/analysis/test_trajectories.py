@@ -69,17 +69,17 @@ def test_gaps_between_learner_and_rollout(tokenizer: Tokenizer, make_batch: Make
         list(render_batch(batch, tokenizer, learner_logprobs=learner[:3]))
 
 
-def test_forced_tokens_are_shown_as_such(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+def test_tokens_that_no_engine_sampled_are_shown_as_such(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
     batch = make_batch(0, num_groups=1)
-    forced = np.array([False, True, False, False])
+    unsampled = np.array([False, True, False, False])
     lines = list(
-        render_batch(replace(batch, loss_mask=~forced), tokenizer, samples=[0], learner_logprobs=np.zeros(4, "f4"))
+        render_batch(replace(batch, loss_mask=~unsampled), tokenizer, samples=[0], learner_logprobs=np.zeros(4, "f4"))
     )
     assert lines[-5:] == [
-        "  forced    6",
+        "  unsampled 6",
         "  token            version   rollout   learner       gap",
         "  5                      0   -0.5000    0.0000   +0.5000",
-        "  6                      0    forced",
+        "  6                      0 unsampled",
         "  7                      0   -1.5000    0.0000   +1.5000",
     ]
 
