@@ -124,21 +124,24 @@ def forward_flops(shape: ModelConfig, context: float) -> float:
 
 
 def learner_time(shape: ModelConfig, learner: LearnerSection, traffic: Traffic, assumed: Assumptions) -> LearnerTime:
-    """Of the busiest stage; padding and uneven loads are left out."""
+    """Of the busiest stage, for all optimizer steps of a batch; padding and uneven loads are left out.
+
+    Each optimizer step fills and drains the pipeline and reduces gradients anew. The batch is scored once.
+    """
     layout = Layout.of(learner)
     tokens = traffic.samples / layout.data * traffic.sample_tokens
     ranks = layout.tensor * layout.context * layout.pipeline
     speed = assumed.peak_tflops * 1e12 * assumed.mfu
     forward = tokens * forward_flops(shape, traffic.sample_tokens) / ranks / speed
     passes = 3.0 + dict(none=0.0, selective=mlp_share(shape), full=1.0)[learner.recompute]
-    bubble = bubble_share(layout, traffic.num_micro_batches(layout.data))
+    updates, count = learner.updates_per_batch, traffic.num_micro_batches(layout.data)
     sent = _sent_forward(shape, learner, layout, tokens)
     compute = passes * forward
     return LearnerTime(
         compute_s=compute,
-        bubble_s=bubble * compute,
-        data_s=_gradient_reduction(shape, learner, layout, hidden_s=2 / 3 * compute),
-        score_s=forward * (1 + bubble) + sum(sent.values()),
+        bubble_s=bubble_share(layout, math.ceil(count / updates)) * compute,
+        data_s=updates * _gradient_reduction(shape, learner, layout, hidden_s=2 / 3 * compute / updates),
+        score_s=forward * (1 + bubble_share(layout, count)) + sum(sent.values()),
         **{f"{name}_s": seconds * (2.0 if name == "pipeline" else passes - 1.0) for name, seconds in sent.items()},
     )
 

@@ -216,6 +216,20 @@ def test_time_scales_as_it_must() -> None:
     assert (alone.bubble_s, alone.tensor_s, alone.pipeline_s, alone.data_s) == (0, 0, 0, 0)
 
 
+def test_each_update_of_a_batch_fills_the_pipeline_and_reduces_gradients_anew() -> None:
+    planner = Planner(DENSE, load_recipe(DENSE), Machine(gpus=64, gpu_gib=80), assumptions())
+    learner = planner.recipe.learner.model_copy(update=dict(overlap_grad_reduce=False))
+    one, four = (
+        learner_time(
+            planner.shape, learner.model_copy(update=dict(updates_per_batch=n)), planner.traffic(), assumptions()
+        )
+        for n in (1, 4)
+    )
+    assert (four.compute_s, four.score_s) == (one.compute_s, one.score_s)
+    assert four.bubble_s == pytest.approx(4 * one.bubble_s, rel=0.01)
+    assert four.data_s == pytest.approx(4 * one.data_s)
+
+
 def assumptions(**changes: float) -> Assumptions:
     return Assumptions(**(dict(mean_response_tokens=3056, mean_prompt_tokens=150) | changes))
 
