@@ -1,35 +1,25 @@
-"""Verdicts: each claim of the matrix judged by a stated rule from the intervals, never by hand.
+"""Verdicts: each claim of the matrix judged by a stated rule, never by hand.
 
-    decays    shown: the fall from the best evaluation to the last is at least DECAY and its interval excludes 0
-              refuted: its interval lies below DECAY
-    holds     the other way round
-    better    shown: the interval of the difference at the last evaluation lies above 0; refuted: below 0
-    faster    shown: the interval of the ratio of costs lies above 1; refuted: below 1
-    forecast  shown: forecast and measurement differ by at most FORECAST_MARGIN
-              refuted: by more, and the measurement lies outside the forecast's interval
-
-Everything else is undecided. A verdict is the rule's answer, and carries the figures that it rests on.
+Each claim has in each condition two one-sided hypotheses (see `hypotheses`). Holm's correction runs over all of them on
+the page at once. A verdict is `shown` or `refuted` when its adjusted p-value is at most ALPHA, else `undecided`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.evidence import statistics
-from tests.evidence.forecast import forecast_end
+import numpy as np
+
+from tests.evidence.forecast import forecast_end, forecast_errors
+from tests.evidence.hypotheses import CellKey, Curve, Curves, Tested, evaluate, rise
 from tests.evidence.matrix import Better, Claim, Decays, Experiment, Faster, Forecast, Holds
 from tests.evidence.results import Arm, Result
-from tests.evidence.statistics import Estimate
-
-DECAY = 0.10
-FORECAST_MARGIN = 0.05
+from tests.evidence.statistics import ALPHA, Array, Estimate, holm
 
 Answer = Literal["shown", "refuted", "undecided", "not measured"]
-
-OPPOSITE: dict[Answer, Answer] = dict(shown="refuted", refuted="shown")
 
 
 @dataclass(frozen=True)
@@ -52,105 +42,154 @@ class Judged:
 
     @property
     def consequence(self) -> str:
-        """What follows for a recipe; empty while a cell is missing."""
-        answers = {verdict.answer for verdict in self.verdicts}
+        """What follows for a recipe: nothing while a cell is missing or a condition undecided."""
         if not all(verdict.complete for verdict in self.verdicts):
             return ""
-        return self.claim.when_shown if answers == {"shown"} else self.claim.otherwise
+        answers = {verdict.answer for verdict in self.verdicts}
+        return self.claim.when_shown if answers == {"shown"} else self.claim.when_refuted * (answers == {"refuted"})
 
 
-def judge(experiment: Experiment, results: Sequence[Result]) -> list[Judged]:
-    """All claims of an experiment, from the cells that came to their end."""
-    settled = [result for result in results if result.state in ("finished", "diverged")]
-    return [
-        Judged(
-            claim,
-            [
-                _verdict(claim, experiment, settled, condition)
-                for condition in claim.conditions or experiment.conditions
-            ],
-        )
-        for claim in experiment.claims
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One claim in one condition."""
+
+    experiment: str
+    claim: Claim
+    condition: str
+    tested: Tested | None
+    """None where an arm of it was not measured."""
+
+
+def judge(experiments: Mapping[str, Experiment], results: Mapping[str, Sequence[Result]]) -> dict[str, list[Judged]]:
+    """All claims of a page, by experiment, from the cells that came to their end."""
+    settled = {name: [r for r in results[name] if r.state in ("finished", "diverged")] for name in experiments}
+    questions = [
+        question for name, experiment in experiments.items() for question in _ask(name, experiment, settled[name])
     ]
+    adjusted = adjusted_p([question.tested for question in questions])
+    judged: dict[str, list[Judged]] = {name: [] for name in experiments}
+    for question, p in zip(questions, adjusted, strict=True):
+        claims = judged[question.experiment]
+        if not claims or claims[-1].claim is not question.claim:
+            claims.append(Judged(question.claim, []))
+        experiment, found = experiments[question.experiment], settled[question.experiment]
+        claims[-1].verdicts.append(_verdict(question, experiment, found, p))
+    return judged
 
 
-def _verdict(claim: Claim, experiment: Experiment, results: Sequence[Result], condition: str) -> Verdict:
-    arms = {name: Arm.of(results, condition, name) for name in claim.named_arms}
-    seeds = set.intersection(*(set(arm.seeds) for arm in arms.values()))
-    if not seeds:
-        return Verdict(condition, "not measured", "", complete=False)
-    arms = {name: Arm.of(results, condition, name, seeds) for name in arms}
+def adjusted_p(tested: Sequence[Tested | None]) -> list[Array]:
+    """[2, ...] adjusted p-values of shown and refuted of each question. What was not measured counts as p = 1, so that
+    a missing cell does not loosen the rest of the page."""
+    if not tested:
+        return []
+    shape = np.broadcast_shapes(*(np.shape(one.shown) for one in tested if one))
+    p = [side for one in tested for side in ((one.shown, one.refuted) if one else (np.ones(shape), np.ones(shape)))]
+    adjusted = holm(np.stack([np.broadcast_to(side, shape) for side in p], axis=-1))
+    return [np.stack([adjusted[..., 2 * place], adjusted[..., 2 * place + 1]]) for place in range(len(tested))]
+
+
+def curves_of(experiment: Experiment, results: Sequence[Result], k: int = 1) -> dict[CellKey, Curve]:
+    """Every measured cell."""
+    found = {}
+    for condition in experiment.conditions:
+        for name in experiment.arms:
+            arm = Arm.of(results, condition, name)
+            if arm.results:
+                found[condition, name] = arm.run_curve(k)
+    return found
+
+
+def _ask(name: str, experiment: Experiment, results: Sequence[Result]) -> list[Question]:
+    found = []
+    for claim in experiment.claims:
+        curves = curves_of(experiment, results, pass_at(claim))
+        for condition in claim.conditions or experiment.conditions:
+            others = experiment.others(claim) if isinstance(claim.judge, Better | Faster) else []
+            tested = None
+            if all((condition, arm) in curves for arm in (claim.judge.arm, *others)):
+                errors = _errors(experiment, results, claim)
+                tested = evaluate(claim.judge, condition, curves, others, experiment.target, errors)
+            found.append(Question(experiment=name, claim=claim, condition=condition, tested=tested))
+    return found
+
+
+def _errors(experiment: Experiment, results: Sequence[Result], claim: Claim) -> dict[CellKey, Array]:
+    if not isinstance(claim.judge, Forecast):
+        return {}
+    keys = curves_of(experiment, results)
+    return {key: forecast_errors(Arm.of(results, *key), claim.judge.share) for key in keys}
+
+
+def pass_at(claim: Claim) -> int:
+    """The k that a claim is about."""
+    return claim.judge.pass_at if isinstance(claim.judge, Better) else 1
+
+
+def _verdict(question: Question, experiment: Experiment, results: Sequence[Result], p: Array) -> Verdict:
+    if question.tested is None:
+        return Verdict(question.condition, "not measured", "", complete=False)
+    answer: Answer = "shown" if p[0] <= ALPHA else "refuted" if p[1] <= ALPHA else "undecided"
+    arms = [question.claim.judge.arm]
+    if isinstance(question.claim.judge, Better | Faster):
+        arms += experiment.others(question.claim)
+    runs = min(len(Arm.of(results, question.condition, arm).results) for arm in arms)
+    notes = [_figures(question, experiment, results), f"adjusted p {_p(min(p))}"]
+    if runs < len(experiment.seeds):
+        notes.append(f"{runs} of {len(experiment.seeds)} seeds")
+    if runs == 1:
+        notes.append("one run: its spread is not known")
+    return Verdict(question.condition, answer, "; ".join(notes), complete=runs == len(experiment.seeds))
+
+
+def _figures(question: Question, experiment: Experiment, results: Sequence[Result]) -> str:
+    assert question.tested is not None
+    claim, condition, estimate = question.claim, question.condition, question.tested.estimate
+    curves = curves_of(experiment, results, pass_at(claim))
+    ours = curves[condition, claim.judge.arm]
     match claim.judge:
-        case Decays(arm=arm):
-            answer, figures = _decays(arms[arm])
-        case Holds(arm=arm):
-            answer, figures = _decays(arms[arm])
-            answer = OPPOSITE.get(answer, answer)
-        case Better(arm=arm, than=than, pass_at=k):
-            answer, figures = _better(arms[arm], arms[than], k)
-        case Faster(arm=arm, than=than, cost=cost):
-            answer, figures = _faster(arms[arm], arms[than], cost, experiment.target or 1.0)
-        case Forecast(arm=arm, share=share):
-            answer, figures = _forecast(arms[arm], share)
-    missing = len(experiment.seeds) - len(seeds)
-    note = f"; {len(seeds)} of {len(experiment.seeds)} seeds" if missing else ""
-    return Verdict(condition, answer, figures + note, complete=not missing)
+        case Better(pass_at=k):
+            other = max(experiment.others(claim), key=lambda arm: curves[condition, arm].end.mean())
+            end = curves[condition, other].end.mean()
+            name = f" ({experiment.arms[other].title})" if claim.judge.than is None else ""
+            return f"pass@{k} {show(ours.end.mean())} against {show(end)}{name}: {with_interval(estimate, sign=True)}"
+        case Decays() | Holds():
+            return _fall_figures(curves, (condition, claim.judge.arm), estimate)
+        case Faster(than=than, cost=cost):
+            return _price_figures(ours, curves[condition, than], cost, experiment.target or 1.0, estimate)
+        case Forecast(share=share):
+            arm = Arm.of(results, condition, claim.judge.arm)
+            told = forecast_end(arm, share)
+            return (
+                f"from the first {told.points} evaluations {show(told.value)}, measured {show(ours.end.mean())}: "
+                f"error {with_interval(estimate, sign=True)}; A {told.asymptote}"
+            )
 
 
-def _decays(arm: Arm) -> tuple[Answer, str]:
-    curve = arm.curve()
-    fall, top = statistics.fall(curve), statistics.peak(curve)
-    best, last = (show(statistics.at(curve, place).value) for place in (top, -1))
-    figures = f"best at the end, {last} at version {arm.versions[-1]}"
-    if fall.value > 0.0:
-        figures = f"{best} at version {arm.versions[top]}, {last} at {arm.versions[-1]}: falls by {with_interval(fall)}"
-    if fall.value >= DECAY and fall.low > 0.0:
-        return "shown", figures
-    return ("refuted" if fall.high < DECAY else "undecided"), figures
-
-
-def _better(ours: Arm, theirs: Arm, k: int) -> tuple[Answer, str]:
-    gain = statistics.difference(ours.curve(k), theirs.curve(k))
-    figures = (
-        f"pass@{k} {show(statistics.at(ours.curve(k), -1).value)} against "
-        f"{show(statistics.at(theirs.curve(k), -1).value)}: {with_interval(gain, sign=True)}"
+def _fall_figures(curves: Curves, key: CellKey, fall: Estimate) -> str:
+    curve, start = curves[key], rise(curves, key)
+    means = curve.values.mean(axis=0)
+    top = int(means[:-1].argmax())
+    return (
+        f"best before the end {show(means[top])} at version {curve.versions[top]}, {show(means[-1])} at "
+        f"{curve.versions[-1]}: falls by {with_interval(fall)}, ends {with_interval(start, sign=True)} from its start"
     )
-    return _by_interval(gain, 0.0), figures
 
 
-def _faster(ours: Arm, theirs: Arm, cost: Literal["samples", "seconds"], target: float) -> tuple[Answer, str]:
-    our_costs, their_costs = ours.costs(cost), theirs.costs(cost)
-    our_price = statistics.crossing(ours.curve(), our_costs, target)
-    their_price = statistics.crossing(theirs.curve(), their_costs, target)
-    ratio = statistics.crossing_ratio(ours.curve(), our_costs, theirs.curve(), their_costs, target)
+def _price_figures(ours: Curve, theirs: Curve, cost: str, target: float, ratio: Estimate) -> str:
+    """Costs at the first published, evaluated version that reaches the target, mean over the runs."""
     unit = dict(samples="samples", seconds="s")[cost]
-    prices = [f"after {quantity(p.value)} {unit}" if p.value < math.inf else "never" for p in (our_price, their_price)]
-    figures = (
-        f"reaches pass@1 {target:g} {prices[0]}, the other {prices[1]}: {quantity(ratio.value)} times as fast "
-        f"({quantity(ratio.low)} to {quantity(ratio.high)})"
-    )
-    return _by_interval(ratio, 1.0), figures
+    prices = [float(curve.bracket(cost, target)[1].mean()) for curve in (ours, theirs)]
+    said = [f"at {quantity(price)} {unit}" if price < math.inf else "not in every run" for price in prices]
+    figures = f"pass@1 {target:g} is first seen {said[0]}, the other's {said[1]}"
+    if not np.isfinite(ratio.value):
+        return figures
+    low, high = (math.exp(bound) for bound in ratio.interval())
+    bounds = f" ({quantity(low)} to {quantity(high)})" if ratio.error > 0 else " (runs do not differ: no interval)"
+    return f"{figures}: {quantity(math.exp(ratio.value))} times as fast{bounds}"
 
 
-def _forecast(arm: Arm, share: float) -> tuple[Answer, str]:
-    told = forecast_end(arm, share)
-    end = statistics.at(arm.curve(), -1)
-    error = told.value - end.value
-    low, high = ("" if math.isnan(bound) else show(bound) for bound in (told.low, told.high))
-    interval = f" ({low} to {high})" if low and high else ""
-    figures = (
-        f"from the first {told.points} evaluations {show(told.value)}{interval}, measured {with_interval(end)}: "
-        f"error {error:+.3f}; A {told.asymptote}"
-    )
-    if abs(error) <= FORECAST_MARGIN:
-        return "shown", figures
-    return ("refuted" if end.value < told.low or end.value > told.high else "undecided"), figures
-
-
-def _by_interval(estimate: Estimate, nothing: float) -> Answer:
-    if estimate.low > nothing:
-        return "shown"
-    return "refuted" if estimate.high < nothing else "undecided"
+def _p(value: float) -> str:
+    return f"{value:.2g}" if value >= 0.001 else "< 0.001"
 
 
 def show(share: float) -> str:
@@ -159,10 +198,10 @@ def show(share: float) -> str:
 
 
 def with_interval(estimate: Estimate, *, sign: bool = False) -> str:
-    """`0.123 (0.100 to 0.150)`."""
+    """`0.123 (0.100 to 0.150)`, the interval of this comparison alone; without it where no spread was measured."""
     form = "{:+.3f}" if sign else "{:.3f}"
-    value, low, high = (form.format(number + 0.0) for number in (estimate.value, estimate.low, estimate.high))
-    return f"{value} ({low} to {high})"
+    value, low, high = (form.format(float(number) + 0.0) for number in (estimate.value, *estimate.interval()))
+    return value if math.isinf(estimate.interval()[1]) else f"{value} ({low} to {high})"
 
 
 def quantity(value: float) -> str:

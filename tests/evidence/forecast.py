@@ -11,7 +11,7 @@ from pipeline.analysis.scaling.intervals import Region
 from pipeline.analysis.scaling.sigmoid import Grid, Points, fit_curve
 from pipeline.errors import StoreError
 from tests.evidence.results import Arm
-from tests.evidence.statistics import mean_curve
+from tests.evidence.statistics import Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,6 @@ class Told:
     """What the fit said about the last evaluation."""
 
     value: float
-    low: float
-    high: float
-    """95 % profile interval of the curve, NaN when there were too few points."""
     points: int
     """Evaluations that were fitted, beside that of version 0, which is R_0."""
     asymptote: str
@@ -35,16 +32,21 @@ def split(arm: Arm, share: float) -> int:
 
 def forecast_end(arm: Arm, share: float) -> Told:
     """Fit pass@1 (mean over seeds) against samples in the first `share` of the run and read the curve at its end."""
-    scores, samples, known = mean_curve(arm.curve()), arm.costs("samples"), split(arm, share)
+    scores, samples, known = arm.curve().mean(axis=(0, 2)), arm.costs("samples"), split(arm, share)
     try:
         points = Points.of(samples[1:known], scores[1:known], start=float(scores[0]))
     except StoreError:
-        return Told(value=math.nan, low=math.nan, high=math.nan, points=max(0, known - 1), asymptote="not fitted")
+        return Told(value=math.nan, points=max(0, known - 1), asymptote="not fitted")
     grid = Grid.derived(points)
     fit = fit_curve(points, grid)
     region = Region.around(fit, points, grid)
-    low, high = region.score_at(float(samples[-1]))
     a_low, a_high = region.asymptote
     value = float(np.asarray(fit.score_at(samples[-1])))
     asymptote = f"{fit.asymptote:.3f} ({a_low:.3f} to {a_high:.3f})"
-    return Told(value=value, low=low, high=high, points=known - 1, asymptote=asymptote)
+    return Told(value=value, points=known - 1, asymptote=asymptote)
+
+
+def forecast_errors(arm: Arm, share: float) -> Array:
+    """[runs] forecast less measurement, each run fitted by itself."""
+    runs = [Arm(results=[result]) for result in arm.results]
+    return np.array([forecast_end(run, share).value - run.curve()[0, -1].mean() for run in runs])

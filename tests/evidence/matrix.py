@@ -61,18 +61,18 @@ class Decays(Section):
 
 
 class Holds(Section):
-    """The other way round: the arm ends about as high as its best evaluation."""
+    """The arm ends about as high as its best evaluation, and above its start."""
 
     kind: Literal["holds"]
     arm: str
 
 
 class Better(Section):
-    """Held-out pass@k of `arm` at the end lies above that of `than`."""
+    """Held-out pass@k of `arm` at the end lies above that of `than`, or of every other arm where that is left out."""
 
     kind: Literal["better"]
     arm: str
-    than: str
+    than: str | None = None
     pass_at: PositiveInt = 1
 
 
@@ -101,12 +101,24 @@ class Claim(Section):
     judge: Annotated[Decays | Holds | Better | Faster | Forecast, Field(discriminator="kind")]
     conditions: tuple[str, ...] | None = Field(None, description="Where it is judged; default: in all.")
     when_shown: str = Field("", description="What follows for a recipe when every condition shows it.")
-    otherwise: str = Field("", description="What follows for a recipe otherwise.")
+    when_refuted: str = Field("", description="What follows for a recipe when every condition refutes it.")
 
     @property
     def named_arms(self) -> set[str]:
         """The arms that are judged."""
-        return {self.judge.arm} | ({self.judge.than} if isinstance(self.judge, Better | Faster) else set())
+        than = self.judge.than if isinstance(self.judge, Better | Faster) else None
+        return {self.judge.arm} | ({than} if than else set())
+
+    @model_validator(mode="after")
+    def _consequences_need_the_strongest_arm(self) -> Self:
+        """An arm that beats a weak one recommends nothing."""
+        whole = isinstance(self.judge, Forecast) or (isinstance(self.judge, Better) and self.judge.than is None)
+        if (self.when_shown or self.when_refuted) and not whole:
+            raise ValueError(
+                f"claim {self.text!r} has a consequence for recipes, but is not a comparison with every other arm; "
+                "use kind: better without `than`, or drop the consequence"
+            )
+        return self
 
 
 class Experiment(Section):
@@ -126,6 +138,11 @@ class Experiment(Section):
     columns: tuple[Column, ...] = ()
     claims: tuple[Claim, ...] = ()
     quick: dict[str, Any] = Field(default_factory=dict, description="Fields that `--quick` replaces; `set` is added.")
+
+    def others(self, claim: Claim) -> list[str]:
+        """The arms that a comparison is with."""
+        than = claim.judge.than if isinstance(claim.judge, Better | Faster) else None
+        return [than] if than else [arm for arm in self.arms if arm != claim.judge.arm]
 
     @model_validator(mode="after")
     def _claims_name_what_exists(self) -> Self:

@@ -1,4 +1,6 @@
-"""PNGs: for each condition a row of small axes, held-out pass@k with its interval, then each metric by step."""
+"""PNGs: for each condition a row of small axes, held-out pass@k, then each metric by step.
+
+Each run is faint, their mean in front of it: two runs are no band."""
 
 from __future__ import annotations
 
@@ -16,7 +18,6 @@ from matplotlib.ticker import MaxNLocator
 from tests.evidence.forecast import split
 from tests.evidence.matrix import Experiment, Forecast
 from tests.evidence.results import Arm, Result
-from tests.evidence.statistics import resample
 
 # A machine without TeX-like fonts is told so for each of them, though nothing here is set in one.
 logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
@@ -62,10 +63,11 @@ def draw(experiment: Experiment, results: Sequence[Result], path: Path) -> None:
 
 
 def _held_out(axes: Axes, experiment: Experiment, arms: Mapping[str, Arm], k: int) -> None:
+    """Each run faint, their mean in front of them."""
     for name, arm in arms.items():
         curve, color = arm.curve(k), _colour(experiment, name)
-        low, high = np.quantile(resample(curve), [0.025, 0.975], axis=0)
-        axes.fill_between(arm.versions, low, high, color=color, alpha=0.12, linewidth=0)
+        for run in curve.mean(axis=2):
+            axes.plot(arm.versions, run, color=color, alpha=0.3, linewidth=0.7)
         axes.plot(
             arm.versions,
             curve.mean(axis=(0, 2)),

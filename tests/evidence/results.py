@@ -19,6 +19,7 @@ import numpy as np
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import read_events
 from pipeline.rollout.evaluation import pass_at_k
+from tests.evidence.hypotheses import Curve
 from tests.evidence.matrix import Cell
 from tests.evidence.statistics import Array
 
@@ -181,6 +182,16 @@ class Arm:
     def curve(self, k: int = 1) -> Array:
         """[seeds, evaluations, prompts] pass@k. After it diverged a run has no policy: it scores 0."""
         return np.stack([_at_versions(result, self.versions, k) for result in self.results])
+
+    def run_curve(self, k: int = 1) -> Curve:
+        """The same with the run as the unit: mean over prompts, and what each version had cost."""
+        seconds = [{e.version: e.trained_s for e in result.evaluations} for result in self.results]
+        return Curve(
+            versions=tuple(self.versions),
+            values=self.curve(k).mean(axis=2),
+            samples=np.array([[v * r.samples_per_step for v in self.versions] for r in self.results], float),
+            seconds=np.array([[known.get(v, math.inf) for v in self.versions] for known in seconds]),
+        )
 
     def costs(self, cost: Literal["samples", "seconds"]) -> Array:
         """[evaluations] samples trained on, or mean seconds of training, up to each version."""

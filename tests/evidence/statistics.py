@@ -1,128 +1,121 @@
-"""Numbers with intervals: a bootstrap over seeds and, within a seed, over held-out prompts.
+"""Inference with the run as the unit: t estimates with a pooled run-to-run variance, Holm's correction, power.
 
-A curve is pass@k of each prompt at each evaluation, [seeds, evaluations, prompts]. A draw takes as many seeds as there
-are, with replacement, and for each as many prompts as there are, with replacement; the same prompts at every evaluation
-and, in comparisons, the same seeds and prompts for both arms, which share them. Intervals are percentiles of the draws.
-With two seeds the spread between seeds is known badly: read the intervals as "these seeds, other prompts" at least.
+A cell is a condition and an arm; its runs differ by seed, by prompts and by chance. The variance s² of a quantity is
+pooled within the cells c of one experiment, with n_c runs each:
+
+    s² = Σ_c Σ_i (y_ci − ȳ_c)² / ν      ν = Σ_c (n_c − 1)
+
+so that the difference of two means has the standard error s √(1/n_1 + 1/n_2) and, divided by it, Student's t
+distribution with ν degrees of freedom (Snedecor and Cochran, Statistical Methods, 1989, sections 6.7 and 12.2). Runs of
+one seed share their prompts; leaving that out makes the interval of a difference too wide, never too narrow.
+
+Arrays carry any number of leading axes (simulated pages); the runs of a cell are the last axis.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 Array = NDArray[np.float64]
 
-NUM_DRAWS = 2000
-CONFIDENCE = 0.95
+ALPHA = 0.05
+"""The chance that a page has any false verdict at all."""
+POWER = 0.80
+MAX_RUNS = 1000
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval; `high` may be infinite (a target that some draws never reach)."""
+    """A value with its standard error and degrees of freedom; arrays of one shape, or numbers."""
 
-    value: float
-    low: float
-    high: float
+    value: Array
+    error: Array
+    df: int
 
+    def p_above(self, bound: float) -> Array:
+        """One-sided p-value against "the truth is at most `bound`"; 1 where no spread was measured."""
+        known = np.isfinite(self.error) & (self.error > 0.0)
+        with np.errstate(invalid="ignore"):
+            t = (self.value - bound) / np.where(known, self.error, 1.0)
+        return np.where(known & (self.df > 0), stats.t.sf(t, max(self.df, 1)), 1.0)
 
-@lru_cache(maxsize=8)
-def draw_weights(num_seeds: int, num_prompts: int, *, num_draws: int = NUM_DRAWS) -> Array:
-    """[draws, seeds, prompts]: how often each prompt counts in each draw, summing to 1; the same for the same sizes."""
-    rng = np.random.default_rng(0)
-    seeds = rng.integers(num_seeds, size=(num_draws, num_seeds))
-    prompts = rng.integers(num_prompts, size=(num_draws, num_seeds, num_prompts))
-    weights = np.zeros((num_draws, num_seeds, num_prompts))
-    draws = np.arange(num_draws)[:, None]
-    for place in range(num_seeds):
-        np.add.at(weights, (draws, seeds[:, place, None], prompts[:, place]), 1.0)
-    weights /= num_seeds * num_prompts
-    weights.setflags(write=False)
-    return weights
+    def p_below(self, bound: float) -> Array:
+        """One-sided p-value against "the truth is at least `bound`"."""
+        return Estimate(-self.value, self.error, self.df).p_above(-bound)
 
-
-def resample(curve: Array) -> Array:
-    """[seeds, evaluations, prompts] → mean curve of each draw, [draws, evaluations]."""
-    seeds, _, prompts = curve.shape
-    return np.asarray(np.einsum("dsp,sep->de", draw_weights(seeds, prompts), curve))
+    def interval(self) -> tuple[float, float]:
+        """Two-sided 95 % interval of a single estimate, not corrected for others; infinite where nothing is known."""
+        if self.df < 1 or not np.isfinite(self.error):
+            return -math.inf, math.inf
+        half = float(stats.t.isf(ALPHA / 2.0, self.df) * self.error)
+        return float(self.value) - half, float(self.value) + half
 
 
-def mean_curve(curve: Array) -> Array:
-    """[evaluations]."""
-    return np.asarray(curve.mean(axis=(0, 2)))
+@dataclass(frozen=True)
+class Spread:
+    """The run-to-run standard deviation of a quantity, pooled within cells."""
+
+    sd: Array
+    """NaN where no cell has two runs."""
+    df: int
+
+    @staticmethod
+    def of(cells: Iterable[Array]) -> Spread:
+        """`cells`: each [..., runs]."""
+        found = list(cells)
+        df = sum(cell.shape[-1] - 1 for cell in found)
+        squares = sum(((cell - cell.mean(axis=-1, keepdims=True)) ** 2).sum(axis=-1) for cell in found)
+        return Spread(np.sqrt(squares / df) if df else np.full(np.shape(squares), np.nan), df)
+
+    def mean(self, runs: Array) -> Estimate:
+        """The mean of `runs`, [..., runs]."""
+        return Estimate(runs.mean(axis=-1), self.sd / math.sqrt(runs.shape[-1]), self.df)
+
+    def difference(self, ours: Array, theirs: Array) -> Estimate:
+        """The mean of `ours` less that of `theirs`."""
+        error = self.sd * math.sqrt(1.0 / ours.shape[-1] + 1.0 / theirs.shape[-1])
+        return Estimate(ours.mean(axis=-1) - theirs.mean(axis=-1), error, self.df)
 
 
-def at(curve: Array, evaluation: int) -> Estimate:
-    """pass@k at one evaluation."""
-    return _estimate(mean_curve(curve)[evaluation], resample(curve)[:, evaluation])
+def holm(p: Array) -> Array:
+    """Adjusted p-values over the last axis: the i-th smallest of m times m − i + 1, made monotone (Holm, "A simple
+    sequentially rejective multiple test procedure", 1979). Rejecting at most ALPHA keeps the chance of any false
+    rejection at or below ALPHA however the tests depend on each other."""
+    order = np.argsort(p, axis=-1)
+    count = p.shape[-1]
+    scaled = np.take_along_axis(p, order, axis=-1) * (count - np.arange(count))
+    adjusted = np.minimum(np.maximum.accumulate(scaled, axis=-1), 1.0)
+    result = np.empty_like(adjusted)
+    np.put_along_axis(result, order, adjusted, axis=-1)
+    return result
 
 
-def peak(curve: Array) -> int:
-    """The evaluation at which the mean curve is highest, the later one of equals. It is chosen by looking, so its value
-    flatters."""
-    means = mean_curve(curve)
-    return int(len(means) - 1 - np.argmax(means[::-1]))
+def power(difference: float, sd: float, num_runs: int, df: int, alpha: float) -> float:
+    """The chance that a one-sided t test at `alpha` sees a true difference of two means of `num_runs` runs each:
+    the tail of the noncentral t distribution with noncentrality difference / (sd √(2 / num_runs))."""
+    return float(stats.nct.sf(stats.t.isf(alpha, df), df, difference / (sd * math.sqrt(2.0 / num_runs))))
 
 
-def fall(curve: Array) -> Estimate:
-    """From the highest evaluation to the last."""
-    means, draws, top = mean_curve(curve), resample(curve), peak(curve)
-    return _estimate(means[top] - means[-1], draws[:, top] - draws[:, -1])
+def visible_difference(sd: float, num_runs: int, df: int, alpha: float) -> float:
+    """The smallest true difference that is seen with a chance of POWER, to 0.001."""
+    low, high = 0.0, 200.0 * sd
+    while high - low > 0.001:
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if power(middle, sd, num_runs, df, alpha) >= POWER else (middle, high)
+    return high
 
 
-def difference(ours: Array, theirs: Array) -> Estimate:
-    """Ours minus theirs at the last evaluation, same seeds and prompts on both sides."""
-    return _estimate(mean_curve(ours)[-1] - mean_curve(theirs)[-1], resample(ours)[:, -1] - resample(theirs)[:, -1])
-
-
-def crossing(curve: Array, costs: Array, target: float) -> Estimate:
-    """Cost at which the mean curve first reaches `target`, linear between evaluations; infinite when it never does.
-
-    `costs` is [evaluations], the mean over seeds.
-    """
-    draws = np.array([first_crossing(row, costs, target) for row in resample(curve)])
-    return _estimate(first_crossing(mean_curve(curve), costs, target), draws)
-
-
-def crossing_ratio(ours: Array, our_costs: Array, theirs: Array, their_costs: Array, target: float) -> Estimate:
-    """Their cost of the target over ours: above 1, ours is cheaper. NaN-free: never over never counts as 1."""
-    pairs = zip(resample(ours), resample(theirs), strict=True)
-    draws = [
-        _ratio(first_crossing(theirs_drawn, their_costs, target), first_crossing(ours_drawn, our_costs, target))
-        for ours_drawn, theirs_drawn in pairs
-    ]
-    value = _ratio(
-        first_crossing(mean_curve(theirs), their_costs, target), first_crossing(mean_curve(ours), our_costs, target)
-    )
-    return _estimate(value, np.array(draws))
-
-
-def first_crossing(values: Array | Sequence[float], costs: Array, target: float) -> float:
-    """Where a line through the points first reaches `target`."""
-    values = np.asarray(values, float)
-    reached = np.flatnonzero(values >= target)
-    if len(reached) == 0:
-        return math.inf
-    after = int(reached[0])
-    if after == 0:
-        return float(costs[0])
-    share = (target - values[after - 1]) / (values[after] - values[after - 1])
-    return float(costs[after - 1] + share * (costs[after] - costs[after - 1]))
-
-
-def _ratio(theirs: float, ours: float) -> float:
-    if math.isinf(ours):
-        return 1.0 if math.isinf(theirs) else 0.0
-    return theirs / ours if ours > 0 else math.inf
-
-
-def _estimate(value: float, draws: Array) -> Estimate:
-    tail = (1.0 - CONFIDENCE) / 2.0
-    # inverted_cdf takes values that occur: no interpolation between a number and infinity.
-    low, high = np.quantile(draws, [tail, 1.0 - tail], method="inverted_cdf")
-    return Estimate(float(value), float(low), float(high))
+def runs_needed(difference: float, sd: float, num_cells: int, alpha: float) -> int:
+    """The smallest number of runs a cell with which `difference` is seen with a chance of POWER; at most MAX_RUNS."""
+    low, high = 2, MAX_RUNS
+    while low < high:
+        middle = (low + high) // 2
+        enough = power(difference, sd, middle, num_cells * (middle - 1), alpha) >= POWER
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return high

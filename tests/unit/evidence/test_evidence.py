@@ -10,21 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
 from pipeline.rollout.evaluation import summarize
 from tests.evidence import __main__ as command
-from tests.evidence import statistics
-from tests.evidence.claims import judge
+from tests.evidence.claims import Judged, judge
 from tests.evidence.matrix import REPOSITORY, Cell, Claim, Experiment, Matrix, cells_of, read_matrix
 from tests.evidence.page import write_page
 from tests.evidence.results import Arm, Evaluation, Result, harvest, load, save, state_of
 from tests.evidence.runner import Job, check_unchanged, is_settled, run_jobs
-from tests.support.examples import examples
 
 SHIPPED = REPOSITORY / "tests" / "evidence" / "matrix.yaml"
 
@@ -288,118 +284,67 @@ class TestHarvest:
         assert arm.costs("seconds").tolist() == [0.0, 10.0]
 
 
-class TestStatistics:
-    def test_weights_of_a_draw_sum_to_one(self) -> None:
-        weights = statistics.draw_weights(2, 5, num_draws=50)
-        assert weights.shape == (50, 2, 5)
-        np.testing.assert_allclose(weights.sum(axis=(1, 2)), 1.0)
-        # A draw may take one seed twice, then the other weighs nothing: (1/2)² + (1/2)² of all draws do.
-        alone = (statistics.draw_weights(2, 5).sum(axis=2) == 0.0).any(axis=1).mean()
-        assert 0.45 < alone < 0.55
-
-    def test_interval_of_a_mean(self) -> None:
-        """100 prompts, half of them solved: the standard error is sqrt(.25 / 100) = .05, so ± 1.96 × .05 = .098."""
-        curve = np.zeros((1, 1, 100))
-        curve[0, 0, :50] = 1.0
-        estimate = statistics.at(curve, 0)
-        assert estimate.value == 0.5
-        assert estimate.low == pytest.approx(0.402, abs=0.015)
-        assert estimate.high == pytest.approx(0.598, abs=0.015)
-
-    def test_an_interval_is_the_same_every_time(self) -> None:
-        curve = np.linspace(0.0, 1.0, 30).reshape(2, 1, 15)
-        first = statistics.at(curve, 0)
-        statistics.draw_weights.cache_clear()
-        assert statistics.at(curve, 0) == first
-
-    def test_fall_is_measured_from_the_best_evaluation(self) -> None:
-        curve = np.array([[[0.2, 0.2], [0.8, 1.0], [0.5, 0.3]]])
-        assert statistics.peak(curve) == 1
-        assert statistics.fall(curve).value == pytest.approx(0.9 - 0.4)
-        assert statistics.fall(curve[:, :2]) == statistics.Estimate(0.0, 0.0, 0.0)
-
-    def test_of_equally_high_evaluations_the_later_is_the_peak(self) -> None:
-        assert statistics.peak(np.array([[[1.0], [0.5], [1.0]]])) == 2
-
-    def test_comparisons_are_paired(self) -> None:
-        """Prompts differ far more than the arms: .1 on every prompt is certain when the same prompts are drawn."""
-        theirs = np.linspace(0.0, 0.9, 40).reshape(1, 1, 40)
-        gain = statistics.difference(theirs + 0.1, theirs)
-        assert (gain.value, gain.low, gain.high) == pytest.approx((0.1, 0.1, 0.1))
-        assert statistics.at(theirs, 0).high - statistics.at(theirs, 0).low > 0.1
-
-    def test_crossing_is_linear_between_evaluations(self) -> None:
-        costs = np.array([0.0, 100.0, 200.0])
-        assert statistics.first_crossing([0.2, 0.6, 0.8], costs, 0.5) == pytest.approx(75.0)  # 100 × (.5-.2)/(.6-.2)
-        assert statistics.first_crossing([0.5, 0.6, 0.8], costs, 0.5) == 0.0
-        assert statistics.first_crossing([0.2, 0.3, 0.4], costs, 0.5) == np.inf
-        assert statistics.first_crossing([0.2, 0.6, 0.4], costs, 0.6) == 100.0
-
-    def test_a_ratio_above_one_says_cheaper(self) -> None:
-        costs, slow = np.array([0.0, 100.0]), np.array([[[0.0], [0.6]]])
-        fast = np.array([[[0.0], [1.0]]])
-        ratio = statistics.crossing_ratio(fast, costs, slow, costs, 0.5)
-        assert ratio.value == pytest.approx((100 * 0.5 / 0.6) / 50.0)
-        assert statistics.crossing_ratio(slow, costs, fast, costs, 0.9).value == 0.0  # ours never gets there
-        assert statistics.crossing_ratio(fast, costs, slow, costs, 0.9).value == np.inf
-        assert statistics.crossing_ratio(slow, costs, slow, costs, 0.9).value == 1.0
-
-    @settings(max_examples=examples(30))
-    @given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=3), st.data())
-    def test_value_lies_in_its_interval_and_order_of_prompts_means_nothing(
-        self, correct: list[list[int]], data: st.DataObject
-    ) -> None:
-        curve = np.array(correct, float)[:, None, :] / 4.0
-        estimate = statistics.at(curve, 0)
-        assert estimate.low - 1e-9 <= estimate.value <= estimate.high + 1e-9
-        shuffled = data.draw(st.permutations(range(3)))
-        assert statistics.at(curve[:, :, shuffled], 0).value == pytest.approx(estimate.value)
-
-
 def experiment_with(judged: dict[str, Any], **fields: Any) -> Experiment:
-    claim = dict(text="a claim", source="a paper", judge=judged, when_shown="do it", otherwise="leave it")
+    claim = dict(text="a claim", source="a paper", judge=judged)
+    if judged["kind"] == "better" and "than" not in judged:
+        claim |= dict(when_shown="do it", when_refuted="leave it")
     return Matrix.model_validate(small_matrix(claims=[claim], **fields)).experiments["trial"]
 
 
+def verdicts(experiment: Experiment, results: Sequence[Result]) -> Judged:
+    return judge(dict(trial=experiment), dict(trial=results))["trial"][0]
+
+
 def answer(experiment: Experiment, results: Sequence[Result]) -> str:
-    return judge(experiment, results)[0].verdicts[0].answer
+    return verdicts(experiment, results).verdicts[0].answer
+
+
+def runs(arm: str, *ends: Sequence[int]) -> list[Result]:
+    """Three runs of eight prompts and 1000 answers; each row is one run's right answers by evaluation."""
+    return [result(arm, seed, [[c] * 8 for c in row], samples=1000) for seed, row in enumerate(ends, 1)]
 
 
 HIGH, MIDDLE, LOW = [[1] * 8, [4] * 8], [[1] * 8, [3, 4] * 4], [[1] * 8, [2] * 8]
+STRONG = runs("p3o", (300, 880), (310, 900), (290, 920))
+WEAK = runs("grpo", (300, 500), (300, 520), (310, 480))
 
 
 class TestClaims:
-    def test_decay(self) -> None:
+    def test_decay_and_holding(self) -> None:
         decays, holds = dict(kind="decays", arm="p3o"), dict(kind="holds", arm="p3o")
-        falls = [result("p3o", seed, [[1] * 8, [4] * 8, [1, 2] * 4]) for seed in (1, 2)]
-        stays = [result("p3o", seed, [[1] * 8, [4] * 8, [4] * 8]) for seed in (1, 2)]
-        # One of eight prompts lost altogether: a fall of .125 whose interval reaches 0.
-        unsure = [result("p3o", seed, [[1] * 8, [4] * 8, [0] + [4] * 7]) for seed in (1, 2)]
+        falls = runs("p3o", (300, 800, 300), (310, 810, 320), (290, 790, 310))
+        stays = runs("p3o", (300, 800, 800), (310, 810, 820), (290, 790, 790))
         assert [answer(experiment_with(decays), r) for r in (falls, stays)] == ["shown", "refuted"]
         assert [answer(experiment_with(holds), r) for r in (falls, stays)] == ["refuted", "shown"]
-        assert answer(experiment_with(decays), unsure) == answer(experiment_with(holds), unsure) == "undecided"
-        assert judge(experiment_with(decays), falls)[0].consequence == "do it"
-        assert judge(experiment_with(decays), stays)[0].consequence == "leave it"
+
+    def test_a_curve_that_learned_nothing_does_not_hold(self) -> None:
+        zero = runs("p3o", (10, 0, 0), (0, 10, 0), (0, 0, 10))
+        assert answer(experiment_with(dict(kind="holds", arm="p3o")), zero) == "undecided"
 
     def test_better(self) -> None:
-        better = experiment_with(dict(kind="better", arm="p3o", than="grpo"))
-        ours = [result("p3o", seed, HIGH) for seed in (1, 2)]
-        assert answer(better, [*ours, *(result("grpo", seed, LOW) for seed in (1, 2))]) == "shown"
-        assert answer(better, [*ours, *(result("grpo", seed, HIGH) for seed in (1, 2))]) == "undecided"
-        worse = experiment_with(dict(kind="better", arm="grpo", than="p3o"))
-        assert answer(worse, [*ours, *(result("grpo", seed, LOW) for seed in (1, 2))]) == "refuted"
+        better = dict(kind="better", arm="p3o", than="grpo")
+        assert answer(experiment_with(better), [*STRONG, *WEAK]) == "shown"
+        assert answer(experiment_with(better | dict(arm="grpo", than="p3o")), [*STRONG, *WEAK]) == "refuted"
+        # .400 with a spread of .02, and of .3: the run is the unit, however many prompts there are.
+        wild = runs("grpo", (300, 200), (300, 500), (310, 800))
+        assert answer(experiment_with(better), [*STRONG, *wild]) == "undecided"
 
-    def test_better_counts_common_seeds_and_says_so(self) -> None:
+    def test_only_the_comparison_with_every_other_arm_has_a_consequence(self) -> None:
+        everyone = verdicts(experiment_with(dict(kind="better", arm="p3o")), [*STRONG, *WEAK])
+        assert everyone.verdicts[0].answer == "shown"
+        with pytest.raises(ValueError, match="not a comparison with every other arm"):
+            Claim.model_validate(
+                dict(text="t", source="s", judge=dict(kind="better", arm="p3o", than="grpo"), when_shown="do it")
+            )
+
+    def test_one_seed_decides_nothing(self) -> None:
         better = experiment_with(dict(kind="better", arm="p3o", than="grpo"))
-        results = [result("p3o", 1, HIGH), result("p3o", 2, LOW), result("grpo", 1, LOW)]
-        judged = judge(better, results)[0]
-        verdict = judged.verdicts[0]
-        assert judged.consequence == ""  # not before every seed is there
-        assert verdict.answer == "shown"  # seed 2 of p3o has nothing to be compared with
-        assert verdict.figures == "pass@1 1.000 against 0.500: +0.500 (+0.500 to +0.500); 1 of 2 seeds"
+        verdict = verdicts(better, [STRONG[0], WEAK[0]]).verdicts[0]
+        assert (verdict.answer, verdict.complete) == ("undecided", False)
+        assert verdict.figures.endswith("1 of 2 seeds; one run: its spread is not known")
 
     def test_what_was_not_measured_has_no_consequence(self) -> None:
-        judged = judge(experiment_with(dict(kind="better", arm="p3o", than="grpo")), [result("p3o", 1, HIGH)])[0]
+        judged = verdicts(experiment_with(dict(kind="better", arm="p3o")), STRONG)
         assert [verdict.answer for verdict in judged.verdicts] == ["not measured"]
         assert judged.consequence == ""
 
@@ -408,37 +353,22 @@ class TestClaims:
         results = [result("p3o", 1, HIGH), result("grpo", 1, LOW, state="unfinished")]
         assert answer(better, results) == "not measured"
 
-    def test_faster(self) -> None:
-        """From .25 to 1 in 10 versions, .6 is reached after 2560 × .35 / .75; from .25 to .75, .5 of the way later."""
-        faster = experiment_with(dict(kind="faster", arm="p3o", than="grpo", cost="samples"), target=0.6)
-        results = [result("p3o", 1, HIGH), result("grpo", 1, [[1] * 8, [3] * 8])]
-        verdict = judge(faster, results)[0].verdicts[0]
-        assert verdict.answer == "shown"
-        assert verdict.figures.startswith(
-            "reaches pass@1 0.6 after 1 195 samples, the other after 1 792 samples: 1.5 times as fast (1.5 to 1.5)"
-        )
-
-    def test_forecast(self) -> None:
+    def test_a_forecast_is_judged_by_the_errors_of_runs(self) -> None:
         """Points on a sigmoid: R_0 = .1, A = .9, B = 2, C_mid = 40 versions, asked at 200 after seeing 100."""
         versions = np.arange(0, 201, 10)
         share = np.where(versions > 0, 0.1 + 0.8 / (1.0 + (40.0 / np.maximum(versions, 1)) ** 2), 0.1)
-        exact = [[round(1000 * value)] * 4 for value in share]
+        rows = [[round(1000 * value) for value in share] for _ in range(3)]
+        for place, row in enumerate(rows):
+            row[-1] += place  # the forecast is right to .002
         told = experiment_with(dict(kind="forecast", arm="p3o", share=0.5))
-        assert answer(told, [result("p3o", 1, exact, samples=1000)]) == "shown"
-        collapsed = [*exact[:-1], [200] * 4]
-        assert answer(told, [result("p3o", 1, collapsed, samples=1000)]) == "refuted"
-        early = experiment_with(dict(kind="forecast", arm="p3o", share=0.1))  # two points are no fit
-        assert answer(early, [result("p3o", 1, exact, samples=1000)]) == "undecided"
-        # Points that scatter by .05 leave the end open: 0.1 below the forecast is still inside its interval.
-        noisy = [[round(1000 * value) + (-1) ** place * 50] * 4 for place, value in enumerate(share)]
-        noisy[0], noisy[-1] = [100] * 4, [750] * 4
-        third = experiment_with(dict(kind="forecast", arm="p3o", share=0.4))
-        assert answer(third, [result("p3o", 1, noisy, samples=1000)]) == "undecided"
+        assert answer(told, runs("p3o", *rows)) == "shown"
+        assert answer(told, runs("p3o", *([*row[:-1], 200 + row[-1] % 10] for row in rows))) == "refuted"
+        assert answer(told, runs("p3o", rows[0])) == "undecided"
 
 
 class TestPage:
     def test_it_says_what_there_is_and_what_there_is_not(self, tmp_path: Path) -> None:
-        claim = dict(text="P3O | holds", source="P3O", judge=dict(kind="holds", arm="p3o"), when_shown="Keep P3O.")
+        claim = dict(text="P3O | holds", source="P3O", judge=dict(kind="holds", arm="p3o"))
         columns = [dict(title="lowest ESS", metric="ess", take="min")]
         matrix = Matrix.model_validate(small_matrix(claims=[claim], columns=columns, target=0.9, pass_at=[1, 4]))
         diverged = result("p3o", 2, MIDDLE[:1], state="diverged", steps=7, reason="loss is nan")
@@ -466,11 +396,11 @@ class TestPage:
         text = "Keep P3O."
         claims = [
             Claim.model_validate(
-                dict(text=name, source="P3O", judge=dict(kind="holds", arm="p3o"), when_shown=text)
+                dict(text=name, source="P3O", judge=dict(kind="better", arm="p3o"), when_shown=text)
             ).model_dump()
             for name in ("a", "b")
         ]
         matrix = Matrix.model_validate(small_matrix(claims=claims))
-        save(tmp_path / "evidence" / "trial.json", [result("p3o", seed, HIGH) for seed in (1, 2)])
+        save(tmp_path / "evidence" / "trial.json", [*STRONG[:2], *WEAK[:2]])
         write_page(matrix, tmp_path / "evidence.md", quick=False)
         assert (tmp_path / "evidence.md").read_text().count(text) == 1

@@ -1,0 +1,90 @@
+"""The statistics behind the verdicts, against scipy and by hand, and how often a page of equal arms is wrong."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests.evidence.equal_arms import false_page_rate
+from tests.evidence.hypotheses import Curve, faster
+from tests.evidence.matrix import REPOSITORY, read_matrix
+from tests.evidence.results import Arm, load
+from tests.evidence.statistics import ALPHA, Spread, holm, power, runs_needed, visible_difference
+
+
+def test_pooled_variance_by_hand() -> None:
+    """Squares about the means: 2 × .1² + 2 × .2² = .1 over 2 degrees of freedom."""
+    spread = Spread.of([np.array([0.4, 0.6]), np.array([0.1, 0.5])])
+    assert (float(spread.sd), spread.df) == (pytest.approx(math.sqrt(0.1 / 2)), 2)
+
+
+def test_a_difference_of_two_cells_is_the_pooled_t_test() -> None:
+    ours, theirs = np.array([0.7, 0.9, 0.8, 0.85]), np.array([0.5, 0.75, 0.6])
+    estimate = Spread.of([ours, theirs]).difference(ours, theirs)
+    known = stats.ttest_ind(ours, theirs, alternative="greater")
+    assert float(estimate.p_above(0.0)) == pytest.approx(known.pvalue)
+    assert float(estimate.p_below(0.0)) == pytest.approx(1.0 - known.pvalue)
+    interval = stats.ttest_ind(ours, theirs).confidence_interval()
+    assert estimate.interval() == pytest.approx((interval.low, interval.high))
+
+
+def test_without_a_spread_nothing_is_known() -> None:
+    one = Spread.of([np.array([0.9])]).mean(np.array([0.9]))
+    same = Spread.of([np.array([0.9, 0.9])]).mean(np.array([0.9, 0.9]))
+    assert (float(one.p_above(0.0)), float(same.p_above(0.0))) == (1.0, 1.0)
+    assert one.interval() == (-math.inf, math.inf)
+
+
+def test_holm_by_hand() -> None:
+    """Sorted .01, .02, .03, .4 times 4, 3, 2, 1 is .04, .06, .06, .4; order of the input is kept."""
+    assert holm(np.array([0.03, 0.4, 0.01, 0.02])) == pytest.approx([0.06, 0.4, 0.04, 0.06])
+    assert holm(np.array([[0.9, 0.8]])).tolist() == [[1.0, 1.0]]
+
+
+def test_power_agrees_with_a_simulation() -> None:
+    draws = np.random.default_rng(0).normal(0.0, 1.0, (2, 20_000, 5))
+    p = stats.ttest_ind(draws[0] + 1.8, draws[1], axis=1, alternative="greater").pvalue
+    assert power(1.8, 1.0, num_runs=5, df=8, alpha=0.05) == pytest.approx((p <= 0.05).mean(), abs=0.01)
+    assert power(visible_difference(0.1, 2, 10, 0.001), 0.1, 2, 10, 0.001) == pytest.approx(0.8, abs=0.01)
+    needed = runs_needed(0.1, 0.1, 10, 0.001)
+    assert power(0.1, 0.1, needed, 10 * (needed - 1), 0.001) >= 0.8
+    assert power(0.1, 0.1, needed - 1, 10 * (needed - 2), 0.001) < 0.8
+
+
+def test_time_to_a_level_is_that_of_a_published_version() -> None:
+    """Recorded: staged with veto reaches .6 at version 32 in both runs, not between versions."""
+    curve = Arm.of(load(REPOSITORY / "docs/evidence/staged.json"), "fp32", "veto").run_curve()
+    assert round(float(curve.bracket("seconds", 0.6)[1].mean()), 1) == 38.9
+    assert curve.bracket("samples", 0.6)[1].tolist() == [8192.0, 8192.0]
+
+
+def line(*values: float, seconds: float) -> Curve:
+    """Four runs with the same curve; their seconds differ by up to 3 %."""
+    times = np.arange(len(values)) * seconds * np.array([[1.0], [1.01], [1.02], [1.03]])
+    shape = np.broadcast_to(np.array(values), times.shape)
+    return Curve(versions=tuple(range(len(values))), values=shape, samples=times, seconds=times)
+
+
+def test_cost_is_compared_by_the_unfavorable_end_of_the_bracket() -> None:
+    late, early, never = ("plain", "late"), ("plain", "early"), ("plain", "never")
+    slow, stuck = line(0.1, 0.2, 0.7, seconds=50.0), line(0.1, 0.2, 0.3, seconds=50.0)
+    near, far = line(0.1, 0.7, 0.8, seconds=60.0), line(0.1, 0.7, 0.8, seconds=5.0)
+    # 60 s against a bracket from 50 to 100 s: not known. 5 s against it: cheaper.
+    assert faster({late: slow, early: near}, early, late, "seconds", 0.6).shown > 0.5
+    found = faster({late: slow, early: far}, early, late, "seconds", 0.6)
+    assert found.shown < 1e-6
+    assert found.refuted == 1.0
+    # What is never reached costs at least the whole run, 100 s.
+    assert faster({never: stuck, early: far}, early, never, "seconds", 0.6).shown < 1e-6
+    assert faster({never: stuck, early: far}, never, early, "seconds", 0.6).refuted < 1e-6
+
+
+@pytest.mark.parametrize("falls", [False, True])
+def test_a_page_of_equal_arms_seldom_has_a_false_verdict(falls: bool) -> None:
+    """2,000 pages with the structure and the measured spreads of the real one."""
+    matrix = read_matrix(REPOSITORY / "tests/evidence/matrix.yaml")
+    results = {name: load(REPOSITORY / f"docs/evidence/{name}.json") for name in matrix.experiments}
+    assert 0.0 < false_page_rate(matrix.experiments, results, falls=falls) <= ALPHA
