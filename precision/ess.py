@@ -1,6 +1,6 @@
 """Effective sample size (ESS): the share of a batch that still counts once it is reweighted by importance ratios.
 
-With ratios rho_t = pi_learner(y_t) / pi_sampler(y_t) of N tokens, P3O (arXiv 2605.12380, Eq. 11) uses
+With ratios rho_t = pi_learner(y_t) / pi_engine(y_t) of N tokens, P3O (arXiv 2605.12380, Eq. 11) uses
 
     e = S1^2 / (N (S2 + 1e-8)),   S1 = sum rho_t,   S2 = sum rho_t^2,   1/N <= e <= 1.
 
@@ -30,7 +30,7 @@ def ess_from_sums(sum_ratio: float, sum_squared_ratio: float, num_tokens: float)
     if not (math.isfinite(sum_ratio) and math.isfinite(sum_squared_ratio)):
         raise FloatingPointError(
             f"importance ratio sums are {sum_ratio} and {sum_squared_ratio}, expected finite numbers; compare the "
-            "learner's and the sampler's logprobs of this batch"
+            "learner's and the engine's logprobs of this batch"
         )
     value = sum_ratio**2 / (num_tokens * (sum_squared_ratio + ESS_EPSILON))
     return min(1.0, max(1.0 / num_tokens, value))
@@ -53,7 +53,7 @@ def sequence_ess_of_totals(totals: Tensor) -> float:
         raise ValueError("the ESS of 0 sequences is undefined, expected at least 1; do not train empty steps")
     if not bool(totals.isfinite().all()):
         raise FloatingPointError(
-            "a sequence log-ratio is not finite, expected finite numbers; compare the learner's and the sampler's "
+            "a sequence log-ratio is not finite, expected finite numbers; compare the learner's and the engine's "
             "logprobs of this batch"
         )
     log_value = 2.0 * totals.logsumexp(dim=0) - (2.0 * totals).logsumexp(dim=0) - math.log(totals.numel())

@@ -27,7 +27,7 @@ def official_kl(log_ratios: Tensor) -> Tensor:
 
 
 def importance_kl(log_ratios: Tensor, cap: float) -> Tensor:
-    """K of every token, in nats, shaped as `log_ratios`; for samples from the sampler. `cap` bounds the weight of a
+    """K of every token, in nats, shaped as `log_ratios`; for samples from the engine. `cap` bounds the weight of a
     token in the gradient, never in the value."""
     detached = log_ratios.detach()
     ratios = detached.exp()

@@ -1,6 +1,6 @@
 """Log-ratios between the policy that learns and the engine that sampled, and statistics of them that add up.
 
-    l_t = log pi_learner(y_t) - log pi_sampler(y_t),   rho_t = exp(l_t),   y_t sampled by the SAMPLER.
+    l_t = log pi_learner(y_t) - log pi_engine(y_t),   rho_t = exp(l_t),   y_t sampled by the engine.
 
 `RatioSums` holds sums, maxima and a histogram, so that ranks merge by one all-reduce of each tensor (SUM, MAX, SUM).
 """
@@ -29,7 +29,7 @@ def masked_log_ratios(learner_logprobs: Tensor, rollout_logprobs: Tensor, mask: 
     """
     if not learner_logprobs.shape == rollout_logprobs.shape == mask.shape:
         raise ValueError(
-            f"shapes differ: learner {tuple(learner_logprobs.shape)}, sampler {tuple(rollout_logprobs.shape)}, mask "
+            f"shapes differ: learner {tuple(learner_logprobs.shape)}, rollout {tuple(rollout_logprobs.shape)}, mask "
             f"{tuple(mask.shape)}; pass one row per sample, padded alike"
         )
     log_ratios = torch.where(mask, learner_logprobs, 0.0) - torch.where(mask, rollout_logprobs, 0.0)
@@ -53,7 +53,8 @@ def require_usable(log_ratios: Tensor, among: str) -> None:
 class RatioSums:
     """Additive statistics of log-ratios; all tensors float64 on one device.
 
-    Ratios are importance weights of SAMPLER samples, hence every mean below is an expectation under the sampler.
+    Ratios are importance weights of the engine's samples. So every mean below is an expectation under the engine's
+    policy.
     """
 
     sums: Tensor
@@ -105,23 +106,23 @@ class RatioSums:
 
     @property
     def chi2(self) -> float:
-        """chi^2(learner || sampler) = E[rho^2] - 1; from finite samples it may come out below 0."""
+        """chi^2(learner || engine) = E[rho^2] - 1; from finite samples it may come out below 0."""
         return self._mean(2) - 1.0
 
     @property
     def k3_kl(self) -> float:
-        """KL(sampler || learner) in nats: mean of rho - 1 - log rho (k3 of joschu.net/blog/kl-approx.html), which is
-        unbiased and never negative for samples from the sampler, as ours are."""
+        """KL(engine || learner) in nats: mean of rho - 1 - log rho (k3 of joschu.net/blog/kl-approx.html), which is
+        unbiased and never negative for samples from the engine, as ours are."""
         return self._mean(5)
 
     @property
     def ratio_mean(self) -> float:
-        """E[rho], 1 in expectation when the sampler's support covers the learner's."""
+        """E[rho], 1 in expectation when the engine's support covers the learner's."""
         return self._mean(1)
 
     @property
     def mean_log_ratio(self) -> float:
-        """Nats; minus this is the plain (k1) estimate of KL(sampler || learner)."""
+        """Nats; minus this is the plain (k1) estimate of KL(engine || learner)."""
         return self._mean(3)
 
     @property

@@ -28,7 +28,7 @@ class Grouped:
         if not np.isfinite(values).all():
             sample = int(np.flatnonzero(~np.isfinite(values))[0])
             raise NonFiniteError(
-                f"reward of sample {sample} is {values[sample]}, expected a finite number; mend the reward function"
+                f"reward of sample {sample} is {values[sample]}, expected a finite number; correct the reward function"
             )
         _, members, sizes = np.unique(group, return_inverse=True, return_counts=True)
         return Grouped(values.astype(np.float64), members.astype(np.int64), sizes.astype(np.int64))

@@ -95,7 +95,7 @@ class ScoredStep:
             broken = int((~difference.isfinite()).sum())
             raise FloatingPointError(
                 f"{broken} of {int(self.sampled.sum())} tokens have a log-ratio that is not finite; compare the "
-                "learner's and the sampler's logprobs of this batch"
+                "learner's and the engine's logprobs of this batch"
             )
         return difference
 
@@ -108,7 +108,7 @@ class Prepared:
     """float32 [tokens]. A veto, a correction or a sequence weight is a non-negative factor on the advantage, so it
     never touches the denominator."""
     anchor_logprobs: Tensor | None = None
-    """float32 [tokens], what the ratio divides by where that is not the sampler."""
+    """float32 [tokens], what the ratio divides by where that is not the engine."""
     step_ess: float | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
     """Shares and means over the step, by the name that metrics use."""

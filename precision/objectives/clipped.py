@@ -49,7 +49,7 @@ def clipped_loss(
     """Loss and sums of one micro-batch for rho = pi / anchor and `bounds` = (floor, ceiling) of rho.
 
     Sums: `clip_hits_high` (A > 0, rho above), `clip_hits_low` (A < 0, rho below), `clip_hits` (both), `dual_clip_hits`
-    (A < 0, rho above `dual_clip`; only where that is set) and `k3` (against the sampler, whatever the anchor). Raises
+    (A < 0, rho above `dual_clip`; only where that is set) and `k3` (against the engine, whatever the anchor). Raises
     FloatingPointError when a log-ratio or an advantage under the mask is not finite.
     """
     mask = batch.mask

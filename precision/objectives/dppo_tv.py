@@ -44,8 +44,8 @@ class DPPOTV(Objective):
         mask = batch.mask
         log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, mask)
         advantages = response_values(batch.advantages, mask, "advantages")
-        sampler = response_values(batch.rollout_logprobs, mask, "rollout_logprobs")
-        change = sampler.exp() * (ratios.detach() - 1.0)
+        rollout = response_values(batch.rollout_logprobs, mask, "rollout_logprobs")
+        change = rollout.exp() * (ratios.detach() - 1.0)
         high = (change > self.threshold) & (advantages > 0)
         low = (change < -self.threshold) & (advantages < 0)
         squares = log_ratios.square()

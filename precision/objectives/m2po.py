@@ -2,7 +2,7 @@
 
     loss = -1/N sum_t m_t rho_t A_t,   rho_t = pi(y_t) / pi_b(y_t),   m_t in {0, 1}
 
-A token is harmful when the update would take it further from the sampler: A > 0 with rho > 1, or A < 0 with rho < 1.
+A token is harmful when the update would take it further from the engine: A > 0 with rho > 1, or A < 0 with rho < 1.
 Three readings of which tokens m drops exist; all keep a mean of (log ratio)^2 at or below a threshold:
 
 `clip`, the authors' code (github.com/Infini-AI-Lab/M2PO, verl/trainer/ppo/core_algos.py): the widest bound tau, among

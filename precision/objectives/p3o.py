@@ -108,7 +108,7 @@ class P3O(Objective):
 def capped_and_anchored(
     logprobs: Tensor, batch: TokenBatch, context: StepContext, *, ratios: Tensor, kl: Tensor, ess: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss above, and its sums, from the detached `ratios` to the sampler, the anchor's `kl` (with its gradient),
+    """The loss above, and its sums, from the detached `ratios` to the engine, the anchor's `kl` (with its gradient),
     both [batch, sequence], and e."""
     mask = batch.mask
     learner = response_values(logprobs, mask, "logprobs")

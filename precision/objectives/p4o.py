@@ -32,7 +32,7 @@ from precision.torch_on_use import Tensor, torch
 class P4O(Objective):
     """Experimental (see above): never the first choice.
 
-    Sums: as P3O's; `kl` is that to the mixture. Measured: `sampler_ess` and `old_ess` (e_b and e_old).
+    Sums: as P3O's; `kl` is that to the mixture. Measured: `rollout_ess` and `old_ess` (e_b and e_old).
     """
 
     name: Literal["p4o"] = Field("p4o", description="P3O with a second anchor; experimental.")
@@ -47,7 +47,7 @@ class P4O(Objective):
             ESS_IN_USE.title,
             (
                 *ESS_IN_USE.lines,
-                ("sampler_ess", "of the engine", "blue"),
+                ("rollout_ess", "of the engine", "blue"),
                 ("old_ess", "of the stage's start", "teal"),
             ),
         ),
@@ -67,12 +67,12 @@ class P4O(Objective):
         Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens.
         """
         anchors = (step.rollout_logprobs, step.old_logprobs)
-        sampler_ess, old_ess = (token_ess(step.log_ratios(step.logprobs, x)[step.sampled]) for x in anchors)
+        rollout_ess, old_ess = (token_ess(step.log_ratios(step.logprobs, x)[step.sampled]) for x in anchors)
         return Prepared(
             advantages=step.advantages,
-            anchor_logprobs=_mixture(step, weights=(1.0 - sampler_ess, 1.0 - old_ess)),
-            step_ess=min(sampler_ess, old_ess),
-            measured={"sampler_ess": sampler_ess, "old_ess": old_ess},
+            anchor_logprobs=_mixture(step, weights=(1.0 - rollout_ess, 1.0 - old_ess)),
+            step_ess=min(rollout_ess, old_ess),
+            measured={"rollout_ess": rollout_ess, "old_ess": old_ess},
         )
 
     def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
@@ -84,7 +84,7 @@ class P4O(Objective):
 
 
 def _mixture(step: ScoredStep, *, weights: tuple[float, float]) -> Tensor:
-    """[tokens], in the dtype of the log-probabilities: log of the weighted mean of the sampler's and the old
+    """[tokens], in the dtype of the log-probabilities: log of the weighted mean of the engine's and the old
     probability; 0 where not sampled."""
     total = sum(weights)
     if total <= 0.0:  # Neither anchor has moved: 1 - e is 0 as well, and whatever stands here counts for nothing.

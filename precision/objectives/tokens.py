@@ -53,7 +53,7 @@ def score_function_loss(logprobs: Tensor, batch: TokenBatch, context: StepContex
 
 
 def rollout_k3(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """Detached float64 scalar: the sum of rho - 1 - log rho, whose mean estimates KL(sampler || learner) in nats.
+    """Detached float64 scalar: the sum of rho - 1 - log rho, whose mean estimates KL(engine || learner) in nats.
 
     Raises FloatingPointError when a log-ratio under the mask is not finite.
     """

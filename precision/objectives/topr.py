@@ -5,7 +5,7 @@
 
 A success is learned whatever its probability is by now, as in supervised learning. A failure loses weight as the
 learner leaves it, so that its probability is not driven towards 0 for ever. The ratio is that of the whole response, a
-product over its tokens, taken in logs; long responses, or a sampler of other precision, make it fall far below 1.
+product over its tokens, taken in logs; long responses, or an engine of other precision, make it fall far below 1.
 
     loss = -1/N sum_it (w_i A_it) log pi(y_it)
 

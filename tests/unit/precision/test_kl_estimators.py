@@ -77,7 +77,7 @@ def test_official_from_sampler_samples_estimates_another_divergence() -> None:
 
 
 def test_officials_bias_is_heavy_tailed() -> None:
-    """As the learner drops a token of the sampler's to p, KL(pi || pi_b) levels off; the estimate grows like 1 / p."""
+    """As the learner drops a token of the engine's to p, KL(pi || pi_b) levels off; the estimate grows like 1 / p."""
     values = []
     for drop in (4.0, 6.0, 8.0):
         logits = SAMPLER.log() - drop * torch.eye(5, dtype=torch.float64)[0]

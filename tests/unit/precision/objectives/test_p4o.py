@@ -29,7 +29,7 @@ def test_by_hand() -> None:
     outcome = run(P4O(), step)
     prepared = outcome.prepared
     assert prepared.step_ess == pytest.approx(0.8, rel=1e-8)
-    assert prepared.measured == pytest.approx({"sampler_ess": 0.8, "old_ess": 0.9}, rel=1e-8)
+    assert prepared.measured == pytest.approx({"rollout_ess": 0.8, "old_ess": 0.9}, rel=1e-8)
     assert prepared.anchor_logprobs is not None
     assert prepared.anchor_logprobs.tolist() == pytest.approx([SAMPLER + math.log(5 / 3), SAMPLER + math.log(5 / 6)])
     # K = l + e^-l - 1, slope 1 - e^-l: log 1.8 + 5/9 - 1 and 4/9; log 1.2 + 5/6 - 1 and 1/6. Both rho exceed e.
@@ -45,7 +45,7 @@ def test_the_smaller_ess_caps_whichever_anchor_it_belongs_to() -> None:
     # As above with the two anchors exchanged: pi / pi_b = 1 and 2, pi / pi_prox = 3 and 1.
     step = scored_step([[0.0], [math.log(2.0)]], [1.0, 1.0], old=[[-LN3], [math.log(2.0)]])
     prepared = P4O().prepare(step)
-    assert prepared.measured == pytest.approx({"sampler_ess": 0.9, "old_ess": 0.8}, rel=1e-8)
+    assert prepared.measured == pytest.approx({"rollout_ess": 0.9, "old_ess": 0.8}, rel=1e-8)
     assert prepared.step_ess == pytest.approx(0.8, rel=1e-8)
 
 
