@@ -114,7 +114,7 @@ MUTATIONS = (
     Mutation(
         "GRPO does not divide by the group's deviation",
         "pipeline/advantages/methods/grpo.py",
-        "(groups.deviation / (groups.std + GRPO_EPSILON))",
+        "groups.deviation / (groups.std + GRPO_EPSILON)",
         "groups.deviation",
         (f"{UNIT}/pipeline/advantages/test_formulas.py",),
     ),

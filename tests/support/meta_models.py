@@ -1,33 +1,23 @@
-"""Builds the model of every rank of a learner on the meta device, one rank after another in one process.
-
-Prints, for each case of stdin ([[HF config, layout], …]), a JSON list with what each rank holds.
-"""
+"""The model of every rank of a learner on the meta device, one rank after another in one process."""
 
 from __future__ import annotations
 
-import json
-import sys
-import warnings
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-warnings.filterwarnings("ignore")
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-
-from megatron_bridge.hf.model_config import ModelConfig  # noqa: E402
-from megatron_bridge.model.build import build_chunks  # noqa: E402
-from megatron_bridge.parallel import cpu_backend  # noqa: E402
-from megatron_bridge.parallel.layout import Layout, leave_layout  # noqa: E402
-from tests.support.name_bijection import RankParameters  # noqa: E402
+from megatron_bridge.hf.model_config import ModelConfig
+from megatron_bridge.model.build import build_chunks
+from megatron_bridge.parallel import cpu_backend
+from megatron_bridge.parallel.layout import Layout, leave_layout
+from tests.support.name_bijection import RankParameters
 
 
-def ranks(config: ModelConfig, layout: Layout) -> Iterator[dict[str, Any]]:
+def ranks(config: ModelConfig, layout: Layout) -> Iterator[RankParameters]:
     for rank in range(layout.num_processes):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.num_processes)
         parallel_state.initialize_model_parallel(
@@ -41,14 +31,18 @@ def ranks(config: ModelConfig, layout: Layout) -> Iterator[dict[str, Any]]:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         with torch.device("meta"):
             chunks = build_chunks(config, layout, torch.bfloat16, 1.0)
-        yield asdict(RankParameters.here(chunks, config))
+        yield RankParameters.here(chunks, config)
         leave_layout()
         dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def build(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[list[RankParameters]]:
+    """What each rank holds, for each HF config and sizes of a layout. Run it in a process of its own: run_ranks(1, …).
+
+    It leaves the gloo world for worlds that pretend.
+    """
+    dist.destroy_process_group()
     cpu_backend.install()
     # There is nothing to fill, and on the meta device filling takes most of the time.
     torch.nn.init.normal_ = lambda tensor, *_, **__: tensor
-    for config, sizes in json.load(sys.stdin):
-        print(json.dumps(list(ranks(ModelConfig.from_hf(config), Layout(**sizes)))), flush=True)
+    return [list(ranks(ModelConfig.from_hf(hf_config), Layout(**sizes))) for hf_config, sizes in cases]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +21,9 @@ from megatron_bridge.parallel.layout_checks import check_layout
 from megatron_bridge.weights.name_map import NameMap, ShardCoords, TensorSlice
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError, ModelError
+from tests.support.meta_models import build
 from tests.support.name_bijection import RankParameters, _require_tiling, check_bijection
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[4]
 
@@ -60,38 +59,29 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3-30B-A3B TP4 PP4 EP4": (QWEN3_30B_A3B, dict(tensor=4, pipeline=4, expert=4, sequence=True)),
     "Qwen3-30B-A3B TP4 EP8": (QWEN3_30B_A3B, dict(tensor=4, data=2, expert=8, sequence=True)),
 }
+LIKE_OTHERS = ("Qwen3-32B TP4 PP4", "Qwen3-32B TP8 PP2", "Qwen2.5-32B TP4 PP4", "Qwen2.5-32B TP8 PP2")
+"""Cases whose layout or model another case has; `make test-slow` runs them."""
 BILLIONS = {"Qwen3-32B": 32_762_123_264, "Qwen2.5-32B": 32_763_876_352, "Qwen3-30B-A3B": 30_532_122_624}
 
 
+class Built(dict[str, list[RankParameters]]):
+    """case → what real Megatron models of every rank hold, built without memory when first asked for."""
+
+    def __missing__(self, case: str) -> list[RankParameters]:
+        [[self[case]]] = run_ranks(1, build, [CASES[case]])
+        return self[case]
+
+
 @pytest.fixture(scope="module")
-def built() -> dict[str, list[RankParameters]]:
-    """What real Megatron models of every rank hold, built without memory."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/meta_models.py")],
-        input=json.dumps(list(CASES.values())),
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return {
-        case: [
-            RankParameters(
-                stage=rank["stage"],
-                coords=ShardCoords(**rank["coords"]),
-                sizes={name: tuple(size) for name, size in rank["sizes"].items()},
-            )
-            for rank in json.loads(line)
-        ]
-        for case, line in zip(CASES, done.stdout.splitlines(), strict=True)
-    }
+def built() -> Built:
+    return Built()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_real_models_hold_every_number_exactly_once(built: dict[str, list[RankParameters]], case: str) -> None:
-    config = ModelConfig.from_hf(CASES[case][0])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in LIKE_OTHERS else []) for case in CASES]
+)
+def test_real_models_hold_every_number_exactly_once(built: Built, case: str) -> None:
+    shape = ModelConfig.from_hf(CASES[case][0])
     sizes = CASES[case][1]
     assert len(built[case]) == sizes.get("tensor", 1) * sizes.get("pipeline", 1) * sizes.get("data", 1)
     counted = check_bijection(config, built[case])
@@ -101,9 +91,7 @@ def test_real_models_hold_every_number_exactly_once(built: dict[str, list[RankPa
 
 
 @pytest.mark.parametrize("case", ["Qwen3-32B TP8", "Qwen3-30B-A3B TP4 EP8"])
-def test_names_of_transformer_engine_layers_are_a_bijection_too(
-    built: dict[str, list[RankParameters]], case: str
-) -> None:
+def test_names_of_transformer_engine_layers_are_a_bijection_too(built: Built, case: str) -> None:
     norm = ".mlp.linear_fc1.layer_norm_weight" if "A3B" not in case else ".pre_mlp_layernorm.weight"
 
     def of_te(name: str) -> str:
@@ -176,7 +164,7 @@ LAYER = "decoder.layers.3."
     ],
 )
 def test_a_broken_map_is_named(
-    built: dict[str, list[RankParameters]],
+    built: Built,
     case: str,
     change: Callable[[Sizes], Sizes],
     ranks: Any,
@@ -192,13 +180,13 @@ def test_a_broken_map_is_named(
 
 
 @pytest.mark.parametrize("missing", [0, 5])
-def test_a_missing_rank_is_a_gap(built: dict[str, list[RankParameters]], missing: int) -> None:
+def test_a_missing_rank_is_a_gap(built: Built, missing: int) -> None:
     ranks = [rank for number, rank in enumerate(built["Qwen3-32B TP8"]) if number != missing]
     with pytest.raises(ModelError, match=r"embed_tokens\.weight .* gaps or overlaps; expected each of its 777912320"):
         check_bijection(ModelConfig.from_hf(QWEN3_32B), ranks)
 
 
-def test_two_ranks_that_claim_the_same_place_are_noticed(built: dict[str, list[RankParameters]]) -> None:
+def test_two_ranks_that_claim_the_same_place_are_noticed(built: Built) -> None:
     ranks = [*built["Qwen3-32B TP8"], built["Qwen3-32B TP8"][0]]
     with pytest.raises(ModelError, match=r"held by \[1, 2\] ranks; expected equally many"):
         check_bijection(ModelConfig.from_hf(QWEN3_32B), ranks)
