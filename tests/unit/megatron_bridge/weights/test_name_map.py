@@ -81,7 +81,7 @@ def built() -> Built:
     "case", [pytest.param(case, marks=[pytest.mark.slow] if case in LIKE_OTHERS else []) for case in CASES]
 )
 def test_real_models_hold_every_number_exactly_once(built: Built, case: str) -> None:
-    shape = ModelConfig.from_hf(CASES[case][0])
+    config = ModelConfig.from_hf(CASES[case][0])
     sizes = CASES[case][1]
     assert len(built[case]) == sizes.get("tensor", 1) * sizes.get("pipeline", 1) * sizes.get("data", 1)
     counted = check_bijection(config, built[case])
