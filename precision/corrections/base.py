@@ -66,10 +66,6 @@ class Corrected(Objective):
     correction: Correction
 
     @property
-    def needs_scoring(self) -> bool:
-        return True
-
-    @property
     def needs_old_logprobs(self) -> bool:
         return self.inner.needs_old_logprobs or self.correction.weighs_by_old_ratio
 

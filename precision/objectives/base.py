@@ -135,8 +135,9 @@ class Objective(Settings, ABC):
 
     @property
     def needs_scoring(self) -> bool:
-        """Whether a pass over the whole step without gradients, and `prepare`, must come first."""
-        return False
+        """Whether a pass over the whole step without gradients, and `prepare`, must come first. By default: where a
+        class has a `prepare` of its own."""
+        return type(self).prepare is not Objective.prepare
 
     @property
     def needs_old_logprobs(self) -> bool:

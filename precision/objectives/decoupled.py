@@ -41,10 +41,6 @@ class Decoupled(Objective):
     measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS, CAPPED_TOKENS, MEAN_WEIGHT)
 
     @property
-    def needs_scoring(self) -> bool:
-        return True
-
-    @property
     def needs_old_logprobs(self) -> bool:
         return True
 

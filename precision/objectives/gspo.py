@@ -47,10 +47,6 @@ class GSPO(Objective):
     measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS, MEAN_WEIGHT)
 
     @property
-    def needs_scoring(self) -> bool:
-        return True
-
-    @property
     def needs_old_logprobs(self) -> bool:
         return self.anchor == "old"
 

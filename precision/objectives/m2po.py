@@ -69,10 +69,6 @@ class M2PO(Objective):
     )
 
     @property
-    def needs_scoring(self) -> bool:
-        return True
-
-    @property
     def reads_step_logprobs(self) -> bool:
         return self.variant != "areal"
 

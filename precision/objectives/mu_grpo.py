@@ -71,10 +71,6 @@ class MuGRPO(Objective):
             )
         return self
 
-    @property
-    def needs_scoring(self) -> bool:
-        return True
-
     def prepare(self, step: ScoredStep) -> Prepared:
         """The veto at the current weights becomes a factor on the advantages. Raises as `Objective.prepare`."""
         log_ratios = step.log_ratios(step.logprobs, step.rollout_logprobs)

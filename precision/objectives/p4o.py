@@ -54,10 +54,6 @@ class P4O(Objective):
     )
 
     @property
-    def needs_scoring(self) -> bool:
-        return True
-
-    @property
     def needs_old_logprobs(self) -> bool:
         return True
 

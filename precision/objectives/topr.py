@@ -42,10 +42,6 @@ class TOPR(Objective):
             raise ValueError(f"clip_low {self.clip_low} is above clip_high {self.clip_high}; lower it")
         return self
 
-    @property
-    def needs_scoring(self) -> bool:
-        return True
-
     def prepare(self, step: ScoredStep) -> Prepared:
         """The weights of whole responses become factors on the advantages. Raises as `Objective.prepare`."""
         # A product over a long response may overflow to infinity, which the cap takes in.

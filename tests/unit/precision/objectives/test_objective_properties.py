@@ -19,7 +19,7 @@ from precision.corrections.mis import MIS
 from precision.corrections.opsm import OPSM
 from precision.corrections.rejection import Rejection
 from precision.corrections.tis import TIS
-from precision.objectives.base import Objective, ScoredStep, StepContext, TokenBatch
+from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
 from precision.objectives.cispo import CISPO
 from precision.objectives.clipped import Clipped
 from precision.objectives.decoupled import Decoupled
@@ -329,3 +329,13 @@ def test_a_term_without_advantage_is_stated(objective: Objective) -> None:
     step = fixed_step()
     nothing = dataclasses.replace(step, advantages=torch.zeros_like(step.advantages))
     assert bool(run(objective, nothing).gradient.any()) == objective.has_term_without_advantage
+
+
+class Prepares(Supervised):
+    def prepare(self, step: ScoredStep) -> Prepared:
+        return Prepared(advantages=step.advantages * 2.0)
+
+
+def test_a_prepare_of_its_own_is_called() -> None:
+    """Whoever writes one need not remember to ask for it."""
+    assert run(Prepares(), fixed_step()).gradient.tolist() == (2.0 * run(Supervised(), fixed_step()).gradient).tolist()
