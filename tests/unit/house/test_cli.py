@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,17 @@ def test_one_line_errors(arguments: list[str], message: str) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == 1
+
+
+def test_a_missing_stack_is_named_in_one_line(tmp_path: Path) -> None:
+    """As where only the core is installed, to plan runs and to read them."""
+    code = "import sys; sys.modules['torch'] = None; sys.argv = ['evenkeel', 'model', 'new', 'x']\n"
+    code += "from launch.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60, env=environment
+    )
+    assert (done.returncode, done.stderr) == (1, "error: this command needs torch: pip install evenkeel[learner]\n")
 
 
 def test_the_schema_lists_every_section() -> None:
