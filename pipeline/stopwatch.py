@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Stopwatch:
     """`seconds` by name of a phase. Phases are measured as blocks of code, or as laps that follow one another."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._mark = time.monotonic()
+    def __init__(self, phases: Iterable[str] = ()) -> None:
+        """Starts now. `phases` are in `seconds` from the beginning, with 0."""
+        self.seconds = dict.fromkeys(phases, 0.0)
+        self._started = self._mark = time.monotonic()
+        self._inner = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the stopwatch was made."""
+        return time.monotonic() - self._started
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The time of the `with` block belongs to `name`."""
-        started = time.monotonic()
+        """The time of the `with` block belongs to `name`, but for the phases inside it, which keep their own."""
+        before, started = self._inner, time.monotonic()
         yield
-        self._add(name, time.monotonic() - started)
+        spent = time.monotonic() - started
+        self._add(name, spent - (self._inner - before))
+        self._inner = before + spent
+
+    def timed(self, name: str, stream: Iterable[T]) -> Iterator[T]:
+        """The same stream. The time that it takes to make its items belongs to `name`."""
+        items, end = iter(stream), object()
+        while True:
+            with self.phase(name):
+                item = next(items, end)
+            if item is end:
+                return
+            yield item  # type: ignore[misc]
 
     def lap(self, name: str) -> None:
         """The time since the last lap (or since the stopwatch was made) belongs to `name`."""

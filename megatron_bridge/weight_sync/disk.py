@@ -9,7 +9,6 @@ version published and complete.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron_bridge.weight_sync.export import export_policy, prune
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Engines
 from pipeline.ports.weight_check import ChecksumRecorder, Probe, WeightCheck
+from pipeline.stopwatch import Stopwatch
 from precision.formats.quant_map import QuantMap
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ class DiskChannel:
         Returns score_s, export_s, prune_s, publish_s (total) in seconds and what Engines.load reports; {} but on rank
         0. What fails on rank 0 is raised on every rank, an EvenKeelError as what it is.
         """
-        begin = time.monotonic()
+        watch = Stopwatch()
         probe = self._plan.probe(self._learner)
-        scored = time.monotonic()
+        watch.lap("score_s")
         digests = (
             self._plan.new_checksums()
             if self._plan.new_checksums is not None and self._rank_zero.is_rank_zero
@@ -89,12 +89,11 @@ class DiskChannel:
         export_policy(
             learner.named_weights(), learner.model_folder, folder, self._rank_zero, quant=self._quant, digests=digests
         )
-        exported = time.monotonic()
+        watch.lap("export_s")
         seconds = self._rank_zero.run(lambda: self._load_and_name(version, folder, probe, digests))
         if seconds is None:
             return {}
-        phases = {"score_s": scored - begin, "export_s": exported - scored}
-        return {**phases, **seconds, "publish_s": time.monotonic() - begin}
+        return {**watch.seconds, **seconds, "publish_s": watch.total_s}
 
     def wait_for_folder(self) -> None:
         """Returns at once: `publish` completes the folder before it returns."""
@@ -110,6 +109,7 @@ class DiskChannel:
         check.save(folder)
         seconds = asyncio.run(self._engines.load(version, folder, check))
         self._run.set_published(version)
-        loaded = time.monotonic()
-        prune(self._run.policies, version, self._keep)
-        return {**seconds, "prune_s": time.monotonic() - loaded}
+        watch = Stopwatch()
+        with watch.phase("prune_s"):
+            prune(self._run.policies, version, self._keep)
+        return {**seconds, **watch.seconds}

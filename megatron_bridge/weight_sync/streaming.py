@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +37,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
 from pipeline.ports.weight_check import ChecksumRecorder, WeightCheck
 from pipeline.ports.weight_update import WeightUpdateReport, WeightUpdateSession
+from pipeline.stopwatch import Stopwatch
 from precision.formats.quant_map import QuantMap, quantize_state
 from precision.formats.quantize import quantize_block
 
@@ -50,26 +49,6 @@ CONTROL_S = 240.0
 
 _log = logging.getLogger(__name__)
 Stream = Iterator[tuple[str, Tensor]]
-
-
-@dataclass
-class _Clock:
-    """Seconds by phase. Time of a phase inside another counts for the inner one only."""
-
-    seconds: dict[str, float]
-    inner: float = 0.0
-
-    def timed(self, name: str, stream: Stream) -> Stream:
-        """The same stream. The time that it takes to make its items counts for the phase `name`."""
-        while True:
-            before, began = self.inner, time.monotonic()
-            item = next(stream, None)
-            spent = time.monotonic() - began
-            self.seconds[name] = self.seconds.get(name, 0.0) + spent - (self.inner - before)
-            self.inner = before + spent
-            if item is None:
-                return
-            yield item
 
 
 class StreamedChannel:
@@ -126,10 +105,10 @@ class StreamedChannel:
         and engines_failed; {} but on rank 0.
         Raises EngineUnavailableError on every rank when no engine serves the version.
         """
-        began = time.monotonic()
+        watch = Stopwatch()
         self.wait_for_folder()
         probe = self._plan.probe(self._learner)
-        scored = time.monotonic()
+        watch.lap("score_s")
         opened = self._rank_sync.all_gather_result(self._open)[0]
         folder = self._run.policy_directory(version)
         temporary = folder.with_name(f"{folder.name}.tmp-{opened['pid']}")
@@ -149,11 +128,11 @@ class StreamedChannel:
             return {}
         slowest = {name: max(report["seconds"][name] for report in reports) for name in reports[0]["seconds"]}
         return {
-            "score_s": scored - began,
+            **watch.seconds,
             **opened["measured"],
             **slowest,
             **closed["measured"],
-            "publish_s": time.monotonic() - began,
+            "publish_s": watch.total_s,
             "write_s": self._write_s,
             "transfer_bytes": float(sum(report["bytes"] for report in reports)),
             "engines_failed": float(closed["failed"]),
@@ -180,22 +159,20 @@ class StreamedChannel:
 
     def _send_all(self, unreachable: dict[int, str]) -> Any:
         """Stream this stage's share. Every rank of the stage exhausts the gathers, whatever happens to its engines."""
-        began = time.monotonic()
-        clock = _Clock(dict.fromkeys(("connect_s", "gather_s", "quantize_s", "keep_s", "transfer_s"), 0.0))
+        watch = Stopwatch(("connect_s", "gather_s", "quantize_s", "keep_s", "transfer_s"))
         digests = self._plan.new_checksums() if self._plan.new_checksums is not None and self._writer else None
-        tensors = clock.timed("gather_s", convert.export_stage(self._learner.model, self._learner.model_config))
+        tensors = watch.timed("gather_s", convert.export_stage(self._learner.model, self._learner.model_config))
         try:
-            self._transport.open(unreachable)
-            clock.seconds["connect_s"] = time.monotonic() - began
+            with watch.phase("connect_s"):
+                self._transport.open(unreachable)
             if self._transport.engines or self._writer:
                 stream = tensors
                 if self._share is not None:
-                    stream = clock.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
-                stream = clock.timed("keep_s", self._kept(stream, digests))
+                    stream = watch.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
+                stream = watch.timed("keep_s", self._kept(stream, digests))
                 for bucket in pack(stream, self._bucket_bytes, self._transport.new_buffer):
-                    sent = time.monotonic()
-                    self._transport.send(bucket)
-                    clock.seconds["transfer_s"] += time.monotonic() - sent
+                    with watch.phase("transfer_s"):
+                        self._transport.send(bucket)
         except FloatingPointError as error:
             raise NonFiniteError(f"weights cannot be published: {error}") from error
         finally:
@@ -203,7 +180,7 @@ class StreamedChannel:
                 pass
         return {
             "failures": list(self._transport.failures.items()),
-            "seconds": clock.seconds,
+            "seconds": watch.seconds,
             "bytes": self._transport.sent_bytes,
             "digests": () if digests is None else digests.digests(),
         }
