@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from pipeline.data.event_log import read_metrics
+from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.store import BatchStore
 from tests.support.engine_forks import forked_engines
 from tests.support.rank_programs import forked_programs
@@ -150,7 +150,10 @@ def test_async_lag_2_with_pp2(workshop: Path) -> None:
         "pp2",
         7,
         schedule=dict(kind="async", lag=2),
-        learner=dict(pipeline_parallel=2, micro_batch_tokens=128, optimizer=dict(lr=1e-3, warmup_steps=0)),
+        learner=dict(
+            pipeline_parallel=2, micro_batch_tokens=128, updates_per_batch=2, optimizer=dict(lr=1e-3, warmup_steps=0)
+        ),
+        evaluation=dict(every=3, prompts=4, samples=2),
         objective=dict(name="clipped", clip_high=0.28),
         advantage=dict(name="fade"),
         weights=dict(channel="ipc", bucket_mib=1),
@@ -158,6 +161,7 @@ def test_async_lag_2_with_pp2(workshop: Path) -> None:
     lags = policy_lags(run)
     assert all(lag <= 2 for found in lags.values() for lag in found)
     assert max(lag for found in lags.values() for lag in found) >= 1, "an asynchronous run that is never behind is sync"
+    assert [event["version"] for event in read_events(run, "evaluated")] == [0, 3, 6, 7], "each answered by one version"
     metrics = read_metrics(run)
     num_bytes = 4 * sum(tensor.numel() for tensor in load_file(workshop / "model" / "model.safetensors").values())
     assert [line["transfer_bytes"] for line in metrics] == [num_bytes] * 7
