@@ -58,8 +58,10 @@ the bracket between two evaluations that speaks against it. *Forecast*: the erro
 OLD = """\
 The bootstrap over two seeds
 that judged this page before had a false verdict on 99.7% of 2,000 such pages with equal arms: it called two equal arms
-different in 6 to 39% of cases, according to their spread."""
-"""Measured once with the statistics that this module replaced, on the 25 claims of two seeds that the page had then."""
+different in 6 to 39% of cases, according to their spread. **The weak point:** a pooled variance assumes that arms of
+one experiment scatter alike. If each cell truly had the spread that its own two runs show, from .01 to .27, 30% of the
+pages would have a false verdict (16% where all fall): two runs a cell can neither show nor exclude that."""
+"""Measured once: the bootstrap on the 25 claims of two seeds that the page had then; own spreads with this page's."""
 
 
 def write_page(matrix: Matrix, page: Path, *, quick: bool) -> None:
