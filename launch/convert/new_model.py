@@ -130,7 +130,7 @@ def _new_folder(directory: Path, characters: str, dtype: str, *, rows: int | Non
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ModelError(f"{directory} exists and is not an empty folder; choose another name or delete it")
     if not characters or len(set(characters)) != len(characters):
-        raise ModelError(f"characters are {characters!r}, expected at least one and none twice; mend the alphabet")
+        raise ModelError(f"characters are {characters!r}, expected at least one and none twice; correct the alphabet")
     if rows is not None and len(characters) + 2 > rows:
         raise ModelError(f"{len(characters)} characters and 2 special tokens need more than vocab_size {rows} rows")
     directory.mkdir(parents=True, exist_ok=True)

@@ -75,7 +75,7 @@ class Search:
         except LayoutError as error:
             return str(error).partition(";")[0]
         if self.samples < learner.data_parallel:
-            return f"{self.samples} samples a step cannot feed data_parallel {learner.data_parallel}"
+            return f"{self.samples} samples a step are too few for data_parallel {learner.data_parallel}"
         return ""
 
     def best_recompute(self, learner: LearnerSection) -> Verdict:

@@ -73,7 +73,7 @@ look triton "$python" 'import triton; print(triton.__version__)' || true
 look device "$python" 'import torch; assert torch.cuda.is_available(), "no CUDA device"; print(torch.cuda.get_device_name())' || true
 look learner "$python" "$from; import launch.run.learn, launch.run.collect, launch.cli; print('megatron-core', v('megatron-core'))" || {
     look megatron-core "$python" "import megatron.core; print('loads by itself')" || true
-    fail "the learner's side does not load; mend what is MISSING"
+    fail "the learner's side does not load; install what is MISSING"
 }
 look transformer-engine "$python" "$from; import transformer_engine.pytorch; print(v('transformer-engine'))" || true
 look sglang "$engine" "$from; import sglang.srt.server_args; print(v('sglang'), 'transformers', v('transformers'))" || true

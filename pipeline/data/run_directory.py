@@ -3,7 +3,7 @@
     runs/NAME/
       FORMAT                   which layout of the directory this is (RUN_FORMAT); written before the recipe
       recipe.yaml              resolved and frozen at the first start
-      batches/000012.zarr.zip  the ledger (pipeline.data.store)
+      batches/000012.zarr.zip  one committed batch, one file (pipeline.data.store)
       policy/000012/           HF safetensors of version 12; policy/PUBLISHED names the version that the engines serve
       logprobs/000012.npy      the learner's log-probabilities of batch 12 before it trained on it (float32 [responses])
       logprobs/000012-old.npy  … and when the batch's stage began, where pi_old is needed
@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import yaml
@@ -46,9 +46,16 @@ _NUMBER = re.compile(r"\d{6,}")
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` with `text`, durably: fsync of the file, rename, fsync of the folder."""
+    with _replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path` once it is written and durable."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -268,13 +275,8 @@ def numbered_folders(directory: Path) -> list[int]:
 
 
 def _write_array(path: Path, values: NDArray[np.float32]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
+    with _replacing(path) as file:
         np.save(file, values, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync_directory(path.parent)
 
 
 def _read_array(path: Path, remedy: str) -> NDArray[np.float32] | None:

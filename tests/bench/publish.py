@@ -1,15 +1,15 @@
 """Seconds of a publish by each weight channel, beside a plain copy of as many bytes over loopback in the same run.
 
 A random Qwen3 of 50 million parameters; learner (one process) and engine in bf16, once with bf16 and once with
-128×128-block FP8 rollouts. Disk, broadcast, ipc and copy take turns; every version has other weights and is proved by
+128×128-block FP8 rollouts. Disk, broadcast, ipc and copy take turns; every version has other weights and is verified by
 the engine's checksums and the probe. The first round is left out. Numbers are medians of the other rounds.
 
-    publish_s      the whole publish: probe scored, weights out, loaded by the engine, proved, published
+    publish_s      the whole publish: probe scored, weights out, loaded by the engine, verified, published
     transfer_s         broadcast, ipc: in which the engine receives and loads
     settle_s       broadcast, ipc: after publish_s, until the policy folder behind it is complete
     bytes          of the weights in the policy folder, as they travel
 
-On a CPU an engine emulates FP8: after each load it makes bf16 weights from the e4m3 ones (load_s), and proving and
+On a CPU an engine emulates FP8: after each load it makes bf16 weights from the e4m3 ones (load_s), and verifying and
 digests work on those. Learner, engine and writer share the cores. Compare ratios within one run only.
 """
 

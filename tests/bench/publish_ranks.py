@@ -45,7 +45,7 @@ def measure(run: RunDirectory, rounds: int) -> None:
 
 def publish(run: RunDirectory, learner: MegatronLearner, channel: WeightChannel, version: int) -> dict[str, float]:
     """What the channel says; bytes, of the weights in the policy folder; folder_s, until that folder is complete."""
-    with torch.no_grad():  # other weights each time: a publish that changes nothing would be proved by the last one
+    with torch.no_grad():  # other weights each time: a publish that changes nothing would pass by the last one
         for chunk in learner.model:
             for parameter in chunk.parameters():
                 parameter.mul_(1 + 2**-6)
@@ -53,7 +53,7 @@ def publish(run: RunDirectory, learner: MegatronLearner, channel: WeightChannel,
     waited = timed(channel.wait_for_folder)
     index = json.loads((run.policy_directory(version) / "model.safetensors.index.json").read_text())
     if measured["engines_checked"] != 1 or measured.get("engines_failed", 0):
-        raise SystemExit(f"error: the engine did not prove version {version}: {measured}")
+        raise SystemExit(f"error: the engine was not verified for version {version}: {measured}")
     return {**measured, "folder_s": waited, "bytes": float(index["metadata"]["total_size"])}
 
 

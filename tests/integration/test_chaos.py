@@ -1,4 +1,4 @@
-"""kill -9 of every kind of process in the middle of one run: it recovers, and the ledger holds each group once."""
+"""kill -9 of every kind of process in the middle of one run: it recovers, and the batches hold each group once."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_a_fleet_behind_the_router_survives_the_death_of_an_engine(
     router = start_router(urls, port, KEY, tmp_path / "router.log")
     try:
         router.wait_ready(60)
-        asyncio.run(_survive(urls, f"http://127.0.0.1:{port}", tmp_path / "feed.lock", pair))
+        asyncio.run(_survive(urls, f"http://127.0.0.1:{port}", tmp_path / "update.lock", pair))
     finally:
         router.stop()
 

@@ -1,4 +1,4 @@
-"""A real SGLang server proves what it was fed, and cannot serve what it cannot prove."""
+"""The weights of a real SGLang server are verified, and it gets no requests when they are not."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_publish_is_proved_by_digests_and_probe(engines: dict[str, Engine], pr
 
 
 def test_a_started_engine_is_proved_by_the_folder(engines: dict[str, Engine]) -> None:
-    """What an engine started with is proved like what it was fed, and by digests alone where there is no probe."""
+    """What an engine started with is verified like what it was given, and by digests alone where there is no probe."""
     engine = engines["fp32"]
     asyncio.run(named(engine, "unverified-1", holding=1))
     asyncio.run(engine.fleet().resync(1, engine.policies[1]))

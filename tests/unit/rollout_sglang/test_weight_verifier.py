@@ -1,4 +1,4 @@
-"""Engines that were fed prove what they hold: by checksum, by probe, by one another; before they get any request."""
+"""What engines hold is verified: by checksum, by probe, by one another; before they get any request."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_heal_believes_no_engine_that_only_claims_the_version(tmp_path: Path, en
     engines[1].version = "1"
     fleet = fleet_of(tmp_path, engines)
     asyncio.run(fleet.resync(1, tmp_path))
-    assert [engine.loads for engine in engines] == [1, 0]  # fed once more, then it proves
+    assert [engine.loads for engine in engines] == [1, 0]  # given once more, then it is right
     assert [engine.version for engine in engines] == ["1", "1"]
     engines[0].version, engines[0].damage, engines[0].damages = "1", "answers", ["answers"]
     again = fleet_of(tmp_path, engines)

@@ -1,4 +1,4 @@
-"""The audit finds every way in which a ledger can be wrong."""
+"""The audit finds every way in which batches can be wrong."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def with_problems(batch: Batch, *drops: DroppedGroup) -> Batch:
 def test_problems_must_retire_when_their_pass_rate_says_so(
     tmp_path: Path, store: BatchStore, make_batch: MakeBatch
 ) -> None:
-    """Sync. Batch 0 asks problems 0 and 1; 1 is solved in 3 of 3 samples and retires before batch 1."""
+    """Sync. Batch 0 asks problems 0 and 1; 1 is solved in 3 of 3 samples and is not asked from batch 1 on."""
     sync = Schedule(kind="sync", steps=3)
     passed_over = DroppedGroup(group=3, reason="solved", kind="solved", problem=1)
     store.commit(with_problems(make_batch(0, first_group=0)))
     store.commit(with_problems(make_batch(1, first_group=2, num_groups=1, next_group=4, versions=(1,)), passed_over))
     audit = verify_history(tmp_path, sync, 2, RETIREMENT)
     assert (audit.solved_violations, audit.solved, audit.dropped) == ((), 1, 1)
-    assert verify_history(tmp_path, sync, 2).solved_violations == (3,), "nobody retires in such a run"
+    assert verify_history(tmp_path, sync, 2).solved_violations == (3,), "no problem counts as solved in such a run"
     store.commit(
         with_problems(
             make_batch(2, first_group=5, num_groups=1, next_group=8, versions=(2,)),

@@ -1,4 +1,4 @@
-"""The ledger: what is committed comes back bit for bit, and damage never comes back as data."""
+"""The store: what is committed comes back bit for bit, and damage never comes back as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What proves a version: kept in the policy folder, compared in nats."""
+"""What a version is verified by: kept in the policy folder, compared in nats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipeline.ports.weight_check import WEIGHT_CHECK_FILE, Probe, WeightCheck, p
 PROBE = Probe(rows=((1, 2, 3), (4, 5)), logprobs=((-1.0, -2.5), (-0.1234567,)), max_mean_gap_nats=0.25)
 
 
-def test_a_proof_comes_back_from_its_folder_as_it_was(tmp_path: Path) -> None:
+def test_a_check_comes_back_from_its_folder_as_it_was(tmp_path: Path) -> None:
     for check in (
         WeightCheck(version=3, probe=PROBE, digests=({"a": "00ff"}, {"a": "11ff"})),
         WeightCheck(version=0, digests=({"a": "00ff"},)),

@@ -148,7 +148,7 @@ def test_the_verdict_rests_on_what_the_required_version_was_trained_on(run: RunD
 
 
 def test_samples_of_dropped_groups_count_for_the_pass_rate(run: RunDirectory, verifiers: Verifiers) -> None:
-    """All right means zero variance: with refills, such a group is in no batch, and its problem retires anyway."""
+    """All right means zero variance: with refills, such a group is in no batch, and its problem is solved anyway."""
     schedule = Schedule(kind="sync", steps=5)
     collector = build(run, verifiers, schedule, num_prompts=8, max_refills=3, solved_rule=RETIREMENT)
     easy = collector.prompts.prompt(0).text.removesuffix("=")

@@ -36,7 +36,7 @@ def test_attempts_of_a_batch(make_batch: MakeBatch) -> None:
 
 def test_it_takes_enough_samples_and_a_high_enough_rate(make_batch: MakeBatch) -> None:
     """At least 6 samples, at least 5 of 6 solved. Problem 1: 3/3, 5/6, gone. Problem 2: 2/3, 4/6, 7/9, 10/12, gone."""
-    ledger = SolvedPromptFilter(SolvedPromptRule(pass_rate=5 / 6, min_samples=6))
+    solved_prompts = SolvedPromptFilter(SolvedPromptRule(pass_rate=5 / 6, min_samples=6))
     rows = [
         ({1: [1, 1, 1], 2: [1, 1, 0]}, {}),
         ({1: [1, 0, 1], 2: [1, 1, 0]}, {1: Attempts(6, 5)}),
@@ -44,27 +44,27 @@ def test_it_takes_enough_samples_and_a_high_enough_rate(make_batch: MakeBatch) -
         ({2: [1, 1, 1]}, {1: Attempts(6, 5), 2: Attempts(12, 10)}),
     ]
     for index, (rewards, solved) in enumerate(rows):
-        ledger.record(batch_of(make_batch, index, rewards))
-        assert ledger.solved(index + 1) == solved
+        solved_prompts.record(batch_of(make_batch, index, rewards))
+        assert solved_prompts.solved(index + 1) == solved
 
 
 def test_only_batches_below_the_version_count_and_the_retired_stay_away(make_batch: MakeBatch) -> None:
-    ledger = SolvedPromptFilter(SolvedPromptRule(pass_rate=1.0, min_samples=3))
-    ledger.record(batch_of(make_batch, 0, {1: [1, 1, 1]}))
+    solved_prompts = SolvedPromptFilter(SolvedPromptRule(pass_rate=1.0, min_samples=3))
+    solved_prompts.record(batch_of(make_batch, 0, {1: [1, 1, 1]}))
     # Batches 1 and 2 were under way when problem 1 solved: what they say of it changes nothing.
-    ledger.record(batch_of(make_batch, 1, {1: [1, 1, 1], 2: [1, 1, 1]}))
-    ledger.record(batch_of(make_batch, 2, {1: [0, 0, 0]}))
-    assert ledger.solved(0) == {}
-    after_one = ledger.solved(1)
+    solved_prompts.record(batch_of(make_batch, 1, {1: [1, 1, 1], 2: [1, 1, 1]}))
+    solved_prompts.record(batch_of(make_batch, 2, {1: [0, 0, 0]}))
+    assert solved_prompts.solved(0) == {}
+    after_one = solved_prompts.solved(1)
     assert after_one == {1: Attempts(3, 3)}
-    assert ledger.solved(2) == ledger.solved(3) == {1: Attempts(3, 3), 2: Attempts(3, 3)}
+    assert solved_prompts.solved(2) == solved_prompts.solved(3) == {1: Attempts(3, 3), 2: Attempts(3, 3)}
     assert after_one == {1: Attempts(3, 3)}, "what a batch was told does not change under it"
 
 
 def test_without_a_rule_nobody_retires(make_batch: MakeBatch) -> None:
-    ledger = SolvedPromptFilter(None)
-    ledger.record(batch_of(make_batch, 0, {1: [1, 1, 1]}))
-    assert ledger.solved(1) == {}
+    solved_prompts = SolvedPromptFilter(None)
+    solved_prompts.record(batch_of(make_batch, 0, {1: [1, 1, 1]}))
+    assert solved_prompts.solved(1) == {}
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=4), max_size=8), st.data())

@@ -43,7 +43,7 @@ def test_a_state_that_was_touched_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_a_state_is_of_a_loop_without_memory(tmp_path: Path) -> None:
-    """As the supervised warm-up and earlier versions wrote them."""
+    """As `evenkeel sft` and earlier versions wrote them."""
     learner: Any = Learner()
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(learner, 4, {})

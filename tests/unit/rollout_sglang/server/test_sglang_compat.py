@@ -1,4 +1,4 @@
-"""Old and new servers: how each is paused, fed and read, and that neither is taken for the other."""
+"""Old and new servers: how each is paused, given weights and read, and that neither is taken for the other."""
 
 from __future__ import annotations
 
@@ -158,13 +158,13 @@ def test_checksums_of_both_shapes_are_read(release: Release) -> None:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_sessions_are_opened_and_closed_where_there_are_any(release: Release) -> None:
-    async def feed(receiver: Receiver) -> None:
+    async def give(receiver: Receiver) -> None:
         await receiver.begin()
         await receiver.end(5, 5)
         await receiver.give_up()
 
     with ReceivingDouble(4, sglang=release) as double:
-        receive(double, feed)
+        receive(double, give)
     session_calls = [call for call in double.calls if call.endswith("_weight_update")]
     begin, end = "POST /begin_weight_update", "POST /end_weight_update"
     assert session_calls == ([] if release == "0.5.17" else [begin, end, end])

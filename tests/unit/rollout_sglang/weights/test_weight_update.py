@@ -1,4 +1,4 @@
-"""Opening and closing a publish: who may feed, what engines claim meanwhile, who gets requests afterwards."""
+"""Beginning and ending a weight update: who may give weights, what engines claim meanwhile, who gets requests."""
 
 from __future__ import annotations
 
