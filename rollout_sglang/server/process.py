@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ from pipeline.errors import EngineStartError, PortInUseError
 
 LOG_LINES = 12
 """Last lines of the log that an EngineStartError carries."""
+FREE_PORTS = range(20_000, 32_768)
 _POLL_S = 0.2
 
 
@@ -62,10 +64,18 @@ class ServerProcess(ChildProcess):
 
 
 def free_port() -> int:
-    """A port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of loopback that is free now.
+
+    A server takes it seconds later. The kernel hands ports from 32768 on (Linux) or 49152 on (macOS) to connections
+    that go out, so one of those could be gone by then; these are below.
+    """
+    for port in random.SystemRandom().sample(FREE_PORTS, 100):
+        try:
+            check_port_free(port)
+        except PortInUseError:
+            continue
+        return port
+    raise PortInUseError(f"100 ports of {FREE_PORTS.start} to {FREE_PORTS.stop - 1} are all taken; set rollout.port")
 
 
 def check_port_free(port: int) -> None:
