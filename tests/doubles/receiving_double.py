@@ -63,7 +63,7 @@ class ReceivingDouble(EngineDouble):
         self.bucket_fault: BucketFault | None = None
         self.refuses_groups = False
         self.bucket_s = 0.0
-        """Seconds before it takes in a bucket."""
+        """Seconds that loading a bucket takes."""
 
     def restart(self) -> None:
         """Another process behind the same port."""
@@ -107,7 +107,6 @@ class ReceivingDouble(EngineDouble):
         assert request["flush_cache"], "cached prefixes would be those of other weights"
         if self.bucket_fault is not None and self.healthy_buckets == 0:
             return self._fail(self.bucket_fault)
-        time.sleep(self.bucket_s)
         self.healthy_buckets -= 1
         dtypes = [getattr(torch, name) for name in request["dtypes"]]
         sizes = [
@@ -115,6 +114,7 @@ class ReceivingDouble(EngineDouble):
         ]
         row = torch.empty(sum(sizes), dtype=torch.uint8)
         group.broadcast([row], dist.BroadcastOptions()).wait()
+        time.sleep(self.bucket_s)  # not before: a broadcast that the sender gave up would keep this thread in gloo
         parts = zip(request["names"], row.split(sizes), dtypes, request["shapes"], strict=True)
         self.received |= {name: part.view(dtype).reshape(shape) for name, part, dtype, shape in parts}
         return _answer(True, "Succeeded to update parameter online.")
