@@ -45,7 +45,8 @@ on. Time to a level counts only at published, evaluated versions: no line is dra
 
 **How claims are judged.** Every verdict rejects a one-sided hypothesis; each claim has two of them, one against
 “shown” and one against “refuted”. Holm's correction (1979) over all {hypotheses} on this page keeps the chance of any
-false verdict at or below {alpha:.0%}. *Ends above*: the difference at the end; against every other arm, each of them
+false verdict at or below {alpha:.0%}, as long as the arms of an experiment scatter alike.
+*Ends above*: the difference at the end; against every other arm, each of them
 has to be beaten, so that a weak one recommends nothing. *Decays*: an evaluation lies above the last, by at least
 {decay:.2f}, with the p-value multiplied by their number. *Holds*: none lies {decay:.2f} above the last, and the end
 lies above the start. *Less time, no more samples*: the logarithm of the costs, where each comparison takes the end of
