@@ -36,7 +36,7 @@ class Advantage(Settings, ABC):
         "token",
         description="What counts alike in the mean: tokens (DAPO), responses (GRPO's paper), prompts with their tokens "
         "alike (ScaleRL), or tokens over a fixed length (Dr. GRPO: rollout.max_new_tokens). Default: that of the "
-        "objective's paper (gspo sequence, topr constant), or of the advantage's (dr_grpo constant), otherwise token.",
+        "objective's paper, otherwise that of the advantage's, otherwise token.",
     )
     batch_normalized: bool = Field(False, description="Divide by the standard deviation over the batch (ScaleRL).")
     zero_variance: Literal["keep", "skip", "exclude"] = Field(

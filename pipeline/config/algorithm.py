@@ -61,8 +61,8 @@ def check_sampler(objective: Objective, correction: Correction, *, top_p: float,
     """Raises ValueError where the engine samples from a part of the vocabulary and a weight divides by what it stored.
 
     An engine stores log-probabilities over the whole vocabulary. With top_p or top_k it samples from the most likely
-    tokens, each with more than its stored probability. Then a mean of pi / pi_engine over samples is not 1 but less:
-    .755 was measured at top_p .8, for two equal policies.
+    tokens only, each with more than its stored probability. So the mean of pi / pi_engine over samples is not 1, as an
+    importance weight's must be: it was .755 in a check at top_p .8.
     """
     if (top_p >= 1.0 and top_k == -1) or not correction.applied_to(objective).weighs_by_rollout_ratio:
         return
@@ -70,16 +70,20 @@ def check_sampler(objective: Objective, correction: Correction, *, top_p: float,
     who = f"objective {objective.name}" if objective.weighs_by_rollout_ratio else f"correction {correction.name}"
     raise ValueError(
         f"rollout.{key} is {value}, but {who} weighs by the engine's stored probabilities, which are those over the "
-        "whole vocabulary and not those that the cut samples with: every ratio would be biased (mean .755 instead of 1 "
-        f"at top_p .8); set rollout.{key}={whole}, or objective clipped or gspo with anchor old and no correction"
+        "whole vocabulary and not those that the cut samples with: every weight would be biased (a mean ratio of .755 "
+        f"instead of 1 was found at top_p .8); set rollout.{key}={whole}, or use objective {_with_anchor()} with "
+        "anchor old and no correction"
     )
 
 
 def _remedy(objective: Objective) -> str:
     if "anchor" in type(objective).model_fields:
         return "set objective.anchor=old, or correction.name=none"
-    anchored = [name for name, choice in OBJECTIVES.items() if "anchor" in choice.model_fields]
-    return f"set correction.name=none, or use objective {_either(anchored)} with anchor old"
+    return f"set correction.name=none, or use objective {_with_anchor()} with anchor old"
+
+
+def _with_anchor() -> str:
+    return _either([name for name, choice in OBJECTIVES.items() if "anchor" in choice.model_fields])
 
 
 def _either(names: list[str]) -> str:

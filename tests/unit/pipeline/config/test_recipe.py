@@ -213,7 +213,7 @@ def test_a_cut_vocabulary_is_refused_where_stored_probabilities_weigh(
     with pytest.raises(RecipeError) as caught:
         recipe_from(data(rollout=cut, **sections), source="t")
     key, value = next(iter(cut.items()))
-    for part in (f"rollout.{key} is {value}", who, "biased", f"set rollout.{key}=", "anchor old"):
+    for part in (f"rollout.{key} is {value}", who, "biased", f"set rollout.{key}=", "clipped or gspo with anchor old"):
         assert part in str(caught.value)
 
 
