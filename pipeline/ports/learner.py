@@ -14,15 +14,15 @@ from pipeline.data.records import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """One optimizer step: what it measured, the same on every rank."""
+    """What an optimizer step measured, or all those of a batch; the same on every rank."""
 
     metrics: dict[str, float]
     """loss, grad_norm, lr, entropy, num_tokens, padding_share, the objective's sums as means, ratio statistics."""
     histogram: list[float]
     """Tokens counted by log-ratio, in the bins of precision.histogram."""
     logprobs: NDArray[np.float32] = field(repr=False)
-    """[responses] the learner's log-probabilities at the weights before the step, in the batch's order; NaN where the
-    step did not look."""
+    """[responses] the learner's log-probabilities at the weights before the step that trained on them, in the batch's
+    order; NaN where no step looked."""
 
 
 class Learner(Protocol):
@@ -52,11 +52,11 @@ class Learner(Protocol):
     ) -> Update:
         """One optimizer step; `advantages` is [samples] or [responses].
 
-        `scored` is what `logprobs(batch)` returned at the present weights; None for an objective that is not prepared
-        from them, or that is prepared from `old_logprobs` alone.
-        `old_logprobs` are the learner's log-probabilities [responses] when the batch's stage began, by default those of
-        `scored`. `trained` [samples] names the samples that are run through the model, by default all; the others still
-        count in the denominators.
+        `scored` is what `logprobs(batch)` returned at the present weights. It is None for an objective that is not
+        prepared from it, or that is prepared from `old_logprobs` alone. `old_logprobs` are the learner's
+        log-probabilities [responses] before the first of several updates (pipeline.trainer.old_logprobs), by default
+        those of `scored`. `trained` [samples] names the samples that are run through the model, by default all; the
+        others still count in the denominators.
 
         Raises NonFiniteError, before anything is changed, when loss or gradient is not finite.
         """

@@ -65,7 +65,8 @@ class ScoredStep:
     rollout_logprobs: Tensor
     """float32 [tokens], of the engine that sampled."""
     old_logprobs: Tensor
-    """float32 [tokens], the learner's own when its stage began (pi_old); `logprobs` where a stage is one step."""
+    """float32 [tokens], the learner's own before the first of several updates on a batch, or before a stage (pi_old);
+    `logprobs` where there is one update."""
     advantages: Tensor
     """float32 [tokens]"""
     sampled: Tensor

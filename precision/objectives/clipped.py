@@ -24,8 +24,9 @@ Anchor = Annotated[
     Literal["rollout", "old"],
     Field(
         description="What the ratio divides by. rollout: the engine's probability, so that the clip sees the engine's "
-        "mismatch too. old: the learner's own probability when its stage began (pi_old of verl and slime); the "
-        "engine's mismatch is then left to `correction`.",
+        "mismatch too. old: the learner's own probability before the batch's first update, or before its stage (pi_old "
+        "of verl and slime); the engine's mismatch is then left to `correction`, and the clip acts from the second "
+        "update on (learner.updates_per_batch, or a staged schedule).",
     ),
 ]
 
