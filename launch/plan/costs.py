@@ -99,31 +99,31 @@ class LearnerTime:
         return sum(own) + self.data_s
 
 
-def active_parameters(shape: ModelConfig) -> int:
+def active_parameters(config: ModelConfig) -> int:
     """Parameters that each position is multiplied by: all but the embedding; of the experts only those it visits."""
-    total = shape.vocab_size * shape.hidden_size
-    for name, number in layer_sizes(shape).items():
-        if ".experts" in name and shape.experts is not None:
-            total += shape.num_layers * number * shape.experts.per_token // shape.experts.count
+    total = config.vocab_size * config.hidden_size
+    for name, number in layer_sizes(config).items():
+        if ".experts" in name and config.experts is not None:
+            total += config.num_layers * number * config.experts.per_token // config.experts.count
         else:
-            total += shape.num_layers * number
+            total += config.num_layers * number
     return total
 
 
-def mlp_share(shape: ModelConfig) -> float:
+def mlp_share(config: ModelConfig) -> float:
     """Of the forward pass, the part that selective recomputation does twice."""
-    ffn = shape.ffn_size if shape.experts is None else shape.experts.ffn_size * shape.experts.per_token
-    return shape.num_layers * 3 * shape.hidden_size * ffn / active_parameters(shape)
+    ffn = config.ffn_size if config.experts is None else config.experts.ffn_size * config.experts.per_token
+    return config.num_layers * 3 * config.hidden_size * ffn / active_parameters(config)
 
 
-def forward_flops(shape: ModelConfig, context: float) -> float:
+def forward_flops(config: ModelConfig, context: float) -> float:
     """FLOPs of one position in a sequence of `context` tokens: 2 for each parameter, and 4·q·context/2 of causal
     attention."""
-    attention = 2.0 * shape.num_layers * shape.num_heads * shape.head_dim * context
-    return 2.0 * active_parameters(shape) + attention
+    attention = 2.0 * config.num_layers * config.num_heads * config.head_dim * context
+    return 2.0 * active_parameters(config) + attention
 
 
-def learner_time(shape: ModelConfig, learner: LearnerSection, traffic: Traffic, assumed: Assumptions) -> LearnerTime:
+def learner_time(config: ModelConfig, learner: LearnerSection, traffic: Traffic, assumed: Assumptions) -> LearnerTime:
     """Of the busiest stage, for all optimizer steps of a batch; padding and uneven loads are left out.
 
     Each optimizer step fills and drains the pipeline and reduces gradients anew. The batch is scored once.
@@ -132,15 +132,15 @@ def learner_time(shape: ModelConfig, learner: LearnerSection, traffic: Traffic, 
     tokens = traffic.samples / layout.data * traffic.sample_tokens
     ranks = layout.tensor * layout.context * layout.pipeline
     speed = assumed.peak_tflops * 1e12 * assumed.mfu
-    forward = tokens * forward_flops(shape, traffic.sample_tokens) / ranks / speed
-    passes = 3.0 + dict(none=0.0, selective=mlp_share(shape), full=1.0)[learner.recompute]
+    forward = tokens * forward_flops(config, traffic.sample_tokens) / ranks / speed
+    passes = 3.0 + dict(none=0.0, selective=mlp_share(config), full=1.0)[learner.recompute]
     updates, count = learner.updates_per_batch, traffic.num_micro_batches(layout.data)
-    sent = _sent_forward(shape, learner, layout, tokens)
+    sent = _sent_forward(config, learner, layout, tokens)
     compute = passes * forward
     return LearnerTime(
         compute_s=compute,
         bubble_s=bubble_share(layout, math.ceil(count / updates)) * compute,
-        data_s=updates * _gradient_reduction(shape, learner, layout, hidden_s=2 / 3 * compute / updates),
+        data_s=updates * _gradient_reduction(config, learner, layout, hidden_s=2 / 3 * compute / updates),
         score_s=forward * (1 + bubble_share(layout, count)) + sum(sent.values()),
         **{f"{name}_s": seconds * (2.0 if name == "pipeline" else passes - 1.0) for name, seconds in sent.items()},
     )
@@ -151,23 +151,23 @@ def bubble_share(layout: Layout, num_micro_batches: int) -> float:
     return (layout.pipeline - 1) / (layout.virtual * num_micro_batches)
 
 
-def _sent_forward(shape: ModelConfig, learner: LearnerSection, layout: Layout, tokens: float) -> dict[str, float]:
+def _sent_forward(config: ModelConfig, learner: LearnerSection, layout: Layout, tokens: float) -> dict[str, float]:
     """Seconds of communication of a forward pass over `tokens` positions, by dimension; backward sends as much."""
     size = learner.parameter_bytes
     own = tokens / layout.context
-    layers = shape.num_layers / layout.pipeline
-    row = own * size * shape.hidden_size
+    layers = config.num_layers / layout.pipeline
+    row = own * size * config.hidden_size
     # An all-reduce (or all-gather and reduce-scatter) after attention and one after a dense MLP.
-    reductions = 2 if shape.experts is None else 1
+    reductions = 2 if config.experts is None else 1
     tensor = reductions * layers * 2 * row * _others(layout.tensor) / _link(layout.tensor)
-    keys_values = own * size * 2 * shape.num_kv_heads * shape.head_dim / layout.tensor
+    keys_values = own * size * 2 * config.num_kv_heads * config.head_dim / layout.tensor
     context = layers * keys_values * (layout.context - 1) / _link(layout.tensor * layout.context)
     split = layout.tensor if layout.sequence else 1
     stages = layout.virtual if layout.pipeline > 1 else 0
     expert = 0.0
-    if shape.experts is not None:  # dispatch and combine
+    if config.experts is not None:  # dispatch and combine
         span = layout.expert * layout.expert_tensor
-        expert = layers * 2 * row / split * shape.experts.per_token * _others(layout.expert) / _link(span)
+        expert = layers * 2 * row / split * config.experts.per_token * _others(layout.expert) / _link(span)
     return dict(tensor=tensor, context=context, expert=expert, pipeline=stages * row / split / NETWORK_BYTES_S)
 
 
@@ -180,9 +180,9 @@ def _others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _gradient_reduction(shape: ModelConfig, learner: LearnerSection, layout: Layout, *, hidden_s: float) -> float:
+def _gradient_reduction(config: ModelConfig, learner: LearnerSection, layout: Layout, *, hidden_s: float) -> float:
     """Seconds in which float32 gradients go to their owners and parameters come back, less those that are hidden."""
-    own = max((held_parameters(shape, layout, stage) for stage in (0, layout.pipeline - 1)), key=lambda one: one.total)
+    own = max((held_parameters(config, layout, stage) for stage in (0, layout.pipeline - 1)), key=lambda one: one.total)
     spread = layout.expert * layout.expert_tensor
     stage_ranks = layout.tensor * layout.context * layout.data
     seconds = _reduced(own, learner, layout.data * layout.context, stage_ranks // spread) / NETWORK_BYTES_S
@@ -195,7 +195,7 @@ def _reduced(own: HeldParameters, learner: LearnerSection, dense_ranks: int, exp
     return each * (own.dense * _others(dense_ranks) + own.expert * _others(expert_ranks))
 
 
-def rollout_tokens_per_gpu_s(shape: ModelConfig, capacity: Capacity, recipe: Recipe, assumed: Assumptions) -> float:
+def rollout_tokens_per_gpu_s(config: ModelConfig, capacity: Capacity, recipe: Recipe, assumed: Assumptions) -> float:
     """Response tokens a second of one engine GPU: as given, or memory traffic of decoding at assumed efficiency.
 
     A decoding step reads the weights (of experts, those that some sample takes) and the keys and values of every
@@ -208,11 +208,11 @@ def rollout_tokens_per_gpu_s(shape: ModelConfig, capacity: Capacity, recipe: Rec
     samples = min(rollout.prompts_per_batch, rollout.concurrent_prompts) * rollout.group_size
     running = max(1.0, min(samples / rollout.engines, capacity.kv_tokens / context))
     weights = capacity.weight_bytes
-    if shape.experts is not None:
-        weights *= 1 - (1 - shape.experts.per_token / shape.experts.count) ** running
+    if config.experts is not None:
+        weights *= 1 - (1 - config.experts.per_token / config.experts.count) ** running
     read = (weights + running * context * capacity.kv_bytes_per_token) / (HBM_BYTES_S * DECODE_EFFICIENCY)
     compute = (
-        2 * active_parameters(shape) * running / rollout.tensor_parallel / (assumed.peak_tflops * 1e12 * assumed.mfu)
+        2 * active_parameters(config) * running / rollout.tensor_parallel / (assumed.peak_tflops * 1e12 * assumed.mfu)
     )
     return running / max(read, compute) / rollout.tensor_parallel
 
@@ -226,7 +226,7 @@ def publish_seconds(recipe: Recipe, num_bytes: float, assumed: Assumptions) -> f
 
 
 def durations(
-    shape: ModelConfig,
+    config: ModelConfig,
     model: EngineModel,
     capacity: Capacity,
     recipe: Recipe,
@@ -235,8 +235,8 @@ def durations(
 ) -> Durations:
     """Phases of the recipe, or of it with another learner layout."""
     traffic = Traffic.of(recipe, assumed)
-    time = learner_time(shape, learner or recipe.learner, traffic, assumed)
-    rate = rollout_tokens_per_gpu_s(shape, capacity, recipe, assumed)
+    time = learner_time(config, learner or recipe.learner, traffic, assumed)
+    rate = rollout_tokens_per_gpu_s(config, capacity, recipe, assumed)
     gpus = recipe.rollout.engines * recipe.rollout.tensor_parallel
     return Durations(
         rollout_s=traffic.samples * traffic.response_tokens / (rate * gpus),

@@ -46,7 +46,7 @@ class Search:
     """What a layout is judged by."""
 
     hf_config: Mapping[str, Any]
-    shape: ModelConfig
+    config: ModelConfig
     gpu_bytes: float
     samples: int
     context_tokens: int
@@ -60,7 +60,7 @@ class Search:
         reason = self._undivided(learner)
         if reason:
             return Verdict(learner=learner, footprint=None, reason=reason)
-        footprint = worst_footprint(self.shape, learner, self.work(learner))
+        footprint = worst_footprint(self.config, learner, self.work(learner))
         reason = shortage(footprint, self.gpu_bytes)
         if reason:
             return Verdict(learner=learner, footprint=footprint, reason=reason)
@@ -100,7 +100,7 @@ class Search:
             for context in _powers(num_gpus // tensor):
                 if num_gpus % (tensor * context) or (context > 1 and self.context_tokens < context * MIN_CONTEXT_SHARE):
                     continue
-                for stages in _divisors(num_gpus // (tensor * context), self.shape.num_layers):
+                for stages in _divisors(num_gpus // (tensor * context), self.config.num_layers):
                     base = dict(
                         tensor_parallel=tensor,
                         sequence_parallel=tensor > 1,
@@ -114,10 +114,10 @@ class Search:
 
     def _finer(self, tensor: int, context: int, stages: int, data: int) -> Iterator[tuple[int, int]]:
         for virtual in VIRTUAL if stages > 1 else (1,):
-            if virtual > 1 and self.shape.num_layers % (stages * virtual):
+            if virtual > 1 and self.config.num_layers % (stages * virtual):
                 continue
             ranks = tensor * context * data
-            most = 1 if self.shape.experts is None else min(self.shape.experts.count, ranks)
+            most = 1 if self.config.experts is None else min(self.config.experts.count, ranks)
             yield from ((virtual, experts) for experts in _powers(most) if ranks % experts == 0)
 
 

@@ -71,8 +71,8 @@ class Planner:
         self.recipe, self.machine, self.assumed = recipe, machine, assumed
         self.hf_config = config_for(recipe_path, recipe.model.path)
         check_layout(self.hf_config, recipe.learner)
-        self.shape = ModelConfig.from_hf(self.hf_config)
-        self.engine_model = engine_model(self.shape)
+        self.config = ModelConfig.from_hf(self.hf_config)
+        self.engine_model = engine_model(self.config)
         self.capacity: Capacity = engine_capacity(self.engine_model, recipe.rollout, machine.gpu_gib * GIB)
         self.schedule: Schedule = recipe.build_schedule()
 
@@ -107,12 +107,12 @@ class Planner:
         )
 
     def durations(self, learner: LearnerSection) -> Durations:
-        return durations(self.shape, self.engine_model, self.capacity, self.recipe, self.assumed, learner)
+        return durations(self.config, self.engine_model, self.capacity, self.recipe, self.assumed, learner)
 
     def plan(self) -> dict[str, Any]:
         """Everything, as plain data."""
         learner = self.recipe.learner
-        stages = footprints(self.shape, learner, self.workload(learner))
+        stages = footprints(self.config, learner, self.workload(learner))
         worst = max(stages, key=lambda one: one.total)
         timed = self.durations(learner)
         return dict(
@@ -133,12 +133,12 @@ class Planner:
         )
 
     def _model(self) -> dict[str, Any]:
-        shape = self.shape
+        config = self.config
         return dict(
             path=str(self.recipe.model.path),
-            architecture=shape.architecture,
-            parameters=shape.num_parameters,
-            active_parameters=active_parameters(shape),
+            architecture=config.architecture,
+            parameters=config.num_parameters,
+            active_parameters=active_parameters(config),
         )
 
     def _verdict(self, worst: Footprint) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class Planner:
         share, counted = self.learner_share()
         search = Search(
             hf_config=self.hf_config,
-            shape=self.shape,
+            config=self.config,
             gpu_bytes=self.learner_bytes,
             samples=self.recipe.rollout.prompts_per_batch * self.recipe.rollout.group_size,
             context_tokens=self.recipe.rollout.context_tokens,
@@ -255,7 +255,7 @@ class Planner:
 
     def _assumptions(self) -> dict[str, Any]:
         given = {one.name: getattr(self.assumed, one.name) for one in fields(self.assumed)}
-        rate = rollout_tokens_per_gpu_s(self.shape, self.capacity, self.recipe, self.assumed)
+        rate = rollout_tokens_per_gpu_s(self.config, self.capacity, self.recipe, self.assumed)
         return given | dict(
             rollout_tokens_per_gpu_s=round(rate, 1),
             nvlink_gb_s=NVLINK_BYTES_S / 1e9,
@@ -268,15 +268,15 @@ class Planner:
         )
 
 
-def engine_model(shape: ModelConfig) -> EngineModel:
+def engine_model(config: ModelConfig) -> EngineModel:
     """What an engine's memory depends on: the projections of the layers are what FP8 rollouts quantize."""
-    linear = shape.num_layers * sum(size for name, size in layer_sizes(shape).items() if name.endswith("proj.weight"))
+    linear = config.num_layers * sum(size for name, size in layer_sizes(config).items() if name.endswith("proj.weight"))
     return EngineModel(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
         linear=linear,
-        other=shape.num_parameters - linear,
+        other=config.num_parameters - linear,
     )
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from precision.objectives.base import ScoredStep
 
-SAMPLER = -1.5
-"""Every token's log-probability under the sampler, in steps built by hand."""
+ROLLOUT = -1.5
+"""Every token's log-probability under the rollout, in steps built by hand."""
 TOKEN_FIELDS = ("logprobs", "rollout_logprobs", "old_logprobs", "advantages")
 
 
@@ -30,9 +30,9 @@ def scored_step(
         torch.tensor([x for row in rows for x in row], dtype=torch.float64) for rows in (log_ratios, old or log_ratios)
     )
     return ScoredStep(
-        logprobs=SAMPLER + learner,
-        rollout_logprobs=torch.full_like(learner, SAMPLER),
-        old_logprobs=SAMPLER + prox,
+        logprobs=ROLLOUT + learner,
+        rollout_logprobs=torch.full_like(learner, ROLLOUT),
+        old_logprobs=ROLLOUT + prox,
         advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths),
         sampled=torch.ones_like(learner, dtype=torch.bool),
         row=torch.arange(len(lengths)).repeat_interleave(lengths),
@@ -52,13 +52,13 @@ def scored_steps(draw: Any) -> ScoredStep:
     def noise() -> Tensor:
         return torch.randn(total, generator=generator, dtype=torch.float64)
 
-    sampler = -3 * torch.rand(total, generator=generator, dtype=torch.float64)
-    old = sampler + spread * noise()
+    rollout = -3 * torch.rand(total, generator=generator, dtype=torch.float64)
+    old = rollout + spread * noise()
     sampled = torch.rand(total, generator=generator) < 0.8
     sampled[0] = True
     return ScoredStep(
         logprobs=old + 0.1 * spread * noise(),
-        rollout_logprobs=sampler,
+        rollout_logprobs=rollout,
         old_logprobs=old,
         advantages=torch.randn(len(lengths), generator=generator, dtype=torch.float64).repeat_interleave(lengths),
         sampled=sampled,

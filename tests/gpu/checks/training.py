@@ -1,4 +1,4 @@
-"""20 optimizer steps of a 1.7 B model (Qwen3's shape) in BF16 and in FP8: losses, gradients, step time, utilisation.
+"""20 optimizer steps of a 1.7 B model (Qwen3's shape) in BF16 and in FP8: losses, gradients, step time, utilization.
 
 Model FLOPs of a position in a row of s tokens (launch.plan.costs.forward_flops): 2 for each parameter that it is
 multiplied by, LM head included and embedding not, and 2·L·q·s for causal attention (2·q·s of Q·Kᵀ and as much of P·V,
@@ -8,7 +8,7 @@ count. Here
     N = 28 · (2048·(2048 + 2·1024) + 2048·2048 + 3·2048·6144) + 151,936·2048 = 1.720e9,   s = 2048
     3 · (2·1.720e9 + 2·28·2048·2048) = 11.03 GFLOP a token, 361 TFLOP a step of 32,752 tokens
 
-so that 45 % of 700 TFLOP/s is 1.15 s a step. Utilisation is by the BF16 rate that a matrix product reaches in the same
+so that 45 % of 700 TFLOP/s is 1.15 s a step. Utilization is by the BF16 rate that a matrix product reaches in the same
 process, and the whole of `MegatronLearner.update` counts: planning, loss, gradient norm, optimizer, statistics.
 Gradients are compared after the first step, which all precisions take from the same weights and batch, on the same
 random sample of their elements.
@@ -35,7 +35,7 @@ TOP_KERNELS = 15
 
 
 def _goals() -> tuple[Goal, ...]:
-    goals = [Goal(figure="bf16_utilisation", what="model FLOP utilisation, BF16", at_least=0.45)]
+    goals = [Goal(figure="bf16_utilization", what="model FLOP utilization, BF16", at_least=0.45)]
     for part in PARTS[1:]:
         goals += [
             Goal(figure=f"{part}_speed_up", what=f"step time BF16 ÷ {part}", at_least=1.3),
@@ -82,7 +82,7 @@ def run(scale: Scale) -> Figures:
         step_s = scale.kept()[f"{scale.part}_step_s"]
         assert isinstance(step_s, float)
         flops = model_flops(subject.model_config, rows * (length - 1), float(length))
-        scale.keep(**{f"{scale.part}_utilisation": flops / step_s / rate, "matmul_tflop_s": rate / 1e12})
+        scale.keep(**{f"{scale.part}_utilization": flops / step_s / rate, "matmul_tflop_s": rate / 1e12})
         return scale.keep(**{f"{scale.part} kernels of a step": profile(subject, batches[0])})
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from precision.kl_estimators import importance_kl, official_kl
 
 Estimator = Callable[[Tensor], Tensor]
-SAMPLER = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
+ROLLOUT = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64)
 SHIFT = torch.tensor([-0.9, 0.4, 1.1, -0.2, 0.6], dtype=torch.float64)
-LOGITS = SAMPLER.log() + SHIFT
+LOGITS = ROLLOUT.log() + SHIFT
 
 
 def uncapped(log_ratios: Tensor) -> Tensor:
@@ -36,14 +36,14 @@ def expectation(estimator: Estimator, logits: Tensor, *, under: Tensor) -> tuple
     """Exact mean of K over samples from `under`, and the mean of its gradient in the learner's logits."""
     leaf = logits.clone().requires_grad_()
     # The weights are those of the sampling law, which no estimator sees: held still.
-    mean = (under.detach() * estimator(leaf.log_softmax(0) - SAMPLER.log())).sum()
+    mean = (under.detach() * estimator(leaf.log_softmax(0) - ROLLOUT.log())).sum()
     mean.backward()  # type: ignore[no-untyped-call]
     assert leaf.grad is not None
     return mean.item(), leaf.grad
 
 
 def exact(divergence: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[float, Tensor]:
-    """A divergence between the learner softmax(logits) and SAMPLER, by enumeration, and its gradient."""
+    """A divergence between the learner softmax(logits) and ROLLOUT, by enumeration, and its gradient."""
     leaf = logits.clone().requires_grad_()
     value = divergence(leaf.softmax(0))
     value.backward()  # type: ignore[no-untyped-call]
@@ -53,12 +53,12 @@ def exact(divergence: Callable[[Tensor], Tensor], logits: Tensor) -> tuple[float
 
 def reverse_kl(learner: Tensor) -> Tensor:
     """KL(pi || pi_b), the anchor that P3O's paper writes."""
-    return (learner * (learner / SAMPLER).log()).sum()
+    return (learner * (learner / ROLLOUT).log()).sum()
 
 
 def chi2_minus_forward_kl(learner: Tensor) -> Tensor:
     """chi^2(pi_b || pi) - KL(pi_b || pi)"""
-    return (SAMPLER.square() / learner).sum() - 1 - (SAMPLER * (SAMPLER / learner).log()).sum()
+    return (ROLLOUT.square() / learner).sum() - 1 - (ROLLOUT * (ROLLOUT / learner).log()).sum()
 
 
 def test_official_is_unbiased_for_samples_from_the_learner() -> None:
@@ -68,7 +68,7 @@ def test_official_is_unbiased_for_samples_from_the_learner() -> None:
 
 def test_official_from_sampler_samples_estimates_another_divergence() -> None:
     """In value and in gradient; with this mismatch it is off by more than a third."""
-    value, gradient = expectation(official_kl, LOGITS, under=SAMPLER)
+    value, gradient = expectation(official_kl, LOGITS, under=ROLLOUT)
     other, other_gradient = exact(chi2_minus_forward_kl, LOGITS)
     assert value == pytest.approx(other, rel=1e-12)
     torch.testing.assert_close(gradient, other_gradient, rtol=1e-12, atol=1e-14)
@@ -80,21 +80,21 @@ def test_officials_bias_is_heavy_tailed() -> None:
     """As the learner drops a token of the engine's to p, KL(pi || pi_b) levels off; the estimate grows like 1 / p."""
     values = []
     for drop in (4.0, 6.0, 8.0):
-        logits = SAMPLER.log() - drop * torch.eye(5, dtype=torch.float64)[0]
-        values.append((expectation(official_kl, logits, under=SAMPLER)[0], exact(reverse_kl, logits)[0]))
+        logits = ROLLOUT.log() - drop * torch.eye(5, dtype=torch.float64)[0]
+        values.append((expectation(official_kl, logits, under=ROLLOUT)[0], exact(reverse_kl, logits)[0]))
     assert values[2][0] / values[1][0] == pytest.approx(math.exp(2.0), rel=0.05)
     assert values[2][1] / values[1][1] == pytest.approx(1.0, rel=0.05)
 
 
 def test_importance_is_unbiased_in_value_and_uncapped_also_in_gradient() -> None:
-    value, gradient = expectation(uncapped, LOGITS, under=SAMPLER)
+    value, gradient = expectation(uncapped, LOGITS, under=ROLLOUT)
     wanted, wanted_gradient = exact(reverse_kl, LOGITS)
     assert value == pytest.approx(wanted, rel=1e-12)
     torch.testing.assert_close(gradient, wanted_gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_the_cap_of_importance_changes_the_gradient_only() -> None:
-    value, gradient = expectation(capped, LOGITS, under=SAMPLER)
+    value, gradient = expectation(capped, LOGITS, under=ROLLOUT)
     wanted, wanted_gradient = exact(reverse_kl, LOGITS)
     assert value == pytest.approx(wanted, rel=1e-12)
     assert gradient.norm() < wanted_gradient.norm()
@@ -106,8 +106,8 @@ def test_gradient_bias_vanishes_with_the_mismatch(estimator: Estimator) -> None:
     """The wrong sampling law of `official` and a cap of 1 both cost first order only."""
     biases = []
     for size in (0.1, 0.01, 0.001):
-        logits = SAMPLER.log() + size * SHIFT
-        _, gradient = expectation(estimator, logits, under=SAMPLER)
+        logits = ROLLOUT.log() + size * SHIFT
+        _, gradient = expectation(estimator, logits, under=ROLLOUT)
         _, wanted = exact(reverse_kl, logits)
         biases.append(float((gradient - wanted).norm() / wanted.norm()))
     assert biases[0] < 0.3

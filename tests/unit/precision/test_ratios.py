@@ -28,8 +28,8 @@ def test_statistics_by_hand() -> None:
     # l = ln 2, ln 1/2: rho = 2, 1/2; S1 = 2.5, S2 = 4.25, N = 2.
     # ess = 6.25 / 8.5; chi2 = 2.125 - 1; k3 = (2 - 1 - ln 2 + .5 - 1 + ln 2) / 2 = .25
     learner = torch.tensor([[-1.0 + math.log(2.0), -3.0 - math.log(2.0), math.nan]], dtype=torch.float64)
-    sampler = torch.tensor([[-1.0, -3.0, -math.inf]], dtype=torch.float64)
-    statistics = RatioSums.from_logprobs(learner, sampler, torch.tensor([[True, True, False]])).statistics()
+    rollout = torch.tensor([[-1.0, -3.0, -math.inf]], dtype=torch.float64)
+    statistics = RatioSums.from_logprobs(learner, rollout, torch.tensor([[True, True, False]])).statistics()
     expected = {
         "ess": 6.25 / 8.5,
         "chi2": 1.125,
@@ -51,15 +51,15 @@ def test_k3_keeps_its_digits_when_the_sides_nearly_agree() -> None:
 
 
 def test_k3_estimates_kl_from_sampler_to_learner() -> None:
-    sampler = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    rollout = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     learner = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
-    counts = torch.tensor([7, 2, 1])  # the exact sampler frequencies of ten tokens
+    counts = torch.tensor([7, 2, 1])  # the exact rollout frequencies of ten tokens
     tokens = torch.repeat_interleave(torch.arange(3), counts)[None]
-    sums = RatioSums.from_logprobs(learner.log()[tokens], sampler.log()[tokens], torch.ones_like(tokens).bool())
-    forward = float((sampler * (sampler / learner).log()).sum())
+    sums = RatioSums.from_logprobs(learner.log()[tokens], rollout.log()[tokens], torch.ones_like(tokens).bool())
+    forward = float((rollout * (rollout / learner).log()).sum())
     assert sums.k3_kl == pytest.approx(forward, rel=1e-9)
     assert sums.ratio_mean == pytest.approx(1.0, rel=1e-9)
-    assert sums.chi2 == pytest.approx(float((learner**2 / sampler).sum()) - 1, rel=1e-9)
+    assert sums.chi2 == pytest.approx(float((learner**2 / rollout).sum()) - 1, rel=1e-9)
 
 
 @given(st.lists(st.floats(-20, 20), min_size=2, max_size=30), st.data())

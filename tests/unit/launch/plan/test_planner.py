@@ -204,7 +204,7 @@ def test_bubbles() -> None:
 
 def test_time_scales_as_it_must() -> None:
     planner = Planner(DENSE, load_recipe(DENSE), Machine(gpus=64, gpu_gib=80), assumptions())
-    model, one = planner.shape, planner.recipe.learner
+    model, one = planner.config, planner.recipe.learner
     traffic = planner.traffic()
     base = learner_time(model, one, traffic, assumptions())
     faster = learner_time(model, one, traffic, assumptions(mfu=0.8))
@@ -221,7 +221,7 @@ def test_each_update_of_a_batch_fills_the_pipeline_and_reduces_gradients_anew() 
     learner = planner.recipe.learner.model_copy(update=dict(overlap_grad_reduce=False))
     one, four = (
         learner_time(
-            planner.shape, learner.model_copy(update=dict(updates_per_batch=n)), planner.traffic(), assumptions()
+            planner.config, learner.model_copy(update=dict(updates_per_batch=n)), planner.traffic(), assumptions()
         )
         for n in (1, 4)
     )

@@ -14,9 +14,9 @@ WEIGHTS = [0.5, 1.0, 4.0, 5.0, 5.0]  # min(rho, 5)
 
 
 def batch_of(ratios: torch.Tensor) -> tuple[torch.Tensor, TokenBatch]:
-    sampler = torch.full_like(ratios, -3.0)
-    batch = TokenBatch(rollout_logprobs=sampler, advantages=ADVANTAGES, mask=torch.ones_like(ratios, dtype=torch.bool))
-    return (sampler + ratios.log()).requires_grad_(), batch
+    rollout = torch.full_like(ratios, -3.0)
+    batch = TokenBatch(rollout_logprobs=rollout, advantages=ADVANTAGES, mask=torch.ones_like(ratios, dtype=torch.bool))
+    return (rollout + ratios.log()).requires_grad_(), batch
 
 
 def test_by_hand() -> None:

@@ -46,7 +46,7 @@ def test_proximal_anchor_divides_by_the_learners_own_and_leaves_k3_to_the_sample
     assert outcome.gradient.tolist() == pytest.approx([-slope / 9 for slope in SLOPES], rel=1e-12)
     k3 = sum(math.exp(0.7) * r - 1 - math.log(r) - 0.7 for r in RATIOS)
     assert outcome.sums == pytest.approx({"clip_hits": 5, "clip_hits_high": 3, "clip_hits_low": 2, "k3": k3})
-    # Anchored to the sampler the same step is clipped at e^.7 times the ratio.
+    # Anchored to the rollout the same step is clipped at e^.7 times the ratio.
     assert run(DAPO, step_with(RATIOS, engine=0.7)).sums["clip_hits_low"] == 0
 
 

@@ -21,7 +21,7 @@ OverCap = Literal["mask", "truncate"]
 OVER_CAP: tuple[OverCap, ...] = ("mask", "truncate")
 
 # b = pi_prox / pi_b and r = pi / pi_prox of five tokens, clip .2, cap 2
-BEHAVIOUR = [1.5, 0.5, 4.0, 1.0, 1.0]
+ENGINE_RATIOS = [1.5, 0.5, 4.0, 1.0, 1.0]
 RATIOS = [1.1, 1.5, 1.0, 0.5, 1.5]
 ADVANTAGES = [2.0, 1.0, 1.0, -1.0, -1.0]
 # b min(r A, clip(r) A): 1.5 * 2.2; .5 * 1.2 (clipped above); 4 is over the cap: 0, or 2 * 1; -.8 (clipped below); -1.5
@@ -33,9 +33,9 @@ WEIGHT = {"mask": 4.0 / 5, "truncate": 6.0 / 5}
 @pytest.mark.parametrize("over_cap", OVER_CAP)
 def test_by_hand(over_cap: OverCap) -> None:
     step = scored_step(
-        [[math.log(b * r)] for b, r in zip(BEHAVIOUR, RATIOS, strict=True)],
+        [[math.log(b * r)] for b, r in zip(ENGINE_RATIOS, RATIOS, strict=True)],
         ADVANTAGES,
-        old=[[math.log(b)] for b in BEHAVIOUR],
+        old=[[math.log(b)] for b in ENGINE_RATIOS],
     )
     outcome = run(Decoupled(mismatch_cap=2.0, over_cap=over_cap), step)
     # The dropped token stays in the denominator: N = 5.
@@ -64,7 +64,7 @@ def test_gradient_matches_a_slow_reference(over_cap: OverCap, step: ScoredStep) 
 @settings(max_examples=examples(20))
 @given(step=scored_steps())
 def test_limits(step: ScoredStep) -> None:
-    """A sampler that is the old policy: PPO. No stale weights: importance sampling. No clip and no cap: the whole
+    """A rollout that is the old policy: PPO. No stale weights: importance sampling. No clip and no cap: the whole
     ratio, wherever the old policy stands between the two."""
     own_engine = dataclasses.replace(step, rollout_logprobs=step.old_logprobs)
     ppo = run(Clipped(), own_engine)

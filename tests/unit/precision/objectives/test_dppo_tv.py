@@ -22,19 +22,19 @@ def test_by_hand() -> None:
     # .5 -> .8, A = 2: risen by .3, masked. .01 -> .05, A = 1: rho 5 but only .04: kept, 5 * 1.
     # .5 -> .2, A = -1: fallen by .3, masked. .5 -> .8, A = -1: it rises against A: kept, -1.6.
     # .9 -> .6, A = 1: kept, 2/3.
-    sampler = [0.5, 0.01, 0.5, 0.5, 0.9]
+    rollout = [0.5, 0.01, 0.5, 0.5, 0.9]
     learner = [0.8, 0.05, 0.2, 0.8, 0.6]
     advantages = [2.0, 1.0, -1.0, -1.0, 1.0]
     kept = [0, 1, 0, 1, 1]
     logprobs = torch.tensor([learner], dtype=torch.float64).log().requires_grad_()
     batch = TokenBatch(
-        rollout_logprobs=torch.tensor([sampler], dtype=torch.float64).log(),
+        rollout_logprobs=torch.tensor([rollout], dtype=torch.float64).log(),
         advantages=torch.tensor([advantages], dtype=torch.float64),
         mask=torch.ones(1, 5, dtype=torch.bool),
     )
     loss, sums = DPPOTV(threshold=0.2, square_coefficient=0.1).loss(logprobs, batch, StepContext(num_tokens=5))
     loss.backward()  # type: ignore[no-untyped-call]
-    logs = [math.log(p / b) for p, b in zip(learner, sampler, strict=True)]
+    logs = [math.log(p / b) for p, b in zip(learner, rollout, strict=True)]
     squares = sum(x * x for x in logs)
     assert loss.item() == pytest.approx((-5 + 1.6 - 2 / 3 + 0.1 * squares) / 5, rel=1e-12)
     # slope: -rho A where kept, 2 * .1 * log rho everywhere

@@ -29,12 +29,12 @@ each_unit = pytest.mark.parametrize("unit", ["token", "sequence"])
 def run(
     objective: P3O, log_ratios: list[float], advantages: list[float], context: StepContext
 ) -> tuple[float, list[float], dict[str, Tensor]]:
-    sampler = torch.full((1, len(log_ratios)), -1.5, dtype=torch.float64)
-    logprobs = (sampler + torch.tensor([log_ratios], dtype=torch.float64)).requires_grad_()
+    rollout = torch.full((1, len(log_ratios)), -1.5, dtype=torch.float64)
+    logprobs = (rollout + torch.tensor([log_ratios], dtype=torch.float64)).requires_grad_()
     batch = TokenBatch(
-        rollout_logprobs=sampler,
+        rollout_logprobs=rollout,
         advantages=torch.tensor([advantages], dtype=torch.float64),
-        mask=torch.ones_like(sampler, dtype=torch.bool),
+        mask=torch.ones_like(rollout, dtype=torch.bool),
     )
     loss, sums = objective.loss(logprobs, batch, context)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from precision.objectives.p3o import P3O
 from precision.objectives.p4o import P4O
 from tests.support.examples import examples
 from tests.support.objective_runs import run
-from tests.support.scored_steps import SAMPLER, reordered, scored_step, scored_steps, soiled
+from tests.support.scored_steps import ROLLOUT, reordered, scored_step, scored_steps, soiled
 
 LN3 = math.log(3.0)
 
@@ -31,12 +31,12 @@ def test_by_hand() -> None:
     assert prepared.step_ess == pytest.approx(0.8, rel=1e-8)
     assert prepared.measured == pytest.approx({"rollout_ess": 0.8, "old_ess": 0.9}, rel=1e-8)
     assert prepared.anchor_logprobs is not None
-    assert prepared.anchor_logprobs.tolist() == pytest.approx([SAMPLER + math.log(5 / 3), SAMPLER + math.log(5 / 6)])
+    assert prepared.anchor_logprobs.tolist() == pytest.approx([ROLLOUT + math.log(5 / 3), ROLLOUT + math.log(5 / 6)])
     # K = l + e^-l - 1, slope 1 - e^-l: log 1.8 + 5/9 - 1 and 4/9; log 1.2 + 5/6 - 1 and 1/6. Both rho exceed e.
     kl = math.log(1.8) - 4 / 9 + math.log(1.2) - 1 / 6
     assert outcome.sums["kl"] == pytest.approx(kl, rel=1e-7)
     assert outcome.sums["cap_hits"] == 2
-    policy = -0.8 * 2 * (SAMPLER + LN3) + 0.8 * SAMPLER
+    policy = -0.8 * 2 * (ROLLOUT + LN3) + 0.8 * ROLLOUT
     assert outcome.loss == pytest.approx((policy + 0.2 * kl) / 2, rel=1e-7)
     assert outcome.gradient.tolist() == pytest.approx([(-1.6 + 0.2 * 4 / 9) / 2, (0.8 + 0.2 / 6) / 2], rel=1e-7)
 

@@ -14,7 +14,7 @@ from precision.objectives.cispo import CISPO
 from precision.objectives.topr import TOPR
 from tests.support.examples import examples
 from tests.support.objective_runs import run
-from tests.support.scored_steps import SAMPLER, scored_step, scored_steps
+from tests.support.scored_steps import ROLLOUT, scored_step, scored_steps
 
 
 def test_by_hand() -> None:
@@ -24,7 +24,7 @@ def test_by_hand() -> None:
     outcome = run(TOPR(), step)
     weighed = [1, 1, -2 * math.exp(-0.5), -2 * math.exp(-0.5), -1, 0]
     assert outcome.gradient.tolist() == pytest.approx([-x / 6 for x in weighed], rel=1e-12)
-    logprobs = [SAMPLER + x for x in (1.0, 1.0, -0.7, 0.2, 0.3, 5.0)]
+    logprobs = [ROLLOUT + x for x in (1.0, 1.0, -0.7, 0.2, 0.3, 5.0)]
     assert outcome.loss == pytest.approx(-sum(w * x for w, x in zip(weighed, logprobs, strict=True)) / 6, rel=1e-12)
     assert outcome.prepared.measured == pytest.approx({"cap_hits": 1 / 6, "weight": (4 + 2 * math.exp(-0.5)) / 6})
 
