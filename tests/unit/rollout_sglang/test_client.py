@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
-from rollout_sglang.client import EngineClient
+from rollout_sglang.client import EngineClient, _input_logprobs
 from rollout_sglang.protocol import MetaInfo, policy_version, token_versions
 from tests.doubles.sglang_double import PARAMETER, EngineDouble, GenerateFault, checksum_of
 
@@ -211,3 +212,17 @@ def test_spans_that_do_not_cover_the_response_are_refused() -> None:
 def test_a_foreign_version_is_refused() -> None:
     with pytest.raises(EngineVersionError, match="'default'"):
         policy_version("default")
+
+
+def test_scores_of_other_tokens_than_those_asked_for_are_refused() -> None:
+    """SGLang names the last id of its vocabulary 0, so a 0 may stand for any token."""
+
+    def answer(*named: int) -> Any:
+        scored = [(None if place == 0 else -0.5, token, None) for place, token in enumerate(named)]
+        return SimpleNamespace(meta_info=SimpleNamespace(input_token_logprobs=scored))
+
+    for named in ((9, 1, 3), (9, 1, 0)):
+        np.testing.assert_array_equal(_input_logprobs([9, 1, 3], answer(*named)), np.full(2, -0.5, np.float32))
+    for wrong in ((9, 2, 3), (9, 1)):
+        with pytest.raises(EngineUnavailableError, match="ask again"):
+            _input_logprobs([9, 1, 3], answer(*wrong))

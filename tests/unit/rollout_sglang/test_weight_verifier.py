@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import Probe, WeightCheck
 from rollout_sglang.fleet import Fleet
+from rollout_sglang.weight_verifier import verify_checksums
 from tests.doubles.sglang_double import PARAMETER, RELEASES, Damage, EngineDouble, checksum_of
 
 SAMPLING = Sampling(max_new_tokens=2)
@@ -222,3 +225,26 @@ def test_the_end_of_a_foreign_feed_is_proved_alike(tmp_path: Path, fleet: Fleet,
         assert (engines[0].version, engines[0].paused) == ("unverified", False)
 
     asyncio.run(act())
+
+
+class Reports:
+    """An engine that claims what it is asked for and reports some checksums."""
+
+    index, url = 0, "http://engine"
+
+    def __init__(self, held: dict[str, str]) -> None:
+        self.held = held
+
+    async def verify(self, version: int) -> None:
+        pass
+
+    async def checksums(self, *, deadline_s: float) -> list[dict[str, str]]:
+        return [self.held]
+
+
+def test_a_parameter_that_an_engine_does_not_report_is_wrong() -> None:
+    engine: Any = Reports({"another": "f" * 16})
+    with pytest.raises(EngineVersionError, match=f"first {re.escape(PARAMETER)} of rank 0: missing"):
+        asyncio.run(verify_checksums(engine, 1, CHECK, deadline_s=1.0))
+    engine.held |= DIGESTS[0]
+    assert asyncio.run(verify_checksums(engine, 1, CHECK, deadline_s=1.0)) == [engine.held]

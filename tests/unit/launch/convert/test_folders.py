@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from launch.convert.folders import hf_to_fp8, hf_to_megatron, megatron_to_hf
+from launch.convert.folders import compare_with_source, hf_to_fp8, hf_to_megatron, megatron_to_hf
 from launch.convert.modelopt import calibration_rows
 from launch.convert.new_model import new_model
 from launch.convert.sources import fp8_map
@@ -225,3 +225,16 @@ def test_scales_that_nobody_calibrated_are_refused(
         check_scales(out, quant, 2, name="fp8_block", kv_cache=True)
     ranges = check_scales(out, quant, 2, name="fp8_block", kv_cache=False) if value is None else {}
     assert value is not None or ranges["k_scale"] == dict(min=pytest.approx(0.02), max=pytest.approx(0.02))
+
+
+def test_a_checkpoint_that_holds_another_value_is_a_bug_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_model(tmp_path / "hf", layers=1)
+    config = ModelConfig.from_hf(read_hf_config(tmp_path / "hf"))
+    stored = load_file(tmp_path / "hf" / "model.safetensors")
+    monkeypatch.setattr("megatron_bridge.checkpoint.dcp_to_hf.stream_hf_tensors", lambda *_: iter(stored.items()))
+    compare_with_source(None, config, tmp_path / "hf", lambda _: None)
+    stored["model.norm.weight"][0] += 1e-6
+    with pytest.raises(ModelError, match=r"model\.norm\.weight came out with other values"):
+        compare_with_source(None, config, tmp_path / "hf", lambda _: None)

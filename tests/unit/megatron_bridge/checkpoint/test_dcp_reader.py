@@ -153,3 +153,11 @@ def test_damaged_values_are_an_error_that_names_the_file(checkpoint: Path) -> No
     index = CheckpointIndex(checkpoint)
     with pytest.raises(CorruptCheckpointError, match=file.name):
         index.read("decoder.final_layernorm.weight")
+
+
+def test_a_tensor_with_a_missing_box_is_refused(checkpoint: Path) -> None:
+    """Its values would be whatever the memory held."""
+    index, name = CheckpointIndex(checkpoint), "decoder.layers.mlp.linear_fc2.weight"
+    index.tensors[name] = replace(index.tensors[name], boxes=())
+    with pytest.raises(CorruptCheckpointError, match=f"the boxes of {name} hold 0 of its 24 values"):
+        index.read(name)
