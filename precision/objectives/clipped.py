@@ -10,7 +10,8 @@ where A < 0 the term is max(min(...), dual_clip A).
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from abc import ABC
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,15 +21,31 @@ from precision.objectives.tokens import response_values, rollout_k3, step_mean, 
 from precision.ratios import masked_log_ratios
 from precision.torch_on_use import Tensor, torch
 
-Anchor = Annotated[
-    Literal["rollout", "old"],
-    Field(
+
+class Anchored(Objective, ABC):
+    """An objective that clips around a policy of choice."""
+
+    anchor: Literal["rollout", "old"] = Field(
+        "rollout",
         description="What the ratio divides by. rollout: the engine's probability, so that the clip sees the engine's "
         "mismatch too. old: the learner's own probability before the batch's first update, or before its stage (pi_old "
         "of verl and slime); the engine's mismatch is then left to `correction`, and the clip acts from the second "
         "update on (learner.updates_per_batch, or a staged schedule).",
-    ),
-]
+    )
+
+    may_drop_responses: ClassVar[bool] = True
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.anchor == "old"
+
+    @property
+    def clips_by_old_ratio(self) -> bool:
+        return self.anchor == "old"
+
+    @property
+    def weighs_by_rollout_ratio(self) -> bool:
+        return self.anchor == "rollout"
 
 
 def prepared_anchor(batch: TokenBatch) -> Tensor:
@@ -72,7 +89,7 @@ def clipped_loss(
     return step_mean(-surrogate, mask, context), sums
 
 
-class Clipped(Objective):
+class Clipped(Anchored):
     """Sums: see `clipped_loss`."""
 
     name: Literal["clipped"] = "clipped"
@@ -81,9 +98,7 @@ class Clipped(Objective):
     dual_clip: float | None = Field(
         None, gt=1.0, description="Largest ratio that counts where the advantage is negative; dual-clip PPO 3."
     )
-    anchor: Anchor = "rollout"
 
-    may_drop_responses: ClassVar[bool] = True
     measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS,)
 
     @property
@@ -91,20 +106,8 @@ class Clipped(Objective):
         return self.anchor == "old"
 
     @property
-    def needs_old_logprobs(self) -> bool:
-        return self.anchor == "old"
-
-    @property
     def reads_step_logprobs(self) -> bool:
         return False
-
-    @property
-    def clips_by_old_ratio(self) -> bool:
-        return self.anchor == "old"
-
-    @property
-    def weighs_by_rollout_ratio(self) -> bool:
-        return self.anchor == "rollout"
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """The learner's policy at the start of the stage becomes the anchor."""

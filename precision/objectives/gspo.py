@@ -24,14 +24,14 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from precision.measures import CLIPPED_TOKENS, MEAN_WEIGHT, Measure
-from precision.objectives.base import Aggregation, Objective, Prepared, ScoredStep, StepContext, TokenBatch
-from precision.objectives.clipped import Anchor
+from precision.objectives.base import Aggregation, Prepared, ScoredStep, StepContext, TokenBatch
+from precision.objectives.clipped import Anchored
 from precision.objectives.tokens import rollout_k3, sampled_mean, scaled_advantages, score_function_loss
 from precision.ratios import require_usable
 from precision.torch_on_use import Tensor, torch
 
 
-class GSPO(Objective):
+class GSPO(Anchored):
     """Measured, as shares of tokens: `clip_hits_high` (A > 0, s above), `clip_hits_low` (A < 0, s below), `clip_hits`
     (both); `weight` (mean factor). Sums: `k3` (against the engine, token by token)."""
 
@@ -40,23 +40,9 @@ class GSPO(Objective):
     clip_high: float = Field(
         4e-4, ge=0.0, description="The ceiling of s is 1 + clip_high; 4e-4 is the paper's, ScaleRL needed 4e-3 to 5e-3."
     )
-    anchor: Anchor = "rollout"
 
     paper_aggregation: ClassVar[Aggregation | None] = "sequence"
-    may_drop_responses: ClassVar[bool] = True
     measures: ClassVar[tuple[Measure, ...]] = (CLIPPED_TOKENS, MEAN_WEIGHT)
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return self.anchor == "old"
-
-    @property
-    def clips_by_old_ratio(self) -> bool:
-        return self.anchor == "old"
-
-    @property
-    def weighs_by_rollout_ratio(self) -> bool:
-        return self.anchor == "rollout"
 
     def prepare(self, step: ScoredStep) -> Prepared:
         """Sequence ratios and clips become factors on the advantages. Raises as `Objective.prepare`."""
