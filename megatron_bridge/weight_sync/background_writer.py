@@ -66,14 +66,17 @@ class FolderWriter:
         self._waiting.put(_END)
 
     def wait(self, deadline_s: float) -> float:
-        """Seconds from `commit` to the end of the writing, once it is over. Raises what stopped it, and
-        DeadlineExceededError."""
+        """Seconds from `commit` to the end of the writing, once it is over.
+
+        Raises DeadlineExceededError, and what stopped the writing of a share that counts. A share that was discarded
+        may have failed: another stage that was discarded too removes their folder.
+        """
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             raise DeadlineExceededError(
                 f"{self._temporary} was not written within {deadline_s:g} s; see whether its disk is slow or full"
             )
-        if self._failure is not None:
+        if self._kept and self._failure is not None:
             raise self._failure
         return self._seconds
 

@@ -26,7 +26,7 @@ from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.start import free_port, start_router
 from tests.doubles.sglang_double import EngineDouble, Release
 from tests.doubles.tiny_model import reference_logprobs, reference_model
-from tests.support.engines import KEY, ROWS, TinyEngine, TinyEngines, load, num_prefills, wait_for_prefill
+from tests.support.engines import KEY, ROWS, TinyEngine, TinyEngines, load, num_decodes, wait_for_decode
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -92,9 +92,9 @@ def test_a_request_under_way_goes_on_with_new_weights(engine: TinyEngine) -> Non
     engine.load(0)
 
     async def load_midway(client: EngineClient) -> Any:
-        before = num_prefills(engine.spec.log)
+        before = num_decodes(engine.spec.log)
         sampling = asyncio.create_task(client.generate(ROWS[0], 8, Sampling(max_new_tokens=400)))
-        await asyncio.to_thread(wait_for_prefill, engine.spec.log, before)
+        await asyncio.to_thread(wait_for_decode, engine.spec.log, before)
         await load(client, 1, engine.checkpoints[1])
         return await sampling
 

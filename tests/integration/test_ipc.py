@@ -33,7 +33,7 @@ from rollout_sglang.weights.weight_update import FleetUpdateSession
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.doubles.tiny_model import write_checkpoint
 from tests.support.engine_forks import start_engine
-from tests.support.engines import num_prefills, wait_for_prefill
+from tests.support.engines import num_decodes, wait_for_decode
 from tests.support.runs import ROOT, environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -154,9 +154,9 @@ def test_every_bit_arrives_while_requests_are_under_way(engines: dict[str, Engin
     sampling = Sampling(max_new_tokens=400, temperature=1.0)
     with sender_to([engine.url], engine.lock) as sender:
         assert sender.publish(engine, 1).failures == {}
-        before = num_prefills(engine.process.log)
+        before = num_decodes(engine.process.log)
         waiting = sender.background.start(sender.fleet.generate([5, 6, 7], 4, sampling))
-        wait_for_prefill(engine.process.log, before)
+        wait_for_decode(engine.process.log, before)
         report = sender.publish(engine, 2)
         assert report.failures == {}
         assert report.measured["engines_checked"] == 1, "checksums were compared"

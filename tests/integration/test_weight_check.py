@@ -25,7 +25,7 @@ from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from tests.doubles.tiny_model import VOCABULARY, reference_logprobs, reference_model
-from tests.support.engines import KEY, TinyEngines, num_prefills, wait_for_prefill
+from tests.support.engines import KEY, TinyEngines, num_decodes, wait_for_decode
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -130,9 +130,9 @@ def test_requests_under_way_do_not_go_on_with_weights_that_fail(engines: dict[st
 
     async def act() -> list[Completion]:
         client = EngineClient(engine.url, KEY, index=0, request_deadline_s=60)
-        before = num_prefills(engine.log)
+        before = num_decodes(engine.log)
         under_way = asyncio.create_task(client.generate(ROWS[0], 4, Sampling(max_new_tokens=400)))
-        await asyncio.to_thread(wait_for_prefill, engine.log, before)
+        await asyncio.to_thread(wait_for_decode, engine.log, before)
         with pytest.raises(EngineUnavailableError, match=r"model\.norm\.weight"):
             await engine.fleet().load(1, folder)
         return await under_way

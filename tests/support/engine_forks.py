@@ -148,7 +148,7 @@ def _become_server(arguments: list[str], environment: dict[str, str], log: str) 
     sys.argv = [SERVER, *arguments]
     status = 1
     try:
-        serve(arguments)
+        serve([*arguments, "--decode-log-interval", "1"])  # for support.engines.wait_for_decode
         status = 0
     finally:
         sys.stdout.flush()

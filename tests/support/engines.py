@@ -83,16 +83,16 @@ async def load(client: EngineClient, version: int, directory: Path) -> None:
         await client.resume()
 
 
-def num_prefills(log: Path) -> int:
-    """How many batches of new requests an engine has begun, by its log."""
-    return log.read_text(errors="replace").count("Prefill batch")
+def num_decodes(log: Path) -> int:
+    """How many steps of decoding an engine has reported in its log."""
+    return log.read_text(errors="replace").count("Decode batch")
 
 
-def wait_for_prefill(log: Path, before: int, deadline_s: float = 60.0) -> None:
-    """Until the engine has begun a request that it had not when there were `before` prefills."""
+def wait_for_decode(log: Path, before: int, deadline_s: float = 60.0) -> None:
+    """Until the engine has decoded tokens of a request that came when there were `before` reports."""
     give_up = time.monotonic() + deadline_s
-    while num_prefills(log) <= before:
-        assert time.monotonic() < give_up, f"no request began within {deadline_s:g} s"
+    while num_decodes(log) <= before:
+        assert time.monotonic() < give_up, f"nothing was decoded within {deadline_s:g} s"
         time.sleep(0.01)
 
 

@@ -75,6 +75,14 @@ def test_what_stops_a_writer_is_raised_where_it_is_waited_for(tmp_path: Path) ->
         writer.wait(10)
 
 
+def test_what_stops_a_discarded_share_does_not_matter(tmp_path: Path) -> None:
+    """Another discarded stage may remove the folder between this one's `mkdir` and its first shard."""
+    (tmp_path / "file").write_text("")
+    writer = FolderWriter(tmp_path / "file" / "folder", 0)
+    writer.discard()
+    assert writer.wait(10) == 0.0
+
+
 def test_a_slow_disk_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     go_on = threading.Event()
     writer = FolderWriter(tmp_path / "t", 0)

@@ -72,7 +72,7 @@ def test_choices_are_named_with_what_is_not_default(write_run: Callable[..., Pat
         advantage=dict(name="dr_grpo", aggregation="prompt", batch_normalized=True),
     )
     numbers = summary(write_run(2, overrides=overrides))
-    assert numbers["objective"] == "clipped (clip_high 0.28, anchor old)"
+    assert numbers["objective"] == "clipped (anchor old, clip_high 0.28)"
     assert numbers["correction"] == "tis"
     assert numbers["advantage"] == "dr_grpo (aggregation prompt, batch_normalized)"
     text = " ".join(text_of(render(numbers)).split())
