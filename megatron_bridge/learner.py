@@ -44,7 +44,7 @@ from pipeline.data.records import Batch
 from pipeline.errors import NonFiniteError
 from pipeline.ports.learner import Update
 from precision.objectives.base import Objective, Prepared, ScoredStep
-from precision.ratios import RatioSums
+from precision.ratios import MAX_LOG_RATIO, RatioSums
 
 
 class MegatronLearner:
@@ -156,8 +156,8 @@ class MegatronLearner:
 
         The metrics hold loss, grad_norm (before clipping), lr, entropy (nats per token), padding_share, num_tokens (the
         loss's denominator), the mean of each of the objective's sums, what it prepared, and the ratio statistics of the
-        training pass. All means are over the tokens that were run through the model; only the loss is divided by
-        num_tokens, which counts the samples that `trained` leaves out as well.
+        training pass. Means of the passes are over the tokens that were run through the model; the loss is divided by
+        num_tokens, and what was prepared is a mean over the same tokens, those that `trained` leaves out included.
         Raises NonFiniteError before any parameter or optimizer state is changed, and ValueError when the objective
         needs the step scored but `scored` is None.
         """
@@ -293,8 +293,9 @@ class MegatronLearner:
         loss = gathered.sums["loss"].item()
         if gathered.sums["failed"].item() or not math.isfinite(loss):
             raise NonFiniteError(
-                f"batch {batch}: loss is {loss}, a ratio or log-probability is not finite; no step was taken. "
-                "Look at the batch's rollout_logprobs and at learner.optimizer.lr"
+                f"batch {batch}: loss is {loss}, a log-probability is not finite or a ratio above "
+                f"e^{MAX_LOG_RATIO:g}; no step was taken. Look at the batch's rollout_logprobs and at "
+                "learner.optimizer.lr"
             )
         grad_norm = reduced_gradient_norm(self.optimizer)
         worst = torch.tensor([0.0 if math.isfinite(grad_norm) else 1.0], device=self.device)

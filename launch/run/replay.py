@@ -21,7 +21,7 @@ from pipeline.errors import StoreError
 def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Train into SOURCE-replay (resuming it when it exists) and compare the final weights, tensor by tensor."""
     original = RunDirectory(source)
-    original.check_format()
+    original.recipe()  # which also says when SOURCE is no run, or one of another version
     wanted = manifest(original)
     recipe = load_recipe(source / "recipe.yaml", [f"run.name={source.name}-replay", *overrides])
     run = RunDirectory(source.parent / f"{source.name}-replay")

@@ -2,11 +2,12 @@
 
     rewards ──estimator──▶ advantages of samples ──normalized over the batch──▶ aggregation over the tokens of a step
 
-Groups in which every advantage is 0 (those of equal rewards) have no policy gradient. What becomes of them is the
+Groups of equal rewards have no advantage, hence no policy gradient. What becomes of them is the
 recipe's choice, `advantage.zero_variance`:
 
     keep      they are trained on like the others
-    skip      they are not run through the model, but count in every denominator and statistic: same gradient, less work
+    skip      they (and whatever other group has no advantage) are not run through the model, but count in every
+              denominator and statistic: same gradient, less work
     exclude   they are no part of the step: the others are trained on as if these had never been sampled. This is the
               loss of ScaleRL (arXiv 2510.13786, J_ScaleRL), whose sums run over prompts with 0 < mean(r) < 1 only
 """
@@ -48,13 +49,13 @@ class AdvantageComputer:
         """Advantages of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""
         values = np.asarray(self.estimator.advantages(batch.reward, batch.group), np.float64)
         everything = np.ones(batch.num_samples, np.bool_)
-        informative = informative_samples(batch, values)
-        # A batch without any advantage still makes its step, of nothing: the schedule counts steps.
-        in_loss = informative if self.section.zero_variance == "exclude" and informative.any() else everything
+        contrasted = with_contrast(batch)
+        # A batch without any advantage still makes its step, by momentum and weight decay alone: versions count steps.
+        in_loss = contrasted if self.section.zero_variance == "exclude" and contrasted.any() else everything
         return SampleAdvantages(
             values=batch_normalized(values, in_loss) if self.section.batch_normalized else values,
             in_loss=in_loss,
-            through_model=informative if self.section.zero_variance == "skip" else everything,
+            through_model=with_advantage(batch, values) if self.section.zero_variance == "skip" else everything,
         )
 
     def by_token(self, step: Batch, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -63,7 +64,13 @@ class AdvantageComputer:
         return token_advantages(self.section.aggregation, step, values, max_new_tokens=self.max_new_tokens)
 
 
-def informative_samples(batch: Batch, values: NDArray[np.float64]) -> NDArray[np.bool_]:
+def with_contrast(batch: Batch) -> NDArray[np.bool_]:
+    """[samples] True in groups whose rewards differ."""
+    _, first, group = np.unique(batch.group, return_index=True, return_inverse=True)
+    return np.asarray(np.bincount(group, batch.reward != batch.reward[first][group])[group] > 0)
+
+
+def with_advantage(batch: Batch, values: NDArray[np.float64]) -> NDArray[np.bool_]:
     """[samples] False where every one of the group's `values` [samples] is 0: such a group has no policy gradient."""
     _, group = np.unique(batch.group, return_inverse=True)
     return np.asarray(np.bincount(group, values != 0.0)[group] > 0)

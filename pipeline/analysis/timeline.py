@@ -12,8 +12,9 @@ from typing import Any
 
 from pipeline.analysis.bottleneck import LEARNER_PHASES
 
-COLLECTOR_PHASES = ("generate", "hold", "commit")
-"""In the order in which they happen within a batch; `hold` waits until the batch before it is committed."""
+COLLECTOR_PHASES = ("generate", "hold", "evaluate", "commit")
+"""In the order in which they happen within a batch. `hold` waits until the batch before it is committed; `evaluate`
+waits for the version that is evaluated, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,9 @@ class RunSection(Section):
     root: Path = Field(Path("runs"), description="Where run directories live.")
     seed: NonNegativeInt = Field(0, description="Seeds prompt order, model-parallel RNG and evaluation prompts.")
     steps: PositiveInt = Field(description="Batches to train on, each in learner.updates_per_batch optimizer steps.")
-    wait_deadline_s: PositiveFloat = Field(3600.0, description="Longest wait of one loop for the other.")
+    wait_deadline_s: PositiveFloat = Field(
+        3600.0, description="Longest wait of one loop for the other; an evaluation must fit in, too."
+    )
     max_restarts: NonNegativeInt = Field(5, description="Restarts of one process without progress before giving up.")
 
 
@@ -214,7 +216,9 @@ class LearnerSection(Section):
         1,
         description="Optimizer steps of a batch, each on prompts of its own (mini-batches in verl and slime). "
         "Advantages are those of the whole batch, and old log-probabilities those before its first step; denominators, "
-        "an ESS or a veto of `step` scope are those of the mini-batch. Versions and lag count batches.",
+        "an ESS or a veto of `step` scope are those of the mini-batch. Versions and lag count batches. "
+        "With advantage.zero_variance=exclude a batch of few groups may make fewer steps: a learning rate that decays "
+        "then ends higher.",
     )
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     step_deadline_s: PositiveFloat = Field(600.0, description="A collective that takes longer ends the process.")

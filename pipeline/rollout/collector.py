@@ -141,6 +141,7 @@ class Collector:
         generated = time.time()
         if previous is not None:
             await asyncio.shield(previous.task)  # batches are committed in order, so that none is missing in between
+        held = time.time()
         if index % self.settings.evaluate_every == 0:
             await self._evaluate(index)
         ready = time.time()
@@ -152,7 +153,9 @@ class Collector:
             **builder.figures(),
             interrupted=int(batch.interrupted.sum()),
             started=started,
-            seconds=dict(generate=generated - started, hold=ready - generated, commit=time.time() - ready),
+            seconds=dict(
+                generate=generated - started, hold=held - generated, evaluate=ready - held, commit=time.time() - ready
+            ),
         )
 
     def _builder(self, index: int, required: int) -> BatchBuilder:
@@ -232,8 +235,9 @@ class Collector:
         samples = self.settings.evaluation_samples
         solved = await gather_or_cancel([self._solve(prompt, samples, version, index) for prompt in held_out])
         found = dict(prompts=len(held_out), samples=samples, correct=solved, **summarize(solved, samples))
-        self.run.write_evaluation(version, found)
+        # Reports read the log: a collector that dies between the two lines evaluates once more, and loses nothing.
         self.event_log.event("evaluated", version=version, seconds=time.time() - started, started=started, **found)
+        self.run.write_evaluation(version, found)
 
     async def _solve(self, prompt: Prompt, samples: int, version: int, index: int) -> int:
         """How many of `samples` attempts of `version` at a held-out prompt are right; in the order of batch `index` at

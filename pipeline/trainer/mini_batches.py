@@ -71,7 +71,12 @@ def split_groups(group: NDArray[np.int64], in_loss: NDArray[np.bool_], count: in
     return [np.isin(member, part) for part in np.array_split(chosen, min(count, len(chosen)))]
 
 
-_OVER_UPDATES: dict[str, Callable[[Sequence[float]], float]] = {"num_tokens": sum, "ratio_max": max, "ratio_min": min}
+_OVER_UPDATES: dict[str, Callable[[Sequence[float]], float]] = {
+    "num_tokens": sum,
+    "ratio_max": max,
+    "ratio_max_negative": max,
+    "ratio_min": min,
+}
 """How a metric of several updates becomes that of the batch; the mean for all others."""
 
 

@@ -1,5 +1,5 @@
 """MIS: masked importance sampling, rejection that weighs what it keeps by k (slime's `mis` example, whose published
-setting this is with `veto` 1e-4 and `normalized`; verl's `rollout_is` with `rollout_rs`).
+setting this is with `veto` 1e-4, but for the mean; verl's `rollout_is` with `rollout_rs`).
 
     factor = k if low <= k <= high and the response is not vetoed, else 0
 """

@@ -10,7 +10,7 @@ product over its tokens, taken in logs; long responses, or an engine of other pr
     loss = -1/N sum_it (w_i A_it) log pi(y_it)
 
 As in the paper log pi is summed over a response, up to the factor 1/N common to the step. advantage.aggregation
-`constant` makes that factor the same in every step; a recipe that sets no aggregation gets that one.
+`constant` makes that factor the same in every step of as many samples; a recipe that sets no aggregation gets that one.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from pipeline.advantages.compute import AdvantageComputer, informative_samples
+from pipeline.advantages.compute import AdvantageComputer, with_advantage
 from pipeline.config.algorithm import AdvantageSection
 from pipeline.data.records import Batch
 from precision.objectives.base import StepContext, TokenBatch
@@ -51,6 +51,20 @@ def test_exclude_leaves_the_loss_and_the_standard_deviation() -> None:
     np.testing.assert_allclose(found.values, deviations / np.std(deviations[found.in_loss], ddof=1), rtol=1e-6)
 
 
+def test_exclude_looks_at_rewards_and_skip_at_advantages() -> None:
+    """Five of eight solved with k = 4: pass@4 is sure, every advantage is 0, and the rewards differ all the same."""
+    batch = batch_of_rewards([[1.0] * 5 + [0.0] * 3, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], [0.0] * 8])
+    mixed, solved_once, failed = slice(0, 8), slice(8, 16), slice(16, 24)
+    found = computer(name="pass_at_k", k=4, zero_variance="exclude").compute_advantages(batch)
+    assert not found.values[mixed].any()
+    assert found.in_loss[mixed].all()
+    assert found.in_loss[solved_once].all()
+    assert not found.in_loss[failed].any()
+    skipped = computer(name="pass_at_k", k=4, zero_variance="skip").compute_advantages(batch)
+    assert not skipped.through_model[mixed].any()
+    assert skipped.through_model[solved_once].all()
+
+
 @pytest.mark.parametrize("choice", ["keep", "skip", "exclude"])
 def test_a_batch_without_contrast_still_makes_its_step(choice: str) -> None:
     found = computer(name="dr_grpo", batch_normalized=True, zero_variance=choice).compute_advantages(
@@ -63,7 +77,7 @@ def test_a_batch_without_contrast_still_makes_its_step(choice: str) -> None:
 def test_one_advantage_makes_its_whole_group_informative() -> None:
     """maxrl in a group of which one sample has an advantage of exactly 0."""
     values = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1e-30])
-    assert informative_samples(HAND, values).tolist() == [False, False, False, False, True, True, True]
+    assert with_advantage(HAND, values).tolist() == [False, False, False, False, True, True, True]
 
 
 @dataclass(frozen=True)

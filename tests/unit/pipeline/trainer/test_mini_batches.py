@@ -45,7 +45,13 @@ class Learner:
         number = len(self.given)
         given = dict(batch=batch, advantages=advantages, scored=scored, old_logprobs=old_logprobs, trained=trained)
         self.given.append(given)
-        metrics = dict(loss=1.0 + number, num_tokens=10.0, ratio_max=2.0 + number, ratio_min=0.5 - number / 10)
+        metrics = dict(
+            loss=1.0 + number,
+            num_tokens=10.0,
+            ratio_max=2.0 + number,
+            ratio_max_negative=1.0 + number,
+            ratio_min=0.5 - number / 10,
+        )
         return Update(
             metrics=metrics,
             histogram=[1.0, number],
@@ -107,7 +113,9 @@ def test_what_is_prepared_from_old_logprobs_alone_is_not_scored_again() -> None:
 
 def test_metrics_are_means_but_for_totals_and_extremes() -> None:
     _, update = trained(batch_of_rewards([MIXED] * 4), 4)
-    assert update.metrics == dict(loss=2.5, num_tokens=40.0, ratio_max=5.0, ratio_min=pytest.approx(0.2))
+    assert update.metrics == dict(
+        loss=2.5, num_tokens=40.0, ratio_max=5.0, ratio_max_negative=4.0, ratio_min=pytest.approx(0.2)
+    )
     assert update.histogram == [4.0, 6.0]
 
 
