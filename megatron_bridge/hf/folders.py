@@ -26,7 +26,8 @@ COMPANION_FILES = (
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill, which gets the name `target` when the block ends well, and is removed when it does not.
 
-    Raises ModelError when `target` is taken. What a killed process left behind is removed here.
+    Raises ModelError when `target` is taken, before the block or after it. What a killed process left behind is
+    removed here.
     """
     check_free(target)
     for stale in target.parent.glob(f"{target.name}.tmp-*"):
@@ -36,8 +37,10 @@ def new_folder(target: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
+        _sync_tree(temporary)
         check_free(target)
-        replace_folder(temporary, target)
+        temporary.rename(target)  # fails where files appeared since the check
+        fsync_directory(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,12 @@ def write_shards(
                 count += 1
                 shard = _Shard(folder / f"{prefix}-{count:05}.safetensors")
             manifest[spec.name] = shard.append(spec, pieces, advance)
-    finally:
         if shard is not None:
             shard.close()
+    except BaseException:
+        if shard is not None:
+            shard.abandon()
+        raise
     return manifest
 
 
@@ -114,6 +118,11 @@ class _Shard:
         with self._file:
             self._file.seek(0)
             self._file.write(len(header).to_bytes(8, "little") + header)
+
+    def abandon(self) -> None:
+        """Close the file as it is. It has failed already, so a further failure says nothing new."""
+        with suppress(OSError):
+            self._file.close()
 
     def _entry(self, spec: TensorSpec) -> dict[str, Any]:
         offsets = [self._num_bytes, self._num_bytes + num_bytes(spec)]

@@ -139,6 +139,19 @@ def test_out_must_be_new_or_empty_and_remains_of_the_dead_are_removed(tmp_path: 
         raise AssertionError("unreachable")
 
 
+def test_a_folder_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    """Two commands may write to one OUT: the first to end has it."""
+    out = tmp_path / "out"
+    writing = new_folder(out)
+    (writing.__enter__() / "file").write_text("second")
+    out.mkdir()
+    (out / "file").write_text("first")
+    with pytest.raises(ModelError, match="not an empty folder"):
+        writing.__exit__(None, None, None)
+    assert (out / "file").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_what_lies_on_disk_is_compared_with_what_was_written(source: Path, tmp_path: Path) -> None:
     config = read_hf_config(source)
     folder = tmp_path / "out"

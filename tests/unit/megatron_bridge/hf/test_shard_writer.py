@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +143,35 @@ def test_a_tensor_is_written_before_the_next_is_asked_for(tmp_path: Path) -> Non
     }
     data = (tmp_path / "model-00001.safetensors").read_bytes()
     assert len(data) == HEADER_BYTES + 32
+
+
+class SomeError(Exception):
+    """Raised by a stream of tensors."""
+
+
+def failing_stream() -> Iterator[tuple[str, Tensor]]:
+    yield "a", torch.ones(2)
+    raise SomeError
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full, of Linux")
+@pytest.mark.parametrize(
+    ("tensors", "error", "message"),
+    [
+        ([("a", torch.ones(2)), ("b", torch.ones(2))], OSError, "No space left"),
+        (failing_stream(), SomeError, "^$"),
+    ],
+    ids=["full in the middle", "another error before"],
+)
+def test_the_first_failure_is_the_one_that_is_raised(
+    tmp_path: Path, tensors: Iterable[tuple[str, Tensor]], error: type[Exception], message: str
+) -> None:
+    (tmp_path / "model-00001.safetensors").symlink_to("/dev/full")
+    with pytest.raises(error, match=message):
+        write_shards(whole_tensors(tensors), tmp_path, shard_bytes=8)
+
+
+def test_a_file_that_was_given_up_has_no_header(tmp_path: Path) -> None:
+    with pytest.raises(SomeError):
+        write_shards(whole_tensors(failing_stream()), tmp_path)
+    assert (tmp_path / "model-00001.safetensors").read_bytes()[:8] == bytes(8)
