@@ -29,7 +29,7 @@ from launch.plan.simulation import Durations, Simulated, simulate, steady_second
 from megatron_bridge.hf.model_config import ModelConfig, read_config
 from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.config.layout_names import layout_name
-from pipeline.config.loader import find_recipe, load_recipe
+from pipeline.config.loader import SHIPPED, find_recipe, load_recipe
 from pipeline.config.recipe import LearnerSection, Recipe
 from pipeline.errors import ModelError, RecipeError
 from pipeline.schedule import Schedule
@@ -52,14 +52,16 @@ class Machine:
 
 
 def config_for(recipe_path: Path, model_path: Path) -> dict[str, Any]:
-    """config.json of the model: `model_path` as training would find it, or else the sizes that lie beside the recipe,
-    for a model that has yet to be made or fetched. Raises ModelError."""
-    beside = recipe_path.parent
-    places = [model_path, beside / model_path, beside / "models" / model_path.name]
-    for place in places[:1] if model_path.is_absolute() else places:
+    """config.json of the model: `model_path` as training would find it, or else the sizes that lie beside the recipe or
+    the shipped ones, for a model that has yet to be made or fetched. Raises ModelError."""
+    places = [model_path]
+    if not model_path.is_absolute():
+        for folder in (recipe_path.parent, SHIPPED):
+            places += [folder / model_path, folder / "models" / model_path.name]
+    for place in places:
         if (place / "config.json").is_file():
             return read_config(place)
-    tried = " or ".join(str(place / "config.json") for place in places)
+    tried = " or ".join(str(place / "config.json") for place in {place.resolve(): place for place in places}.values())
     raise ModelError(f"no config.json at {tried}; give a model folder: --set model.path=… (no weights are needed)")
 
 

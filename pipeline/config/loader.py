@@ -47,7 +47,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def find_recipe(path: Path) -> Path:
     """The path itself, or the file of a shipped recipe where `path` is only a name, such as `demo`, and no file."""
-    return path if path.exists() else _shipped(str(path)) or path
+    return path if path.is_file() else _shipped(str(path)) or path
 
 
 def _shipped(name: str) -> Path | None:
@@ -100,7 +100,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         )
     chain = (*extended_by, path.resolve())
     target = path.parent / base
-    if not target.exists():
+    if not target.is_file():
         target = _shipped(base) or target
     if target.resolve() in chain:
         raise RecipeError(f"{path}: extends {base}, which extends this file again; break the circle")

@@ -276,6 +276,26 @@ def test_models_are_found_here_or_beside_the_recipe(tmp_path: Path, monkeypatch:
         config_for(DENSE, tmp_path)
 
 
+def test_sizes_of_a_shipped_model_are_found_from_a_recipe_that_lies_elsewhere(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("extends: qwen3_32b\nrun: {name: mine}\n")
+    assert plan(recipe, 64)["model"]["parameters"] == 32_762_123_264
+
+
+@pytest.mark.parametrize("model", [Path("nowhere"), Path("models/nowhere")])
+def test_no_place_is_named_twice(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.chdir(RECIPES)
+    for recipe in (Path("qwen3_32b.yaml"), DENSE):
+        with pytest.raises(ModelError) as error:
+            config_for(recipe, model)
+        tried = str(error.value).removeprefix("no config.json at ").partition(";")[0].split(" or ")
+        assert {Path(one).resolve().relative_to(RECIPES) for one in tried} == {
+            model / "config.json",
+            Path("models/nowhere/config.json"),
+        }
+        assert len(tried) == len({Path(one).resolve() for one in tried})
+
+
 @pytest.mark.parametrize("chosen", [dict(mfu=0.0), dict(disk_gb_s=-1.0), dict(mean_response_tokens=float("nan"))])
 def test_assumptions_are_above_zero(chosen: dict[str, float]) -> None:
     with pytest.raises(RecipeError, match="expected a number above 0"):

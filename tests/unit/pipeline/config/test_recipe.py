@@ -157,6 +157,15 @@ def test_a_file_goes_before_a_shipped_recipe_of_its_name(tmp_path: Path, monkeyp
     assert load_recipe(Path("demo.yaml")).run.name == "spell"
 
 
+def test_a_folder_does_not_hide_the_shipped_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of `demo` may well lie in a folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "mine.yaml").write_text("extends: demo\nrun: {name: mine}\n")
+    assert find_recipe(Path("demo")) == SHIPPED / "demo.yaml"
+    assert load_recipe(Path("mine.yaml")).rollout == load_recipe(Path("demo")).rollout
+
+
 def test_resolved_recipe_reads_back_as_itself() -> None:
     recipe = recipe_from(data(), source="t")
     again = recipe_from(yaml.safe_load(recipe.to_yaml()), source="t")
