@@ -84,4 +84,6 @@ class ChildProcess:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]), int(sys.argv[1]))
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and COMMAND would inherit that
+        signal.signal(number, signal.SIG_DFL)
     os.execvp(sys.argv[3], sys.argv[3:])

@@ -25,7 +25,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import FatalError
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
-from rollout_sglang.server.process import ServerProcess, check_port_free, free_port
+from rollout_sglang.server.process import ServerProcess, check_port_free, free_ports
 from rollout_sglang.server.start import HOST, has_cuda, start, start_router
 
 POLL_S = 0.25
@@ -113,7 +113,7 @@ class Supervisor:
     def _start_engines(self) -> None:
         rollout = self.recipe.rollout
         count = rollout.engines + (rollout.engines > 1)  # one more for the router
-        ports = [free_port() if rollout.port is None else rollout.port + i for i in range(count)]
+        ports = free_ports(count) if rollout.port is None else [rollout.port + i for i in range(count)]
         for port in ports:
             check_port_free(port)
         self.ports = ports[: rollout.engines]

@@ -47,7 +47,9 @@ def serve(pipe: Connection, reward: str, parent: int) -> None:
     Messages are JSON, not pickle: foreign code writes into this pipe and the run reads from it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business
-    die_with_parent(parent)  # one that hangs would outlive a run that was killed
+    # One that hangs would outlive a run that was killed, as it does where there is no Linux. The kernel watches the
+    # thread that spawned this process, one of the pool's: `close` kills the workers before it ends the threads.
+    die_with_parent(parent)
     try:
         resolve(reward)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; what it raised is the answer

@@ -60,10 +60,16 @@ async def gather_or_cancel(work: Sequence[Coroutine[Any, Any, Result]]) -> list[
     """Results in order. When one of them fails, or the caller is cancelled, the others are cancelled and waited for.
 
     A failure is raised as it is, not in a group: callers and the supervisor tell errors apart by their type.
+    When the caller is cancelled, it gets CancelledError, whatever failed meanwhile.
     """
+    if not work:
+        return []
+    # Not a TaskGroup: it lets a failure hide the cancellation of its caller.
+    tasks = [asyncio.create_task(item) for item in work]
     try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(item) for item in work]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in running]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        return [task.result() for task in tasks if task.done()]  # where not all are done, one of them raises
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

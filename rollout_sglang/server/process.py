@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -63,19 +64,30 @@ class ServerProcess(ChildProcess):
         return f"{self.log} ends: {text.replace(self._secret, '***') if self._secret else text}"
 
 
-def free_port() -> int:
-    """A port of loopback that is free now.
+def free_ports(count: int) -> list[int]:
+    """Different ports of loopback that are free now. Raises PortInUseError.
 
-    A server takes it seconds later. The kernel hands ports from 32768 on (Linux) or 49152 on (macOS) to connections
+    Servers take them seconds later. The kernel hands ports from 32768 on (Linux) or 49152 on (macOS) to connections
     that go out, so one of those could be gone by then; these are below.
     """
-    for port in random.SystemRandom().sample(FREE_PORTS, 100):
-        try:
+    found: list[int] = []
+    for port in random.SystemRandom().sample(FREE_PORTS, 100 + count):
+        if len(found) == count:
+            break
+        with suppress(PortInUseError):
             check_port_free(port)
-        except PortInUseError:
-            continue
-        return port
-    raise PortInUseError(f"100 ports of {FREE_PORTS.start} to {FREE_PORTS.stop - 1} are all taken; set rollout.port")
+            found.append(port)
+    if len(found) < count:
+        raise PortInUseError(
+            f"{100 + count} ports of {FREE_PORTS.start} to {FREE_PORTS.stop - 1} were tried, {len(found)} are free, "
+            f"{count} are needed; set rollout.port"
+        )
+    return found
+
+
+def free_port() -> int:
+    """One of `free_ports`."""
+    return free_ports(1)[0]
 
 
 def check_port_free(port: int) -> None:

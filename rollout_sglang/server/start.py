@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.config.recipe import RolloutPrecision
 from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
-from rollout_sglang.server.process import ServerProcess, check_port_free, free_port
+from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
 from rollout_sglang.server.rollout_python import module_command, module_environment
 
 __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", "router_command", "start"]
@@ -105,8 +105,9 @@ def router_command(worker_urls: list[str], port: int, metrics_port: int) -> list
 def start_router(worker_urls: list[str], port: int, api_key: str | None, log: Path) -> ServerProcess:
     """Start SGLang's router in front of engines that are up. Dies with the calling thread. Raises PortInUseError."""
     check_port_free(port)
+    metrics_port = next(free for free in free_ports(2) if free != port)
     return ServerProcess(
-        router_command(worker_urls, port, free_port()),
+        router_command(worker_urls, port, metrics_port),
         environment=server_environment(api_key),
         log=log,
         ready_url=f"http://{HOST}:{port}/readiness",

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -150,6 +151,8 @@ def _become_server(arguments: list[str], environment: dict[str, str], log: str) 
     try:
         serve([*arguments, "--decode-log-interval", "1"])  # for support.engines.wait_for_decode
         status = 0
+    except BaseException:  # noqa: BLE001 - `os._exit` would discard it
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -79,6 +79,21 @@ def test_no_child_outlives_a_parent_that_is_killed(tmp_path: Path, kind: str) ->
     assert has_ended(child)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc of Linux is read")
+def test_a_child_ignores_no_signals_because_python_does(tmp_path: Path) -> None:
+    child = ChildProcess(["sleep", "60"], tmp_path / "log", os.environ)
+    try:
+        status = Path(f"/proc/{child.pid}/status")
+        ends = time.monotonic() + DEADLINE_S
+        while "Name:\tsleep" not in status.read_text():
+            assert time.monotonic() < ends, status.read_text()
+            time.sleep(0.02)
+        ignored = int(status.read_text().partition("SigIgn:")[2].split()[0], 16)
+        assert [number for number in (signal.SIGPIPE, signal.SIGXFSZ) if ignored >> (number - 1) & 1] == []
+    finally:
+        child.kill()
+
+
 def test_a_parent_with_busy_threads_can_start_children(tmp_path: Path) -> None:
     done = threading.Event()
     threads = [threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(done.is_set, True)]) for _ in range(4)]

@@ -106,6 +106,24 @@ def test_gather_or_cancel_is_cancelled_with_its_caller() -> None:
     assert sorted(asyncio.run(run())) == ["first", "second"]
 
 
+def test_a_cancelled_caller_gets_the_cancellation_whatever_failed() -> None:
+    async def fails_when_cancelled() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise ValueError("no")
+
+    async def run() -> None:
+        caller = asyncio.create_task(gather_or_cancel([fails_when_cancelled()]))
+        await asyncio.sleep(0.01)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert caller.cancelled()
+
+    asyncio.run(run())
+
+
 def test_gather_or_cancel_keeps_the_order() -> None:
     async def value(number: int) -> int:
         await asyncio.sleep(0.01 * (3 - number))

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import EngineStartError, ModelError, PortInUseError
+from rollout_sglang.server import process, start
 from rollout_sglang.server.block_shapes import check_block_shapes
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE, arguments_with_key
-from rollout_sglang.server.process import ServerProcess, check_port_free, free_port
+from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
 from rollout_sglang.server.start import EngineSpec, command, router_command, server_environment
 
 QWEN3_8B = {
@@ -113,6 +114,27 @@ def test_a_taken_port_is_named() -> None:
     port = free_port()
     check_port_free(port)
     assert port < 32_768, "the kernel gives higher ones to connections that go out"
+
+
+def test_free_ports_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also those of a router and of its metrics."""
+    monkeypatch.setattr(process, "FREE_PORTS", range(20_000, 20_104))
+    found = free_ports(4)
+    assert len(set(found)) == 4
+    monkeypatch.setattr(start, "free_ports", lambda count: found[:count])
+    commands: list[list[str]] = []
+    monkeypatch.setattr(start, "ServerProcess", lambda command, **_: commands.append(command))
+    start.start_router([], found[0], None, tmp_path / "log")
+    assert commands[0][commands[0].index("--prometheus-port") + 1] == str(found[1])
+
+
+def test_too_few_free_ports_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(port: int) -> None:
+        raise PortInUseError(str(port))
+
+    monkeypatch.setattr(process, "check_port_free", taken)
+    with pytest.raises(PortInUseError, match=r"103 ports .* 0 are free, 3 are needed; set rollout\.port"):
+        free_ports(3)
 
 
 def launch_python(code: str, tmp_path: Path, port: int, secret: str | None = None) -> ServerProcess:
