@@ -16,6 +16,7 @@ from launch.convert.folders import compare_with_source, hf_to_fp8, hf_to_megatro
 from launch.convert.modelopt import calibration_rows
 from launch.convert.new_model import new_model
 from launch.convert.sources import fp8_map
+from megatron_bridge.hf import folders
 from megatron_bridge.hf.folders import new_folder
 from megatron_bridge.hf.fp8 import dequantized_tensors, write_fp8_folder
 from megatron_bridge.hf.headers import weight_files
@@ -139,15 +140,17 @@ def test_out_must_be_new_or_empty_and_remains_of_the_dead_are_removed(tmp_path: 
         raise AssertionError("unreachable")
 
 
-def test_a_folder_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+def test_a_folder_that_appears_while_ours_is_synced_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commands may write to one OUT: the first to end has it."""
     out = tmp_path / "out"
-    writing = new_folder(out)
-    (writing.__enter__() / "file").write_text("second")
-    out.mkdir()
-    (out / "file").write_text("first")
-    with pytest.raises(ModelError, match="not an empty folder"):
-        writing.__exit__(None, None, None)
+
+    def sync_while_another_ends(_: Path) -> None:
+        out.mkdir()
+        (out / "file").write_text("first")
+
+    monkeypatch.setattr(folders, "_sync_tree", sync_while_another_ends)
+    with pytest.raises(ModelError, match="not an empty folder"), new_folder(out) as folder:
+        (folder / "file").write_text("second")
     assert (out / "file").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
