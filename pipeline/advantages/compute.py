@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from pipeline.advantages.aggregation import batch_normalized, token_advantages
 from pipeline.advantages.base import Advantage, AdvantageEstimator
+from pipeline.advantages.groups import Grouped
 from pipeline.data.records import Batch
 
 
@@ -49,28 +50,17 @@ class AdvantageComputer:
         """Advantages of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""
         values = np.asarray(self.estimator.advantages(batch.reward, batch.group), np.float64)
         everything = np.ones(batch.num_samples, np.bool_)
-        contrasted = with_contrast(batch)
+        groups = Grouped.of(batch.reward, batch.group)
+        contrasted = groups.any_member(groups.deviation != 0.0)
         # A batch without any advantage still makes its step, by momentum and weight decay alone: versions count steps.
         in_loss = contrasted if self.section.zero_variance == "exclude" and contrasted.any() else everything
         return SampleAdvantages(
             values=batch_normalized(values, in_loss) if self.section.batch_normalized else values,
             in_loss=in_loss,
-            through_model=with_advantage(batch, values) if self.section.zero_variance == "skip" else everything,
+            through_model=groups.any_member(values != 0.0) if self.section.zero_variance == "skip" else everything,
         )
 
     def by_token(self, step: Batch, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """[responses] what the tokens of one optimizer step are trained with, from `values` [samples] of the same
         samples; 0 on tokens that no engine sampled."""
         return token_advantages(self.section.aggregation, step, values, max_new_tokens=self.max_new_tokens)
-
-
-def with_contrast(batch: Batch) -> NDArray[np.bool_]:
-    """[samples] True in groups whose rewards differ."""
-    _, first, group = np.unique(batch.group, return_index=True, return_inverse=True)
-    return np.asarray(np.bincount(group, batch.reward != batch.reward[first][group])[group] > 0)
-
-
-def with_advantage(batch: Batch, values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """[samples] False where every one of the group's `values` [samples] is 0: such a group has no policy gradient."""
-    _, group = np.unique(batch.group, return_inverse=True)
-    return np.asarray(np.bincount(group, values != 0.0)[group] > 0)

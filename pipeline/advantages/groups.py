@@ -47,6 +47,10 @@ class Grouped:
         """[groups] sums of any `values` [n]."""
         return np.bincount(self.members, values, minlength=len(self.sizes)).astype(np.float64)
 
+    def any_member(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[n] whether any sample of the sample's group is `chosen` [n]."""
+        return np.asarray(self.total(chosen)[self.members] > 0)
+
     @cached_property
     def mean(self) -> NDArray[np.float64]:
         """[n] of the sample's group."""

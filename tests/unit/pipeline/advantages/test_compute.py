@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from pipeline.advantages.compute import AdvantageComputer, with_advantage
+from pipeline.advantages.compute import AdvantageComputer
+from pipeline.advantages.groups import Grouped
 from pipeline.config.algorithm import AdvantageSection
 from pipeline.data.records import Batch
 from precision.objectives.base import StepContext, TokenBatch
@@ -77,7 +78,15 @@ def test_a_batch_without_contrast_still_makes_its_step(choice: str) -> None:
 def test_one_advantage_makes_its_whole_group_informative() -> None:
     """maxrl in a group of which one sample has an advantage of exactly 0."""
     values = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1e-30])
-    assert with_advantage(HAND, values).tolist() == [False, False, False, False, True, True, True]
+    assert Grouped.of(HAND.reward, HAND.group).any_member(values != 0.0).tolist() == [
+        False,
+        False,
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 @dataclass(frozen=True)
