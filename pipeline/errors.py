@@ -12,6 +12,7 @@ EvenKeelError
 │   │   └── ContractMismatchError   the batch was sampled under another logprob contract
 │   ├── PromptsExhaustedError  every problem of the task is solved: nothing is left to ask
 │   ├── NonFiniteError         a NaN or infinity was about to reach the optimizer
+│   ├── SupersededError        a later start of the same role has taken over
 │   ├── PortInUseError
 │   └── EngineStartError       an engine never came up (carries the end of its log)
 └── RetryableError             the same call may succeed later
@@ -25,7 +26,11 @@ Every message says what was expected, what was found, and what to do next, on on
 from __future__ import annotations
 
 FATAL_EXIT_CODE = 64
-"""Exit status of a process that met a FatalError: the supervisor does not start it again."""
+"""Exit status of a process that met a FatalError: it must not be started again, the run has failed."""
+SUPERSEDED_EXIT_CODE = 65
+"""Exit status of a process that found a later start of its role: it must not be started again, the run goes on."""
+STOPPED_EXIT_CODE = 143
+"""Exit status of a role that was asked to end (SIGTERM) before the run was finished: started again, it goes on."""
 
 
 class EvenKeelError(Exception):
@@ -74,6 +79,10 @@ class PromptsExhaustedError(FatalError):
 
 class NonFiniteError(FatalError, FloatingPointError):
     """A NaN or infinity was about to reach the optimizer."""
+
+
+class SupersededError(FatalError):
+    """A later start of the same role has taken over; this process must write nothing more."""
 
 
 class PortInUseError(FatalError):

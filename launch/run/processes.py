@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from pipeline.child_process import ChildProcess
-from pipeline.data.run_directory import RunDirectory, write_atomically
+from pipeline.data.files import write_atomically
+from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FATAL_EXIT_CODE, EvenKeelError, FatalError
 
 _POLL_S = 0.25

@@ -22,9 +22,10 @@ from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import LearnerSection, Recipe
 from pipeline.data.event_log import EventLog, read_metrics
+from pipeline.data.files import write_atomically
 from pipeline.data.given_batch import Response, given_batch
 from pipeline.data.records import Batch, LogprobContract
-from pipeline.data.run_directory import RunDirectory, write_atomically
+from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
 from pipeline.tasks import Task, build_task
 from pipeline.tasks.tokenizer import Tokenizer

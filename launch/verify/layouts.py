@@ -28,7 +28,8 @@ from launch.progress import counted
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.recipe import LearnerSection, OptimizerSection
-from pipeline.data.run_directory import RunDirectory, write_atomically
+from pipeline.data.files import write_atomically
+from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 
 MAX_ROW = 40

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.run_directory import fsync_directory
+from pipeline.data.files import fsync_directory
 from pipeline.errors import ModelError
 
 COMPANION_FILES = (

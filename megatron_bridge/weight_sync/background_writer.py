@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_bridge.hf.shard_writer import whole_tensors, write_shards
-from pipeline.data.run_directory import write_atomically
+from pipeline.data.files import write_atomically
 from pipeline.errors import DeadlineExceededError
 
 _POLL_S = 0.02

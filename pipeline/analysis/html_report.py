@@ -18,7 +18,7 @@ from pipeline.analysis.bottleneck import phase_shares
 from pipeline.analysis.objective_figures import advantage_figures, advantage_text, objective_figures
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
-from pipeline.data.run_directory import write_atomically
+from pipeline.data.files import write_atomically
 
 NOTEWORTHY = ("restarted", "dropped", "retried")
 """Event kinds that a reader wants to see one by one."""

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import yaml
@@ -35,6 +34,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.files import replacing, write_atomically
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 
 RUN_FORMAT = 2
@@ -42,33 +42,6 @@ RUN_FORMAT = 2
 Runs of format 1 have no FORMAT file. Batch files have a schema version of their own (pipeline.data.batch_format)."""
 
 _NUMBER = re.compile(r"\d{6,}")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` with `text`, durably: fsync of the file, rename, fsync of the folder."""
-    with _replacing(path) as file:
-        file.write(text.encode())
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the name `path` once it is written and durable."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync_directory(path.parent)
-
-
-def fsync_directory(directory: Path) -> None:
-    """Make renames inside `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -275,7 +248,7 @@ def numbered_folders(directory: Path) -> list[int]:
 
 
 def _write_array(path: Path, values: NDArray[np.float32]) -> None:
-    with _replacing(path) as file:
+    with replacing(path) as file:
         np.save(file, values, allow_pickle=False)
 
 

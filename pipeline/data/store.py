@@ -25,8 +25,9 @@ from zarr.core.buffer import Buffer
 from zarr.storage import MemoryStore, ZipStore
 
 from pipeline.data.batch_format import array_names, arrays_of, attributes_of, batch_from, check_batch, content_sha256
+from pipeline.data.files import fsync_directory
 from pipeline.data.records import Batch, LogprobContract
-from pipeline.data.run_directory import fsync_directory, numbered
+from pipeline.data.run_directory import numbered
 from pipeline.errors import ContractMismatchError, CorruptBatchError, DeadlineExceededError, StoreError
 
 _NAME = re.compile(r"^(\d{6,})\.zarr\.zip$")

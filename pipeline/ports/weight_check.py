@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.run_directory import write_atomically
+from pipeline.data.files import write_atomically
 from pipeline.errors import StoreError
 
 if TYPE_CHECKING:

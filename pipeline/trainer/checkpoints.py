@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.run_directory import fsync_directory, numbered, numbered_folders, write_atomically
+from pipeline.data.files import fsync_directory, write_atomically
+from pipeline.data.run_directory import numbered, numbered_folders
 from pipeline.errors import CorruptCheckpointError
 from pipeline.ports.learner import Learner
 

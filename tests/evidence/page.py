@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from pipeline.data.run_directory import write_atomically
+from pipeline.data.files import write_atomically
 from tests.evidence.claims import Judged, curves_of, judge, quantity, show, with_interval
 from tests.evidence.equal_arms import NUM_PAGES, false_page_rate
 from tests.evidence.hypotheses import DECAY, FORECAST_MARGIN, Curve

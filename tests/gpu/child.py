@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.child_process import die_with_parent
-from pipeline.data.run_directory import write_atomically
+from pipeline.data.files import write_atomically
 from tests.gpu.goals import NotMeasured
 from tests.gpu.scale import Scale
 

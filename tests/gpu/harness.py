@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from launch.run.processes import child_environment, log_tail
-from pipeline.data.run_directory import write_atomically
+from pipeline.data.files import write_atomically
 from tests.gpu.child import missing_file
 from tests.gpu.goals import Figures, Goal
 from tests.gpu.machine import ROOT

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.data.run_directory import write_atomically
+from pipeline.data.files import write_atomically
 from pipeline.errors import RunConflictError
 from tests.gpu.goals import Figures
 

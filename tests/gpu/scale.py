@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pipeline.data.run_directory import write_atomically
+from pipeline.data.files import write_atomically
 from tests.gpu.goals import Figure, Figures, NotMeasured
 
 T = TypeVar("T")

@@ -1,0 +1,108 @@
+"""Epochs: which start of a role may write to the run.
+
+    RUN/epochs/collector/000003   made at the third start of the collector, by exclusive creation; it says by whom
+    RUN/epochs/collector/NEWEST   the same number, replaced atomically
+
+A process that was frozen, or cut off from the network, goes on believing that it is the collector. No lock helps: its
+holder cannot know that it lost it. So every start of a role takes the next number, and a process compares its number
+with the newest one before everything that others could see. It ends when it was superseded.
+
+A comparison can be too late by an instant, so what must not happen twice is also created exclusively (batches), moved
+onto a name that must be free (checkpoints, policies), or refused by the engine that it is meant for (weights).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pipeline.data.files import create_exclusively, write_atomically
+from pipeline.errors import StoreError, SupersededError
+
+Role = Literal["learner", "collector", "engine", "router", "supervisor"]
+ROLES: tuple[Role, ...] = get_args(Role)
+_NUMBER = re.compile(r"\d{6,}")
+_NEWEST = "NEWEST"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One start of a role, or of one of several engines. `check` raises once there is a later one."""
+
+    folder: Path
+    """RUN/epochs/NAME; NAME is a role, or a role and an index: `engine-3`."""
+    number: int
+
+    @property
+    def name(self) -> str:
+        """Of role and start: `collector-000003`. Names files that one process alone writes."""
+        return f"{self.folder.name}-{self.number:06d}"
+
+    def is_superseded(self) -> bool:
+        """Whether there is a later start."""
+        return newest(self.folder) > self.number
+
+    def check(self) -> None:
+        """Call it before everything that others could see. Raises SupersededError."""
+        later = newest(self.folder)
+        if later > self.number:
+            raise SupersededError(
+                f"this {self.folder.name} is start {self.number}, and start {later} has taken over "
+                f"({who(self.folder, later)}); this one ends"
+            )
+
+
+def claim(run: Path, role: Role, index: int | None = None) -> Epoch:
+    """Begin the next epoch of a role: whoever held the one before is superseded from now on."""
+    folder = epoch_folder(run, role, index)
+    folder.mkdir(parents=True, exist_ok=True)
+    claimed_by = json.dumps(dict(host=socket.gethostname(), pid=os.getpid(), time=time.time()))
+    while True:
+        number = newest(folder) + 1
+        with suppress(FileExistsError):
+            create_exclusively(folder / f"{number:06d}", claimed_by + "\n")
+            break
+    if number > _pointer(folder):
+        write_atomically(folder / _NEWEST, f"{number:06d}\n")
+    return Epoch(folder, number)
+
+
+def epoch_folder(run: Path, role: Role, index: int | None = None) -> Path:
+    """Where the starts of a role are counted."""
+    return run / "epochs" / (role if index is None else f"{role}-{index}")
+
+
+def newest(folder: Path) -> int:
+    """The newest epoch; 0 when the role never started.
+
+    Both the listing and the pointer are read: file systems that cache, cache the one or the other.
+    """
+    with suppress(FileNotFoundError):
+        listed = (int(name) for name in os.listdir(folder) if _NUMBER.fullmatch(name))
+        return max(_pointer(folder), *listed, 0)
+    return 0
+
+
+def who(folder: Path, number: int) -> str:
+    """The process that claimed an epoch, for messages."""
+    try:
+        claimed: dict[str, Any] = json.loads((folder / f"{number:06d}").read_text())
+        return f"host {claimed['host']}, process {claimed['pid']}"
+    except (OSError, ValueError, KeyError):
+        return "by an unknown process"
+
+
+def _pointer(folder: Path) -> int:
+    try:
+        return int((folder / _NEWEST).read_text())
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{folder / _NEWEST} does not hold a number ({error}); remove it") from error

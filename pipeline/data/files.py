@@ -1,0 +1,104 @@
+"""Small files that several processes, and several hosts, share: replaced atomically or created exclusively.
+
+A reader sees the old file or the new one, never half of it. Temporary names hold the host and a random number: process
+ids repeat, from one container to the next and from one start to the next.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from pipeline.errors import StoreError
+
+_TEMPORARY = re.compile(r"\..+\.[\w-]+-[0-9a-f]{12}\.tmp")
+
+
+def unique_suffix() -> str:
+    """`HOST-RANDOM`, which no other call returns, here or on another host."""
+    host = re.sub(r"[^\w-]", "-", socket.gethostname())[:40]
+    return f"{host}-{uuid.uuid4().hex[:12]}"
+
+
+def temporary_name(path: Path) -> Path:
+    """A name beside `path`, hidden and unique, for what is not complete yet."""
+    return path.with_name(f".{path.name}.{unique_suffix()}.tmp")
+
+
+def is_temporary(name: str) -> bool:
+    """Whether `temporary_name` made the name."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` with `text`, durably: fsync of the file, rename, fsync of the folder."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def create_exclusively(path: Path, text: str) -> None:
+    """Create `path` with `text`, durably and complete. Of several processes, on any host, only one succeeds.
+
+    Raises FileExistsError when the file is there already.
+    """
+    with creating(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path`, in place of what had it, once it is written and durable."""
+    with _durable(path) as (file, temporary):
+        yield file
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+@contextmanager
+def creating(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path` once it is written and durable. Raises FileExistsError when another file
+    has the name by then: a hard link, unlike a rename, never replaces one."""
+    with _durable(path) as (file, temporary):
+        yield file
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # Over NFS the answer to a link that succeeded may be lost, and asked again.
+        if temporary.stat().st_nlink != 2:
+            raise
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be created by a hard link ({error.strerror}); put the run on a file system that has them "
+            "(see `evenkeel doctor`)"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+
+
+@contextmanager
+def _durable(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
+    temporary = temporary_name(path)
+    try:
+        with temporary.open("xb") as file:
+            yield file, temporary
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def fsync_directory(directory: Path) -> None:
+    """Make renames inside `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,88 @@
+"""Which engines and which router a run has, and at which addresses: `RUN/engines/`.
+
+    RUN/engines/000003.json   engine 3, announced by the process that runs it, which removes it when it ends
+    RUN/engines/router.json
+
+Each file has one writer, so engines join and leave without agreeing on anything. Being listed means nothing yet: the
+fleet (rollout_sglang.fleet) verifies an engine before it gets its first request. No key is kept here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.data.files import write_atomically
+from pipeline.errors import StoreError
+
+_FILE = re.compile(r"(\d{6,})\.json")
+_ROUTER = "router.json"
+
+
+@dataclass(frozen=True, order=True)
+class Member:
+    """One engine of a run."""
+
+    index: int
+    """Names it in records and logs."""
+    url: str
+    started: int = 0
+    """Which start of the engine this is (pipeline.data.epochs); another one has to be verified anew."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The folder `RUN/engines`. With `given` URLs (rollout.urls) the engines are those, whoever started them."""
+
+    folder: Path
+    given: tuple[str, ...] = ()
+
+    def announce(self, member: Member) -> None:
+        """Make an engine known that answers at its URL."""
+        self._write(f"{member.index:06d}.json", dict(url=member.url, started=member.started))
+
+    def withdraw(self, member: Member) -> None:
+        """Take back what `announce` made known, unless a later start has announced itself."""
+        if self._read(f"{member.index:06d}.json") == member:
+            (self.folder / f"{member.index:06d}.json").unlink(missing_ok=True)
+
+    def announce_router(self, url: str) -> None:
+        """Make the router known."""
+        self._write(_ROUTER, dict(url=url))
+
+    def engines(self) -> Sequence[Member]:
+        """All that are announced now, by index."""
+        if self.given:
+            return [Member(index, url) for index, url in enumerate(self.given)]
+        names = sorted(path.name for path in self.folder.glob("*.json")) if self.folder.is_dir() else []
+        found = (self._read(name) for name in names if _FILE.fullmatch(name))
+        return sorted(member for member in found if member is not None)
+
+    def router(self) -> str | None:
+        """URL of the router; None when none was announced."""
+        data = self._load(_ROUTER)
+        return None if data is None else str(data["url"])
+
+    def _read(self, name: str) -> Member | None:
+        data = self._load(name)
+        return None if data is None else Member(int(Path(name).stem), str(data["url"]), int(data["started"]))
+
+    def _load(self, name: str) -> dict[str, str | int] | None:
+        path = self.folder / name
+        with suppress(FileNotFoundError):
+            try:
+                data = json.loads(path.read_text())
+                if isinstance(data, dict) and "url" in data:
+                    return data
+                raise ValueError("no url in it")
+            except ValueError as error:
+                raise StoreError(f"{path} is damaged ({error}); remove it and start that process again") from error
+        return None
+
+    def _write(self, name: str, data: dict[str, str | int]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / name, json.dumps(data) + "\n")

@@ -1,0 +1,112 @@
+"""Of several processes that take up a role, only the last may write."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.epochs import claim, epoch_folder, newest
+from pipeline.data.files import create_exclusively, is_temporary, replacing, temporary_name, write_atomically
+from pipeline.data.membership import Member, Membership
+from pipeline.errors import StoreError, SupersededError
+
+
+def test_a_later_start_supersedes_an_earlier_one(tmp_path: Path) -> None:
+    first = claim(tmp_path, "collector")
+    first.check()
+    second = claim(tmp_path, "collector")
+    second.check()
+    with pytest.raises(SupersededError, match="start 1, and start 2 has taken over"):
+        first.check()
+    assert first.is_superseded()
+    assert not second.is_superseded()
+    assert second.name == "collector-000002"
+
+
+def test_roles_and_indices_are_counted_apart(tmp_path: Path) -> None:
+    claimed = [claim(tmp_path, "learner"), claim(tmp_path, "engine", 0), claim(tmp_path, "engine", 1)]
+    assert [epoch.number for epoch in claimed] == [1, 1, 1]
+    assert [epoch.name for epoch in claimed] == ["learner-000001", "engine-0-000001", "engine-1-000001"]
+
+
+def test_starts_at_the_same_time_get_different_numbers(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        claimed = list(threads.map(lambda _: claim(tmp_path, "learner"), range(24)))
+    assert sorted(epoch.number for epoch in claimed) == list(range(1, 25))
+    assert newest(epoch_folder(tmp_path, "learner")) == 24
+    assert [epoch.number for epoch in claimed if not epoch.is_superseded()] == [24]
+
+
+@pytest.mark.parametrize("hidden", ["000002", "NEWEST"])
+def test_a_stale_view_of_either_file_does_not_hide_a_later_start(tmp_path: Path, hidden: str) -> None:
+    first = claim(tmp_path, "learner")
+    claim(tmp_path, "learner")
+    (first.folder / hidden).unlink()
+    assert first.is_superseded()
+
+
+def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
+    epoch = claim(tmp_path, "learner")
+    (epoch.folder / "NEWEST").write_text("?")
+    with pytest.raises(StoreError, match="NEWEST does not hold a number"):
+        epoch.check()
+
+
+def test_exclusive_creation_has_one_winner_whose_file_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+
+    def create(number: int) -> bool:
+        try:
+            create_exclusively(path, str(number) * 10_000)
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        won = list(threads.map(create, range(8)))
+    assert sum(won) == 1
+    assert path.read_text() == str(won.index(True)) * 10_000
+    assert [one.name for one in tmp_path.iterdir()] == ["one"], "what the losers wrote is gone"
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "pointer"
+    write_atomically(path, "old")
+    with pytest.raises(TypeError), replacing(path) as file:
+        file.write("text")  # type: ignore[arg-type]
+    assert path.read_text() == "old"
+    assert [one.name for one in tmp_path.iterdir()] == ["pointer"]
+    assert is_temporary(temporary_name(path).name)
+    assert not is_temporary(path.name)
+
+
+def test_engines_join_and_leave(tmp_path: Path) -> None:
+    membership = Membership(tmp_path / "engines")
+    assert membership.engines() == []
+    assert membership.router() is None
+    old, new, other = Member(3, "http://a:1", 1), Member(3, "http://b:1", 2), Member(0, "http://c:1", 1)
+    for member in (old, other):
+        membership.announce(member)
+    assert membership.engines() == [other, old]
+    membership.announce(new)
+    membership.withdraw(old)
+    assert membership.engines() == [other, new], "the leaving start does not take its successor away"
+    membership.withdraw(new)
+    assert membership.engines() == [other]
+    membership.announce_router("http://r:1")
+    assert membership.router() == "http://r:1"
+
+
+def test_given_urls_are_the_engines(tmp_path: Path) -> None:
+    given = Membership(tmp_path / "engines", ("http://x:1", "http://y:1"))
+    assert [(member.index, member.url) for member in given.engines()] == [(0, "http://x:1"), (1, "http://y:1")]
+
+
+def test_a_damaged_announcement_is_named(tmp_path: Path) -> None:
+    membership = Membership(tmp_path)
+    (tmp_path / "000001.json").write_text(json.dumps([1]))
+    with pytest.raises(StoreError, match=r"000001\.json is damaged"):
+        membership.engines()
