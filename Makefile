@@ -9,7 +9,7 @@ SHARED := -n 2 --dist loadfile
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-all mutations check bench evidence gpu gpu-rehearsal clean
+.PHONY: help install demo test test-slow test-cluster test-all mutations check bench evidence gpu gpu-rehearsal clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -27,12 +27,15 @@ demo: install  ## Fine-tune a tiny model, then train it with P3O on FP8 rollouts
 	@$(BIN)/evenkeel train $(DEMO)
 
 test: install  ## The loop, the learner and the engines, real ones, two files at a time (about 7 minutes).
-	@$(BIN)/python -m pytest $(SHARED) --durations 10 -m "not slow"
+	@$(BIN)/python -m pytest $(SHARED) --durations 10 -m "not slow and not cluster"
 
 test-slow: install  ## What guards tools around training, and every example of the property tests.
-	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $(SHARED) --durations 10 -m "slow or hypothesis"
+	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $(SHARED) --durations 10 -m "(slow or hypothesis) and not cluster"
 
-test-all: test test-slow  ## All tests.
+test-cluster: install  ## Several hosts, out of namespaces: a run over four of them, faults, Slurm (as root; tests/cluster/README.md).
+	@$(BIN)/python -m tests.cluster.rig && $(BIN)/python -m pytest -p no:xdist --durations 10 -m cluster tests/cluster
+
+test-all: test test-slow  ## All tests that need no root.
 
 mutations: install  ## Break the product on purpose in two dozen places: some test must catch each (about 5 minutes).
 	@$(BIN)/python -m tests.mutations $(ONLY)
