@@ -46,6 +46,8 @@ from pipeline.ports.learner import Update
 from precision.objectives.base import Objective, Prepared, ScoredStep
 from precision.ratios import MAX_LOG_RATIO, RatioSums
 
+Result = TypeVar("Result")
+
 
 class MegatronLearner:
     """One rank of the learner."""
@@ -207,6 +209,14 @@ class MegatronLearner:
         """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json."""
         export_policy(self.named_weights(), self.model_folder, directory, self._rank_zero)
 
+    def tell(self, action: Callable[[], Result]) -> Result:
+        """The result of rank 0's action (a JSON value), on every rank; or its error."""
+        return self._rank_zero.tell(action)
+
+    def everywhere(self, action: Callable[[], None]) -> None:
+        """Run an action on every rank; when it fails on one, all raise that error."""
+        self._rank_zero.everywhere(action)
+
     def barrier(self) -> None:
         """Wait for every rank, no longer than learner.step_deadline_s."""
         dist.barrier()
@@ -313,9 +323,6 @@ class MegatronLearner:
             "num_tokens": float(num_tokens),
             **means,
         }
-
-
-Result = TypeVar("Result")
 
 
 def _finite_or_refused(work: Callable[[], Result], batch: Batch) -> Result:

@@ -15,9 +15,11 @@ EvenKeelError
 │   ├── SupersededError        a later start of the same role has taken over
 │   ├── PortInUseError
 │   └── EngineStartError       an engine never came up (carries the end of its log)
+├── StoppedError               asked to end before the run was finished; started again, it goes on
 └── RetryableError             the same call may succeed later
     ├── EngineUnavailableError an engine refused, dropped or never answered a request
     ├── EngineVersionError     an engine does not serve the version it should
+    ├── AlreadyCommittedError  another process was first; started again, this one goes on after it
     └── DeadlineExceededError  a bounded wait ran out
 
 Every message says what was expected, what was found, and what to do next, on one line.
@@ -93,6 +95,10 @@ class EngineStartError(FatalError):
     """An engine did not come up before its deadline."""
 
 
+class StoppedError(EvenKeelError):
+    """The process was asked to end, and did so in order: what it had is saved. Nothing failed."""
+
+
 class RetryableError(EvenKeelError):
     """The same call may succeed later."""
 
@@ -103,6 +109,10 @@ class EngineUnavailableError(RetryableError):
 
 class EngineVersionError(RetryableError):
     """An engine does not serve the policy version that it should."""
+
+
+class AlreadyCommittedError(RetryableError):
+    """Another process committed this batch first; what it committed counts."""
 
 
 class DeadlineExceededError(RetryableError):

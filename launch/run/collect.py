@@ -18,6 +18,7 @@ from launch.build.components import (
 from launch.run.processes import run_child
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import claim
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -70,9 +71,11 @@ def settings(recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
 async def collect(run: RunDirectory) -> None:
     """Collect every batch that the run lacks."""
     recipe = run.recipe()
+    epoch = claim(run.path, "collector")
+    run = run.under(epoch)
     tokenizer = build_tokenizer(recipe)
     prompts = build_prompts(recipe, tokenizer)
-    store = BatchStore(run.batches)
+    store = BatchStore(run.batches, run.fence)
     store.remove_partial()
     fleet = build_fleet(run, recipe)
     try:
@@ -86,7 +89,7 @@ async def collect(run: RunDirectory) -> None:
                 tokenizer=tokenizer,
                 verifiers=verifiers,
                 contract=build_contract(recipe, tokenizer),
-                event_log=EventLog(run.path),
+                event_log=EventLog(run.path, epoch.name),
                 settings=settings(recipe, tokenizer),
             ).collect()
     finally:

@@ -22,6 +22,7 @@ from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTran
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -72,6 +73,8 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
     """Train on every batch that the newest checkpoint has not seen."""
     recipe = run.recipe()
     learner = build_learner(recipe)
+    epoch = Epoch(epoch_folder(run.path, "learner"), learner.tell(lambda: claim(run.path, "learner").number))
+    run = run.under(epoch)
     channel = None
     if publishing:
         channel = build_channel(run, recipe, learner)
@@ -94,7 +97,7 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         channel=channel,
         checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep),
         checkpoint_every=recipe.checkpoint.every,
-        event_log=EventLog(run.path),
+        event_log=EventLog(run.path, epoch.name),
     )
     trainer.train()
     if channel is not None:

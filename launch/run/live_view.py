@@ -1,6 +1,6 @@
 """What a run is doing right now: a live view on a terminal, plain lines elsewhere.
 
-Reads only what the run writes anyway (metrics.jsonl, events.jsonl), and only the lines that are new. Everything is
+Reads only what the run writes anyway (its metrics and events), and only the lines that are new. Everything is
 written to stderr; stdout stays free for results.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,7 +23,7 @@ from rich.text import Text
 from pipeline.analysis.bottleneck import WINDOW_STEPS, bottleneck, phase_shares
 from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
-from pipeline.data.event_log import parse_line
+from pipeline.data.event_log import log_files, parse_line
 
 PHASE_STYLES = {"wait": "bright_black", "logprobs": "cyan", "update": "magenta", "publish": "yellow", "save": "green"}
 BAR_CELLS = 40
@@ -47,6 +47,20 @@ class Tail:
         self.offset += len(complete)
         parsed = (parse_line(line) for line in complete.splitlines())
         return [line for line in parsed if line is not None]
+
+
+@dataclass
+class LogTail:
+    """Tails of all files of one log: every start of a role has its own."""
+
+    run: Path
+    log: Literal["metrics", "events"]
+    _tails: dict[Path, Tail] = field(default_factory=dict)
+
+    def new_lines(self) -> list[dict[str, Any]]:
+        """New lines of all files, by time."""
+        tails = [self._tails.setdefault(path, Tail(path)) for path in log_files(self.run, self.log)]
+        return sorted((line for tail in tails for line in tail.new_lines()), key=lambda line: float(line["time"]))
 
 
 @dataclass
@@ -109,7 +123,7 @@ class LiveView:
     def __init__(self, run_dir: Path, steps: int, *, console: Console | None = None, every_steps: int = 10) -> None:
         self.console = console or Console(stderr=True)
         self.progress = Progress(steps)
-        self._metrics, self._events = Tail(run_dir / "metrics.jsonl"), Tail(run_dir / "events.jsonl")
+        self._metrics, self._events = LogTail(run_dir, "metrics"), LogTail(run_dir, "events")
         self._every_steps = every_steps
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
 

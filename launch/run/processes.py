@@ -15,7 +15,15 @@ from typing import NoReturn
 from pipeline.child_process import ChildProcess
 from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import FATAL_EXIT_CODE, EvenKeelError, FatalError
+from pipeline.errors import (
+    FATAL_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    SUPERSEDED_EXIT_CODE,
+    EvenKeelError,
+    FatalError,
+    StoppedError,
+    SupersededError,
+)
 
 _POLL_S = 0.25
 _RAISED = re.compile(r"^(\[rank\d+\]: ?)?(error: |[\w.]*(Error|Exception|Interrupt)\b: )")
@@ -75,11 +83,17 @@ def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoRetur
     """Body of a supervised program: a FatalError leaves its one line where the supervisor looks for it."""
     try:
         body()
+    except SupersededError as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        os._exit(SUPERSEDED_EXIT_CODE)
     except FatalError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         note = dict(process=name, error=type(error).__name__, message=str(error), time=time.time())
         write_atomically(fatal_note(run), json.dumps(note))
         os._exit(FATAL_EXIT_CODE)  # other ranks may wait in a collective: no orderly goodbye
+    except StoppedError as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        os._exit(STOPPED_EXIT_CODE)
     except EvenKeelError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(1)

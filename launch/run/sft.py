@@ -32,6 +32,7 @@ from pipeline.tasks.tokenizer import Tokenizer
 from pipeline.trainer.checkpoints import Checkpoints
 
 CHECKPOINT_EVERY = 100
+SFT_SOURCE = "sft"
 SFT_METRICS = ("loss", "entropy", "grad_norm", "lr", "num_tokens", "padding_share")
 
 
@@ -121,7 +122,7 @@ def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
         seed=recipe.run.seed,
         total_steps=recipe.run.steps,
     )
-    event_log, checkpoints = EventLog(run.path), Checkpoints(run.checkpoints, keep=1)
+    event_log, checkpoints = EventLog(run.path, SFT_SOURCE), Checkpoints(run.checkpoints, keep=1)
     first, _ = checkpoints.restore(learner)
     for step in range(first, recipe.run.steps):
         pairs = demonstrations_of(task, step * batch_size, batch_size)

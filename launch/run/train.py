@@ -15,6 +15,7 @@ from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
 from pipeline.config.advice import advice
 from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import claim
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
@@ -30,7 +31,7 @@ def train_run(recipe: Recipe) -> dict[str, Any]:
         print(f"warning: {sentence}", file=sys.stderr)
     with run.claimed():
         run.freeze(recipe)
-        event_log = EventLog(run.path)
+        event_log = EventLog(run.path, claim(run.path, "supervisor").name)
         if not run.is_finished():
             seed_policy(run, recipe)
             with LiveView(run.path, recipe.run.steps) as view, Supervisor(run, recipe, view, event_log) as supervisor:

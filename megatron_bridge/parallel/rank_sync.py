@@ -82,6 +82,15 @@ class RankZero:
         self._rank_sync.all_gather_result(act)
         return result
 
+    def tell(self, action: Callable[[], T]) -> T:
+        """The action's result (a JSON value) on every rank. Every rank raises what rank 0 raised."""
+        results = self._rank_sync.all_gather_result(lambda: action() if self.is_rank_zero else None)
+        return results[0]  # type: ignore[return-value]
+
+    def everywhere(self, action: Callable[[], None]) -> None:
+        """Run the action on every rank. When it fails on one, all raise that error."""
+        self._rank_sync.all_gather_result(action)
+
 
 def _rebuilt(rank: int, name: str, message: str) -> Exception:
     kind = getattr(errors, name, None)

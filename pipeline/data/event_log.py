@@ -1,8 +1,10 @@
-"""The run's two line logs: metrics.jsonl (one line a step) and events.jsonl (what happened, when).
+"""The run's two logs: metrics (one line a step) and events (what happened, when).
 
-A line is one write to a file opened with O_APPEND, so several processes of a machine may append to one file. A killed
-process may leave a torn last line; the next one to open the file ends it, and readers skip it. These files explain a
-run and draw its report; they are never read to decide what to train on (the batches are).
+    RUN/metrics/learner-000002.jsonl    RUN/events/collector-000003.jsonl
+
+Every start of a role writes files of its own, so a line is never torn by another host; readers merge them. A killed
+process may leave a torn last line; readers skip it. These files explain a run and draw its report; they are never read
+to decide what to train on (the batches are).
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -34,13 +38,20 @@ EventKind = Literal[
 EVENT_KINDS: tuple[str, ...] = get_args(EventKind)
 
 
-class EventLog:
-    """Appends to the two logs in `directory`. Every line has `time`: seconds since 1970, UTC."""
+LogName = Literal["metrics", "event"]
+Observer = Callable[[LogName, dict[str, Any]], None]
+"""Called with each line after it is written."""
+_START = re.compile(r"(.*)-(\d{6,})")
 
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self.metrics_path = directory / "metrics.jsonl"
-        self.events_path = directory / "events.jsonl"
+
+class EventLog:
+    """Appends to the two logs of one start of a role. Every line has `time`: seconds since 1970, UTC."""
+
+    def __init__(self, run: Path, source: str, observers: Sequence[Observer] = ()) -> None:
+        """`source` names the start, and the files: Epoch.name."""
+        self.metrics_path = run / "metrics" / f"{source}.jsonl"
+        self.events_path = run / "events" / f"{source}.jsonl"
+        self._observers = observers
         _end_torn_line(self.metrics_path)
         _end_torn_line(self.events_path)
 
@@ -49,27 +60,52 @@ class EventLog:
 
         Raises NonFiniteError, naming the field, and writes nothing, when a number is NaN or infinite.
         """
-        _append(self.metrics_path, {"step": step, "time": time.time(), **fields})
+        self._append("metrics", self.metrics_path, {"step": step, "time": time.time(), **fields})
 
     def event(self, kind: EventKind, **fields: Any) -> None:
         """Append an event. Raises as `metrics` does, and ValueError for an unknown kind."""
         if kind not in EVENT_KINDS:
             raise ValueError(f"event kind {kind!r} is unknown, expected one of {', '.join(EVENT_KINDS)}")
-        _append(self.events_path, {"kind": kind, "time": time.time(), **fields})
+        self._append("event", self.events_path, {"kind": kind, "time": time.time(), **fields})
+
+    def _append(self, log: LogName, path: Path, fields: dict[str, Any]) -> None:
+        line = {key: _plain(key, value) for key, value in fields.items()}
+        _append(path, line)
+        for observer in self._observers:
+            observer(log, line)
 
 
-def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The last line of each step, by step."""
-    return [line for _, line in sorted({line["step"]: line for line in _read(directory / "metrics.jsonl")}.items())]
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """One line a step, by step: the last one of the newest start that trained it."""
+    lines = (line for path in log_files(run, "metrics") for line in _read(path))
+    return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
 
 
-def read_events(directory: Path, kind: EventKind | None = None) -> list[dict[str, Any]]:
-    """All events, or those of one kind, in the order written."""
-    return [line for line in _read(directory / "events.jsonl") if kind is None or line["kind"] == kind]
+def read_events(run: Path, kind: EventKind | None = None) -> list[dict[str, Any]]:
+    """All events, or those of one kind, by time; the clocks of hosts may differ. Those of one source stay in order."""
+    merged: list[tuple[float, str, int, dict[str, Any]]] = []
+    for path in log_files(run, "events"):
+        latest = -math.inf
+        for place, line in enumerate(_read(path)):
+            latest = max(latest, float(line["time"]))
+            merged.append((latest, path.stem, place, line))
+    merged.sort(key=lambda entry: entry[:3])
+    return [line for *_, line in merged if kind is None or line["kind"] == kind]
+
+
+def log_files(run: Path, folder: Literal["metrics", "events"]) -> list[Path]:
+    """The files of one log; those of a role in the order of its starts."""
+    return sorted((run / folder).glob("*.jsonl"), key=_by_start)
+
+
+def _by_start(path: Path) -> tuple[str, int]:
+    match = _START.fullmatch(path.stem)
+    return (match[1], int(match[2])) if match else (path.stem, 0)
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
-    data = (json.dumps({key: _plain(key, value) for key, value in line.items()}, ensure_ascii=False) + "\n").encode()
+    data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
+    path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         written = os.write(descriptor, data)

@@ -6,11 +6,13 @@ ids repeat, from one container to the next and from one start to the next.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +36,36 @@ def temporary_name(path: Path) -> Path:
 def is_temporary(name: str) -> bool:
     """Whether `temporary_name` made the name."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def remove_leftovers(folder: Path, fence: Callable[[], None]) -> list[str]:
+    """Delete the temporary files and folders that earlier starts of a role left in a folder that this role alone
+    writes. Returns their names. A superseded start may still be writing one: it fails, as it must.
+
+    `fence` raises where a later start has taken over. It is called after the listing, so whoever was listed had begun
+    before this start, or before that later one.
+    """
+    names = sorted(name for name in os.listdir(folder) if is_temporary(name)) if folder.is_dir() else []
+    fence()
+    for name in names:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return names
+
+
+def move_to_free_name(temporary: Path, target: Path) -> bool:
+    """Give a folder the name `target`, durably, unless a folder that is not empty has it. Returns whether it did."""
+    try:
+        temporary.rename(target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    fsync_directory(target.parent)
+    return True
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -61,12 +93,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def creating(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the name `path` once it is written and durable. Raises FileExistsError when another file
-    has the name by then: a hard link, unlike a rename, never replaces one."""
+def creating(path: Path, before: Callable[[], None] = lambda: None) -> Iterator[BinaryIO]:
+    """A new file that takes the name `path` once it is written and durable, and `before` has not raised. Raises
+    FileExistsError when another file has the name by then: a hard link, unlike a rename, never replaces one."""
     with _durable(path) as (file, temporary):
         yield file
     try:
+        before()
         os.link(temporary, path)
     except FileExistsError:
         # Over NFS the answer to a link that succeeded may be lost, and asked again.

@@ -10,11 +10,15 @@
       evaluations/000012.json  held-out pass@k of version 12
       checkpoints/000012/      Megatron distributed checkpoint + COMMIT, written last
       model/                   the final policy in full precision
-      engines.json             where the engines listen (never their key)
+      policy/updates/000031    made by whoever gives weights to engines, before it does
+      engines/000003.json      engine 3 listens there (pipeline.data.membership; never its key)
+      epochs/learner/000002    the second start of the learner (pipeline.data.epochs)
       FINISHED                 the run has reached its last step and evaluated it
-      metrics.jsonl  events.jsonl  logs/  report.html      for people: no process takes a decision from them
+      metrics/SOURCE.jsonl  events/SOURCE.jsonl  logs/  report.html      for people: no process takes a decision from
+                               them. SOURCE is a role and its start, such as collector-000003
 
 Small files are replaced atomically (temporary name, fsync, rename), so a reader sees the old or the new, never half.
+What others could see is written under a fence: a process that a later start has superseded raises, and writes nothing.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +39,23 @@ from numpy.typing import NDArray
 
 from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.data.files import replacing, write_atomically
+from pipeline.data.epochs import Epoch
+from pipeline.data.files import create_exclusively, replacing, write_atomically
+from pipeline.data.membership import Membership
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 
-RUN_FORMAT = 2
+RUN_FORMAT = 3
 """Raise it when recipe keys, metrics or files change their names, so that a run that was begun before cannot go on.
 Runs of format 1 have no FORMAT file. Batch files have a schema version of their own (pipeline.data.batch_format)."""
 
 _NUMBER = re.compile(r"\d{6,}")
+_REREAD_S = 1.0
+"""How long a pointer that cannot be read is read again: file systems of several hosts may lose it for a moment while it
+is replaced."""
+
+
+def unfenced() -> None:
+    """The fence of a process that nothing can supersede: readers, tests, a run on this machine alone."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,12 @@ class RunDirectory:
     """Names of the files of one run."""
 
     path: Path
+    fence: Callable[[], None] = field(default=unfenced, compare=False, repr=False)
+    """Called before everything that others could see; raises SupersededError."""
+
+    def under(self, epoch: Epoch) -> RunDirectory:
+        """The same run for a process that ends when its epoch is superseded."""
+        return replace(self, fence=epoch.check)
 
     @property
     def batches(self) -> Path:
@@ -84,6 +104,15 @@ class RunDirectory:
         """Held by whoever gives weights to engines."""
         return self.policies / ".weight_update.lock"
 
+    @property
+    def updates(self) -> Path:
+        """One file a weight update, named by its number."""
+        return self.policies / "updates"
+
+    def membership(self, given: Sequence[str] = ()) -> Membership:
+        """The run's engines and router. Where URLs are given (rollout.urls), the engines are those."""
+        return Membership(self.path / "engines", tuple(given))
+
     def policy_directory(self, version: int) -> Path:
         """HF folder of one published version, in the rollout's format."""
         return self.policies / numbered(version)
@@ -101,14 +130,20 @@ class RunDirectory:
 
     def published_version(self) -> int:
         """The version that every admitted engine serves. Raises StoreError when the run was never initialized."""
-        pointer = self._pointer
-        try:
-            return int(pointer.read_text())
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{pointer} does not name a version; start the run with `evenkeel train`") from error
+        pointer, give_up = self._pointer, time.monotonic() + _REREAD_S
+        while True:
+            try:
+                return int(pointer.read_text())
+            except (OSError, ValueError) as error:
+                if time.monotonic() > give_up:
+                    raise StoreError(
+                        f"{pointer} does not name a version ({error}); start the run with `evenkeel train`"
+                    ) from error
+            time.sleep(_REREAD_S / 20)
 
     def set_published(self, version: int) -> None:
         """Announce that every admitted engine serves `version`."""
+        self.fence()
         write_atomically(self._pointer, f"{version}\n")
 
     @property
@@ -117,6 +152,7 @@ class RunDirectory:
 
     def write_learner_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep the learner's log-probabilities of batch `step`, [responses], from before it trained on it."""
+        self.fence()
         _write_array(self.logprobs / f"{numbered(step)}.npy", logprobs)
 
     def learner_logprobs(self, step: int) -> NDArray[np.float32] | None:
@@ -125,6 +161,7 @@ class RunDirectory:
 
     def write_old_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep the learner's log-probabilities of batch `step`, [responses], from when the batch's stage began."""
+        self.fence()
         _write_array(self.logprobs / f"{numbered(step)}-old.npy", logprobs)
 
     def old_logprobs(self, step: int) -> NDArray[np.float32] | None:
@@ -140,6 +177,7 @@ class RunDirectory:
 
     def write_evaluation(self, version: int, result: Mapping[str, Any]) -> None:
         """Keep what a version reached on the held-out prompts; it is not evaluated again."""
+        self.fence()
         write_atomically(
             self.evaluations / f"{numbered(version)}.json", json.dumps(dict(version=version, **result)) + "\n"
         )
@@ -150,6 +188,7 @@ class RunDirectory:
 
     def set_finished(self) -> None:
         """The run has reached its last step, and its last version is evaluated."""
+        self.fence()
         write_atomically(self.path / "FINISHED", "")
 
     def is_finished(self) -> bool:
@@ -163,16 +202,19 @@ class RunDirectory:
 
     def freeze(self, recipe: Recipe) -> Recipe:
         """Store the recipe at the first start; refuse another one later (RunConflictError names the keys)."""
+        self.path.mkdir(parents=True, exist_ok=True)
         frozen = self.path / "recipe.yaml"
-        if frozen.exists() and (difference := differing_keys(self.recipe(), recipe)):
+        if not frozen.exists():
+            with suppress(FileExistsError):
+                create_exclusively(self._format, f"{RUN_FORMAT}\n")  # first: a recipe without it is of format 1
+            with suppress(FileExistsError):  # of two that start at once, one wins and the other compares
+                create_exclusively(frozen, recipe.to_yaml())
+        if difference := differing_keys(self.recipe(), recipe):
             raise RunConflictError(
                 f"{self.path} was started with another recipe ({'; '.join(difference)}); "
                 "give the run another run.name or restore the values"
             )
         self.make_folders()
-        if not frozen.exists():
-            write_atomically(self._format, f"{RUN_FORMAT}\n")  # first: a recipe without it is of format 1
-            write_atomically(frozen, recipe.to_yaml())
         return recipe
 
     def recipe(self) -> Recipe:

@@ -1,10 +1,12 @@
-"""The batch store: one batch = one zipped Zarr v3 group = one file, committed by fsync and rename.
+"""The batch store: one batch = one zipped Zarr v3 group = one file, committed by fsync and a hard link.
 
 Zarr promises nothing across chunks: after a killed write an array still opens, and what is missing reads as fill
 values. So a batch is built in memory, written to a temporary name, made durable, and only then given its name; and a
 read verifies the zip's checksums, a crc32c per chunk, one digest over everything, and that the ragged arrays agree.
 
-The collector is the only writer of a run; any number of processes may read and wait.
+One collector writes; a second one, on any host, that believes to be the one loses: a link never replaces a file. Any
+number of processes may read and wait. They wait by listing: to ask for a name makes some file systems remember that it
+was not there.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import zarr
@@ -25,13 +27,22 @@ from zarr.core.buffer import Buffer
 from zarr.storage import MemoryStore, ZipStore
 
 from pipeline.data.batch_format import array_names, arrays_of, attributes_of, batch_from, check_batch, content_sha256
-from pipeline.data.files import fsync_directory
+from pipeline.data.files import creating, remove_leftovers
 from pipeline.data.records import Batch, LogprobContract
-from pipeline.data.run_directory import numbered
-from pipeline.errors import ContractMismatchError, CorruptBatchError, DeadlineExceededError, StoreError
+from pipeline.data.run_directory import numbered, unfenced
+from pipeline.errors import (
+    AlreadyCommittedError,
+    ContractMismatchError,
+    CorruptBatchError,
+    DeadlineExceededError,
+    StoreError,
+)
 
 _NAME = re.compile(r"^(\d{6,})\.zarr\.zip$")
-_TEMPORARY_SUFFIX = ".partial"
+_FIRST_POLL_S = 0.05
+_SLOWEST_POLL_S = 1.0
+VISIBLE_S = 90.0
+"""Longest time, with margin, until a file that one host made is seen by another: attributes are cached up to 60 s."""
 _CHUNK_ELEMENTS = 1 << 20
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -39,8 +50,10 @@ _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 class BatchStore:
     """The committed batches of a run; `directory` is the run's `batches` folder, made on first use."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, fence: Callable[[], None] = unfenced) -> None:
+        """`fence` is called just before a batch gets its name; Epoch.check raises there in a superseded collector."""
         self.directory = directory
+        self._fence = fence
         directory.mkdir(parents=True, exist_ok=True)
 
     def path(self, index: int) -> Path:
@@ -49,7 +62,7 @@ class BatchStore:
 
     def exists(self, index: int) -> bool:
         """Whether batch `index` is committed."""
-        return self.path(index).is_file()
+        return self.path(index).name in os.listdir(self.directory)
 
     def committed(self) -> list[int]:
         """Indices of all committed batches, ascending."""
@@ -71,35 +84,48 @@ class BatchStore:
         return newest.next_group, newest.open_groups
 
     def commit(self, batch: Batch) -> Path:
-        """Make `batch` durable and visible, in that order. Raises StoreError if it is committed already or if its
-        arrays do not agree with one another."""
+        """Make `batch` durable and visible, in that order. Raises AlreadyCommittedError when another process was first,
+        SupersededError behind the fence, StoreError if its arrays do not agree with one another."""
         path = self.path(batch.index)
-        if path.exists():
-            raise StoreError(f"{path} is committed already; batches are never rewritten, continue with the next one")
+        if self.exists(batch.index):
+            self._refuse_second(path)
         try:
             check_batch(batch)
         except ValueError as error:
             raise StoreError(
                 f"refused to commit batch {batch.index}: {error}; correct the code that built it"
             ) from error
-        temporary = path.with_name(f".{path.name}.{os.getpid()}{_TEMPORARY_SUFFIX}")
-        with temporary.open("wb") as file:
-            _write_zip(file, _encode(batch))
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-        fsync_directory(self.directory)
+        try:
+            with creating(path, before=self._fence) as file:
+                _write_zip(file, _encode(batch))
+        except FileExistsError:
+            self._refuse_second(path)
+        except StoreError:
+            self._fence()  # the collector that took over has removed our temporary file
+            raise
         return path
 
-    def read(self, index: int, contract: LogprobContract | None) -> Batch:
-        """Read and verify batch `index`; with a `contract` of None, whatever its contract.
+    def _refuse_second(self, path: Path) -> NoReturn:
+        self._fence()  # names the collector that has taken over
+        made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(path.stat().st_mtime))
+        raise AlreadyCommittedError(
+            f"{path} is committed already, at {made} by an earlier start of the collector (see epochs/collector); "
+            "batches are never rewritten: start the collector again, it goes on with the next one"
+        )
+
+    def read(self, index: int, contract: LogprobContract | None, *, visible_s: float = 0.0) -> Batch:
+        """Read and verify batch `index`; with a `contract` of None, whatever its contract. Of a batch that another
+        host knows to be committed the file may be seen `visible_s` later here (VISIBLE_S).
 
         Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check,
         ContractMismatchError when it was sampled under another contract.
         """
-        path = self.path(index)
-        if not path.is_file():
-            raise StoreError(f"batch {index} is not committed: no file {path}; start the collector to make it")
+        path, give_up, pause_s = self.path(index), time.monotonic() + visible_s, _FIRST_POLL_S
+        while not path.is_file():
+            if time.monotonic() >= give_up:
+                raise StoreError(f"batch {index} is not committed: no file {path}; start the collector to make it")
+            time.sleep(pause_s)
+            pause_s = slower(pause_s)
         try:
             batch = _decode(path)
             if batch.index != index:
@@ -116,28 +142,29 @@ class BatchStore:
             _refuse_contract(path, found=batch.contract, expected=contract)
         return batch
 
-    def wait(self, index: int, contract: LogprobContract | None, *, deadline_s: float, poll_s: float = 0.05) -> Batch:
+    def wait(self, index: int, contract: LogprobContract | None, *, deadline_s: float) -> Batch:
         """Read batch `index` as soon as it is committed. Raises DeadlineExceededError after `deadline_s`, and what
-        `read` raises."""
-        _poll(lambda: self.exists(index), f"batch {index} in {self.directory}", deadline_s, poll_s)
+        `read` raises. For one process alone: of several ranks, one waits and tells the others (pipeline.trainer)."""
+        give_up, pause_s = time.monotonic() + deadline_s, _FIRST_POLL_S
+        while not self.exists(index):
+            if time.monotonic() >= give_up:
+                raise DeadlineExceededError(
+                    f"waited {deadline_s:g} s for batch {index} in {self.directory}, which never came; "
+                    "look at the collector's log"
+                )
+            time.sleep(pause_s)
+            pause_s = slower(pause_s)
         return self.read(index, contract)
 
     def remove_partial(self) -> list[str]:
-        """Delete what killed commits left behind; for the collector, before its first commit. Returns the names."""
-        names = sorted(name for name in os.listdir(self.directory) if name.endswith(_TEMPORARY_SUFFIX))
-        for name in names:
-            (self.directory / name).unlink(missing_ok=True)
-        return names
+        """Delete what killed commits left behind, or superseded ones may still write; for the collector of the newest
+        epoch, before its first commit. Returns the names."""
+        return remove_leftovers(self.directory, self._fence)
 
 
-def _poll(ready: Callable[[], bool], what: str, deadline_s: float, poll_s: float) -> None:
-    give_up = time.monotonic() + deadline_s
-    while not ready():
-        if time.monotonic() >= give_up:
-            raise DeadlineExceededError(
-                f"waited {deadline_s:g} s for {what}, which never came; look at the collector's log"
-            )
-        time.sleep(poll_s)
+def slower(pause_s: float) -> float:
+    """The pause after one of `pause_s`: a long wait asks a shared file system ever less often."""
+    return min(1.5 * pause_s, _SLOWEST_POLL_S)
 
 
 def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobContract) -> None:

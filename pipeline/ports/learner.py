@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.records import Batch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,18 @@ class Learner(Protocol):
 
     def export(self, directory: Path) -> None:
         """Write the weights as a full-precision HF safetensors folder with config, tokenizer and manifest.json."""
+        ...
+
+    def tell(self, action: Callable[[], T]) -> T:
+        """Run an action on rank 0 alone; every rank gets its result (a JSON value), or raises its error. What only the
+        file system knows is decided so: ranks on different hosts may see different files for a while.
+
+        The other ranks wait no longer than learner.step_deadline_s: an action that may take longer is asked again.
+        """
+        ...
+
+    def everywhere(self, action: Callable[[], None]) -> None:
+        """Run an action on every rank. When it fails on one, all raise that error, so that none waits for it."""
         ...
 
     def barrier(self) -> None:

@@ -126,7 +126,7 @@ def build(
         tokenizer=tokenizer,
         verifiers=verifiers,
         contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256=tokenizer.sha256),
-        event_log=EventLog(run.path),
+        event_log=EventLog(run.path, "learner-000001"),
         settings=CollectorSettings(**{**settings, **changes}),
     )
 

@@ -100,7 +100,7 @@ def evenkeel(*arguments: str) -> None:
 
 
 def summary(metrics: Sequence[dict[str, Any]]) -> Figures:
-    """From the lines of metrics.jsonl, one a step."""
+    """From the lines of metrics, one a step."""
     late = metrics[WARM_STEPS:]
     step_s = (late[-1]["time"] - metrics[WARM_STEPS - 1]["time"]) / len(late)
     table: list[object] = [["step", *PHASES, "reward", "ess", "k3_kl"]]

@@ -96,7 +96,7 @@ def train(folder: Path, section: LearnerSection, case: str, steps: int) -> tuple
         channel=None,
         checkpoints=Checkpoints(run.checkpoints, keep=2),
         checkpoint_every=1,
-        event_log=EventLog(run.path),
+        event_log=EventLog(run.path, "learner-000001"),
     )
     trainer.train()
     return learner, weights(learner) - before

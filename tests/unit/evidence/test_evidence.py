@@ -157,7 +157,7 @@ def begin(cell: Cell, *events: tuple[str, dict[str, Any]]) -> EventLog:
     run = RunDirectory(cell.directory)
     run.path.mkdir(parents=True)
     run.freeze(cell.resolved())
-    event_log = EventLog(run.path)
+    event_log = EventLog(run.path, "learner-000001")
     for kind, fields in events:
         event_log.event(kind, **fields)  # type: ignore[arg-type]
     return event_log

@@ -150,7 +150,7 @@ def test_rooms_and_files_can_be_looked_over() -> None:
 
 
 def test_no_process_takes_a_decision_from_the_logs() -> None:
-    """metrics.jsonl and events.jsonl are for people: whoever runs the loops reads neither."""
+    """metrics and events are for people: whoever runs the loops reads neither."""
     running = ("pipeline.rollout", "pipeline.trainer", "megatron_bridge", "rollout_sglang", "launch.build")
     running += tuple(f"launch.run.{program}" for program in ("train", "supervisor", "collect", "learn", "replay"))
     readers = [

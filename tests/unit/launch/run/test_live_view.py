@@ -47,7 +47,7 @@ def test_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
 
 
 def test_plain_lines_every_n_steps_and_on_events(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path)
+    event_log = EventLog(tmp_path, "learner-000001")
     console, out = plain_console()
     with LiveView(tmp_path, 20, console=console, every_steps=4) as view:
         for step in range(9):
@@ -78,7 +78,7 @@ def test_plain_lines_every_n_steps_and_on_events(tmp_path: Path) -> None:
 
 
 def test_lines_of_a_former_session_are_not_repeated(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path)
+    event_log = EventLog(tmp_path, "learner-000001")
     for step in range(4):
         log_step(event_log, step, float(step))
     event_log.event("evaluated", version=4, pass_at_1=0.3)
@@ -92,7 +92,7 @@ def test_lines_of_a_former_session_are_not_repeated(tmp_path: Path) -> None:
 
 
 def test_terminal_block_shows_numbers_phases_and_verdict(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path)
+    event_log = EventLog(tmp_path, "learner-000001")
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=110, color_system=None)
     with LiveView(tmp_path, 20, console=console) as view:
@@ -127,7 +127,7 @@ def test_a_run_without_files_renders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [1, 500])
 def test_memory_is_bounded(tmp_path: Path, steps: int) -> None:
-    event_log = EventLog(tmp_path)
+    event_log = EventLog(tmp_path, "learner-000001")
     for step in range(steps):
         log_step(event_log, step, float(step))
     view = LiveView(tmp_path, 500, console=plain_console()[0])

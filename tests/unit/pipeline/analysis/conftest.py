@@ -49,7 +49,7 @@ def _write_run(
     run = RunDirectory(root / name)
     run.freeze(recipe_from(data | (overrides or {}), source="test"))
     if steps_done:
-        _write_journal(EventLog(run.path), steps_done, seconds or SECONDS, evaluations=evaluations)
+        _write_journal(EventLog(run.path, "learner-000001"), steps_done, seconds or SECONDS, evaluations=evaluations)
     return run.path
 
 
@@ -86,7 +86,7 @@ def _evaluate(event_log: EventLog, version: int, value: float, time: float) -> N
 
 
 def step_metrics(step: int, seconds: dict[str, float]) -> dict[str, Any]:
-    """One line of metrics.jsonl, smooth in `step`."""
+    """One line of metrics, smooth in `step`."""
     ess = 1.0 - 0.001 * (1 + step)
     return dict(
         reward_mean=0.2 + 0.02 * step,

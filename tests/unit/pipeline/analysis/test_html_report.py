@@ -150,7 +150,7 @@ def test_a_run_that_goes_on(write_run: WriteRun, steps: int) -> None:
 
 def test_a_step_without_the_optional_metrics(write_run: WriteRun) -> None:
     run = write_run(0)
-    EventLog(run).metrics(0, reward_mean=0.5)
+    EventLog(run, "learner-000001").metrics(0, reward_mean=0.5)
     page = page_of(run)
     assert 'aria-label="training reward"' in page
     assert 'aria-label="timeline"' not in page
@@ -158,7 +158,7 @@ def test_a_step_without_the_optional_metrics(write_run: WriteRun) -> None:
 
 def test_events_are_listed_escaped_and_repeats_collapse(write_run: WriteRun) -> None:
     run = write_run(3)
-    event_log = EventLog(run)
+    event_log = EventLog(run, "learner-000001")
     event_log.event("restarted", process="learner", reason="<script>alert(1)</script>", time=1_700_000_125.0)
     for group in range(9):
         event_log.event("retried", group=group, reason="engine 0 is gone")

@@ -74,7 +74,7 @@ def test_every_choice_renders_and_leaves_no_measure_out(write_run: WriteRun, sec
     path = write_run(0, overrides=sections)
     measured = measured_by(RunDirectory(path).recipe())
     for step in range(2):
-        EventLog(path).metrics(step, solve_rate=0.4, entropy=1.5, **measured)
+        EventLog(path, "learner-000001").metrics(step, solve_rate=0.4, entropy=1.5, **measured)
     run_log = RunLog.read(path)
     page = render_page(run_log)
     assert 'aria-label="weight_curves"' in page
@@ -104,8 +104,8 @@ def test_every_drawn_metric_is_one_that_something_measures(write_run: WriteRun) 
 
 def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> None:
     path = write_run(3, overrides=dict(advantage=dict(name="fade")))
-    EventLog(path).metrics(3, advantage_alpha=2.0, advantage_delta=0.5)
-    EventLog(path).metrics(4, advantage_alpha=2.5, advantage_delta=0.75)
+    EventLog(path, "learner-000001").metrics(3, advantage_alpha=2.0, advantage_delta=0.5)
+    EventLog(path, "learner-000001").metrics(4, advantage_alpha=2.5, advantage_delta=0.75)
     run_log = RunLog.read(path)
     assert run_log.recipe.advantage.at_last(run_log.last) == Power(alpha=2.5, delta=0.75)
     assert "newest alpha and delta" in objective_figures.advantage_text(run_log)
@@ -130,7 +130,7 @@ def test_a_user_s_own_class_has_its_name_and_its_figure(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_objectives", raising=False)
     path = write_run(3, overrides=SECTION)
-    EventLog(path).metrics(3, weight=1.25)
+    EventLog(path, "learner-000001").metrics(3, weight=1.25)
     history = RunLog.read(path)
     assert summarize(history)["objective"] == "soft_cap (cap 3.0)"
     page = render_page(history)

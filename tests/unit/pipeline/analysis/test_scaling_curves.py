@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Path:
     )
     directory = RunDirectory(tmp_path / "demo")
     directory.freeze(recipe_from(data, source="test"))
-    event_log = EventLog(directory.path)
+    event_log = EventLog(directory.path, "learner-000001")
     for step in range(4):
         event_log.event("committed", batch=step, samples=100 + 10 * step, dropped=0)
         event_log.metrics(
@@ -75,7 +75,7 @@ def test_another_field_of_the_evaluations(run: Path) -> None:
 
 
 def test_a_step_trained_again_counts_once(run: Path) -> None:
-    EventLog(run).metrics(3, num_tokens=2000)
+    EventLog(run, "learner-000001").metrics(3, num_tokens=2000)
     assert read_curve(run, "tokens", None).compute[-1] == 1000 + 1100 + 1200 + 2000
 
 
@@ -92,7 +92,7 @@ def test_bad_axes_of_a_run(run: Path, x: str | None, y: str | None, error: type[
 
 
 def test_an_evaluation_beyond_the_journal(run: Path) -> None:
-    EventLog(run).event("evaluated", version=9, pass_at_1=0.9)
+    EventLog(run, "learner-000001").event("evaluated", version=9, pass_at_1=0.9)
     with pytest.raises(StoreError, match="version 9 was evaluated, but its log ends at version 4"):
         read_curve(run, None, None)
 

@@ -92,14 +92,14 @@ def test_updates_of_a_batch_and_a_clip_that_cannot_act_are_told(
 
 def test_a_step_trained_again_counts_once(write_run: Callable[..., Path]) -> None:
     run = write_run(5)
-    EventLog(run).metrics(4, num_tokens=3000, ess=0.5)
+    EventLog(run, "learner-000001").metrics(4, num_tokens=3000, ess=0.5)
     numbers = summary(run)
     assert (numbers["steps"], numbers["tokens"], numbers["ess_last"]) == (5, 4 * 2000 + 3000, 0.5)
 
 
 def test_restarts_and_drops_are_counted_and_shown(write_run: Callable[..., Path]) -> None:
     run = write_run(3)
-    event_log = EventLog(run)
+    event_log = EventLog(run, "learner-000001")
     event_log.event("restarted", process="learner", reason="exit code -9")
     event_log.event("committed", batch=3, samples=248, dropped=1)
     numbers = summary(run)
@@ -110,7 +110,7 @@ def test_restarts_and_drops_are_counted_and_shown(write_run: Callable[..., Path]
 def test_prompts_that_were_not_asked_as_they_came_are_counted_and_shown(write_run: Callable[..., Path]) -> None:
     run = write_run(2)
     assert "all asked as they came" in text_of(render(summary(run)))
-    event_log = EventLog(run)
+    event_log = EventLog(run, "learner-000001")
     for refills in (3, 4):
         event_log.event(
             "committed", batch=2, samples=8, refills=refills, zero_variance=2, solved_groups=1, interrupted=0

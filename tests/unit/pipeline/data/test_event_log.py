@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +13,7 @@ from pipeline.errors import NonFiniteError, StoreError
 
 
 def test_lines_come_back_in_order_with_their_time(tmp_path: Path) -> None:
-    event_log, before = EventLog(tmp_path), time.time()
+    event_log, before = EventLog(tmp_path, "learner-000001"), time.time()
     event_log.event("issued", batch=0, first_group=0)
     event_log.event("dropped", group=3, reason="zu lang: é\n")
     event_log.event("issued", batch=1)
@@ -28,14 +25,14 @@ def test_lines_come_back_in_order_with_their_time(tmp_path: Path) -> None:
 
 
 def test_the_last_line_of_a_step_counts(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path)
+    event_log = EventLog(tmp_path, "learner-000001")
     for step, loss in ((0, 1.0), (1, 2.0), (2, 3.0), (1, 20.0)):
         event_log.metrics(step, loss=loss)
     assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(0, 1.0), (1, 20.0), (2, 3.0)]
 
 
 def test_numpy_values_paths_and_nesting(tmp_path: Path) -> None:
-    EventLog(tmp_path).metrics(
+    EventLog(tmp_path, "learner-000001").metrics(
         0,
         ess=np.float32(0.5),
         count=np.int64(3),
@@ -64,14 +61,14 @@ def test_numpy_values_paths_and_nesting(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, fields: dict[str, object], where: str) -> None:
-    event_log = EventLog(tmp_path)
+    event_log = EventLog(tmp_path, "learner-000001")
     with pytest.raises(NonFiniteError, match=where):
         event_log.metrics(0, **fields)
     assert read_metrics(tmp_path) == []
 
 
 def test_unknown_kinds_and_values_are_refused(tmp_path: Path) -> None:
-    event_log = EventLog(tmp_path)
+    event_log = EventLog(tmp_path, "learner-000001")
     with pytest.raises(ValueError, match="'exploded' is unknown, expected one of issued"):
         event_log.event("exploded")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="what is a set"):
@@ -86,41 +83,59 @@ def test_there_is_nothing_before_the_first_line(tmp_path: Path) -> None:
 
 
 def test_a_line_torn_anywhere_costs_only_itself(tmp_path: Path) -> None:
-    EventLog(tmp_path).metrics(0, loss=1.5, text="é")
-    path = tmp_path / "metrics.jsonl"
+    EventLog(tmp_path, "learner-000001").metrics(0, loss=1.5, text="é")
+    path = tmp_path / "metrics" / "learner-000001.jsonl"
     whole = path.read_bytes()
     for length in range(1, len(whole)):
         path.write_bytes(whole + whole[:length])
         assert [line["step"] for line in read_metrics(tmp_path)] == [0]
-        EventLog(tmp_path).metrics(1, loss=2.5)
+        EventLog(tmp_path, "learner-000001").metrics(1, loss=2.5)
         lines = read_metrics(tmp_path)
         assert [(line["step"], line["loss"]) for line in lines] == [(0, 1.5), (1, 2.5)]
 
 
 def test_opening_again_changes_nothing_when_no_line_is_torn(tmp_path: Path) -> None:
-    EventLog(tmp_path).metrics(0)
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    EventLog(tmp_path)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    EventLog(tmp_path, "learner-000001").metrics(0)
+    path = tmp_path / "metrics" / "learner-000001.jsonl"
+    before = path.read_bytes()
+    EventLog(tmp_path, "learner-000001")
+    assert path.read_bytes() == before
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    event_log = EventLog(tmp_path)
+    event_log = EventLog(tmp_path, "learner-000001")
     monkeypatch.setattr("pipeline.data.event_log.os.write", lambda descriptor, data: len(data) - 1)
     with pytest.raises(StoreError, match="free some disk space"):
         event_log.metrics(0)
 
 
-def test_several_processes_append_to_one_file(tmp_path: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from pipeline.data.event_log import EventLog\n"
-        "event_log = EventLog(Path(sys.argv[1]))\n"
-        "for number in range(200): event_log.event('issued', process=sys.argv[2], number=number, padding='x' * 3000)\n"
-    )
-    writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path), name]) for name in "abc"]
-    assert [writer.wait(timeout=120) for writer in writers] == [0, 0, 0]
-    for line in (tmp_path / "events.jsonl").read_text().splitlines():
-        json.loads(line)
-    events = read_events(tmp_path)
-    for name in "abc":
-        assert [event["number"] for event in events if event["process"] == name] == list(range(200))
+def test_the_newest_start_has_the_last_word_on_a_step(tmp_path: Path) -> None:
+    for start, steps in ((2, (1, 2)), (10, (2, 3)), (1, (0, 1))):
+        for step in steps:
+            EventLog(tmp_path, f"learner-{start:06d}").metrics(step, loss=float(start))
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [
+        (0, 1.0),
+        (1, 2.0),
+        (2, 10.0),
+        (3, 10.0),
+    ]
+
+
+def test_events_of_all_sources_are_merged_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((5.0, 7.0, 6.0, 1.0, 6.5))
+    monkeypatch.setattr("pipeline.data.event_log.time.time", lambda: next(times))
+    collector, learner = EventLog(tmp_path, "collector-000001"), EventLog(tmp_path, "learner-000001")
+    for number in range(3):
+        collector.event("issued", batch=number)  # the clock of its host was set back before the last one
+    learner.event("consumed", step=0)
+    learner.event("consumed", step=1)
+    found = [event.get("batch", f"step {event.get('step')}") for event in read_events(tmp_path)]
+    assert found == ["step 0", 0, "step 1", 1, 2], "those of one source stay in order"
+
+
+def test_observers_get_each_line_once_it_is_written(tmp_path: Path) -> None:
+    seen: list[tuple[str, object]] = []
+    event_log = EventLog(tmp_path, "learner-000001", [lambda log, line: seen.append((log, line))])
+    event_log.metrics(3, loss=np.float32(0.5))
+    event_log.event("saved", step=4)
+    assert seen == [("metrics", read_metrics(tmp_path)[0]), ("event", read_events(tmp_path)[0])]

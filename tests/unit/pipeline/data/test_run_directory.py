@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -13,8 +16,10 @@ import launch.run.train
 from launch.cli import app
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import claim
+from pipeline.data.files import remove_leftovers
 from pipeline.data.run_directory import RUN_FORMAT, RunDirectory, numbered_folders
-from pipeline.errors import RecipeError, RunConflictError, StoreError
+from pipeline.errors import RecipeError, RunConflictError, StoreError, SupersededError
 
 FORMAT_1 = Path(__file__).parents[3] / "golden" / "store" / "run_format_1.yaml"
 """The frozen recipe of a run that was begun before runs had a format."""
@@ -102,3 +107,65 @@ def test_numbered_folders_are_found_among_others(tmp_path: Path) -> None:
     for name in ("000012", "000003", "1000000", "000004.tmp-7", "12", "PUBLISHED"):
         (tmp_path / name).mkdir()
     assert numbered_folders(tmp_path) == [3, 12, 1000000]
+
+
+def test_of_two_that_start_a_run_at_once_one_wins_and_the_other_compares(recipe: Recipe) -> None:
+    seeds = [recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(seed=n)))) for n in range(4)]
+
+    def freeze(wanted: Recipe) -> str:
+        try:
+            return str(RunDirectory(recipe.directory).freeze(wanted).run.seed)
+        except RunConflictError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as threads:
+        said = list(threads.map(freeze, [recipe, *seeds[1:]]))
+    won = RunDirectory(recipe.directory).recipe().run.seed
+    assert said[won] == str(won)
+    assert all(f"run.seed: {won} → {seed}" in said[seed] for seed in range(4) if seed != won)
+
+
+def test_a_pointer_that_is_gone_for_a_moment_is_read_again(recipe: Recipe) -> None:
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    (run.policies / "PUBLISHED").touch()
+    writer = threading.Timer(0.1, run.set_published, [7])
+    writer.start()
+    assert run.published_version() == 7
+    writer.join()
+    (run.policies / "PUBLISHED").unlink()
+    with pytest.raises(StoreError, match="does not name a version"):
+        run.published_version()
+
+
+def test_what_a_superseded_process_writes_is_refused(recipe: Recipe) -> None:
+    RunDirectory(recipe.directory).freeze(recipe)
+    thawed = RunDirectory(recipe.directory).under(claim(recipe.directory, "learner"))
+    thawed.set_published(1)
+    assert thawed == RunDirectory(recipe.directory)
+    claim(recipe.directory, "learner")
+    writes = (
+        lambda: thawed.set_published(2),
+        lambda: thawed.write_learner_logprobs(0, np.zeros(1, np.float32)),
+        lambda: thawed.write_old_logprobs(0, np.zeros(1, np.float32)),
+        lambda: thawed.write_evaluation(2, {}),
+        thawed.set_finished,
+    )
+    for write in writes:
+        with pytest.raises(SupersededError):
+            write()
+    assert thawed.published_version() == 1
+    assert not any(thawed.logprobs.iterdir())
+    assert not thawed.evaluated_versions()
+    assert not thawed.is_finished()
+
+
+def test_leftovers_are_removed_by_the_newest_start_alone(tmp_path: Path) -> None:
+    old = claim(tmp_path, "learner")
+    for name in (".000012.host-0123456789ab.tmp", ".PUBLISHED.host-0123456789ac.tmp", "000012", ".hidden"):
+        (tmp_path / "policy" / name).mkdir(parents=True)
+    new = claim(tmp_path, "learner")
+    with pytest.raises(SupersededError):
+        remove_leftovers(tmp_path / "policy", old.check)
+    assert len(remove_leftovers(tmp_path / "policy", new.check)) == 2
+    assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == [".hidden", "000012"]

@@ -24,9 +24,17 @@ from hypothesis import strategies as st
 from zarr.storage import ZipStore
 
 from pipeline.data.batch_format import PER_SAMPLE, PER_TOKEN, arrays_of, attributes_of, content_sha256
+from pipeline.data.epochs import claim
 from pipeline.data.records import Batch, DroppedGroup, LogprobContract
 from pipeline.data.store import BatchStore
-from pipeline.errors import ContractMismatchError, CorruptBatchError, DeadlineExceededError, StoreError
+from pipeline.errors import (
+    AlreadyCommittedError,
+    ContractMismatchError,
+    CorruptBatchError,
+    DeadlineExceededError,
+    StoreError,
+    SupersededError,
+)
 from tests.support.examples import examples
 
 MakeBatch = Callable[..., Batch]
@@ -124,9 +132,56 @@ def test_equal_batches_give_equal_bytes(tmp_path: Path, make_batch: MakeBatch) -
 def test_a_committed_batch_is_never_overwritten(tmp_path: Path, make_batch: MakeBatch) -> None:
     store = BatchStore(tmp_path)
     before = store.commit(make_batch(0)).read_bytes()
-    with pytest.raises(StoreError, match="committed already"):
+    with pytest.raises(AlreadyCommittedError, match="committed already, at"):
         store.commit(make_batch(0, num_groups=1))
     assert store.path(0).read_bytes() == before
+
+
+def test_of_two_committers_the_second_loses(
+    tmp_path: Path, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have looked before either commits."""
+    first, second = BatchStore(tmp_path), BatchStore(tmp_path)
+    before = first.commit(make_batch(0)).read_bytes()
+    monkeypatch.setattr(second, "exists", lambda index: False)
+    with pytest.raises(AlreadyCommittedError, match="earlier start of the collector"):
+        second.commit(make_batch(0, num_groups=1))
+    assert second.path(0).read_bytes() == before
+    assert os.listdir(tmp_path) == ["000000.zarr.zip"]
+
+
+def test_a_superseded_collector_commits_nothing(tmp_path: Path, make_batch: MakeBatch) -> None:
+    old = claim(tmp_path, "collector")
+    thawed = BatchStore(tmp_path / "batches", old.check)
+    thawed.commit(make_batch(0))
+    new = claim(tmp_path, "collector")
+    with pytest.raises(SupersededError, match="start 2 has taken over"):
+        thawed.commit(make_batch(1))
+    with pytest.raises(SupersededError):
+        thawed.commit(make_batch(0))
+    with pytest.raises(SupersededError):
+        thawed.remove_partial()
+    assert os.listdir(thawed.directory) == ["000000.zarr.zip"]
+    BatchStore(tmp_path / "batches", new.check).commit(make_batch(1))
+
+
+def test_a_superseded_write_that_was_cleared_away_says_so(
+    tmp_path: Path, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fence lets it through, then a later collector starts and clears, and only then comes the link."""
+    slow = BatchStore(tmp_path / "batches", claim(tmp_path, "collector").check)
+    link = os.link
+
+    def linked_late(source: Path, target: Path) -> None:
+        if target.parent.name == "batches":
+            later = claim(tmp_path, "collector")
+            assert len(BatchStore(tmp_path / "batches", later.check).remove_partial()) == 1
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", linked_late)
+    with pytest.raises(SupersededError):
+        slow.commit(make_batch(0))
+    assert os.listdir(slow.directory) == []
 
 
 @pytest.mark.parametrize(
@@ -315,6 +370,9 @@ def test_another_contract_is_refused_by_its_differing_fields(
     assert store.read(0, contract).index == 0
 
 
+PARTIAL = ".000002.zarr.zip.host-0123456789ab.tmp"
+
+
 def test_listing_ignores_what_is_not_a_batch(tmp_path: Path, make_batch: MakeBatch) -> None:
     store = BatchStore(tmp_path)
     assert (store.committed(), store.next_index, store.groups_to_ask()) == ([], 0, (0, ()))
@@ -322,11 +380,11 @@ def test_listing_ignores_what_is_not_a_batch(tmp_path: Path, make_batch: MakeBat
         store.commit(
             make_batch(index, first_group=10 * index, next_group=10 * index + 10, open_groups=(10 * index + 9,))
         )
-    for name in ("notes.txt", "000002.zarr.zip.bak", ".000002.zarr.zip.77.partial"):
+    for name in ("notes.txt", "000002.zarr.zip.bak", PARTIAL):
         (tmp_path / name).touch()
     assert store.committed() == [0, 1, 3]
     assert (store.next_index, store.groups_to_ask()) == (2, (20, (19,)))  # batch 2 was taken away: it is made again
-    assert store.remove_partial() == [".000002.zarr.zip.77.partial"]
+    assert store.remove_partial() == [PARTIAL]
     assert store.remove_partial() == []
     assert store.committed() == [0, 1, 3]
 
@@ -343,19 +401,29 @@ def test_a_missing_batch_is_named(tmp_path: Path) -> None:
         BatchStore(tmp_path).read(4, None)
 
 
+def test_a_batch_that_another_host_committed_may_be_seen_late(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    writer = threading.Timer(0.2, store.commit, [make_batch(0)])
+    writer.start()
+    assert_same(store.read(0, None, visible_s=20.0), make_batch(0))
+    writer.join()
+    with pytest.raises(StoreError, match="batch 1 is not committed"):
+        store.read(1, None, visible_s=0.05)
+
+
 def test_wait_returns_as_soon_as_the_batch_is_there(tmp_path: Path, make_batch: MakeBatch) -> None:
     store = BatchStore(tmp_path)
     writer = threading.Timer(0.2, store.commit, [make_batch(0)])
     writer.start()
     started = time.monotonic()
-    assert_same(store.wait(0, None, deadline_s=20.0, poll_s=0.01), make_batch(0))
+    assert_same(store.wait(0, None, deadline_s=20.0), make_batch(0))
     assert time.monotonic() - started < 10.0
     writer.join()
 
 
 def test_wait_has_a_deadline(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceededError, match=r"waited 0\.05 s for batch 2"):
-        BatchStore(tmp_path).wait(2, None, deadline_s=0.05, poll_s=0.01)
+        BatchStore(tmp_path).wait(2, None, deadline_s=0.05)
 
 
 def test_commit_and_read_inside_an_event_loop(tmp_path: Path, make_batch: MakeBatch) -> None:
@@ -374,6 +442,7 @@ from pathlib import Path
 import numpy as np
 import pipeline.data.store
 from pipeline.data.records import Batch, DroppedGroup, LogprobContract
+from pipeline.data.epochs import claim
 from pipeline.data.store import BatchStore
 
 store, moment = BatchStore(Path(sys.argv[1])), sys.argv[2]
@@ -402,7 +471,7 @@ store.commit(batch(1))
 """
 
 
-@pytest.mark.parametrize("moment", ["half a write", "fsync", "rename"])
+@pytest.mark.parametrize("moment", ["half a write", "fsync", "link"])
 def test_a_kill_during_commit_leaves_no_visible_half_batch(tmp_path: Path, moment: str) -> None:
     died = subprocess.run([sys.executable, "-c", COMMITTER, str(tmp_path), moment], timeout=120, check=False)
     assert died.returncode == -signal.SIGKILL

@@ -58,7 +58,7 @@ def trainer(run: RunDirectory, recorder: Recorder, channel: Any) -> Trainer:
         checkpoints=recorder,  # type: ignore[arg-type]
         checkpoint_every=2,
         contract=unused,
-        event_log=EventLog(run.path),
+        event_log=EventLog(run.path, "learner-000001"),
         wait_deadline_s=1.0,
     )
 
