@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from launch.cluster.commands import launch_app
 from launch.convert.commands import convert_app
 from launch.show.output import AsJson, emit, emit_or_print
 from launch.show.scaling import scaling_app
@@ -28,6 +29,7 @@ runs_app = typer.Typer(help="Look at runs.", no_args_is_help=True)
 trajectories_app = typer.Typer(help="Read what was sampled.", no_args_is_help=True)
 verify_app = typer.Typer(help="Check that engine and learner agree, and that a run lost nothing.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
+app.add_typer(launch_app, name="launch")
 app.add_typer(model_app, name="model")
 app.add_typer(runs_app, name="runs")
 app.add_typer(scaling_app, name="scaling")

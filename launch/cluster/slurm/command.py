@@ -1,0 +1,122 @@
+"""`evenkeel launch slurm`: its options, and the files written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.errors import RecipeError
+
+RECIPE_HELP = "YAML file, or the name of a recipe that comes with Even Keel, such as demo."
+
+
+def slurm(
+    recipe: Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the files; every node must see it.", show_default=False)],
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the job as well.")] = False,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of a node; 0: roles run on CPUs.")] = 8,
+    learner_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes of the learner. Default: as few as its processes need.")
+    ] = None,
+    spare: Annotated[int, typer.Option(min=0, help="Nodes beyond those needed, for when one dies.")] = 1,
+    time: Annotated[str | None, typer.Option(help="Time limit, as sbatch takes it. Default: the partition's.")] = None,
+    grace: Annotated[
+        int | None, typer.Option(min=1, help="Seconds of notice before the time limit. Default: as planned.")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition of the job.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account of the job.")] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help="A further option of sbatch, as --qos=high; repeat.")
+    ] = None,
+    resubmit: Annotated[
+        bool, typer.Option(help="At the time limit, submit the job again until the run is finished.")
+    ] = True,
+    setup: Annotated[
+        Path | None, typer.Option(help="File of shell lines that the job sources first: modules, environments.")
+    ] = None,
+    python: Annotated[str | None, typer.Option(help="Interpreter on the nodes. Default: this one.")] = None,
+    workdir: Annotated[
+        Path | None, typer.Option(help="Where relative paths of the recipe begin, on every node. Default: here.")
+    ] = None,
+    container_image: Annotated[
+        str | None, typer.Option(help="Image in which the roles run (pyxis and enroot, srun --container-image).")
+    ] = None,
+    rollout_image: Annotated[
+        str | None, typer.Option(help="Another image for engines and router. Default: --container-image.")
+    ] = None,
+    container_mounts: Annotated[str | None, typer.Option(help="Passed to srun --container-mounts.")] = None,
+    key_dir: Annotated[
+        str, typer.Option(help="Folder of yours, seen by all nodes, for the file with the engines' API key.")
+    ] = "~/.evenkeel",
+    api_key_file: Annotated[
+        str | None, typer.Option(help="Use the key in this file, instead of a new one for each job.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
+    ] = None,
+) -> None:
+    """Write a batch job that runs the recipe under Slurm, and submit it with --submit.
+
+    The job starts a supervisor in its batch script, which starts each role as a job step on a node of its own choice.
+    A node that dies is replaced by a spare one, or the job is requeued. At the time limit the learner saves a
+    checkpoint and the job submits itself again. The same recipe and options give the same bytes.
+
+    For example:  evenkeel launch slurm qwen3_32b --out jobs/qwen --partition h100 --time 24:00:00
+    """
+    from launch.cluster.slurm.options import SlurmOptions
+    from launch.cluster.slurm.render import SCRIPT, render
+    from launch.plan.grace import stop_time
+    from pipeline.config.loader import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    options = SlurmOptions(
+        workdir=(workdir or Path.cwd()).absolute(),
+        python=python or ("python3" if container_image else sys.executable),
+        gpus_per_node=gpus_per_node,
+        learner_nodes=learner_nodes,
+        spare=spare,
+        time=time,
+        grace_s=grace or stop_time(recipe, loaded).grace_s,
+        partition=partition,
+        account=account,
+        resubmit=resubmit,
+        key_dir=key_dir,
+        api_key_file=api_key_file,
+        container_image=container_image,
+        rollout_image=rollout_image,
+        container_mounts=container_mounts,
+        sbatch=tuple(sbatch or ()),
+    )
+    write_files(out, render(loaded, options, out.absolute(), _setup_lines(setup)))
+    print(submitted(out / SCRIPT) if submit else f"sbatch {out.absolute() / SCRIPT}")
+
+
+def write_files(folder: Path, files: dict[str, str]) -> None:
+    """Replace what an earlier rendering left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def _setup_lines(setup: Path | None) -> str:
+    try:
+        return setup.read_text() if setup else ""
+    except OSError as error:
+        raise RecipeError(f"cannot read --setup {setup}: {error.strerror}; give a file of shell lines") from error
+
+
+def submitted(script: Path) -> str:
+    """Give the script to sbatch; returns what it said. The API key stays out of the environment that Slurm stores."""
+    environment = {name: value for name, value in os.environ.items() if name != "EVENKEEL_API_KEY"}
+    try:
+        done = subprocess.run(["sbatch", str(script)], capture_output=True, text=True, env=environment)
+    except FileNotFoundError as error:
+        raise RecipeError(f"--submit needs Slurm's sbatch; on a node that has it: sbatch {script}") from error
+    if done.returncode:
+        raise RecipeError(f"sbatch refused {script}: {' '.join(done.stderr.split())}; change the options and try again")
+    return done.stdout.strip()

@@ -1,0 +1,59 @@
+"""How long a learner needs to end in order: the rest of its step, a publish that is under way, and a checkpoint.
+
+A scheduler that ends a job gives notice of so many seconds (Slurm's `--signal`, Kubernetes' termination grace period).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.plan.costs import Assumptions
+from launch.plan.planner import Machine, Planner
+from megatron_bridge.hf.model_config import ModelConfig
+from pipeline.config.loader import find_recipe
+from pipeline.config.recipe import Recipe
+
+SAFETY = 2.0
+"""The durations are guesses by roofline; notice that is too short costs the steps since the last checkpoint."""
+FIXED_S = 60
+"""For what depends on no size: signals, process groups that close, metadata of the shared file system."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopTime:
+    """Seconds that an orderly end may take."""
+
+    step_s: float
+    publish_s: float
+    save_s: float
+
+    @property
+    def grace_s(self) -> int:
+        """What to ask of the scheduler: whole tens of seconds."""
+        planned = SAFETY * (self.step_s + self.publish_s + self.save_s) + FIXED_S
+        return 10 * math.ceil(planned / 10)
+
+
+def stop_time(recipe_path: Path, recipe: Recipe, gpu_gib: float = 80.0) -> StopTime:
+    """Of a recipe's learner. Needs config.json of the model, as `evenkeel plan` does. Raises ModelError."""
+    rollout = recipe.rollout
+    assumed = Assumptions(
+        mean_response_tokens=rollout.max_new_tokens / 2,
+        mean_prompt_tokens=(rollout.context_tokens - rollout.max_new_tokens) / 2,
+    )
+    gpus = recipe.learner.num_processes + rollout.engines * rollout.tensor_parallel
+    planner = Planner(find_recipe(recipe_path), recipe, Machine(gpus=gpus, gpu_gib=gpu_gib), assumed)
+    timed = planner.durations(recipe.learner)
+    return StopTime(
+        step_s=timed.score_s + timed.update_s,
+        publish_s=timed.publish_s,
+        save_s=checkpoint_bytes(planner.config, recipe) / (assumed.disk_gb_s * 1e9),
+    )
+
+
+def checkpoint_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """Parameters, their float32 main copies where they are no float32 themselves, and two moments."""
+    size = recipe.learner.parameter_bytes
+    return config.num_parameters * (size + (0 if size == 4 else 4) + 8)

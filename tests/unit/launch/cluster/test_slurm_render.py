@@ -1,0 +1,117 @@
+"""`evenkeel launch slurm`: the files, byte for byte, what differs between two of them, and what is refused."""
+
+from __future__ import annotations
+
+import difflib
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.cluster.slurm.options import SlurmOptions
+from launch.cluster.slurm.render import render
+from pipeline.config.loader import load_recipe
+from pipeline.errors import RecipeError
+from tests.support.runs import ROOT, evenkeel
+
+GOLDEN = ROOT / "tests/golden/slurm"
+FOLDER = Path("/shared/jobs/qwen")
+OPTIONS: dict[str, Any] = dict(
+    workdir=Path("/shared/work"),
+    python="/shared/venv/bin/python",
+    time="24:00:00",
+    grace_s=950,
+    partition="h100",
+    account="research",
+)
+
+
+def files(*overrides: str, **options: Any) -> dict[str, str]:
+    return render(load_recipe(Path("qwen3_32b"), overrides), SlurmOptions(**OPTIONS | options), FOLDER)
+
+
+@pytest.mark.parametrize("name", ["job.sbatch", "README.md"])
+def test_the_files_for_32b(name: str) -> None:
+    """What a user gets; whoever changes it reads the difference here."""
+    assert files()[name] == (GOLDEN / name).read_text()
+
+
+def test_two_renderings_are_the_same_bytes_and_one_number_is_one_line(tmp_path: Path) -> None:
+    command = ["launch", "slurm", "qwen3_32b", "--out", str(tmp_path / "job"), "--time", "60"]
+
+    def rendered(*more: str) -> dict[str, str]:
+        done = evenkeel(*command, *more)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"sbatch {tmp_path}/job/job.sbatch\n"
+        return {path.name: path.read_text() for path in (tmp_path / "job").iterdir()}
+
+    first, second, third = rendered(), rendered(), rendered("--set", "learner.optimizer.lr=2e-6")
+    assert first == second
+    assert first["job.sbatch"] == third["job.sbatch"]
+    changed = [
+        line
+        for line in difflib.unified_diff(first["recipe.yaml"].splitlines(), third["recipe.yaml"].splitlines(), n=0)
+        if line[0] in "+-" and line[:3] not in ("+++", "---")
+    ]
+    assert changed == ["-    lr: 1.0e-06", "+    lr: 2.0e-06"]
+
+
+def test_the_script_is_bash_and_holds_what_the_contract_with_slurm_is() -> None:
+    script = files("rollout.engines=4", spare=2)["job.sbatch"]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    for line in ("--no-kill", "--requeue", "--signal=B:USR1@950", "--open-mode=append", "--nodes=8"):
+        assert f"#SBATCH {line}\n" in script
+    assert "\nexec /shared/venv/bin/python -m launch.cluster.slurm.batch /shared/jobs/qwen" in script
+
+
+def test_without_gpus_none_are_asked_for() -> None:
+    script = files(gpus_per_node=0, learner_nodes=2)["job.sbatch"]
+    assert "gpus-per-node=" not in script
+    assert "#SBATCH --nodes=3\n" in script
+
+
+def test_the_setup_lines_travel_with_the_job() -> None:
+    setup = "module load cuda\nexport NCCL_DEBUG=WARN\n"
+    rendered = render(load_recipe(Path("qwen3_32b")), SlurmOptions(**OPTIONS), FOLDER, setup)
+    assert rendered["setup.sh"] == setup
+    assert "source /shared/jobs/qwen/setup.sh" in rendered["job.sbatch"]
+
+
+def test_no_file_holds_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENKEEL_API_KEY", "a-key-that-nobody-may-see")
+    assert not any("a-key-that-nobody-may-see" in text for text in files().values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(time="a day"), "--time is 'a day', expected Slurm's form"),
+        (dict(spare=-1), "--spare -1"),
+        (dict(partition="h100 --oops"), "--partition is 'h100 --oops'; use no space"),
+        (dict(sbatch=("--comment=$(id)",)), "use no space, quote"),
+    ],
+)
+def test_options_that_slurm_would_misread_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        files(**options)
+
+
+def test_submitting_without_slurm_says_where_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--submit")
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"error: --submit needs Slurm's sbatch; on a node that has it: sbatch {tmp_path}/job/job.sbatch\n"
+    )
+
+
+def test_the_environment_that_slurm_stores_has_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "sbatch"
+    fake.write_text(f"#!/bin/bash\nenv > {tmp_path}/stored\necho Submitted batch job 7\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("EVENKEEL_API_KEY", "a-key-that-nobody-may-see")
+    done = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--submit")
+    assert (done.returncode, done.stdout) == (0, "Submitted batch job 7\n")
+    assert "a-key-that-nobody-may-see" not in (tmp_path / "stored").read_text()
