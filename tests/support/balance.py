@@ -14,7 +14,12 @@ import pytest
 from xdist.scheduler.loadfile import LoadFileScheduling
 
 ENGINES = "tests/integration/test_engine.py"
-SHARE_ENGINES = (ENGINES, "tests/integration/test_sampling_contract.py", "tests/integration/test_weight_check.py")
+SHARE_ENGINES = (
+    ENGINES,
+    "tests/integration/test_sampling_contract.py",
+    "tests/integration/test_weight_check.py",
+    "tests/integration/test_engine_metrics.py",
+)
 """The file that may end an engine stays last."""
 
 SECONDS = {

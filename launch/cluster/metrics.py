@@ -1,0 +1,249 @@
+"""`/metrics` of a role, for Prometheus: fed by the lines of its event log, and by what is looked up at each scrape.
+
+    EventLog ──each line──▶ RunMetrics.observe ──▶ gauges and counters ─┐
+    Fleet.state, policy/PUBLISHED, free space ──at each scrape──────────┴──▶ http://HOST:PORT/metrics
+
+Nothing here may end a run: a line that has other fields than expected changes what it can. The names are in
+launch.cluster.metric_names. There is no key: what is shown are numbers, addresses of engines and the run's name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+from launch.cluster.metric_names import BY_NAME, METRICS
+from pipeline.errors import EvenKeelError, PortInUseError
+
+PORT_VARIABLE = "EVENKEEL_METRICS_PORT"
+"""Environment of a role's process: where it shows its metrics. Without it, it shows none."""
+HOST_VARIABLE = "EVENKEEL_METRICS_HOST"
+LOOPBACK = "127.0.0.1"
+
+OF_STEP = {
+    "step": "evenkeel_last_step",
+    "time": "evenkeel_last_step_timestamp_seconds",
+    "ess": "evenkeel_ess_ratio",
+    "reward_mean": "evenkeel_reward_mean",
+    "solve_rate": "evenkeel_solved_ratio",
+    "lag_mean": "evenkeel_lag_versions_mean",
+    "lag_max": "evenkeel_lag_versions_max",
+    "truncated_share": "evenkeel_truncated_ratio",
+    "response_tokens_mean": "evenkeel_response_tokens_mean",
+    "entropy": "evenkeel_entropy_nats",
+    "grad_norm": "evenkeel_gradient_norm",
+}
+"""Field of a line of metrics.jsonl → gauge."""
+COUNTED_OF_STEP = {"num_tokens": "evenkeel_tokens_total", "verifier_failures": "evenkeel_verifier_failures_total"}
+SINCE_START = tuple(metric.name for metric in METRICS if metric.name.endswith("_timestamp_seconds"))
+"""Before the first step or batch they show when the process started: one that never gets there has no other sign."""
+LEFT_OUT = {"dropped": "unfit", "zero_variance": "zero_variance", "solved_groups": "solved"}
+"""Field of a `committed` event → why groups were left out."""
+
+
+class EngineState(Protocol):
+    """What a fleet knows of one engine."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def version(self) -> int | None: ...
+    @property
+    def quarantined(self) -> bool: ...
+    @property
+    def in_flight(self) -> int: ...
+
+
+class RunMetrics:
+    """The metrics of one role of the run in `run_dir`, in a registry of their own."""
+
+    def __init__(self, role: str, run_dir: Path) -> None:
+        self.role = role
+        self.registry = CollectorRegistry()
+        self._run_dir = run_dir
+        self._lock = threading.Lock()
+        self._gauges: dict[str, Gauge] = {}
+        self._counters: dict[str, Counter] = {}
+        self._fleet: Callable[[], Sequence[EngineState]] | None = None
+        self._waiting: Callable[[], int] | None = None
+        self._set("evenkeel_role_info", 1, role=role)
+        for metric in METRICS:
+            if role in metric.roles and metric.name in SINCE_START:
+                self._set(metric.name, time.time())
+            elif role in metric.roles and metric.kind == "counter" and not metric.labels:
+                self._count(metric.name, 0)  # shown from the start, so that its first increase can be seen
+        self.registry.register(_AtScrape(self))
+
+    def observe(self, which: Literal["metrics", "event"], line: Mapping[str, Any]) -> None:
+        """Take in one line of the event log; an observer of pipeline.data.event_log.EventLog. Raises nothing."""
+        with self._lock:
+            self._set("evenkeel_heartbeat_timestamp_seconds", line.get("time"))
+            if which == "metrics":
+                self._observe_step(line)
+            else:
+                observe = getattr(self, f"_observe_{line.get('kind')}", None)
+                if observe is not None:
+                    observe(line)
+
+    def watch_fleet(self, state: Callable[[], Sequence[EngineState]], waiting: Callable[[], int] | None = None) -> None:
+        """Show the engines as `state` gives them and the prompts that wait, at each scrape, in another thread."""
+        self._fleet, self._waiting = state, waiting
+
+    def serve(self, port: int, host: str = LOOPBACK) -> int:
+        """Answer on the port, in a thread that ends with the process; returns the port. Raises PortInUseError."""
+        try:
+            server, _ = start_http_server(port, addr=host, registry=self.registry)
+        except OSError as error:
+            raise PortInUseError(
+                f"metrics of the {self.role} cannot be shown on {host}:{port} ({error.strerror}); give another "
+                "--metrics-port, or none"
+            ) from None
+        return int(server.server_port)
+
+    def at_scrape(self) -> Iterable[Metric]:
+        """What is looked up when someone asks."""
+        yield from self._engines()
+        published = _number_in(self._run_dir / "policy" / "PUBLISHED")
+        yield self._family("evenkeel_published_version", [((), published)])
+        if self.role not in BY_NAME["evenkeel_finished"].roles:
+            return
+        yield self._family("evenkeel_finished", [((), float((self._run_dir / "FINISHED").exists()))])
+        if error := _fatal_error(self._run_dir / "logs" / "fatal.json"):
+            yield self._family("evenkeel_fatal", [((error,), 1.0)])
+        with suppress(OSError):
+            usage = shutil.disk_usage(self._run_dir)
+            yield self._family("evenkeel_run_directory_free_bytes", [((), usage.free)])
+            yield self._family("evenkeel_run_directory_size_bytes", [((), usage.total)])
+
+    def _engines(self) -> Iterable[Metric]:
+        if self._waiting is not None:
+            yield self._family("evenkeel_waiting_prompts", [((), self._waiting())])
+        if self._fleet is None:
+            return
+        engines = self._fleet()
+        label = {engine: (str(engine.index),) for engine in engines}
+        yield self._family("evenkeel_engines", [((), len(engines))])
+        yield self._family("evenkeel_engines_quarantined", [((), sum(engine.quarantined for engine in engines))])
+        yield self._family("evenkeel_engine_quarantined", [(label[one], float(one.quarantined)) for one in engines])
+        yield self._family("evenkeel_engine_served_version", [(label[one], one.version) for one in engines])
+        yield self._family("evenkeel_engine_in_flight_requests", [(label[one], one.in_flight) for one in engines])
+
+    def _observe_step(self, line: Mapping[str, Any]) -> None:
+        for field, name in OF_STEP.items():
+            self._set(name, line.get(field))
+        for field, name in COUNTED_OF_STEP.items():
+            self._count(name, line.get(field))
+        self._count("evenkeel_steps_total")
+        self._set_phases("evenkeel_phase_seconds", line.get("seconds"))
+        self._set_phases("evenkeel_publish_phase_seconds", line.get("publish_seconds"))
+
+    def _observe_committed(self, event: Mapping[str, Any]) -> None:
+        self._set("evenkeel_last_batch", event.get("batch"))
+        self._set("evenkeel_last_batch_timestamp_seconds", event.get("time"))
+        self._count("evenkeel_samples_total", event.get("samples"))
+        self._count("evenkeel_interrupted_samples_total", event.get("interrupted"))
+        for field, reason in LEFT_OUT.items():
+            self._count("evenkeel_groups_left_out_total", event.get(field), reason=reason)
+        self._set_phases("evenkeel_collect_phase_seconds", event.get("seconds"))
+
+    def _observe_retried(self, _event: Mapping[str, Any]) -> None:
+        self._count("evenkeel_retries_total")
+
+    def _observe_evaluated(self, event: Mapping[str, Any]) -> None:
+        self._set("evenkeel_pass_at_1_ratio", event.get("pass_at_1"))
+        self._set("evenkeel_evaluated_version", event.get("version"))
+
+    def _observe_saved(self, event: Mapping[str, Any]) -> None:
+        self._set("evenkeel_saved_step", event.get("step"))
+        self._set("evenkeel_save_seconds", event.get("seconds"))
+
+    def _observe_started(self, event: Mapping[str, Any]) -> None:
+        process = str(event.get("process"))
+        self._count("evenkeel_starts_total", process=process)
+        self._count("evenkeel_restarts_total", 0, process=process)
+
+    def _observe_restarted(self, event: Mapping[str, Any]) -> None:
+        self._count("evenkeel_restarts_total", process=str(event.get("process")))
+
+    def _set_phases(self, name: str, seconds: Any) -> None:
+        for phase, value in seconds.items() if isinstance(seconds, Mapping) else ():
+            self._set(name, value, phase=phase.removesuffix("_s"))
+
+    def _set(self, name: str, value: Any, **labels: str) -> None:
+        if not isinstance(value, int | float):
+            return
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, BY_NAME[name].help, all_labels(name), registry=self.registry)
+        self._gauges[name].labels(run=self._run_dir.name, **labels).set(value)
+
+    def _count(self, name: str, more: Any = 1, **labels: str) -> None:
+        if not isinstance(more, int | float) or more < 0:
+            return
+        if name not in self._counters:
+            self._counters[name] = Counter(name, BY_NAME[name].help, all_labels(name), registry=self.registry)
+        self._counters[name].labels(run=self._run_dir.name, **labels).inc(more)
+
+    def _family(self, name: str, values: Sequence[tuple[tuple[str, ...], float | None]]) -> Metric:
+        family = GaugeMetricFamily(name, BY_NAME[name].help, labels=all_labels(name))
+        for labels, value in values:
+            if value is not None:
+                family.add_metric((self._run_dir.name, *labels), value)
+        return family
+
+
+class _AtScrape:
+    """A collector of prometheus_client: asked at each scrape."""
+
+    def __init__(self, metrics: RunMetrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.at_scrape()
+
+
+def metrics_of(role: str, run_dir: Path) -> RunMetrics | None:
+    """What a role shows, on the port that its environment names; None when that names none."""
+    port = os.environ.get(PORT_VARIABLE, "")
+    if not port:
+        return None
+    if not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise EvenKeelError(
+            f"{PORT_VARIABLE} is {port!r}, expected a port from 0 to 65535; unset it to show no metrics"
+        )
+    metrics = RunMetrics(role, run_dir)
+    metrics.serve(int(port), os.environ.get(HOST_VARIABLE) or LOOPBACK)
+    return metrics
+
+
+def environment_of(port: int | None, host: str = LOOPBACK) -> dict[str, str]:
+    """What to add to the environment of a role's process that shows its metrics; nothing without a port."""
+    return {} if port is None else {PORT_VARIABLE: str(port), HOST_VARIABLE: host}
+
+
+def all_labels(name: str) -> tuple[str, ...]:
+    """Every metric names its run."""
+    return ("run", *BY_NAME[name].labels)
+
+
+def _number_in(path: Path) -> float | None:
+    try:
+        return float(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _fatal_error(path: Path) -> str | None:
+    try:
+        return str(json.loads(path.read_text())["error"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,86 @@
+"""Exporters of all roles, fed as a run feeds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import generate_latest
+
+from launch.cluster.metrics import RunMetrics
+
+STEP: dict[str, Any] = dict(
+    step=7,
+    time=1000.0,
+    ess=0.93,
+    reward_mean=0.5,
+    solve_rate=0.25,
+    lag_mean=0.5,
+    lag_max=2.0,
+    truncated_share=0.125,
+    response_tokens_mean=11.0,
+    entropy=0.75,
+    grad_norm=0.3,
+    num_tokens=640,
+    verifier_failures=1.0,
+    seconds=dict(wait=1.0, update=2.0, publish=0.5),
+    publish_seconds=dict(load_s=0.25, publish_s=0.5),
+    log_ratio_histogram=[1.0, 2.0],
+)
+COMMITTED: dict[str, Any] = dict(
+    kind="committed",
+    time=900.0,
+    batch=8,
+    samples=64,
+    dropped=1,
+    zero_variance=2,
+    solved_groups=3,
+    interrupted=4,
+    seconds=dict(generate=3.0, hold=0.0, evaluate=0.0, commit=0.1),
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a fleet says of one engine."""
+
+    index: int
+    version: int | None
+    quarantined: bool
+    in_flight: int
+
+
+ENGINES = (Engine(0, 8, False, 3), Engine(1, None, True, 0))
+
+
+def scraped(metrics: RunMetrics) -> str:
+    """What `/metrics` answers."""
+    return generate_latest(metrics.registry).decode()
+
+
+def fed(role: str, run_dir: Path) -> RunMetrics:
+    """The metrics of a role that has seen every kind of line that it writes."""
+    metrics = RunMetrics(role, run_dir)
+    if role == "learner":
+        metrics.observe("metrics", STEP)
+        metrics.observe("event", dict(kind="saved", time=1.0, step=8, seconds=2.5))
+    if role == "collector":
+        metrics.observe("event", COMMITTED)
+        metrics.observe("event", dict(kind="retried", time=1.0, group=3, reason="stale"))
+        metrics.observe("event", dict(kind="evaluated", time=1.0, version=8, pass_at_1=0.625))
+        metrics.watch_fleet(lambda: ENGINES, lambda: 5)
+    if role == "supervisor":
+        metrics.observe("event", dict(kind="started", time=1.0, process="engine-1"))
+        metrics.observe("event", dict(kind="restarted", time=1.0, process="engine-1", reason="killed"))
+    return metrics
+
+
+def run_with_every_file(folder: Path) -> Path:
+    """A run directory with each file that a scrape reads."""
+    run = folder / "demo"
+    (run / "policy").mkdir(parents=True)
+    (run / "logs").mkdir()
+    (run / "policy" / "PUBLISHED").write_text("8\n")
+    (run / "logs" / "fatal.json").write_text('{"error": "NonFiniteError", "message": "loss is nan"}')
+    return run

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from launch.cluster.metric_names import ALL, METRICS, markdown
+from launch.cluster.metrics import HOST_VARIABLE, PORT_VARIABLE, RunMetrics, environment_of, metrics_of
+from pipeline.errors import EvenKeelError, PortInUseError
+from tests.support.metric_feed import fed, run_with_every_file, scraped
+from tests.support.promql import shown
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize("role", ALL)
+def test_a_role_shows_what_the_table_says_and_nothing_else(tmp_path: Path, role: str) -> None:
+    found = shown(scraped(fed(role, run_with_every_file(tmp_path))))
+    found = {name: labels for name, labels in found.items() if not name.endswith("_created")}
+    assert found == {metric.name: {"run", *metric.labels} for metric in METRICS if role in metric.roles}
+
+
+def test_names_have_our_prefix_and_a_help_text() -> None:
+    assert all(metric.name.startswith("evenkeel_") and metric.help.endswith(".") for metric in METRICS)
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_the_page_holds_the_table() -> None:
+    assert markdown() in (ROOT / "docs/metrics.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("role", "line"),
+    [
+        ("learner", 'evenkeel_ess_ratio{run="demo"} 0.93'),
+        ("learner", 'evenkeel_last_step_timestamp_seconds{run="demo"} 1000.0'),
+        ("learner", 'evenkeel_phase_seconds{phase="wait",run="demo"} 1.0'),
+        ("learner", 'evenkeel_publish_phase_seconds{phase="load",run="demo"} 0.25'),
+        ("learner", 'evenkeel_tokens_total{run="demo"} 640.0'),
+        ("learner", 'evenkeel_published_version{run="demo"} 8.0'),
+        ("collector", 'evenkeel_engines_quarantined{run="demo"} 1.0'),
+        ("collector", 'evenkeel_engine_served_version{engine="0",run="demo"} 8.0'),
+        ("collector", 'evenkeel_groups_left_out_total{reason="zero_variance",run="demo"} 2.0'),
+        ("collector", 'evenkeel_retries_total{run="demo"} 1.0'),
+        ("collector", 'evenkeel_waiting_prompts{run="demo"} 5.0'),
+        ("collector", 'evenkeel_fatal{error="NonFiniteError",run="demo"} 1.0'),
+        ("supervisor", 'evenkeel_restarts_total{process="engine-1",run="demo"} 1.0'),
+        ("supervisor", 'evenkeel_finished{run="demo"} 0.0'),
+    ],
+)
+def test_values(tmp_path: Path, role: str, line: str) -> None:
+    shown_lines = {_sorted_labels(text) for text in scraped(fed(role, run_with_every_file(tmp_path))).splitlines()}
+    assert _sorted_labels(line) in shown_lines
+
+
+def test_a_version_that_nobody_knows_is_not_shown_as_a_number(tmp_path: Path) -> None:
+    text = scraped(fed("collector", run_with_every_file(tmp_path)))
+    assert 'engine="0"' in next(line for line in text.splitlines() if line.startswith("evenkeel_engine_served_version"))
+    assert not any(line.startswith('evenkeel_engine_served_version{engine="1"') for line in text.splitlines())
+
+
+def test_a_run_without_any_file_is_shown_too(tmp_path: Path) -> None:
+    metrics = RunMetrics("learner", tmp_path / "new")
+    found = shown(scraped(metrics))
+    assert "evenkeel_published_version" not in found
+    assert {"evenkeel_role_info", "evenkeel_last_step_timestamp_seconds", "evenkeel_steps_total"} <= found.keys()
+
+
+def test_a_line_with_other_fields_changes_what_it_can(tmp_path: Path) -> None:
+    metrics = RunMetrics("learner", tmp_path)
+    metrics.observe("metrics", dict(step="seven", ess=None, seconds=3, num_tokens=-1))
+    metrics.observe("event", dict(kind="unheard of"))
+    metrics.observe("event", {})
+    assert "evenkeel_ess_ratio" not in shown(scraped(metrics))
+
+
+def test_prometheus_reads_it_over_http(tmp_path: Path) -> None:
+    metrics = fed("learner", run_with_every_file(tmp_path))
+    port = metrics.serve(0)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert "evenkeel_ess_ratio" in shown(answer.read().decode())
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match=f"127.0.0.1:{port} .* give another --metrics-port"):
+            RunMetrics("learner", tmp_path).serve(port)
+
+
+def test_the_environment_says_whether_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (PORT_VARIABLE, HOST_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    assert environment_of(None) == {}
+    assert metrics_of("learner", tmp_path) is None
+    for name, value in environment_of(0).items():
+        monkeypatch.setenv(name, value)
+    metrics = metrics_of("learner", tmp_path)
+    assert metrics is not None
+    assert metrics.role == "learner"
+    monkeypatch.setenv(PORT_VARIABLE, "http")
+    with pytest.raises(EvenKeelError, match="'http', expected a port"):
+        metrics_of("learner", tmp_path)
+
+
+def _sorted_labels(line: str) -> str:
+    name, brace, rest = line.partition("{")
+    if not brace:
+        return line
+    labels, _, value = rest.rpartition("}")
+    return f"{name}{{{','.join(sorted(labels.split(',')))}}}{value}"
