@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cluster.rig import Hosts, missing_for
+from tests.support.runs import evenkeel, evenkeel_json
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -37,3 +39,48 @@ def hosts(able: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host
     shared = tmp_path_factory.mktemp("shared")
     with Hosts(shared, keep=[ROOT]).up(4) as four:
         yield four
+
+
+TABLE = pytest.StashKey[list[tuple[str, ...]]]()
+
+
+@pytest.fixture(scope="session")
+def table(request: pytest.FixtureRequest) -> list[tuple[str, ...]]:
+    """Rows for the table at the end: fault, time to recover, lost, duplicated, replay."""
+    return request.config.stash.setdefault(TABLE, [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the table."""
+    rows = config.stash.get(TABLE, [])
+    if rows:
+        terminalreporter.section("runs over several hosts")
+        for row in [("fault", "recovered after", "lost", "duplicated", "replay"), *rows]:
+            terminalreporter.write_line(f"{row[0]:<64} {row[1]:<40} {row[2]:<5} {row[3]:<11} {row[4]}")
+
+
+@pytest.fixture(scope="session")
+def sorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that half knows how to sort digits, so that its rewards differ."""
+    return trained_model(tmp_path_factory.mktemp("sorter"))
+
+
+def trained_model(folder: Path, *new_options: str, steps: int = 150) -> Path:
+    """A small model after some supervised steps of the demo's task."""
+    recipe = folder / "sft.yaml"
+    recipe.write_text(
+        yaml.safe_dump(
+            dict(
+                run=dict(name="sft", root=str(folder), steps=1),
+                model=dict(path=str(folder / "base")),
+                task=dict(name="sort_digits", min_digits=2, max_digits=4),
+                rollout=dict(max_new_tokens=8, context_tokens=64),
+                learner=dict(micro_batch_tokens=512),
+            )
+        )
+    )
+    made = evenkeel("model", "new", folder / "base", *new_options, in_process=False)
+    assert made.returncode == 0, made.stderr
+    words = ["--out", folder / "model", "--steps", str(steps), "--batch-size", "32"]
+    evenkeel_json("sft", recipe, *words, in_process=False)
+    return folder / "model"
