@@ -27,6 +27,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.ports.weight_update import WeightChannel
+from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs
@@ -80,12 +81,16 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         channel = build_channel(run, recipe, learner)
     shared: dict[str, Any] = dict(
         run=run,
-        store=BatchStore(batches),
+        batches=BatchSource(
+            run=run,
+            store=BatchStore(batches),
+            learner=learner,
+            contract=build_contract(recipe, build_tokenizer(recipe)),
+            wait_deadline_s=recipe.run.wait_deadline_s,
+        ),
         learner=learner,
         schedule=recipe.build_schedule(),
-        contract=build_contract(recipe, build_tokenizer(recipe)),
         updates_per_batch=recipe.learner.updates_per_batch,
-        wait_deadline_s=recipe.run.wait_deadline_s,
     )
     objective = build_objective(recipe)
     trainer = Trainer(
@@ -95,7 +100,7 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         scores_step=objective.needs_scoring,
         reads_step_logprobs=objective.reads_step_logprobs,
         channel=channel,
-        checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep),
+        checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep, run.fence),
         checkpoint_every=recipe.checkpoint.every,
         event_log=EventLog(run.path, epoch.name),
     )

@@ -6,34 +6,38 @@ config.json  tokenizer files  model-00001.safetensors …  model.safetensors.ind
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.files import fsync_directory
+from pipeline.data.files import fsync_directory, is_temporary, temporary_name
+from pipeline.data.run_directory import unfenced
 from pipeline.errors import ModelError
 
 COMPANION_FILES = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     "generation_config.json",
 )
+_STALE_S = 24 * 3600.0
 
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill, which gets the name `target` when the block ends well, and is removed when it does not.
 
-    Raises ModelError when `target` is taken, before the block or after it. What a killed process left behind is
-    removed here.
+    Raises ModelError when `target` is taken, before the block or after it. What processes left behind that were killed
+    a day ago or more is removed here; a younger one may still be at work, here or on another host.
     """
     check_free(target)
-    for stale in target.parent.glob(f"{target.name}.tmp-*"):
-        if not _alive(stale.name.rpartition("-")[2]):
+    for stale in target.parent.glob(f".{target.name}.*"):
+        if is_temporary(stale.name) and time.time() - _last_written(stale) > _STALE_S:
             shutil.rmtree(stale, ignore_errors=True)
-    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    temporary = temporary_name(target)
     temporary.mkdir(parents=True)
     try:
         yield temporary
@@ -51,11 +55,13 @@ def check_free(target: Path) -> None:
         raise ModelError(f"{target} exists and is not an empty folder; remove it or name another one")
 
 
-def replace_folder(temporary: Path, target: Path) -> None:
-    """Make a folder durable and give it the name `target`, whatever has that name now."""
+def replace_folder(temporary: Path, target: Path, fence: Callable[[], None] = unfenced) -> None:
+    """Make a folder durable and give it the name `target`, whatever has that name now. `fence` is called before that;
+    it raises where this process may write no more."""
     _sync_tree(temporary)
+    fence()
     # Folders cannot be replaced in one step: the old one steps aside first.
-    aside = target.with_name(f"{target.name}.old-{os.getpid()}")
+    aside = temporary_name(target)
     if target.exists():
         target.rename(aside)
     temporary.rename(target)
@@ -113,5 +119,8 @@ def _sync_tree(folder: Path) -> None:
     fsync_directory(folder)
 
 
-def _alive(process: str) -> bool:
-    return process.isdigit() and Path(f"/proc/{process}").exists()
+def _last_written(folder: Path) -> float:
+    """When something in the folder was last written, in seconds since 1970; infinite once it is gone."""
+    with suppress(FileNotFoundError):
+        return max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+    return math.inf

@@ -5,9 +5,7 @@ Written under a temporary name, synced, then renamed: a policy folder is complet
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,8 @@ from torch import Tensor
 from megatron_bridge.hf.folders import complete_folder, replace_folder
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.hf.shard_writer import SHARD_BYTES, whole_tensors, write_shards
+from pipeline.data.files import temporary_name
+from pipeline.data.run_directory import unfenced
 from pipeline.ports.weight_check import ChecksumRecorder
 from precision.formats.quant_map import QuantMap, quantize_state
 from precision.formats.quantize import quantize_block
@@ -29,6 +29,7 @@ def write_policy(
     *,
     digests: ChecksumRecorder | None = None,
     shard_bytes: int = SHARD_BYTES,
+    fence: Callable[[], None] = unfenced,
 ) -> None:
     """Write `named_tensors` (HF names, the whole model) as the policy folder `target`, replacing one that is there.
 
@@ -36,14 +37,13 @@ def write_policy(
     `digests` observes what is written.
     manifest.json holds `{"tensors": …}`, a `shard_writer.Manifest`. Needs no Megatron and no process group.
     """
-    temporary = target.with_name(f"{target.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_name(target)
     temporary.mkdir(parents=True)
     stream = named_tensors if quant is None else quantize_state(named_tensors, quant, quantize_block)
     if digests is not None:
         stream = digests.watch(stream)
     manifest = write_shards(whole_tensors(stream), temporary, shard_bytes=shard_bytes)
-    complete_policy(temporary, target, manifest, source_folder, quant)
+    complete_policy(temporary, target, manifest, source_folder, quant, fence)
 
 
 def complete_policy(
@@ -52,8 +52,9 @@ def complete_policy(
     manifest: Mapping[str, Mapping[str, Any]],
     source_folder: Path,
     quant: QuantMap | None,
+    fence: Callable[[], None] = unfenced,
 ) -> None:
     """Add everything but the weights to a folder that holds the shards of `manifest`, sync it, give it its name."""
     quantization = None if quant is None else quant.to_hf_quantization_config()
     complete_folder(temporary, source_folder, read_hf_config(source_folder), manifest, quantization)
-    replace_folder(temporary, target)
+    replace_folder(temporary, target, fence)

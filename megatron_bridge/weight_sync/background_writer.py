@@ -10,6 +10,7 @@ main threads may be in collectives of their own.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 import time
@@ -21,10 +22,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_bridge.hf.shard_writer import whole_tensors, write_shards
-from pipeline.data.files import write_atomically
+from pipeline.data.files import FIRST_POLL_S, slower, write_atomically
 from pipeline.errors import DeadlineExceededError
 
-_POLL_S = 0.02
 _END = None
 
 
@@ -114,10 +114,12 @@ def gather_manifests(temporary: Path, num_stages: int, deadline_s: float) -> dic
     manifest: dict[str, Any] = {}
     for stage in range(num_stages):
         path = stage_file(temporary, stage)
-        while not path.exists():
+        pause_s = FIRST_POLL_S
+        while path.name not in os.listdir(temporary):  # the stage may be on another host: see pipeline.data.store
             if time.monotonic() > ends:
                 raise DeadlineExceededError(f"{path} did not appear within {deadline_s:g} s; see that stage's log")
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = slower(pause_s)
         manifest |= json.loads(path.read_text())
         path.unlink()
     return manifest

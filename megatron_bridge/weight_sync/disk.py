@@ -87,7 +87,13 @@ class DiskChannel:
         folder = self._run.policy_directory(version)
         learner = self._learner
         export_policy(
-            learner.named_weights(), learner.model_folder, folder, self._rank_zero, quant=self._quant, digests=digests
+            learner.named_weights(),
+            learner.model_folder,
+            folder,
+            self._rank_zero,
+            quant=self._quant,
+            digests=digests,
+            fence=self._run.fence,
         )
         watch.lap("export_s")
         seconds = self._rank_zero.run(lambda: self._load_and_name(version, folder, probe, digests))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import Tensor
 
 from megatron_bridge.hf.writer import write_policy
 from megatron_bridge.parallel.rank_sync import RankZero
-from pipeline.data.run_directory import numbered, numbered_folders
+from pipeline.data.run_directory import numbered, numbered_folders, unfenced
 from pipeline.ports.weight_check import ChecksumRecorder
 from precision.formats.quant_map import QuantMap
 
@@ -24,6 +23,7 @@ def export_policy(
     *,
     quant: QuantMap | None = None,
     digests: ChecksumRecorder | None = None,
+    fence: Callable[[], None] = unfenced,
 ) -> None:
     """Write named HF tensors, with config and tokenizer of `model_folder`, as the policy folder `folder`.
 
@@ -33,7 +33,7 @@ def export_policy(
 
     def write() -> None:
         try:
-            write_policy(tensors, model_folder, folder, quant, digests=digests)
+            write_policy(tensors, model_folder, folder, quant, digests=digests, fence=fence)
         finally:
             _exhaust(tensors)  # the other ranks are in the same gathers, whatever happened here
 
@@ -43,17 +43,14 @@ def export_policy(
 
 
 def prune(policies: Path, published: int, keep: int) -> list[int]:
-    """Delete all but the published policy and the `keep` newest before it, and what dead writers left behind.
+    """Delete all but the published policy and the `keep` newest before it. Returns the deleted versions.
 
-    Returns the deleted versions. Newer ones stay: they are from a future that a resumed run will write again.
+    Newer ones stay: they are from a future that a resumed run will write again.
     """
     older = [version for version in numbered_folders(policies) if version < published]
     doomed = older[: max(0, len(older) - keep)]
     for version in doomed:
         shutil.rmtree(policies / numbered(version))
-    for path in policies.iterdir():
-        if re.fullmatch(r"\d{6,}\.(tmp|old)-\d+", path.name):
-            shutil.rmtree(path)
     return doomed
 
 

@@ -16,7 +16,6 @@ publish begins, and before any checkpoint of a later version is written.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
 from megatron_bridge.weight_sync.export import prune
 from megatron_bridge.weight_sync.transport import WeightTransport
 from megatron_bridge.weights import convert
+from pipeline.data.files import temporary_name
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
 from pipeline.ports.weight_check import ChecksumRecorder, WeightCheck
@@ -109,9 +109,9 @@ class StreamedChannel:
         self.wait_for_folder()
         probe = self._plan.probe(self._learner)
         watch.lap("score_s")
-        opened = self._rank_sync.all_gather_result(self._open)[0]
         folder = self._run.policy_directory(version)
-        temporary = folder.with_name(f"{folder.name}.tmp-{opened['pid']}")
+        opened = self._rank_sync.all_gather_result(lambda: self._open(folder))[0]
+        temporary = folder.with_name(opened["temporary"])
         if self._stage_rank == 0:
             self._writer = FolderWriter(temporary, self._stage)
         try:
@@ -151,11 +151,15 @@ class StreamedChannel:
         self._event_loop.run(self._session.close())
         self._event_loop.close()
 
-    def _open(self) -> Any:
+    def _open(self, folder: Path) -> Any:
         if self._rank_sync.rank:
             return None
         report = self._event_loop.run(self._session.begin_weight_update())
-        return {"failures": list(report.failures.items()), "measured": dict(report.measured), "pid": os.getpid()}
+        return {
+            "failures": list(report.failures.items()),
+            "measured": dict(report.measured),
+            "temporary": temporary_name(folder).name,
+        }
 
     def _send_all(self, unreachable: dict[int, str]) -> Any:
         """Stream this stage's share. Every rank of the stage exhausts the gathers, whatever happens to its engines."""
@@ -213,7 +217,7 @@ class StreamedChannel:
         """Rank 0's writer, after its own share."""
         check.save(temporary)
         manifest = gather_manifests(temporary, self._num_stages, self._folder_deadline_s)
-        complete_policy(temporary, folder, manifest, self._learner.model_folder, self._quant)
+        complete_policy(temporary, folder, manifest, self._learner.model_folder, self._quant, self._run.fence)
         prune(self._run.policies, check.version, self._keep)
 
     def _abandon(self, version: int, folder: Path, error: Exception) -> None:

@@ -11,14 +11,19 @@ import os
 import re
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from pipeline.errors import StoreError
+from pipeline.errors import DeadlineExceededError, StoreError
 
+FIRST_POLL_S = 0.05
+_SLOWEST_POLL_S = 1.0
+VISIBLE_S = 90.0
+"""Longest time, with margin, until a file that one host made is seen by another: attributes are cached up to 60 s."""
 _TEMPORARY = re.compile(r"\..+\.[\w-]+-[0-9a-f]{12}\.tmp")
 
 
@@ -36,6 +41,24 @@ def temporary_name(path: Path) -> Path:
 def is_temporary(name: str) -> bool:
     """Whether `temporary_name` made the name."""
     return _TEMPORARY.fullmatch(name) is not None
+
+
+def slower(pause_s: float) -> float:
+    """The pause after one of `pause_s`: a long wait asks a shared file system ever less often."""
+    return min(1.5 * pause_s, _SLOWEST_POLL_S)
+
+
+def await_visible(path: Path, deadline_s: float = VISIBLE_S) -> None:
+    """Wait for a file that is known to be there, but that another host made. Raises DeadlineExceededError."""
+    give_up, pause_s = time.monotonic() + deadline_s, FIRST_POLL_S
+    while not path.exists():
+        if time.monotonic() >= give_up:
+            raise DeadlineExceededError(
+                f"{path} was made on another host, and is not seen here {deadline_s:g} s later; see whether this host "
+                "has the run's file system mounted, and measure it with `evenkeel doctor --hosts`"
+            )
+        time.sleep(pause_s)
+        pause_s = slower(pause_s)
 
 
 def remove_leftovers(folder: Path, fence: Callable[[], None]) -> list[str]:

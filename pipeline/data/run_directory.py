@@ -162,14 +162,18 @@ class RunDirectory:
     def write_old_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep the learner's log-probabilities of batch `step`, [responses], from when the batch's stage began."""
         self.fence()
-        _write_array(self.logprobs / f"{numbered(step)}-old.npy", logprobs)
+        _write_array(self.old_logprobs_path(step), logprobs)
 
     def old_logprobs(self, step: int) -> NDArray[np.float32] | None:
         """What `write_old_logprobs` kept, or None when the batch's stage has not begun."""
         return _read_array(
-            self.logprobs / f"{numbered(step)}-old.npy",
+            self.old_logprobs_path(step),
             "remove it and the checkpoints after its stage began: the stage is then trained again",
         )
+
+    def old_logprobs_path(self, step: int) -> Path:
+        """Where `write_old_logprobs` keeps those of batch `step`."""
+        return self.logprobs / f"{numbered(step)}-old.npy"
 
     def trained_at_ns(self) -> int:
         """Changes with every step that the learner trains, also again after a resume: each leaves its logprobs."""

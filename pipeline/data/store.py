@@ -27,7 +27,7 @@ from zarr.core.buffer import Buffer
 from zarr.storage import MemoryStore, ZipStore
 
 from pipeline.data.batch_format import array_names, arrays_of, attributes_of, batch_from, check_batch, content_sha256
-from pipeline.data.files import creating, remove_leftovers
+from pipeline.data.files import FIRST_POLL_S, await_visible, creating, remove_leftovers, slower
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import numbered, unfenced
 from pipeline.errors import (
@@ -39,10 +39,7 @@ from pipeline.errors import (
 )
 
 _NAME = re.compile(r"^(\d{6,})\.zarr\.zip$")
-_FIRST_POLL_S = 0.05
-_SLOWEST_POLL_S = 1.0
-VISIBLE_S = 90.0
-"""Longest time, with margin, until a file that one host made is seen by another: attributes are cached up to 60 s."""
+
 _CHUNK_ELEMENTS = 1 << 20
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -114,18 +111,17 @@ class BatchStore:
         )
 
     def read(self, index: int, contract: LogprobContract | None, *, visible_s: float = 0.0) -> Batch:
-        """Read and verify batch `index`; with a `contract` of None, whatever its contract. Of a batch that another
-        host knows to be committed the file may be seen `visible_s` later here (VISIBLE_S).
+        """Read and verify batch `index`; with a `contract` of None, whatever its contract. A batch that another
+        host knows to be committed may be seen here `visible_s` later (files.VISIBLE_S).
 
         Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check,
         ContractMismatchError when it was sampled under another contract.
         """
-        path, give_up, pause_s = self.path(index), time.monotonic() + visible_s, _FIRST_POLL_S
-        while not path.is_file():
-            if time.monotonic() >= give_up:
-                raise StoreError(f"batch {index} is not committed: no file {path}; start the collector to make it")
-            time.sleep(pause_s)
-            pause_s = slower(pause_s)
+        path = self.path(index)
+        if visible_s:
+            await_visible(path, visible_s)
+        if not path.is_file():
+            raise StoreError(f"batch {index} is not committed: no file {path}; start the collector to make it")
         try:
             batch = _decode(path)
             if batch.index != index:
@@ -144,8 +140,8 @@ class BatchStore:
 
     def wait(self, index: int, contract: LogprobContract | None, *, deadline_s: float) -> Batch:
         """Read batch `index` as soon as it is committed. Raises DeadlineExceededError after `deadline_s`, and what
-        `read` raises. For one process alone: of several ranks, one waits and tells the others (pipeline.trainer)."""
-        give_up, pause_s = time.monotonic() + deadline_s, _FIRST_POLL_S
+        `read` raises. For one process: of several ranks, one waits and tells the others."""
+        give_up, pause_s = time.monotonic() + deadline_s, FIRST_POLL_S
         while not self.exists(index):
             if time.monotonic() >= give_up:
                 raise DeadlineExceededError(
@@ -160,11 +156,6 @@ class BatchStore:
         """Delete what killed commits left behind, or superseded ones may still write; for the collector of the newest
         epoch, before its first commit. Returns the names."""
         return remove_leftovers(self.directory, self._fence)
-
-
-def slower(pause_s: float) -> float:
-    """The pause after one of `pause_s`: a long wait asks a shared file system ever less often."""
-    return min(1.5 * pause_s, _SLOWEST_POLL_S)
 
 
 def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobContract) -> None:

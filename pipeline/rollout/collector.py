@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pipeline.data.event_log import EventLog
+from pipeline.data.files import FIRST_POLL_S, slower
 from pipeline.data.records import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -61,7 +62,8 @@ class CollectorSettings:
     max_refills: int = 0
     """Dynamic sampling: how often `prompts_per_batch` further groups may be asked for a batch."""
     solved_rule: SolvedPromptRule | None = None
-    poll_s: float = 0.02
+    poll_s: float = 0.5
+    """Pause between two looks at PUBLISHED, at most; the first ones come sooner."""
     retry_s: float = 0.2
 
 
@@ -79,6 +81,8 @@ class Collector:
     contract: LogprobContract
     event_log: EventLog
     settings: CollectorSettings
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set it to end in order: nothing more is asked, what is in flight is asked again at the next start."""
     _sampler: GroupSampler = field(init=False)
     _solved: SolvedPromptFilter = field(init=False)
     _allocator: GroupAllocator = field(init=False)
@@ -96,8 +100,21 @@ class Collector:
         )
         self._evaluated = self.run.evaluated_versions()
 
-    async def collect(self) -> None:
-        """Commit every batch that the run still lacks, then evaluate the final policy."""
+    async def collect(self) -> bool:
+        """Commit every batch that the run still lacks, then evaluate the final policy. Returns whether that is done:
+        False once `stop` was set. Raises SupersededError once another collector has taken over."""
+        work, stopped = asyncio.create_task(self._collect()), asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                await work
+            return work.done()
+        finally:
+            work.cancel()
+            stopped.cancel()
+            await asyncio.gather(work, stopped, return_exceptions=True)
+
+    async def _collect(self) -> None:
         await self._resync()
         index = self._resume()
         under_way: deque[_UnderWay] = deque()
@@ -135,6 +152,7 @@ class Collector:
         prompts = [prompt for _ in range(builder.wanted) if (prompt := builder.next_prompt())]
         entered.set()
         started = time.time()
+        self.run.fence()
         self.event_log.event("issued", batch=index, first_group=prompts[0].group, groups=len(prompts), version=version)
         await gather_or_cancel([self._fill_place(builder, prompt) for prompt in prompts])
         builder.fill_up()
@@ -235,6 +253,7 @@ class Collector:
         samples = self.settings.evaluation_samples
         solved = await gather_or_cancel([self._solve(prompt, samples, version, index) for prompt in held_out])
         found = dict(prompts=len(held_out), samples=samples, correct=solved, **summarize(solved, samples))
+        self.run.fence()
         # Reports read the log: a collector that dies between the two lines evaluates once more, and loses nothing.
         self.event_log.event("evaluated", version=version, seconds=time.time() - started, started=started, **found)
         self.run.write_evaluation(version, found)
@@ -255,6 +274,7 @@ class Collector:
         """Wait until the engines serve at least `version`; the learner publishes, or dies and is started again. While
         it trains, it is waited for: a long stage has many steps between two publishes."""
         trained, deadline = self.run.trained_at_ns(), time.monotonic() + self.settings.wait_deadline_s
+        pause_s = FIRST_POLL_S
         while (published := self.run.published_version()) < version:
             if time.monotonic() > deadline:
                 before, trained = trained, self.run.trained_at_ns()
@@ -264,7 +284,9 @@ class Collector:
                         f"(published: {published}), nor was a step trained; see logs/learner.log"
                     )
                 deadline = time.monotonic() + self.settings.wait_deadline_s
-            await asyncio.sleep(self.settings.poll_s)
+            self.run.fence()
+            await asyncio.sleep(pause_s)
+            pause_s = min(slower(pause_s), self.settings.poll_s)
         return published
 
     async def _resync(self) -> None:

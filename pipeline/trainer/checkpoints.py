@@ -1,7 +1,11 @@
-"""Checkpoints are folders that count only once their COMMIT is there.
+"""Checkpoints are folders that get their name when they are complete.
 
-The learner writes its shards; then the size and SHA-256 of every file go into COMMIT, written last and atomically. A
-folder without COMMIT is the remains of a crash and is ignored; one whose files no longer match is refused by name.
+    .000012.HOST-RANDOM.tmp   every rank writes its shards; rank 0 adds the loop's state, then COMMIT: the size and
+                              SHA-256 of every file
+    000012                    the same folder, moved onto a name that must be free
+
+Of two learners that save one step, one a superseded one, the first to move its folder wins and the other keeps that. A
+folder whose files do not match COMMIT is refused by name.
 """
 
 from __future__ import annotations
@@ -9,13 +13,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.files import fsync_directory, write_atomically
-from pipeline.data.run_directory import numbered, numbered_folders
+from pipeline.data.files import (
+    await_visible,
+    fsync_directory,
+    move_to_free_name,
+    remove_leftovers,
+    temporary_name,
+    write_atomically,
+)
+from pipeline.data.run_directory import numbered, numbered_folders, unfenced
 from pipeline.errors import CorruptCheckpointError
 from pipeline.ports.learner import Learner
 
@@ -29,34 +40,57 @@ class Checkpoints:
 
     directory: Path
     keep: int
+    fence: Callable[[], None] = unfenced
+    """Called on rank 0 before a checkpoint gets its name; raises SupersededError."""
 
     def save(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
-        """Collective. Once it returns on rank zero, training can go on at `step`, whatever dies. `state` is what the
-        loop itself must remember."""
-        target = self.directory / numbered(step)
-        if learner.is_rank_zero:
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
+        """Collective. Once it returns, training can go on at `step`, whatever dies. `state` is what the loop itself
+        must remember."""
+        folder = self.directory / learner.tell(lambda: self._new_folder(step))
+        learner.save(folder)
         learner.barrier()
-        learner.save(target)
-        learner.barrier()
-        if learner.is_rank_zero:
-            write_atomically(target / _LOOP_STATE, json.dumps(dict(state)) + "\n")
-            commit(target, step)
-            for old in self._committed()[: -self.keep]:
-                shutil.rmtree(self.directory / numbered(old))
+        learner.tell(lambda: self._commit(folder, step, state))
 
     def restore(self, learner: Learner) -> tuple[int, dict[str, float]]:
         """Collective. Load the newest committed checkpoint; returns the step to go on at (0 when there is none) and the
         state of the loop that was saved with it."""
+        newest = learner.tell(self._newest)
+        if newest is None:
+            return 0, {}
+        step, state = newest
+        folder = self.directory / numbered(step)
+        learner.everywhere(lambda: await_visible(folder / COMMIT))
+        learner.load(folder)
+        return step, state
+
+    def _new_folder(self, step: int) -> str:
+        folder = temporary_name(self.directory / numbered(step))
+        folder.mkdir(parents=True)
+        return folder.name
+
+    def _commit(self, folder: Path, step: int, state: Mapping[str, float]) -> None:
+        write_atomically(folder / _LOOP_STATE, json.dumps(dict(state)) + "\n")
+        commit(folder, step)
+        target = self.directory / numbered(step)
+        self.fence()
+        if not move_to_free_name(folder, target):
+            if (target / COMMIT).exists():
+                verify(target)
+                shutil.rmtree(folder)
+            else:
+                _remove(target)
+                folder.rename(target)
+        for old in self._committed()[: -self.keep]:
+            _remove(self.directory / numbered(old))
+
+    def _newest(self) -> tuple[int, dict[str, float]] | None:
+        """Step and state of the newest checkpoint, verified."""
+        remove_leftovers(self.directory, self.fence)
         committed = self._committed()
         if not committed:
-            return 0, {}
+            return None
         folder = self.directory / numbered(committed[-1])
-        if learner.is_rank_zero:
-            verify(folder)
-        learner.barrier()
-        learner.load(folder)
+        verify(folder)
         state = folder / _LOOP_STATE
         return committed[-1], json.loads(state.read_text()) if state.exists() else {}
 
@@ -64,6 +98,13 @@ class Checkpoints:
         return [
             step for step in numbered_folders(self.directory) if (self.directory / numbered(step) / COMMIT).exists()
         ]
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder that no reader may find half deleted: it loses its name first."""
+    aside = temporary_name(folder)
+    folder.rename(aside)
+    shutil.rmtree(aside)
 
 
 def commit(folder: Path, step: int) -> None:

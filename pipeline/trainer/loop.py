@@ -5,28 +5,32 @@ store ──batch──▶ advantages ──▶ mini-batches ──▶ learner.l
                                       └────────────────────────────────────────┘
 
 train     consumes: batch `step` of the store, in order
-          waits for: that batch's file
-          unblocked by: the collector's commit
+          waits for: that batch's file (pipeline.trainer.batch_source)
+          unblocked by: the collector's commit, or a request to stop
 after a crash: the newest committed checkpoint is loaded and the batches after it, which are still in the store, are
-trained again; versions that the engines already serve are not published a second time.
+trained again; versions that the engines already serve are not published a second time. What reports and diagnoses
+need of a step is written before its checkpoint: a step that is not trained again has left it.
+rank 0 alone looks at the run directory; the others do as it tells (Learner.tell).
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.data.event_log import EventLog
-from pipeline.data.records import SOLVED_REWARD, Batch, LogprobContract
+from pipeline.data.files import remove_leftovers
+from pipeline.data.records import SOLVED_REWARD, Batch
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.store import BatchStore
+from pipeline.errors import StoppedError
 from pipeline.ports.learner import Learner, Update
 from pipeline.ports.weight_update import WeightChannel
 from pipeline.schedule import Schedule
 from pipeline.stopwatch import Stopwatch
+from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.mini_batches import merge_updates, mini_batches
 from pipeline.trainer.old_logprobs import OldLogprobs
@@ -37,7 +41,7 @@ class Trainer:
     """See the module's head for the data flow. `channel` is None when recorded batches are replayed."""
 
     run: RunDirectory
-    store: BatchStore
+    batches: BatchSource
     learner: Learner
     schedule: Schedule
     advantage_computer: AdvantageComputer
@@ -52,41 +56,59 @@ class Trainer:
     channel: WeightChannel | None
     checkpoints: Checkpoints
     checkpoint_every: int
-    contract: LogprobContract
     event_log: EventLog
-    wait_deadline_s: float
+    _saved: int = field(init=False, default=0)
+    """Steps that the newest checkpoint holds."""
+    _save_s: float = field(init=False, default=0.0)
+    """What the checkpoint took that was saved since the last line of metrics."""
 
     def train(self) -> None:
-        """Train on every batch that the newest checkpoint has not seen, then export the final policy."""
+        """Train on every batch that the newest checkpoint has not seen, then export the final policy. Asked to stop, it
+        saves what is trained and raises StoppedError, on every rank."""
+        self.learner.tell(lambda: remove_leftovers(self.run.policies, self.run.fence))
         first, state = self.checkpoints.restore(self.learner)
+        self._saved = first
         self.advantage_computer.estimator.restore(state)
         for step in range(first, self.schedule.steps):
-            watch = Stopwatch()
-            with watch.phase("wait"):
-                batch = self.store.wait(step, self.contract, deadline_s=self.wait_deadline_s)
-            update = self._update(batch, watch)
-            measured = describe(batch, step)
-            self.advantage_computer.estimator.observe(
-                solve_rate=asked_solve_rate(batch), entropy=update.metrics["entropy"]
-            )
-            with watch.phase("publish"):
-                published = self._publish(step)
-            with watch.phase("save"):
-                self._save(step)
-            if self.learner.is_rank_zero:
-                self.run.write_learner_logprobs(step, update.logprobs)
-                self.event_log.event("consumed", step=step)
-                self.event_log.metrics(
-                    step,
-                    **update.metrics,
-                    **measured,
-                    **self.advantage_computer.estimator.measured(),
-                    log_ratio_histogram=update.histogram,
-                    seconds=watch.seconds,
-                    publish_seconds={name: value for name, value in published.items() if name.endswith("_s")},
-                    **{name: value for name, value in published.items() if not name.endswith("_s")},
-                )
+            try:
+                self._train_on(step)
+            except StoppedError:  # before the first update of this step
+                if step > self._saved:
+                    self._save(step)
+                raise
         self.learner.export(self.run.model)
+
+    def _train_on(self, step: int) -> None:
+        """One step of the loop: wait, update, publish, record, save."""
+        watch = Stopwatch()
+        with watch.phase("wait"):
+            batch = self.batches.wait(step)
+        update = self._update(batch, watch)
+        measured = describe(batch, step)
+        self.advantage_computer.estimator.observe(solve_rate=asked_solve_rate(batch), entropy=update.metrics["entropy"])
+        with watch.phase("publish"):
+            published = self._publish(step)
+        self.learner.tell(lambda: self._record(step, update, measured, published, watch))
+        if (step + 1) % self.checkpoint_every == 0 or step + 1 == self.schedule.steps:
+            self._save(step + 1)
+
+    def _record(
+        self, step: int, update: Update, measured: dict[str, float], published: dict[str, float], watch: Stopwatch
+    ) -> None:
+        """What the step leaves behind (rank 0)."""
+        self.run.write_learner_logprobs(step, update.logprobs)
+        self.event_log.event("consumed", step=step)
+        self.event_log.metrics(
+            step,
+            **update.metrics,
+            **measured,
+            **self.advantage_computer.estimator.measured(),
+            log_ratio_histogram=update.histogram,
+            seconds=watch.seconds | {"save": self._save_s},
+            publish_seconds={name: value for name, value in published.items() if name.endswith("_s")},
+            **{name: value for name, value in published.items() if not name.endswith("_s")},
+        )
+        self._save_s = 0.0
 
     def _update(self, batch: Batch, watch: Stopwatch) -> Update:
         """The optimizer steps of one batch."""
@@ -108,7 +130,9 @@ class Trainer:
     def _publish(self, step: int) -> dict[str, float]:
         """Give version `step + 1` to the engines when the schedule says so and it is not published already."""
         version = step + 1
-        if self.channel is None or not self.schedule.publishes_after(step) or self._is_published(version):
+        if self.channel is None or not self.schedule.publishes_after(step):
+            return {}
+        if self.learner.tell(lambda: self._is_published(version)):
             return {}
         measured = self.channel.publish(version)
         if self.learner.is_rank_zero:
@@ -117,18 +141,20 @@ class Trainer:
 
     def _is_published(self, version: int) -> bool:
         """Served, and kept for engines that restart: a channel may have died between the two, then the version that the
-        engines serve is published again."""
+        engines serve is published again. On rank 0."""
+        self.run.fence()
         published = self.run.published_version()
         return version < published or (version == published and self.run.policy_directory(version).is_dir())
 
     def _save(self, step: int) -> None:
-        if (step + 1) % self.checkpoint_every == 0 or step + 1 == self.schedule.steps:
-            if self.channel is not None:
-                self.channel.wait_for_folder()
-            started = time.perf_counter()
-            self.checkpoints.save(self.learner, step + 1, self.advantage_computer.estimator.state())
-            if self.learner.is_rank_zero:
-                self.event_log.event("saved", step=step + 1, seconds=time.perf_counter() - started)
+        """A checkpoint of the first `step` steps."""
+        if self.channel is not None:
+            self.channel.wait_for_folder()
+        started = time.monotonic()
+        self.checkpoints.save(self.learner, step, self.advantage_computer.estimator.state())
+        self._saved, self._save_s = step, time.monotonic() - started
+        if self.learner.is_rank_zero:
+            self.event_log.event("saved", step=step, seconds=self._save_s)
 
 
 def describe(batch: Batch, step: int) -> dict[str, float]:

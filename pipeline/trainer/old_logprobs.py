@@ -10,17 +10,18 @@ sync, async; one update a batch   the weights before the step, which is what sco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.files import await_visible
+from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
-from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
 from pipeline.ports.learner import Learner
 from pipeline.schedule import Schedule
+from pipeline.trainer.batch_source import BatchSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,36 +29,42 @@ class OldLogprobs:
     """For objectives and corrections that divide by pi_old."""
 
     run: RunDirectory
-    store: BatchStore
+    batches: BatchSource
     learner: Learner
     schedule: Schedule
     updates_per_batch: int
-    contract: LogprobContract
-    wait_deadline_s: float
+    _stage: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    """What this process has scored of the stage that is under way; the same on every rank."""
 
     def of(self, batch: Batch) -> NDArray[np.float32] | None:
         """[responses], None where they are those of the scored step. Collective; called before the first update.
 
-        The first batch of a stage waits for all batches of the stage, and scores them. Raises StoreError when those of
-        a stage that is under way are missing.
+        The first batch of a stage waits for all batches of the stage, and scores them. Raises what that wait raises,
+        and StoreError when those of a stage that is under way are missing.
         """
         if self.schedule.kind != "staged":
             return self.learner.logprobs(batch) if self.updates_per_batch > 1 else None
         step = batch.index
         if step == self.schedule.required_version(step):
             self._score_stage(step)
-        kept = self.run.old_logprobs(step)
-        if kept is None:
+        return self._stage[step] if step in self._stage else self._kept(step)
+
+    def _score_stage(self, first: int) -> None:
+        self._stage.clear()
+        for index in range(first, min(first + self.schedule.updates_per_stage, self.schedule.steps)):
+            self._stage[index] = self.learner.logprobs(self.batches.wait(index))
+            self.learner.tell(lambda index=index: self.run.write_old_logprobs(index, self._stage[index]))  # type: ignore[misc]
+
+    def _kept(self, step: int) -> NDArray[np.float32]:
+        """What an earlier start of the learner has scored."""
+        path = self.run.old_logprobs_path(step)
+        if not self.learner.tell(path.exists):
             raise StoreError(
                 f"{self.run.logprobs} lacks the log-probabilities of batch {step} from the beginning of its stage; "
                 "remove the checkpoints after that beginning: the stage is then trained again"
             )
-        return kept
 
-    def _score_stage(self, first: int) -> None:
-        for index in range(first, min(first + self.schedule.updates_per_stage, self.schedule.steps)):
-            batch = self.store.wait(index, self.contract, deadline_s=self.wait_deadline_s)
-            scored = self.learner.logprobs(batch)
-            if self.learner.is_rank_zero:
-                self.run.write_old_logprobs(index, scored)
-        self.learner.barrier()
+        self.learner.everywhere(lambda: await_visible(path))
+        kept = self.run.old_logprobs(step)
+        assert kept is not None, path
+        return kept

@@ -116,17 +116,18 @@ def build(
         wait_deadline_s=20.0,
         recipe_sha256="r",
         retry_s=0.0,
+        poll_s=0.02,
     )
     return Collector(
         run=run,
-        store=BatchStore(run.batches),
+        store=BatchStore(run.batches, run.fence),
         schedule=schedule,
         engines=PretendEngines(run, tokenizer),
         prompts=TaskPrompts(task, tokenizer, PromptOrder(task.num_prompts, 0)),
         tokenizer=tokenizer,
         verifiers=verifiers,
         contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256=tokenizer.sha256),
-        event_log=EventLog(run.path, "learner-000001"),
+        event_log=EventLog(run.path, "collector-000001"),
         settings=CollectorSettings(**{**settings, **changes}),
     )
 

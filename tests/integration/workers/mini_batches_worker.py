@@ -20,6 +20,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
+from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs
@@ -79,12 +80,10 @@ def train(folder: Path, section: LearnerSection, case: str, steps: int) -> tuple
     run.make_folders()
     shared: dict[str, Any] = dict(
         run=run,
-        store=store,
+        batches=BatchSource(run=run, store=store, learner=learner, contract=CONTRACT, wait_deadline_s=10.0),
         learner=learner,
         schedule=chosen.build_schedule(),
         updates_per_batch=updates,
-        contract=CONTRACT,
-        wait_deadline_s=10.0,
     )
     objective = build_objective(chosen)
     trainer = Trainer(

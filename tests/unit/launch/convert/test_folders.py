@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,12 +131,16 @@ def test_a_failure_midway_leaves_nothing_behind(source: Path, tmp_path: Path) ->
 def test_out_must_be_new_or_empty_and_remains_of_the_dead_are_removed(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (tmp_path / "out.tmp-999999999").mkdir()
-    ours = tmp_path / f"out.tmp-{os.getppid()}"
-    ours.mkdir()
+    dead, alive, foreign = ".out.h-0123456789ab.tmp", ".out.h-0123456789ac.tmp", ".other.h-0123456789ab.tmp"
+    for name in (dead, alive, foreign):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "shard").touch()
+    yesterday = time.time() - 25 * 3600
+    for path in (tmp_path / dead / "shard", tmp_path / dead, tmp_path / alive, tmp_path / foreign / "shard"):
+        os.utime(path, (yesterday, yesterday))
     with new_folder(out) as folder:
         (folder / "file").write_text("x")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", ours.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["out", alive, foreign])
     with pytest.raises(ModelError, match="not an empty folder"), new_folder(out):
         raise AssertionError("unreachable")
 

@@ -104,7 +104,7 @@ def test_what_is_no_run_or_damaged_is_said(tmp_path: Path, recipe: Recipe) -> No
 
 
 def test_numbered_folders_are_found_among_others(tmp_path: Path) -> None:
-    for name in ("000012", "000003", "1000000", "000004.tmp-7", "12", "PUBLISHED"):
+    for name in ("000012", "000003", "1000000", ".000004.host-0123456789ab.tmp", "12", "PUBLISHED"):
         (tmp_path / name).mkdir()
     assert numbered_folders(tmp_path) == [3, 12, 1000000]
 

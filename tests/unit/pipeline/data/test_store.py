@@ -407,7 +407,7 @@ def test_a_batch_that_another_host_committed_may_be_seen_late(tmp_path: Path, ma
     writer.start()
     assert_same(store.read(0, None, visible_s=20.0), make_batch(0))
     writer.join()
-    with pytest.raises(StoreError, match="batch 1 is not committed"):
+    with pytest.raises(DeadlineExceededError, match="is not seen here"):
         store.read(1, None, visible_s=0.05)
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.data.epochs import claim
 from pipeline.data.event_log import read_events
 from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import DeadlineExceededError, EngineUnavailableError
+from pipeline.errors import DeadlineExceededError, EngineUnavailableError, SupersededError
 from pipeline.rewards.pool import Verifiers
 from pipeline.schedule import Schedule
 from tests.support.collecting import GROUP, PROMPTS, build, collect, engines_of
@@ -116,6 +117,42 @@ def test_a_started_again_collector_goes_on_behind_the_committed_batches(
     store = collect(build(run, verifiers, Schedule(kind="sync", steps=4)))
     assert (run.batches / "000001.zarr.zip").read_bytes() == before
     assert store.read(3, None).group.min() == 3 * PROMPTS
+
+
+def test_a_collector_that_is_asked_to_end_ends_in_order(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=3), wait_deadline_s=60.0)
+
+    async def stopped_while_it_waits() -> bool:
+        collecting = asyncio.create_task(collector.collect())
+        while not collector.store.exists(0):
+            await asyncio.sleep(0.005)
+        collector.stop.set()  # nobody publishes version 1
+        async with asyncio.timeout(20.0):
+            return await collecting
+
+    assert not asyncio.run(stopped_while_it_waits())
+    assert engines_of(collector).in_flight == 0
+    assert collector.store.committed() == [0]
+    again = build(run, verifiers, Schedule(kind="sync", steps=3))
+    assert collect(again).committed() == [0, 1, 2]
+
+
+def test_a_superseded_collector_commits_and_says_nothing_more(run: RunDirectory, verifiers: Verifiers) -> None:
+    """It waits for version 1 while another collector takes over, and ends then."""
+    collector = build(run.under(claim(run.path, "collector")), verifiers, Schedule(kind="sync", steps=3))
+
+    async def superseded_while_it_waits() -> None:
+        collecting = asyncio.create_task(collector.collect())
+        while not collector.store.exists(0):
+            await asyncio.sleep(0.005)
+        claim(run.path, "collector")
+        async with asyncio.timeout(20.0):
+            await collecting
+
+    with pytest.raises(SupersededError, match="start 2 has taken over"):
+        asyncio.run(superseded_while_it_waits())
+    assert collector.store.committed() == [0]
+    assert [event["batch"] for event in read_events(run.path, "issued")] == [0]
 
 
 def test_a_prompt_that_cannot_fit_is_dropped_by_name(run: RunDirectory, verifiers: Verifiers) -> None:

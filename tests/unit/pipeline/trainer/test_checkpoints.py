@@ -7,21 +7,22 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import CorruptCheckpointError
-from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.data.epochs import claim
+from pipeline.data.files import is_temporary
+from pipeline.errors import CorruptCheckpointError, SupersededError
+from pipeline.trainer.checkpoints import COMMIT, Checkpoints
+from tests.support.one_rank import OneRank
 
 
-class Learner:
-    is_rank_zero = True
+class Learner(OneRank):
+    def __init__(self, weights: str = "weights") -> None:
+        self.weights = weights
 
     def save(self, directory: Path) -> None:
-        (directory / "shard").write_text("weights")
+        (directory / "shard").write_text(self.weights)
 
     def load(self, directory: Path) -> None:
-        assert (directory / "shard").read_text() == "weights"
-
-    def barrier(self) -> None:
-        pass
+        self.weights = (directory / "shard").read_text()
 
 
 def test_the_loops_state_comes_back_with_its_step(tmp_path: Path) -> None:
@@ -48,3 +49,57 @@ def test_a_checkpoint_without_a_state_is_of_a_loop_without_memory(tmp_path: Path
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(learner, 4, {})
     assert checkpoints.restore(learner) == (4, {})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_has_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    class Looking(Learner):
+        def save(self, directory: Path) -> None:
+            seen.append(names(tmp_path))
+            super().save(directory)
+
+    learner: Any = Looking()
+    Checkpoints(tmp_path, keep=1).save(learner, 4, {})
+    Checkpoints(tmp_path, keep=1).save(learner, 8, {})
+    assert [[is_temporary(name) for name in listed] for listed in seen] == [[True], [True, False]]
+    assert names(tmp_path) == ["000008"]
+
+
+def test_of_two_learners_that_save_a_step_the_first_is_kept(tmp_path: Path) -> None:
+    first, second, reader = Learner("first"), Learner("second"), Learner()
+    for learner in (first, second):
+        Checkpoints(tmp_path, keep=2).save(learner, 4, {})  # type: ignore[arg-type]
+    assert names(tmp_path) == ["000004"]
+    assert Checkpoints(tmp_path, keep=2).restore(reader) == (4, {})  # type: ignore[arg-type]
+    assert reader.weights == "first"
+
+
+def test_a_folder_without_commit_gives_way(tmp_path: Path) -> None:
+    learner: Any = Learner()
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(learner, 4, {})
+    (tmp_path / "000004" / COMMIT).unlink()
+    assert checkpoints.restore(learner) == (0, {})
+    checkpoints.save(learner, 4, {"entropy": 1.0})
+    assert checkpoints.restore(learner) == (4, {"entropy": 1.0})
+    assert names(tmp_path) == ["000004"]
+
+
+def test_a_thawed_learner_commits_no_checkpoint(tmp_path: Path) -> None:
+    old = claim(tmp_path, "learner")
+    folder = tmp_path / "checkpoints"
+    learner: Any = Learner()
+    thawed = Checkpoints(folder, keep=1, fence=old.check)
+    thawed.save(learner, 4, {})
+    new = Checkpoints(folder, keep=1, fence=claim(tmp_path, "learner").check)
+    for attempt in (lambda: thawed.save(learner, 8, {}), lambda: thawed.restore(learner)):
+        with pytest.raises(SupersededError):
+            attempt()
+    assert len(names(folder)) == 2, "what it wrote has a temporary name"
+    assert new.restore(learner) == (4, {})
+    assert names(folder) == ["000004"], "its successor clears it away"

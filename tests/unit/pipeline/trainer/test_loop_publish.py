@@ -1,4 +1,4 @@
-"""When the learner loop publishes, and what a checkpoint waits for."""
+"""When the learner loop publishes, records, saves and stops."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.data.event_log import EventLog, read_events
+from pipeline.data.epochs import claim
+from pipeline.data.event_log import EventLog, read_events, read_metrics
 from pipeline.data.records import DroppedGroup
 from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import StoppedError, SupersededError
+from pipeline.ports.learner import Update
 from pipeline.schedule import Schedule
 from pipeline.trainer.loop import Trainer, asked_solve_rate
+from tests.support.one_rank import OneRank
 
 
-class Recorder:
+class Recorder(OneRank):
     """Learner, channel and checkpoints in one: keeps the order of the calls."""
-
-    is_rank_zero = True
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -32,6 +34,7 @@ class Recorder:
         self.calls.append("wait_for_folder")
 
     def save(self, learner: Any, step: int, state: Any) -> None:
+        """A checkpoint."""
         self.calls.append(f"save {step}")
 
 
@@ -46,7 +49,7 @@ def trainer(run: RunDirectory, recorder: Recorder, channel: Any) -> Trainer:
     unused: Any = SimpleNamespace()
     return Trainer(
         run=run,
-        store=unused,
+        batches=unused,
         learner=recorder,  # type: ignore[arg-type]
         schedule=Schedule(kind="sync", steps=4),
         advantage_computer=SimpleNamespace(estimator=SimpleNamespace(state=dict)),  # type: ignore[arg-type]
@@ -57,9 +60,7 @@ def trainer(run: RunDirectory, recorder: Recorder, channel: Any) -> Trainer:
         channel=channel,
         checkpoints=recorder,  # type: ignore[arg-type]
         checkpoint_every=2,
-        contract=unused,
         event_log=EventLog(run.path, "learner-000001"),
-        wait_deadline_s=1.0,
     )
 
 
@@ -85,13 +86,80 @@ def test_a_version_is_published_until_it_is_served_and_kept(
     assert bool(measured) == bool(expected)
 
 
+def test_a_thawed_learner_does_not_publish(run: RunDirectory) -> None:
+    run.set_published(1)
+    thawed = run.under(claim(run.path, "learner"))
+    claim(run.path, "learner")
+    recorder = Recorder()
+    with pytest.raises(SupersededError):
+        trainer(thawed, recorder, recorder)._publish(1)
+    assert recorder.calls == []
+
+
+class Steps(Recorder):
+    """A learner whose every step is trained at once; the batches come until one is asked for that is not there."""
+
+    def __init__(self, run: RunDirectory, stop_before: int) -> None:
+        super().__init__()
+        self.run = run
+        self.stop_before = stop_before
+
+    def wait(self, index: int) -> Any:
+        if index == self.stop_before:
+            raise StoppedError("asked to end")
+        return SimpleNamespace()
+
+    def restore(self, learner: Any) -> tuple[int, dict[str, float]]:
+        return 0, {}
+
+    def save(self, learner: Any, step: int, state: Any) -> None:
+        recorded = [line["step"] for line in read_metrics(self.run.path)]
+        assert recorded == list(range(step)), "a step is recorded before its checkpoint"
+        assert all(self.run.learner_logprobs(trained) is not None for trained in recorded)
+        super().save(learner, step, state)
+
+    def export(self, folder: Path) -> None:
+        self.calls.append("export")
+
+
+def loop_of(run: RunDirectory, steps: Steps, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    run.make_folders()
+    loop = trainer(run, steps, None)
+    loop.batches = steps  # type: ignore[assignment]
+    loop.advantage_computer.estimator = SimpleNamespace(  # type: ignore[misc]
+        state=dict, restore=lambda state: None, observe=lambda **measured: None, measured=dict
+    )
+    update = Update(metrics={"entropy": 0.5}, histogram=[1.0], logprobs=np.zeros(2, np.float32))
+    monkeypatch.setattr(loop, "_update", lambda batch, watch: update)
+    monkeypatch.setattr("pipeline.trainer.loop.describe", lambda batch, step: {})
+    monkeypatch.setattr("pipeline.trainer.loop.asked_solve_rate", lambda batch: 0.5)
+    return loop
+
+
+def test_a_run_to_its_end_saves_when_due(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(run, stop_before=99)
+    loop_of(run, steps, monkeypatch).train()
+    assert steps.calls == ["save 2", "save 4", "export"]
+    assert [event["step"] for event in read_events(run.path, "saved")] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("stop_before", "saved"), [(0, []), (1, ["save 1"]), (2, ["save 2"]), (3, ["save 2", "save 3"])]
+)
+def test_a_request_to_stop_saves_what_is_trained_once(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, stop_before: int, saved: list[str]
+) -> None:
+    steps = Steps(run, stop_before)
+    with pytest.raises(StoppedError):
+        loop_of(run, steps, monkeypatch).train()
+    assert steps.calls == saved
+
+
 def test_a_checkpoint_waits_for_the_folder(run: RunDirectory) -> None:
     """Without it, a crash could leave a checkpoint past a version that is served and nowhere on disk."""
     recorder = Recorder()
-    loop = trainer(run, recorder, recorder)
-    for step in range(4):
-        loop._save(step)
-    assert recorder.calls == ["wait_for_folder", "save 2", "wait_for_folder", "save 4"]
+    trainer(run, recorder, recorder)._save(2)
+    assert recorder.calls == ["wait_for_folder", "save 2"]
 
 
 def test_a_replay_publishes_nothing(run: RunDirectory) -> None:
@@ -99,11 +167,11 @@ def test_a_replay_publishes_nothing(run: RunDirectory) -> None:
     loop = trainer(run, recorder, None)
     assert loop._publish(1) == {}
     loop._save(1)
-    assert recorder.calls == ["save 2"]
+    assert recorder.calls == ["save 1"]
 
 
 def test_an_engine_starts_from_the_newest_folder_that_is_complete(run: RunDirectory) -> None:
-    for name in ("000001", "000002", "000003.tmp-17", "000004"):
+    for name in ("000001", "000002", ".000003.host-0123456789ab.tmp", "000004"):
         (run.policies / name).mkdir()
     assert run.newest_policy(3) == 2
     assert run.newest_policy(4) == 4

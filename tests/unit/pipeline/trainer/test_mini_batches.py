@@ -63,7 +63,7 @@ def trained(
     batch: Batch, updates: int, *, scores: bool = True, reads: bool = True, old: Any = None, **options: Any
 ) -> Any:
     learner, unused = Learner(), SimpleNamespace()
-    fields: dict[str, Any] = {name: unused for name in Trainer.__dataclass_fields__}
+    fields: dict[str, Any] = {name: unused for name, field in Trainer.__dataclass_fields__.items() if field.init}
     loop = Trainer(
         **fields
         | dict(

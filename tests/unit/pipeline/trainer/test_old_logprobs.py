@@ -13,12 +13,11 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from pipeline.schedule import Schedule
 from pipeline.trainer.old_logprobs import OldLogprobs
+from tests.support.one_rank import OneRank
 
 
-class Learner:
+class Learner(OneRank):
     """Scores batch b as `weights` + b, and remembers what it was asked."""
-
-    is_rank_zero = True
 
     def __init__(self, weights: float) -> None:
         self.weights = weights
@@ -28,9 +27,6 @@ class Learner:
         self.scored.append(batch.index)
         return np.full(3, self.weights + batch.index, np.float32)
 
-    def barrier(self) -> None:
-        pass
-
 
 def batch(index: int) -> Any:
     return SimpleNamespace(index=index)
@@ -39,9 +35,8 @@ def batch(index: int) -> Any:
 def old_logprobs(folder: Path, learner: Learner, schedule: Schedule, updates_per_batch: int = 1) -> OldLogprobs:
     run = RunDirectory(folder)
     run.logprobs.mkdir(parents=True, exist_ok=True)
-    store: Any = SimpleNamespace(wait=lambda index, contract, deadline_s: batch(index))
-    adapters: dict[str, Any] = dict(learner=learner, store=store, contract=None)
-    return OldLogprobs(run=run, schedule=schedule, updates_per_batch=updates_per_batch, wait_deadline_s=1.0, **adapters)
+    adapters: dict[str, Any] = dict(learner=learner, batches=SimpleNamespace(wait=batch))
+    return OldLogprobs(run=run, schedule=schedule, updates_per_batch=updates_per_batch, **adapters)
 
 
 def test_a_stage_is_scored_once_and_whole(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""The batches that all ranks train on: rank 0 waits for each, looks whether to stop, and tells the others.
+
+rank 0   lists the batches every second ──"not yet" every few seconds, then "there"──▶ every rank opens the file
+                    ▲
+               stop requested? superseded? ── what ends the wait ends it on every rank
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipeline.data.files import FIRST_POLL_S, VISIBLE_S, slower
+from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.errors import DeadlineExceededError, StoppedError
+from pipeline.ports.learner import Learner
+
+STOP_FILE_VARIABLE = "EVENKEEL_STOP_FILE"
+"""Names a local file: once it is there, training ends in order."""
+ANSWER_S = 3.0
+"""Rank 0 answers at least this often: the other ranks wait in a collective, which has a deadline of its own."""
+
+Answer = Literal["there", "not yet", "stop"]
+
+
+def stop_file_exists() -> bool:
+    """Whether the process that started this one has asked it to end."""
+    name = os.environ.get(STOP_FILE_VARIABLE)
+    return name is not None and Path(name).exists()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSource:
+    """The committed batches of `store`, for the learner of `run`. Every method is collective."""
+
+    run: RunDirectory
+    store: BatchStore
+    learner: Learner
+    contract: LogprobContract
+    wait_deadline_s: float
+    """Longest wait for a batch while the collector commits and evaluates nothing."""
+    stop_requested: Callable[[], bool] = stop_file_exists
+    """Asked on rank 0 alone."""
+    visible_s: float = VISIBLE_S
+
+    def wait(self, index: int) -> Batch:
+        """Batch `index`, once it is committed. Raises on every rank StoppedError when the process was asked to end,
+        DeadlineExceededError, SupersededError, and what BatchStore.read raises on any."""
+        watch = _Watch(self, index)
+        while (answer := self.learner.tell(watch.look)) == "not yet":
+            pass
+        if answer == "stop":
+            raise StoppedError(f"asked to end before batch {index}; start the run again to go on")
+        found: list[Batch] = []
+        self.learner.everywhere(lambda: found.append(self.store.read(index, self.contract, visible_s=self.visible_s)))
+        return found[0]
+
+
+class _Watch:
+    """Rank 0's view of one wait."""
+
+    def __init__(self, source: BatchSource, index: int) -> None:
+        self._source = source
+        self._index = index
+        self._pause_s = FIRST_POLL_S
+        self._seen = self._progress()
+        self._deadline = time.monotonic() + source.wait_deadline_s
+
+    def look(self) -> Answer:
+        """Look for some seconds. Raises DeadlineExceededError once the collector has stood still for too long."""
+        source, ends = self._source, time.monotonic() + ANSWER_S
+        source.run.fence()
+        while True:
+            if source.stop_requested():
+                return "stop"
+            if source.store.exists(self._index):
+                return "there"
+            self._judge()
+            if time.monotonic() >= ends:
+                return "not yet"
+            time.sleep(self._pause_s)
+            self._pause_s = slower(self._pause_s)
+
+    def _judge(self) -> None:
+        if time.monotonic() < self._deadline:
+            return
+        before, self._seen = self._seen, self._progress()
+        if self._seen == before:
+            raise DeadlineExceededError(
+                f"waited {self._source.wait_deadline_s:g} s for batch {self._index} in {self._source.store.directory}, "
+                "and none was committed nor a version evaluated; look at the collector's log"
+            )
+        self._deadline = time.monotonic() + self._source.wait_deadline_s
+
+    def _progress(self) -> tuple[int, int]:
+        """Changes while the collector gets on: it commits, and it evaluates before it commits."""
+        return len(self._source.store.committed()), len(self._source.run.evaluated_versions())

@@ -1,0 +1,65 @@
+"""Ranks that see the run directory differently, over real gloo: they decide alike, and none waits for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.errors import DeadlineExceededError, StoppedError
+from tests.support.batches import batch_of_rewards
+from tests.support.ranks import Ranks
+
+SEEN_AFTER_S = 1.0
+DEADLINE_S = 30.0
+
+
+def wait_for_batch(folder: Path, case: str) -> tuple[str, float]:
+    """Rank 1 sees nothing of the run for a while, or ever. What came of the wait, and how long it took."""
+    import torch.distributed as dist
+
+    from megatron_bridge.parallel.rank_sync import RankZero
+    from pipeline.trainer.batch_source import BatchSource
+
+    rank = dist.get_rank()
+    run = RunDirectory(folder / "run")
+    learner: Any = RankZero(DEADLINE_S)
+    if rank == 1:
+        run = RunDirectory(folder / "not yet mounted")
+    store = BatchStore(run.batches)
+    if rank == 1 and case == "late":
+        threading.Timer(
+            SEEN_AFTER_S, lambda: store.path(0).symlink_to(BatchStore(folder / "run" / "batches").path(0))
+        ).start()
+    source = BatchSource(
+        run=run,
+        store=store,
+        learner=learner,
+        contract=None,  # type: ignore[arg-type]
+        wait_deadline_s=5.0,
+        # Rank 1 would stop, were it asked.
+        stop_requested=lambda: rank == 1 or case == "stop",
+        visible_s=2.0 if case == "never" else 20.0,
+    )
+    started = time.monotonic()
+    try:
+        found = f"batch {source.wait(0).index}"
+    except (StoppedError, DeadlineExceededError) as error:
+        found = f"{type(error).__name__}: {error}"
+    return found, time.monotonic() - started
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"), [("late", "batch 0"), ("never", "DeadlineExceededError"), ("stop", "StoppedError")]
+)
+def test_all_ranks_do_what_rank_zero_says(tmp_path: Path, case: str, expected: str) -> None:
+    BatchStore(tmp_path / "run" / "batches").commit(batch_of_rewards([[1.0, 0.0]]))
+    with Ranks(2, wait_for_batch, tmp_path, case) as ranks:
+        found = ranks.results()
+    assert [text.partition(":")[0] for text, _ in found] == [expected] * 2
+    assert all(seconds < DEADLINE_S / 2 for _, seconds in found), "no rank ran into a collective's deadline"
