@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from launch.cluster.kubernetes.command import kubernetes
 from launch.cluster.slurm.command import slurm
 
 launch_app = typer.Typer(help="Render what a cluster's scheduler needs to run a recipe.", no_args_is_help=True)
 launch_app.command("slurm")(slurm)
+launch_app.command("kubernetes")(kubernetes)

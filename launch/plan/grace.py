@@ -9,8 +9,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.plan.costs import Assumptions
-from launch.plan.planner import Machine, Planner
+from launch.plan.planner import Machine, Planner, default_assumptions
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.config.loader import find_recipe
 from pipeline.config.recipe import Recipe
@@ -38,18 +37,18 @@ class StopTime:
 
 def stop_time(recipe_path: Path, recipe: Recipe, gpu_gib: float = 80.0) -> StopTime:
     """Of a recipe's learner. Needs config.json of the model, as `evenkeel plan` does. Raises ModelError."""
-    rollout = recipe.rollout
-    assumed = Assumptions(
-        mean_response_tokens=rollout.max_new_tokens / 2,
-        mean_prompt_tokens=(rollout.context_tokens - rollout.max_new_tokens) / 2,
-    )
-    gpus = recipe.learner.num_processes + rollout.engines * rollout.tensor_parallel
-    planner = Planner(find_recipe(recipe_path), recipe, Machine(gpus=gpus, gpu_gib=gpu_gib), assumed)
-    timed = planner.durations(recipe.learner)
+    gpus = recipe.learner.num_processes + recipe.rollout.engines * recipe.rollout.tensor_parallel
+    machine = Machine(gpus=gpus, gpu_gib=gpu_gib)
+    return planned_stop_time(Planner(find_recipe(recipe_path), recipe, machine, default_assumptions(recipe, {})))
+
+
+def planned_stop_time(planner: Planner) -> StopTime:
+    """Of the learner of a plan."""
+    timed = planner.durations(planner.recipe.learner)
     return StopTime(
         step_s=timed.score_s + timed.update_s,
         publish_s=timed.publish_s,
-        save_s=checkpoint_bytes(planner.config, recipe) / (assumed.disk_gb_s * 1e9),
+        save_s=checkpoint_bytes(planner.config, planner.recipe) / (planner.assumed.disk_gb_s * 1e9),
     )
 
 

@@ -7,6 +7,7 @@ Nothing here loads torch, Megatron or SGLang, and no weights are read: config.js
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,11 @@ class Planner:
         engine = self.capacity.gpu_bytes + Allowance().runtime_bytes if self.shared else 0.0
         return self.machine.gpu_gib * GIB - engine
 
+    @property
+    def engine_model_bytes(self) -> float:
+        """All weights as engines hold them: a published version."""
+        return weight_bytes(self.engine_model, self.recipe.rollout)
+
     def traffic(self) -> Traffic:
         return Traffic.of(self.recipe, self.assumed)
 
@@ -143,11 +149,19 @@ class Planner:
             active_parameters=active_parameters(config),
         )
 
-    def _verdict(self, worst: Footprint) -> dict[str, Any]:
-        """Fits, and if not every reason."""
+    @property
+    def needed_gpus(self) -> int:
+        """Of learner and engines together."""
         both = self.recipe.learner.num_processes, self.engine_gpus
-        needed = max(both) if self.shared else sum(both)
-        reasons = []
+        return max(both) if self.shared else sum(both)
+
+    def misfit(self) -> list[str]:
+        """Why the recipe cannot run on the machine; empty when it can."""
+        stages = footprints(self.config, self.recipe.learner, self.workload(self.recipe.learner))
+        return self._misfit(max(stages, key=lambda one: one.total))
+
+    def _misfit(self, worst: Footprint) -> list[str]:
+        needed, reasons = self.needed_gpus, []
         if short := shortage(worst, self.learner_bytes):
             reasons.append(f"a learner rank{' beside an engine' if self.shared else ''} is {short}")
         if needed > self.machine.gpus:
@@ -160,6 +174,11 @@ class Planner:
                 f"an engine has room for {self.capacity.kv_tokens} tokens of keys and values, one sample may need "
                 f"{self.recipe.rollout.context_tokens} (rollout.context_tokens); raise rollout.tensor_parallel"
             )
+        return reasons
+
+    def _verdict(self, worst: Footprint) -> dict[str, Any]:
+        """Fits, and if not every reason."""
+        reasons, needed = self._misfit(worst), self.needed_gpus
         return dict(
             fits=not reasons,
             fits_memory=worst.total <= self.learner_bytes,
@@ -191,8 +210,8 @@ class Planner:
 
     def _publish(self, timed: Durations) -> dict[str, Any]:
         weights = self.recipe.weights
-        num_bytes = weight_bytes(self.engine_model, self.recipe.rollout)
-        return dict(channel=weights.channel, gigabytes=round(num_bytes / 1e9, 3), seconds=round(timed.publish_s, 3))
+        gigabytes = round(self.engine_model_bytes / 1e9, 3)
+        return dict(channel=weights.channel, gigabytes=gigabytes, seconds=round(timed.publish_s, 3))
 
     def _step(self, timed: Durations) -> dict[str, Any]:
         played = simulate(replace(self.schedule, steps=max(16, 4 * self.schedule.batches_in_flight)), timed)
@@ -332,13 +351,17 @@ def make_plan(
     """Read the recipe and plan it; `chosen` holds Assumptions by name, None for the default."""
     recipe_path = find_recipe(recipe_path)
     recipe = load_recipe(recipe_path, overrides)
+    return Planner(recipe_path, recipe, machine, default_assumptions(recipe, chosen)).plan()
+
+
+def default_assumptions(recipe: Recipe, chosen: Mapping[str, float | None]) -> Assumptions:
+    """Those that were chosen, by name, and the defaults for the others. Raises RecipeError."""
     rollout = recipe.rollout
     for name, value in chosen.items():
         if value is not None and not value > 0:
             raise RecipeError(f"--{name.replace('_', '-')} is {value}, expected a number above 0")
-    guesses: dict[str, float | None] = dict(
+    guesses: dict[str, Any] = dict(
         mean_response_tokens=rollout.max_new_tokens / 2,
         mean_prompt_tokens=(rollout.context_tokens - rollout.max_new_tokens) / 2,
     )
-    given = {name: value for name, value in (guesses | {k: v for k, v in chosen.items() if v is not None}).items()}
-    return Planner(recipe_path, recipe, machine, Assumptions(**given)).plan()  # type: ignore[arg-type]
+    return Assumptions(**(guesses | {name: value for name, value in chosen.items() if value is not None}))

@@ -1,0 +1,92 @@
+"""`evenkeel launch kubernetes`: its options, and the files written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+RECIPE_HELP = "YAML file, or the name of a recipe that comes with Even Keel, such as demo."
+
+
+def kubernetes(
+    recipe: Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the files.", show_default=False)],
+    learner_image: Annotated[str, typer.Option(help="Image of the learner, NAME@sha256:….", show_default=False)],
+    rollout_image: Annotated[
+        str, typer.Option(help="Image of engines, router and collector, NAME@sha256:….", show_default=False)
+    ],
+    allow_tags: Annotated[bool, typer.Option("--allow-tags", help="Accept images by tag.")] = False,
+    namespace: Annotated[str, typer.Option(help="Namespace of all objects.")] = "default",
+    queue: Annotated[str | None, typer.Option(help="Kueue's LocalQueue; admits the run as a whole.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of a node.")] = 8,
+    gpu_gib: Annotated[float, typer.Option(help="Memory of each, in GiB (an H100 has 79.6).")] = 80.0,
+    gpu_resource: Annotated[str, typer.Option(help="Name of GPUs as a resource.")] = "nvidia.com/gpu",
+    rdma: Annotated[
+        str | None, typer.Option(metavar="RESOURCE=COUNT", help="RDMA devices of a node, as rdma/hca=8.")
+    ] = None,
+    disk_gb_s: Annotated[float | None, typer.Option(help="GB/s of the shared volume. Default: 2.")] = None,
+    mount: Annotated[
+        str, typer.Option(help="Where pods have the shared volume; relative paths of the recipe lie below it.")
+    ] = "/evenkeel",
+    pvc: Annotated[str | None, typer.Option(help="Use this claim, which exists, instead of a new one.")] = None,
+    storage_class: Annotated[
+        str | None, typer.Option(help="Of the new claim; it must allow ReadWriteMany. Default: the cluster's.")
+    ] = None,
+    pvc_size: Annotated[str | None, typer.Option(help="Of the new claim, as 4Ti. Default: as planned.")] = None,
+    secret: Annotated[str, typer.Option(help="Secret that holds the engines' API key.")] = "evenkeel-api-key",
+    secret_key: Annotated[str, typer.Option(help="Its entry.")] = "api-key",
+    engines: Annotated[Literal["jobset", "leaderworkerset"], typer.Option(help="What runs the engines.")] = "jobset",
+    topology_key: Annotated[
+        str, typer.Option(help="Label of nodes that are close to one another.")
+    ] = "topology.kubernetes.io/zone",
+    monitoring_namespace: Annotated[
+        str, typer.Option(help="Prometheus' namespace: it may read metrics.")
+    ] = "monitoring",
+    monitors: Annotated[bool, typer.Option(help="Write a ServiceMonitor (Prometheus' operator).")] = True,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
+    ] = None,
+) -> None:
+    """Write the objects with which Kubernetes runs the recipe: a JobSet, and what it needs around it.
+
+    GPUs, memory, /dev/shm and grace periods come from the plan. Everything is checked before it is written. The Secret
+    is yours to make; no key is in any file. The same recipe and options give the same bytes.
+
+    For example:  evenkeel launch kubernetes qwen3_32b --out k8s --queue train --learner-image … --rollout-image …
+    """
+    from launch.cluster.kubernetes.job import run_on_kubernetes
+    from launch.cluster.kubernetes.options import cluster_options
+    from launch.cluster.kubernetes.render import render, write
+    from pipeline.config.loader import find_recipe, load_recipe
+
+    options = cluster_options(
+        namespace=namespace,
+        queue=queue,
+        gpus_per_node=gpus_per_node,
+        gpu_gib=gpu_gib,
+        gpu_resource=gpu_resource,
+        rdma=rdma,
+        disk_gb_s=disk_gb_s,
+        learner_image=learner_image,
+        rollout_image=rollout_image,
+        allow_tags=allow_tags,
+        mount=mount,
+        pvc=pvc,
+        storage_class=storage_class,
+        pvc_size=pvc_size,
+        secret=secret,
+        secret_key=secret_key,
+        engines=engines,
+        topology_key=topology_key,
+        monitoring_namespace=monitoring_namespace,
+        monitors=monitors,
+    )
+    path = find_recipe(recipe)
+    run = run_on_kubernetes(path, load_recipe(path, overrides or []), options)
+    files = render(run)
+    write(files, out)
+    key = f"kubectl -n {namespace} create secret generic {secret} --from-file={secret_key}=FILE"
+    print(f"once, with a FILE that holds the API key:  {key}")
+    print(f"kubectl apply -f {out}")

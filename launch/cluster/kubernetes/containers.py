@@ -1,0 +1,156 @@
+"""The pod of a role: command, environment, volumes, resources and rights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from launch.cluster.kubernetes.base import Metadata
+from launch.cluster.kubernetes.job import (
+    RECIPE_FOLDER,
+    SECRET_FILE,
+    SECRET_FOLDER,
+    USER,
+    RunOnKubernetes,
+)
+from launch.cluster.kubernetes.pods import (
+    Affinity,
+    Capabilities,
+    ClaimVolume,
+    ConfigMapVolume,
+    Container,
+    ContainerPort,
+    ContainerSecurity,
+    EmptyDir,
+    EnvVar,
+    EnvVarSource,
+    FieldRef,
+    KeyToPath,
+    PodSecurity,
+    PodSpec,
+    PodTemplate,
+    Resources,
+    SecretVolume,
+    SpreadConstraint,
+    Toleration,
+    Volume,
+    VolumeMount,
+)
+from launch.cluster.kubernetes.probes import NO_PROBES, Probes
+from launch.plan.hosts import HostNeeds
+from pipeline.errors import SUPERSEDED_EXIT_CODE
+
+Restart = Literal["Never", "Always"]
+
+COMMAND = ("tini", "-e", str(SUPERSEDED_EXIT_CODE), "--")
+"""tini is PID 1: it reaps what roles leave behind and hands SIGTERM on. A role that was superseded is over, and the run
+goes on elsewhere: to Kubernetes that is success, so that nothing is started again."""
+KILL_MARGIN_S = 30
+"""Between the end of a role's own grace and the kubelet's SIGKILL."""
+_TMP_SIZE = "64Gi"
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """What differs between roles."""
+
+    role: str
+    image: str
+    arguments: str
+    """After `evenkeel role ROLE RUN`, by spaces: none of them holds one."""
+    indices: dict[str, str]
+    """Environment variable → field of the pod that holds it."""
+    host: str
+    """Name by which other pods reach this one."""
+    ports: dict[str, int]
+    needs: HostNeeds
+    resources: Resources
+    probes: Probes = NO_PROBES
+    restart: Restart = "Never"
+    affinity: Affinity | None = None
+    spread: tuple[SpreadConstraint, ...] | None = None
+    reads_recipe: bool = False
+
+
+def resources(run: RunOnKubernetes, needs: HostNeeds, gpus: int = 0) -> Resources:
+    """CPUs are asked for and not limited; memory and devices are both."""
+    fixed = dict(memory=f"{-(-needs.memory_bytes // _MIB)}Mi")
+    if gpus:
+        fixed[run.options.gpu_resource] = str(gpus)
+        if rdma := run.options.rdma_of(gpus):
+            fixed[rdma[0]] = rdma[1]
+    return Resources(requests=dict(cpu=str(needs.cpus)) | fixed, limits=fixed)
+
+
+def pod_template(run: RunOnKubernetes, pod: Pod) -> PodTemplate:
+    """A pod of one container."""
+    on_gpu = run.options.gpu_resource in pod.resources.limits
+    return PodTemplate(
+        metadata=Metadata(labels=run.labels(pod.role)),
+        spec=PodSpec(
+            restart_policy=pod.restart,
+            termination_grace_period_seconds=pod.needs.stop_s + KILL_MARGIN_S,
+            security_context=PodSecurity(run_as_user=USER, run_as_group=USER, fs_group=USER),
+            affinity=pod.affinity,
+            topology_spread_constraints=pod.spread,
+            tolerations=(Toleration(key=run.options.gpu_resource),) if on_gpu else None,
+            containers=(_container(run, pod),),
+            volumes=tuple(volume for volume, _ in _volumes(run, pod)),
+        ),
+    )
+
+
+def _container(run: RunOnKubernetes, pod: Pod) -> Container:
+    pinned = run.options.rdma is not None and run.options.gpu_resource in pod.resources.limits
+    return Container(
+        name=pod.role,
+        image=pod.image,
+        command=COMMAND,
+        args=("evenkeel", "role", pod.role, run.directory, *pod.arguments.split(" ")),
+        env=_environment(pod),
+        ports=tuple(ContainerPort(name=name, container_port=port) for name, port in pod.ports.items()),
+        resources=pod.resources,
+        startup_probe=pod.probes.startup,
+        readiness_probe=pod.probes.readiness,
+        liveness_probe=pod.probes.liveness,
+        security_context=ContainerSecurity(capabilities=Capabilities(add=("IPC_LOCK",) if pinned else None)),
+        volume_mounts=tuple(mount for _, mount in _volumes(run, pod)),
+    )
+
+
+def _environment(pod: Pod) -> tuple[EnvVar, ...]:
+    """Names first: $(NAME) in later values and in arguments is replaced by the kubelet."""
+    return (
+        *(
+            EnvVar(name=name, value_from=EnvVarSource(field_ref=FieldRef(field_path=path)))
+            for name, path in pod.indices.items()
+        ),
+        EnvVar(name="EVENKEEL_HOST", value=pod.host),
+        EnvVar(name="EVENKEEL_API_KEY_FILE", value=f"{SECRET_FOLDER}/{SECRET_FILE}"),
+        EnvVar(name="EVENKEEL_GRACE_S", value=str(pod.needs.stop_s)),
+        EnvVar(name="HOME", value="/tmp"),
+    )
+
+
+def _volumes(run: RunOnKubernetes, pod: Pod) -> list[tuple[Volume, VolumeMount]]:
+    """Each volume with the place where the pod has it. The root file system is read-only."""
+    options = run.options
+    key = KeyToPath(key=options.secret_key, path=SECRET_FILE)
+    # 256 is 0400; the kubelet adds reading by the group, since the file belongs to root.
+    secret = SecretVolume(secret_name=options.secret, default_mode=256, items=(key,))
+    volumes = [
+        (Volume(name="run", persistent_volume_claim=ClaimVolume(claim_name=run.claim)), options.mount),
+        (Volume(name="api-key", secret=secret), SECRET_FOLDER),
+        (Volume(name="tmp", empty_dir=EmptyDir(size_limit=_TMP_SIZE)), "/tmp"),
+    ]
+    if pod.reads_recipe:
+        volumes.append((Volume(name="recipe", config_map=ConfigMapVolume(name=run.config_map)), RECIPE_FOLDER))
+    if pod.needs.shm_bytes:
+        shm = EmptyDir(medium="Memory", size_limit=f"{pod.needs.shm_bytes // _MIB}Mi")
+        volumes.append((Volume(name="shm", empty_dir=shm), "/dev/shm"))
+    read_only = ("api-key", "recipe")
+    return [
+        (volume, VolumeMount(name=volume.name, mount_path=path, read_only=True if volume.name in read_only else None))
+        for volume, path in volumes
+    ]

@@ -1,0 +1,134 @@
+"""One run on one cluster: the recipe as its pods see it, names, sizes and ports. The other modules read it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
+
+from launch.cluster.kubernetes.base import Metadata
+from launch.cluster.kubernetes.options import ClusterOptions
+from launch.plan.hosts import ClusterNeeds, cluster_needs, planner_that_fits
+from launch.plan.planner import Planner
+from pipeline.config.recipe import Recipe
+from pipeline.errors import RecipeError
+
+ENGINE_PORT, ROUTER_PORT, ROUTER_METRICS_PORT = 30000, 8000, 29000
+RENDEZVOUS_PORT, HEARTBEAT_PORT, METRICS_PORT = 29500, 29501, 9400
+RECIPE_FOLDER, RECIPE_FILE = "/etc/evenkeel/recipe", "recipe.yaml"
+SECRET_FOLDER, SECRET_FILE = "/etc/evenkeel/secret", "api-key"
+USER = 1000
+"""Of the images; files on the shared volume belong to this group."""
+
+ROLE_LABEL, RUN_LABEL = "evenkeel/role", "evenkeel/run"
+_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOnKubernetes:
+    """A recipe that was checked to fit, with everything that its objects are made from."""
+
+    recipe: Recipe
+    """With absolute paths."""
+    options: ClusterOptions
+    planner: Planner
+    name: str
+    """Of the JobSet; other names begin with it."""
+    learner_nodes: int
+    learner_gpus: int
+    """Of each learner pod."""
+    engine_nodes: int
+    """Of each engine."""
+    engine_gpus: int
+    """Of each engine pod."""
+    needs: ClusterNeeds
+
+    @property
+    def directory(self) -> str:
+        """The run directory, the same in every pod."""
+        return str(self.recipe.directory)
+
+    @property
+    def has_router(self) -> bool:
+        return self.recipe.rollout.engines > 1
+
+    @property
+    def claim(self) -> str:
+        return self.options.pvc or f"{self.name}-run"
+
+    @property
+    def config_map(self) -> str:
+        """Another recipe has another name: a ConfigMap that pods have mounted never changes."""
+        digest = sha256(self.recipe.to_yaml().encode()).hexdigest()
+        return f"{self.name}-recipe-{digest[:10]}"
+
+    def labels(self, role: str | None = None) -> dict[str, str]:
+        """Of every object, or of the pods of a role."""
+        own = {"app.kubernetes.io/name": "evenkeel", RUN_LABEL: self.name}
+        return own if role is None else own | {ROLE_LABEL: role}
+
+    def selector(self, role: str | None = None) -> dict[str, str]:
+        """Picks the pods of a role, or all of the run."""
+        return {RUN_LABEL: self.name} | ({} if role is None else {ROLE_LABEL: role})
+
+    def metadata(self, suffix: str = "", *, queued: bool = False) -> Metadata:
+        """Of an object NAME or NAME-SUFFIX; `queued`: admitted by Kueue."""
+        queue = {"kueue.x-k8s.io/queue-name": self.options.queue} if queued and self.options.queue else {}
+        name = f"{self.name}-{suffix}" if suffix else self.name
+        return Metadata(name=name, namespace=self.options.namespace, labels=self.labels() | queue)
+
+
+def run_on_kubernetes(recipe_path: Path, recipe: Recipe, options: ClusterOptions) -> RunOnKubernetes:
+    """Work out names and sizes. Raises RecipeError when the recipe does not fit the cluster that was described."""
+    if recipe.weights.channel == "ipc":
+        raise RecipeError(
+            "weights.channel is ipc, which needs learner and engines in one place; on Kubernetes they have pods of "
+            "their own: use --set weights.channel=broadcast"
+        )
+    planner = planner_that_fits(recipe_path, recipe, gpu_gib=options.gpu_gib, disk_gb_s=options.disk_gb_s)
+    learner_gpus, learner_nodes = _split(recipe.learner.num_processes, options, "the learner's processes")
+    engine_gpus, engine_nodes = _split(recipe.rollout.tensor_parallel, options, "rollout.tensor_parallel")
+    return RunOnKubernetes(
+        recipe=_with_absolute_paths(recipe, PurePosixPath(options.mount)),
+        options=options,
+        planner=planner,
+        name=_name(recipe.run.name),
+        learner_nodes=learner_nodes,
+        learner_gpus=learner_gpus,
+        engine_nodes=engine_nodes,
+        engine_gpus=engine_gpus,
+        needs=cluster_needs(planner, gpus_per_learner_host=learner_gpus, gpus_per_engine_host=engine_gpus),
+    )
+
+
+def _split(gpus: int, options: ClusterOptions, what: str) -> tuple[int, int]:
+    """(GPUs of a pod, pods)."""
+    each = min(gpus, options.gpus_per_node)
+    if gpus % each:
+        raise RecipeError(
+            f"{what} need {gpus} GPUs, which is no multiple of --gpus-per-node {options.gpus_per_node}; "
+            "pods of a role are alike: change one of them"
+        )
+    return each, gpus // each
+
+
+def _with_absolute_paths(recipe: Recipe, mount: PurePosixPath) -> Recipe:
+    """Paths that are relative in the recipe lie on the shared volume."""
+    data = recipe.model_dump(mode="json")
+    for section, key in (("run", "root"), ("model", "path"), ("task", "path"), ("task", "held_out_path")):
+        value = data[section].get(key)
+        if value is not None:
+            data[section][key] = str(mount / value)
+    return Recipe.model_validate(data)
+
+
+def _name(run: str) -> str:
+    """The run's name as Kubernetes allows it. Raises RecipeError."""
+    name = re.sub(r"[._]+", "-", run.lower())
+    if not _DNS_1035.fullmatch(name):
+        raise RecipeError(
+            f"run.name is {run!r}, which gives the object name {name!r}; Kubernetes wants a letter first, then "
+            "letters, digits and dashes: use --set run.name=…"
+        )
+    return name

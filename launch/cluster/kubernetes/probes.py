@@ -1,0 +1,79 @@
+"""Probes: when a pod is up, when it serves the right weights, and when it must be started again.
+
+An engine is up once /health answers: after version 0 was written and the weights were read. It is ready when it also
+serves the published version, which the kubelet cannot ask for (it has no key): `launch.cluster.probe` does, inside the
+container. It is alive while /health answers. That call samples nothing, so it is answered during a weight update and
+beside the longest prefill, and six refusals in a row mean that the server is gone.
+
+Learner and collector have no liveness probe. Every wait of theirs has a deadline, and a restart costs the work since
+the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from launch.cluster.kubernetes.job import ENGINE_PORT, RunOnKubernetes
+from launch.cluster.kubernetes.pods import ExecAction, HttpGetAction, Probe, TcpSocketAction
+
+_PERIOD_S = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probes:
+    """Of one container."""
+
+    startup: Probe | None = None
+    readiness: Probe | None = None
+    liveness: Probe | None = None
+
+
+NO_PROBES = Probes()
+
+
+def engine_start_s(run: RunOnKubernetes) -> int:
+    """The longest that an engine may take: version 0 is written, then its weights are read."""
+    return run.needs.first_policy_s + math.ceil(run.recipe.rollout.start_deadline_s)
+
+
+def engine_probes(run: RunOnKubernetes) -> Probes:
+    """Of every pod of an engine. Only its first node answers HTTP, so of several each asks the program."""
+    health = HttpGetAction(path="/health", port="http")
+    alive = dict(exec=_ask(run, "--alive")) if run.engine_nodes > 1 else dict(http_get=health)
+    return Probes(
+        startup=Probe(
+            **alive,
+            period_seconds=_PERIOD_S,
+            timeout_seconds=5,
+            failure_threshold=math.ceil(engine_start_s(run) / _PERIOD_S),
+        ),
+        readiness=Probe(exec=_ask(run), period_seconds=15, timeout_seconds=10, failure_threshold=2),
+        liveness=Probe(**alive, period_seconds=_PERIOD_S, timeout_seconds=5, failure_threshold=6),
+    )
+
+
+def _ask(run: RunOnKubernetes, *options: str) -> ExecAction:
+    command = ("python", "-P", "-m", "launch.cluster.probe", run.directory, "--port", str(ENGINE_PORT), *options)
+    return ExecAction(command=command)
+
+
+def router_probes() -> Probes:
+    """Ready with an engine behind it, alive without one."""
+    alive = HttpGetAction(path="/liveness", port="http")
+    return Probes(
+        startup=Probe(http_get=alive, period_seconds=5, timeout_seconds=5, failure_threshold=60),
+        readiness=Probe(
+            http_get=HttpGetAction(path="/readiness", port="http"),
+            period_seconds=_PERIOD_S,
+            timeout_seconds=5,
+            failure_threshold=3,
+        ),
+        liveness=Probe(http_get=alive, period_seconds=_PERIOD_S, timeout_seconds=5, failure_threshold=6),
+    )
+
+
+def collector_probes() -> Probes:
+    """Ready once it has begun."""
+    metrics = TcpSocketAction(port="metrics")
+    return Probes(readiness=Probe(tcp_socket=metrics, period_seconds=_PERIOD_S, timeout_seconds=5, failure_threshold=3))

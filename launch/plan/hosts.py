@@ -1,0 +1,128 @@
+"""What a host needs beside GPU memory: host memory, /dev/shm, and the time that an orderly end takes. Loads no torch.
+
+    learner host   what its ranks put into host memory while they save + the policy that is being written + processes
+    engine host    its weights while they are read + processes
+
+Launchers ask here, so that no number of a job file is typed by hand. Bytes are counted; what is assumed is named in
+`HostAllowance`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.plan.costs import Assumptions
+from launch.plan.footprint import GIB, footprints
+from launch.plan.grace import SAFETY, checkpoint_bytes, planned_stop_time
+from launch.plan.planner import Machine, Planner, default_assumptions
+from pipeline.config.recipe import Recipe
+from pipeline.errors import RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostAllowance:
+    """What no formula gives: assumed, not measured."""
+
+    process_bytes: int = 6 * GIB
+    """Of each process that has a GPU: Python, CUDA's and NCCL's pinned memory."""
+    shm_bytes_per_process: int = 2 * GIB
+    """NCCL's and SGLang's buffers between the processes of a host."""
+    verifier_bytes: int = GIB
+    """Of each process that checks answers."""
+    collector_bytes: int = 8 * GIB
+    """The collector itself: tokenizer, a batch being built, a batch being written."""
+    router_bytes: int = 2 * GIB
+    cpus_per_gpu: int = 8
+    drain_s: int = 60
+    """How long an engine that was asked to end lets requests go on; what is cut off is asked again."""
+    margin_s: int = 60
+    """Added to every other wait: starting programs, creating folders, saying good-bye."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostNeeds:
+    """Of one host (or pod) of a role."""
+
+    cpus: int
+    memory_bytes: int
+    """/dev/shm included."""
+    shm_bytes: int = 0
+    stop_s: int
+    """From being asked to end until everything worth keeping is on the disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterNeeds:
+    """Of all roles of a recipe."""
+
+    learner: HostNeeds
+    engine: HostNeeds
+    collector: HostNeeds
+    router: HostNeeds
+    checkpoint_bytes: int
+    save_s: int
+    """Seconds of writing a checkpoint."""
+    first_policy_s: int
+    """Seconds until version 0 is written: engines wait for it."""
+
+
+def cluster_needs(
+    planner: Planner, *, gpus_per_learner_host: int, gpus_per_engine_host: int, allowed: HostAllowance | None = None
+) -> ClusterNeeds:
+    """What hosts with so many GPUs of a role need."""
+    allowed = allowed or HostAllowance()
+    seconds_of_disk = 2 * planner.engine_model_bytes / (planner.assumed.disk_gb_s * 1e9)
+    workers = planner.recipe.reward.workers
+    return ClusterNeeds(
+        learner=_learner(planner, gpus_per_learner_host, allowed),
+        engine=_engine(planner, gpus_per_engine_host, allowed),
+        collector=HostNeeds(
+            cpus=workers + 2,
+            memory_bytes=allowed.collector_bytes + workers * allowed.verifier_bytes,
+            stop_s=allowed.margin_s,
+        ),
+        router=HostNeeds(cpus=2, memory_bytes=allowed.router_bytes, stop_s=allowed.margin_s),
+        checkpoint_bytes=checkpoint_bytes(planner.config, planner.recipe),
+        save_s=math.ceil(planned_stop_time(planner).save_s),
+        first_policy_s=math.ceil(SAFETY * seconds_of_disk) + allowed.margin_s,
+    )
+
+
+def _learner(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
+    """A save copies the shard of each rank to host memory before it writes it. The policy folder is written behind the
+    engines' back, from host memory too; all stages may be on this host."""
+    stages = footprints(planner.config, planner.recipe.learner, planner.workload(planner.recipe.learner))
+    shard = max(one.parameters + one.optimizer for one in stages)
+    shm = gpus * allowed.shm_bytes_per_process
+    return HostNeeds(
+        cpus=gpus * allowed.cpus_per_gpu,
+        memory_bytes=int(gpus * (shard + allowed.process_bytes) + planner.engine_model_bytes) + shm,
+        shm_bytes=shm,
+        stop_s=planned_stop_time(planner).grace_s,
+    )
+
+
+def _engine(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
+    """Weights pass through host memory once while they are read."""
+    shm = gpus * allowed.shm_bytes_per_process
+    return HostNeeds(
+        cpus=gpus * allowed.cpus_per_gpu,
+        memory_bytes=int(gpus * (planner.capacity.weight_bytes + allowed.process_bytes)) + shm,
+        shm_bytes=shm,
+        stop_s=min(allowed.drain_s, math.ceil(planner.recipe.rollout.request_deadline_s)) + allowed.margin_s,
+    )
+
+
+def planner_that_fits(recipe_path: Path, recipe: Recipe, *, gpu_gib: float, disk_gb_s: float | None = None) -> Planner:
+    """The planner of a recipe on exactly as many GPUs as it asks for. Raises RecipeError when it does not fit them."""
+    gpus = recipe.learner.num_processes + recipe.rollout.engines * recipe.rollout.tensor_parallel
+    given = {} if disk_gb_s is None else dict(disk_gb_s=disk_gb_s)
+    assumed: Assumptions = default_assumptions(recipe, given)
+    planner = Planner(recipe_path, recipe, Machine(gpus=gpus, gpu_gib=gpu_gib), assumed)
+    if reasons := planner.misfit():
+        raise RecipeError(
+            f"{recipe.run.name} does not fit {gpus} GPUs of {gpu_gib:g} GiB: {'; '.join(reasons)}; see `evenkeel plan`"
+        )
+    return planner

@@ -1,0 +1,29 @@
+"""Renderings for tests: the 32B recipe on 4 + 4 nodes of 8 GPUs, or with changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.cluster.kubernetes.base import to_yaml
+from launch.cluster.kubernetes.job import run_on_kubernetes
+from launch.cluster.kubernetes.options import cluster_options
+from launch.cluster.kubernetes.render import Files, render
+from pipeline.config.loader import find_recipe, load_recipe
+
+LEARNER_IMAGE = "registry.example/evenkeel/learner@sha256:" + "1" * 64
+ROLLOUT_IMAGE = "registry.example/evenkeel/rollout@sha256:" + "2" * 64
+
+
+def rendered(*overrides: str, **options: Any) -> Files:
+    """The files of the 32B recipe with overrides and options."""
+    path = find_recipe(Path("qwen3_32b"))
+    chosen = cluster_options(**(dict(learner_image=LEARNER_IMAGE, rollout_image=ROLLOUT_IMAGE) | options))
+    return render(run_on_kubernetes(path, load_recipe(path, list(overrides)), chosen))
+
+
+def documents(files: Files) -> list[dict[str, Any]]:
+    """All objects, as they are read from the files."""
+    return [one for objects in files.values() for one in yaml.safe_load_all(to_yaml(objects))]

@@ -1,0 +1,97 @@
+"""`evenkeel launch kubernetes`: the objects pass the API server's checks, and the same recipe gives the same bytes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.cluster.kubernetes.render import write
+from pipeline.errors import RecipeError
+from tests.support.manifests.cases import LEARNER_IMAGE, ROLLOUT_IMAGE, documents, rendered
+from tests.support.manifests.schemas import problems
+from tests.support.runs import evenkeel
+
+EXAMPLE = Path(__file__).parents[4] / "ops/examples/kubernetes-qwen3-32b"
+
+
+def lines(files: dict[str, list[dict[str, Any]]], folder: Path) -> list[str]:
+    return [line for path in write(files, folder) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("engines", ["jobset", "leaderworkerset"])
+@pytest.mark.parametrize("overrides", [(), ("rollout.engines=2", "rollout.tensor_parallel=16"), ("rollout.engines=1",)])
+def test_the_32b_recipe_passes_schema_and_rules(engines: str, overrides: tuple[str, ...]) -> None:
+    found = documents(rendered(*overrides, engines=engines, queue="train", rdma="rdma/hca=8"))
+    assert [(one["kind"], text) for one in found for text in problems(one)] == []
+    kinds = {one["kind"] for one in found}
+    assert {"ConfigMap", "JobSet", "NetworkPolicy", "PersistentVolumeClaim", "PodDisruptionBudget", "Service"} <= kinds
+    assert ("LeaderWorkerSet" in kinds) == (engines == "leaderworkerset")
+
+
+def test_two_renderings_are_byte_identical(tmp_path: Path) -> None:
+    first, second = (write(rendered(), tmp_path / name) for name in "ab")
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+@pytest.mark.parametrize(
+    ("override", "changed"),
+    [
+        # the recipe's line, the ConfigMap's name, and where the learner mounts it
+        ("learner.optimizer.lr=2.0e-6", 3),
+        # also: replicas, the budget of pods that stay, and maxRestarts
+        ("rollout.engines=7", 6),
+    ],
+)
+def test_recipes_that_differ_in_one_number_differ_in_few_lines(tmp_path: Path, override: str, changed: int) -> None:
+    before, after = lines(rendered(), tmp_path / "a"), lines(rendered(override), tmp_path / "b")
+    difference = [line for line in difflib.ndiff(before, after) if line[:2] in ("- ", "+ ")]
+    assert len([line for line in difference if line[0] == "-"]) == changed, "\n".join(difference)
+    assert len([line for line in difference if line[0] == "+"]) == changed
+
+
+def test_the_example_is_what_the_command_writes(tmp_path: Path) -> None:
+    """After a change:  evenkeel launch kubernetes, as ops/examples/README.md says."""
+    options = ["--queue", "train", "--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE]
+    evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        path.name: path.read_text() for path in EXAMPLE.iterdir()
+    }
+
+
+def test_files_of_an_earlier_rendering_do_not_stay(tmp_path: Path) -> None:
+    write(rendered(engines="leaderworkerset"), tmp_path)
+    write(rendered(), tmp_path)
+    assert not (tmp_path / "50-engines.yaml").exists()
+
+
+def test_relative_paths_lie_on_the_shared_volume() -> None:
+    recipe = yaml.safe_load(rendered(mount="/mnt/run")["00-recipe.yaml"][0]["data"]["recipe.yaml"])
+    assert recipe["run"]["root"] == "/mnt/run/runs"
+    assert recipe["model"]["path"] == "/mnt/run/models/qwen3-32b"
+    assert recipe["task"]["path"] == "/mnt/run/data/math.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("render", "message"),
+    [
+        (
+            lambda: rendered(learner_image="evenkeel/learner:1"),
+            "--learner-image is 'evenkeel/learner:1', expected NAME@sha",
+        ),
+        (lambda: rendered(gpu_gib=24.0), "does not fit 64 GPUs of 24 GiB"),
+        (lambda: rendered(gpus_per_node=6), "no multiple of --gpus-per-node 6"),
+        (lambda: rendered("weights.channel=ipc"), "use --set weights.channel=broadcast"),
+        (lambda: rendered("run.name=32b"), "Kubernetes wants a letter first"),
+        (lambda: rendered(pvc="mine", pvc_size="1Ti"), "leave out --storage-class and --pvc-size"),
+        (lambda: rendered(rdma="hca:8"), "expected RESOURCE=COUNT"),
+    ],
+)
+def test_what_cannot_work_is_refused(render: Callable[[], object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as refused:
+        render()
+    assert "\n" not in str(refused.value)
