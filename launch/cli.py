@@ -191,11 +191,37 @@ def report(run: RunPath) -> None:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Check this machine: Python, packages, CUDA, memory, disk, ports."""
-    from launch.doctor import run_doctor
+def doctor(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Where runs are written, on all hosts; default: runs.", show_default=False)
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(help="Hosts of a cluster, NAME or NAME=ADDRESS, with commas between them.")
+    ] = None,
+    via: Annotated[
+        str, typer.Option(help="Starts a program on {host}, such as: srun --nodelist={host} -N1 -n1.")
+    ] = "ssh {host}",
+    python: Annotated[
+        str | None, typer.Option(help="Python there that has Even Keel; default: the path of this one.")
+    ] = None,
+    ports: Annotated[str, typer.Option(help="Ports that each host should reach on each other one.")] = "29500,30000",
+    visible_within: Annotated[
+        float, typer.Option(min=1.0, help="Seconds after which another host's change is called lost.")
+    ] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: Python, packages, CUDA, memory, disk, ports.
 
-    raise typer.Exit(run_doctor(as_json))
+    With `--hosts A,B FOLDER` it checks instead what several hosts need of each other and of the folder that they share:
+    exclusive creation, replaced files, how late changes are seen, fsync, free space, clocks, ports.
+    """
+    if hosts is None:
+        from launch.doctor.machine import run_doctor
+
+        raise typer.Exit(run_doctor(as_json, folder or Path("runs")))
+    from launch.doctor.hosts import check_hosts
+
+    raise typer.Exit(check_hosts(hosts, folder or Path("runs"), as_json, via, python, ports, visible_within))
 
 
 @model_app.command("new")

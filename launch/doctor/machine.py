@@ -5,7 +5,6 @@ Reads package metadata instead of importing packages, so it works, and is quick,
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import locale
@@ -26,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.errors import EngineStartError
+from pipeline.data.files import create_exclusively
+from pipeline.errors import EngineStartError, StoreError
 from rollout_sglang.server.rollout_python import require_sglang, rollout_python
 
 GIB = 2**30
@@ -76,14 +76,14 @@ def diagnose(runs_root: Path = Path("runs")) -> list[Check]:
         check_memory(),
         check_disk(runs_root),
         check_shared_memory(),
-        check_locks(runs_root),
+        check_exclusive_creation(runs_root),
         check_loopback(),
     ]
 
 
-def render(checks: list[Check]) -> Table:
+def render(checks: list[Check], title: str = "evenkeel doctor") -> Table:
     """One row a check."""
-    table = Table(title="evenkeel doctor", title_justify="left")
+    table = Table(title=title, title_justify="left")
     for column in ("check", "status", "found", "what to do"):
         table.add_column(column, overflow="fold")
     for check in checks:
@@ -232,19 +232,21 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Check:
     return Check("shared memory", "warn", f"{size:,.0f} MiB", "start the container with --shm-size=1g or --ipc=host")
 
 
-def check_locks(runs_root: Path) -> Check:
-    """Check that a second holder of a file lock is refused. Otherwise two supervisors could train one run."""
-    folder = _existing(runs_root)
+def check_exclusive_creation(runs_root: Path) -> Check:
+    """Check that of two files that take one name by a hard link, the second is refused. Otherwise two collectors could
+    commit one batch."""
+    name, folder = "exclusive creation", _existing(runs_root)
+    remedy = "set run.root to a file system that has hard links"
     try:
-        with tempfile.NamedTemporaryFile(dir=folder) as first, open(first.name) as second:
-            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as place:
+            create_exclusively(Path(place) / "file", "first")
             try:
-                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return Check("file locks", "ok", f"held in {folder}")
-    except OSError as error:
-        return Check("file locks", "fail", f"{folder}: {error.strerror}", "set run.root to a local file system")
-    return Check("file locks", "fail", f"{folder} grants one lock twice", "set run.root to a local file system")
+                create_exclusively(Path(place) / "file", "second")
+            except FileExistsError:
+                return Check(name, "ok", f"by hard links in {folder}")
+    except (OSError, StoreError) as error:
+        return Check(name, "fail", f"{folder}: {error}", remedy)
+    return Check(name, "fail", f"{folder} creates one file twice", remedy)
 
 
 def check_loopback() -> Check:

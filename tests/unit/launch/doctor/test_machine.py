@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import fcntl
 import json
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -11,18 +11,26 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from launch import doctor
-from launch.doctor import GIB, Check, diagnose, render, run_doctor
+from launch.doctor import machine as doctor
+from launch.doctor.machine import GIB, Check, diagnose, render, run_doctor
 from rollout_sglang.server.rollout_python import PYTHON_VARIABLE
 
 
 def test_this_machine_is_diagnosed_completely(tmp_path: Path) -> None:
     checks = {check.name: check for check in diagnose(tmp_path)}
-    assert {"python", "glibc", "locale", "cpus", "memory", "disk", "shared memory", "file locks", "loopback"} <= set(
-        checks
-    )
+    assert {
+        "python",
+        "glibc",
+        "locale",
+        "cpus",
+        "memory",
+        "disk",
+        "shared memory",
+        "exclusive creation",
+        "loopback",
+    } <= set(checks)
     assert {"numpy", "pydantic", "zarr", "megatron-core", "sglang", "math-verify"} <= set(checks)
-    assert checks["python"].status == checks["file locks"].status == checks["loopback"].status == "ok"
+    assert checks["python"].status == checks["exclusive creation"].status == checks["loopback"].status == "ok"
     assert checks["numpy"].status == "ok"
     assert all(check.advice for check in checks.values() if check.status != "ok")
 
@@ -79,12 +87,23 @@ def test_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path, monkeypatch: p
     assert asked == [tmp_path]
 
 
-def test_a_file_system_that_grants_a_lock_twice_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.check_locks(tmp_path).status == "ok"
-    monkeypatch.setattr(fcntl, "flock", lambda file, flags: None)
-    check = doctor.check_locks(tmp_path)
-    assert (check.status, check.advice) == ("fail", "set run.root to a local file system")
+def test_a_file_system_that_creates_one_file_twice_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_exclusive_creation(tmp_path).status == "ok"
+    monkeypatch.setattr(os, "link", lambda source, target: None)
+    check = doctor.check_exclusive_creation(tmp_path)
+    assert (check.status, check.found) == ("fail", f"{tmp_path} creates one file twice")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_hard_links_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    check = doctor.check_exclusive_creation(tmp_path)
+    assert check.status == "fail"
+    assert "Operation not permitted" in check.found
+    assert check.advice == "set run.root to a file system that has hard links"
 
 
 def test_gpu_without_transformer_engine_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,187 @@
+"""Two agents of this machine: the program that runs on each host, over its own pipes, with what it measures."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.doctor import agent, hosts, judge
+from launch.doctor.connection import Agent, Host, HostError
+from launch.doctor.hosts import HostsSettings, Visit, check_hosts, diagnose_hosts
+from launch.doctor.machine import Check
+from tests.support.runs import evenkeel
+
+HERE = "env HOST={host}"
+PAIR = [Host("a", "127.0.0.1"), Host("b", "127.0.0.1")]
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro
+40 22 0:40 / /mnt/my\\040runs rw,noatime shared:9 master:2 - nfs4 server:/runs rw,vers=4.2,acregmax=60
+41 22 0:41 / /mnt rw - tmpfs tmpfs rw,size=1g
+"""
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in dict(RACE_ROUNDS=10, RACE_STARTS_IN_S=0.1, REPLACE_S=0.2, APPENDED_LINES=20, SYNCS=2).items():
+        monkeypatch.setattr(hosts, name, value)
+
+
+@pytest.fixture
+def one() -> Iterator[Agent]:
+    with Agent(PAIR[0], HERE) as running:
+        yield running
+
+
+def named(checks: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def test_two_hosts_with_one_folder(tmp_path: Path) -> None:
+    checks = named(diagnose_hosts(PAIR, tmp_path, HostsSettings(via=HERE, ports=(0,))))
+    assert {"clock of a", "folder on b", "a writes, b reads", "exclusive creation", "replaced file on b"} <= set(checks)
+    assert {"shared appends", "fsync on a", "a connects to b", "b connects to a"} <= set(checks)
+    assert checks["exclusive creation"].found.startswith("10 races by hard link, one winner each")
+    must = {name: check.status for name, check in checks.items() if not name.startswith(("fsync", "folder"))}
+    assert set(must.values()) == {"ok"}, checks
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_prints_json_and_its_status(tmp_path: Path) -> None:
+    options = ("--hosts", "a=127.0.0.1,b=nowhere.invalid", "--via", HERE, "--ports", "0", "--json")
+    done = evenkeel("doctor", *options, tmp_path)
+    assert done.returncode == 1
+    printed = json.loads(done.stdout)
+    assert printed["ok"] is False
+    failed = {check["name"]: check for check in printed["checks"] if check["status"] == "fail"}
+    assert set(failed) == {"a connects to b"}
+    assert "NAME=ADDRESS" in failed["a connects to b"]["advice"]
+
+
+def test_folders_that_are_not_one_are_found(tmp_path: Path) -> None:
+    """The second agent looks below another folder: as if the first one's were not mounted there."""
+    (tmp_path / "b").mkdir()
+
+    class Elsewhere(Agent):
+        def answers(self, do: str, **order: Any) -> Iterator[dict[str, Any]]:
+            moved = {key: str(value).replace("/shared/", "/other/") for key, value in order.items() if key == "folder"}
+            return super().answers(do, **{**order, **moved})
+
+    with Agent(PAIR[0], HERE) as first, Elsewhere(PAIR[1], HERE) as second:
+        settings = HostsSettings(ports=(0,), visible_within_s=0.3)
+        checks = named(Visit([first, second], tmp_path / "shared" / "run", settings).checks())
+    assert checks["a writes, b reads"].status == "fail"
+    assert "one shared file system" in checks["a writes, b reads"].advice
+    assert "exclusive creation" not in checks
+
+
+@pytest.mark.parametrize(
+    ("hosts_given", "via", "said"),
+    [
+        (["a"], HERE, "give two or more different hosts"),
+        (["a", "a"], HERE, "give two or more different hosts"),
+        (["a", ""], HERE, "expected NAME or NAME=ADDRESS"),
+    ],
+)
+def test_what_cannot_be_meant(tmp_path: Path, hosts_given: list[str], via: str, said: str) -> None:
+    with pytest.raises(HostError, match=said):
+        diagnose_hosts([Host.parse(text) for text in hosts_given], tmp_path, HostsSettings(via=via))
+
+
+def test_ports_that_are_no_numbers(tmp_path: Path) -> None:
+    with pytest.raises(HostError, match="expected numbers with commas"):
+        check_hosts("a,b", tmp_path, True, HERE, None, "http", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("via", "said"),
+    [
+        ("no-such-program-here {host}", "no-such-program-here a .* cannot be started"),
+        (f"{sys.executable} -c 'import sys; sys.exit(\"no route to {{host}}\")'", r"ended \(no route to a\)"),
+        ("sleep 60 #", "did not answer `hello` within"),
+    ],
+)
+def test_a_host_that_cannot_be_asked_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, via: str, said: str
+) -> None:
+    monkeypatch.setattr(hosts, "CLOCK_TRIES", 1)
+    monkeypatch.setattr(Agent.ask, "__kwdefaults__", {"deadline_s": 0.5})
+    if via.startswith("sleep"):
+        monkeypatch.setattr("launch.doctor.connection._STOP_S", 0.1)
+        via = f"{sys.executable} -c 'import time; time.sleep(60)'"
+    [check] = diagnose_hosts(PAIR, tmp_path, HostsSettings(via=via))
+    assert check.status == "fail"
+    assert re.search(said, check.found), check.found
+    assert "\n" not in check.found
+
+
+def test_a_greeting_of_the_shell_is_no_answer(tmp_path: Path) -> None:
+    greeting = f"{sys.executable} -u -c \"import os, sys; print('Welcome!'); os.execv(sys.argv[1], sys.argv[1:])\""
+    with Agent(PAIR[0], greeting) as running:
+        assert running.ask("hello")["host"] == socket.gethostname()
+
+
+def test_an_order_that_fails_names_host_and_order(one: Agent, tmp_path: Path) -> None:
+    with pytest.raises(HostError, match=r"host a: count_lines: .*No such file"):
+        one.ask("count_lines", path=str(tmp_path / "none"), length=3)
+    assert one.ask("hello")["host"]
+
+
+def test_torn_lines_are_counted(one: Agent, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("aaa\nbb\nbbaa\nccc\naba\n")
+    assert one.ask("count_lines", path=str(tmp_path / "log"), length=3) == dict(whole=2)
+
+
+def test_a_file_that_is_not_replaced_but_rewritten_is_seen_torn(one: Agent, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a" * (agent.REPLACED_BYTES - 1) + "b")
+    counts = one.ask("reread", path=str(tmp_path / "file"), seconds=0.05)["counts"]
+    assert counts["torn"] > 0 == counts["whole"]
+    counts = one.ask("reread", path=str(tmp_path / "gone"), seconds=0.05)["counts"]
+    assert counts["missing"] > 0
+
+
+def test_what_is_never_seen(one: Agent, tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("1")
+    answers = list(one.answers("watch", folder=str(tmp_path), new=["new"], replaced=["old"], within_s=0.1))
+    assert answers[0] == dict(looking=3)
+    assert answers[1] == dict(unseen=[["list", "new"], ["open", "new"], ["open", "old"]])
+
+
+def test_the_file_system_of_a_folder() -> None:
+    assert agent.mount_of(Path("/mnt/my runs/demo"), MOUNTS) == ("nfs4", "rw,noatime,rw,vers=4.2,acregmax=60")
+    assert agent.mount_of(Path("/mnt/other"), MOUNTS)[0] == "tmpfs"
+    assert agent.mount_of(Path("/mntx"), MOUNTS)[0] == "ext4"
+    over = MOUNTS + "50 41 0:50 / /mnt rw - fuse bindfs rw\n"
+    assert agent.mount_of(Path("/mnt/other"), over)[0] == "fuse"
+
+
+def test_judgements() -> None:
+    assert judge.exclusive(2, [{0}, {1}]).status == "ok"
+    assert "1 had several winners, 0 had none" in judge.exclusive(2, [{0, 1}, {1}]).found
+    assert "0 had several winners, 1 had none" in judge.exclusive(2, [{0}, set()]).found
+    late = judge.visibility("a", "b", {"open new": 0.2, "list new": 29.5}, 60)
+    assert (late.status, "actimeo" in late.advice) == ("warn", True)
+    assert judge.visibility("a", "b", {"open new": 0.2, "list new": 1.5}, 60).status == "ok"
+    assert judge.visibility("a", "b", {"open new": None}, 60).status == "fail"
+    counts = dict(whole=9, torn=0, missing=0, stale=0)
+    assert judge.replaced("b", 3, counts).status == "ok"
+    assert judge.replaced("b", 3, {**counts, "stale": 1}).status == "warn"
+    assert judge.replaced("b", 3, {**counts, "torn": 1}).status == "fail"
+    assert judge.replaced("b", 3, {**counts, "missing": 1}).status == "fail"
+    assert (judge.clock("a", 5.0, 0.1).status, judge.clock("a", -0.5, 0.1).status) == ("warn", "ok")
+    assert judge.clock("a", 1.5, 1.0).status == "ok"
+    assert (judge.fsync("a", [0.1, 0.5, 0.9]).status, judge.fsync("a", [0.1]).status) == ("warn", "ok")
+    free = dict(kind="nfs4", options="rw", total=1)
+    assert [judge.file_system("a", {**free, "free": gib * 2**30}).status for gib in (0, 5, 50)] == [
+        "fail",
+        "warn",
+        "ok",
+    ]
+    assert (judge.appended(10, 10).status, judge.appended(10, 8).status) == ("ok", "ok")
+    assert "2 of 10 lines" in judge.appended(10, 8).found
