@@ -10,9 +10,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from launch.cluster.commands import launch_app
+from launch.cluster.roles.commands import role_app
 from launch.convert.commands import convert_app
 from launch.show.output import AsJson, emit, emit_or_print
 from launch.show.scaling import scaling_app
+from pipeline.child_process import see_own_classes
 from pipeline.errors import EvenKeelError, RecipeError
 
 app = typer.Typer(
@@ -31,6 +33,7 @@ verify_app = typer.Typer(help="Check that engine and learner agree, and that a r
 app.add_typer(convert_app, name="convert")
 app.add_typer(launch_app, name="launch")
 app.add_typer(model_app, name="model")
+app.add_typer(role_app, name="role")
 app.add_typer(runs_app, name="runs")
 app.add_typer(scaling_app, name="scaling")
 app.add_typer(trajectories_app, name="trajectories")
@@ -380,6 +383,7 @@ def print_plan(result: dict[str, Any]) -> None:
 
 def main() -> NoReturn:
     """Entry point: errors of ours become one line and exit code 1."""
+    see_own_classes()
     try:
         app()
     except EvenKeelError as error:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -32,22 +33,45 @@ def die_with_parent(parent: int | None = None, signal_number: int = signal.SIGKI
         os.kill(os.getpid(), signal_number)
 
 
+def program_environment() -> dict[str, str]:
+    """This process's environment, in which `python -P -m` finds our packages where this process found them.
+
+    An empty entry of PYTHONPATH would mean the folder that the user is in, whose `pipeline.py` must not hide ours. An
+    installed wheel is found without help; named first, its folder would stand before the standard library.
+    """
+    root = str(Path(__file__).resolve().parents[1])
+    named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
+    installed = root in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    paths = named if installed else [root, *named]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return environment | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
+
+
+def see_own_classes() -> None:
+    """Find the user's `package.module:Class` in the folder that the command was given in."""
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 class ChildProcess:
-    """A running child whose output is appended to `log`, a file that only this user can read."""
+    """A running child whose output is appended to `log`, a file that only this user can read; without one it goes where
+    this process's own goes."""
 
     grace_s: ClassVar[float] = 10.0
     """Seconds between SIGTERM and SIGKILL."""
     when_parent_dies: ClassVar[int] = signal.SIGTERM
 
     def __init__(
-        self, command: Sequence[str], log: Path, environment: Mapping[str, str], *, own_session: bool = False
+        self, command: Sequence[str], log: Path | None, environment: Mapping[str, str], *, own_session: bool = False
     ) -> None:
         """Start `command`. With `own_session`, Ctrl-C on the terminal does not reach it."""
         self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
         # Not as preexec_fn: in a process with threads, Python code between fork and exec may wait for ever.
         wrapper = [sys.executable, "-I", "-S", __file__, str(int(self.when_parent_dies)), str(os.getpid())]
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self._process = subprocess.Popen(
                 [*wrapper, *command],
@@ -58,7 +82,8 @@ class ChildProcess:
                 start_new_session=own_session,
             )
         finally:
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
 
     @property
     def pid(self) -> int:
@@ -75,6 +100,10 @@ class ChildProcess:
             self._process.wait(self.grace_s)
         except subprocess.TimeoutExpired:
             self.kill()
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM); returns at once."""
+        self._process.terminate()
 
     def kill(self) -> None:
         """End it at once."""

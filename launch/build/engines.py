@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
@@ -34,11 +35,20 @@ def check_engines(recipe: Recipe) -> None:
         )
 
 
-def engine_spec(run: RunDirectory, recipe: Recipe, index: int, port: int, api_key: str) -> EngineSpec:
+def shares_gpus(recipe: Recipe) -> bool:
+    """Whether learner and engines run on the same GPUs. An engine takes a share of the memory that is free when it
+    starts, so nothing else may take memory meanwhile."""
+    return recipe.weights.channel == "ipc" and has_cuda()
+
+
+def engine_spec(
+    run: RunDirectory, recipe: Recipe, index: int, port: int, api_key: str | None, *, log: Path | None, **place: Any
+) -> EngineSpec:
     """Engine `index`, which starts with the newest version whose folder is complete.
 
     That is the published version, or an older one while the folder behind a broadcast is still being written. A resync
-    then gives the engine the published version before it gets requests.
+    then gives the engine the published version before it gets requests. `place` is where it runs (EngineSpec: host,
+    nodes, node, meeting).
     """
     rollout = recipe.rollout
     version = run.newest_policy(run.published_version())
@@ -48,13 +58,14 @@ def engine_spec(run: RunDirectory, recipe: Recipe, index: int, port: int, api_ke
         port=port,
         precision=rollout.precision,
         dtype=engine_dtype(recipe),
-        log=run.logs / f"engine-{index}.log",
+        log=log,
         version=version,
         api_key=api_key,
         tensor_parallel=rollout.tensor_parallel,
         context_tokens=rollout.context_tokens,
         seed=recipe.run.seed + index,
         extra_args=(*fp32_head, *rollout.extra_args),
+        **place,
     )
 
 

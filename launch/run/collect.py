@@ -1,11 +1,9 @@
-"""The collector program: `python -m launch.run.collect RUN`. Started by the supervisor, JobSet or Slurm alike."""
+"""The collector loop of a run, built from its recipe; `evenkeel role collector` runs it."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-from pathlib import Path
+import signal
 
 from launch.build.components import (
     build_contract,
@@ -15,18 +13,17 @@ from launch.build.components import (
     build_solved_prompt_rule,
     build_tokenizer,
 )
-from launch.run.processes import run_child
-from pipeline.child_process import die_with_parent
+from launch.cluster.roles.api_key import read_api_key
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import claim
+from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
+from pipeline.errors import StoppedError
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.tasks.tokenizer import Tokenizer
 from rollout_sglang.fleet import Fleet, FleetSettings
-from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 
 
 def build_fleet(run: RunDirectory, recipe: Recipe) -> Fleet:
@@ -40,7 +37,7 @@ def fleet_settings(run: RunDirectory, recipe: Recipe) -> FleetSettings:
     _, router = run.engines()
     return FleetSettings(
         router_url=router,
-        api_key=os.environ.get(API_KEY_VARIABLE),
+        api_key=read_api_key(),
         lock_path=run.weight_update_lock,
         request_deadline_s=recipe.rollout.request_deadline_s,
         load_deadline_s=recipe.weights.publish_deadline_s,
@@ -68,11 +65,13 @@ def settings(recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
     )
 
 
-async def collect(run: RunDirectory) -> None:
-    """Collect every batch that the run lacks."""
+async def collect(run: RunDirectory, epoch: Epoch) -> None:
+    """Collect every batch that the run lacks. Raises StoppedError at SIGTERM and at Ctrl-C: what was in flight is asked
+    again by the next start."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     recipe = run.recipe()
-    epoch = claim(run.path, "collector")
-    run = run.under(epoch)
     tokenizer = build_tokenizer(recipe)
     prompts = build_prompts(recipe, tokenizer)
     store = BatchStore(run.batches, run.fence)
@@ -80,7 +79,7 @@ async def collect(run: RunDirectory) -> None:
     fleet = build_fleet(run, recipe)
     try:
         with Verifiers(prompts.task.reward, recipe.reward.workers, recipe.reward.deadline_s) as verifiers:
-            await Collector(
+            finished = await Collector(
                 run=run,
                 store=store,
                 schedule=recipe.build_schedule(),
@@ -91,12 +90,9 @@ async def collect(run: RunDirectory) -> None:
                 contract=build_contract(recipe, tokenizer),
                 event_log=EventLog(run.path, epoch.name),
                 settings=settings(recipe, tokenizer),
+                stop=stop,
             ).collect()
     finally:
         await fleet.close()
-
-
-if __name__ == "__main__":
-    die_with_parent()
-    directory = RunDirectory(Path(sys.argv[1]))
-    run_child(directory, "collector", lambda: asyncio.run(collect(directory)))
+    if not finished:
+        raise StoppedError("asked to end before the run was finished; started again, it goes on")

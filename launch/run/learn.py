@@ -1,10 +1,11 @@
-"""The learner program, one process a rank: `torchrun … -m launch.run.learn RUN`; by the supervisor, JobSet or Slurm.
+"""The learner program, one process a rank: `torchrun … -m launch.run.learn RUN`, by the agent of its host.
 
 With `--replay SOURCE` it trains on the recorded batches of another run, without engines.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from launch.build.algorithm import build_advantage_computer, build_objective
 from launch.build.components import build_contract, build_quant_map, build_tokenizer, require_engines_here
 from launch.build.weight_checks import build_weight_check_plan
+from launch.cluster.roles.base import EPOCH_VARIABLE, Stop, rank_epoch, wait_for_engines
 from launch.run.collect import build_fleet, fleet_settings
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
@@ -20,7 +22,7 @@ from megatron_bridge.weight_sync.disk import DiskChannel
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
-from pipeline.child_process import die_with_parent
+from pipeline.child_process import die_with_parent, see_own_classes
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.event_log import EventLog
@@ -74,10 +76,11 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
     """Train on every batch that the newest checkpoint has not seen."""
     recipe = run.recipe()
     learner = build_learner(recipe)
-    epoch = Epoch(epoch_folder(run.path, "learner"), learner.tell(lambda: claim(run.path, "learner").number))
+    epoch = epoch_of(run, learner)
     run = run.under(epoch)
     channel = None
     if publishing:
+        wait_for_engines(run, recipe, Stop(), recipe.rollout.engines)
         channel = build_channel(run, recipe, learner)
     shared: dict[str, Any] = dict(
         run=run,
@@ -109,10 +112,17 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         channel.close()
 
 
+def epoch_of(run: RunDirectory, learner: MegatronLearner) -> Epoch:
+    """The start of the learner that this rank belongs to: its agent has claimed it; without an agent, rank 0 does."""
+    if EPOCH_VARIABLE in os.environ:
+        return rank_epoch(run.path)
+    return Epoch(epoch_folder(run.path, "learner"), learner.tell(lambda: claim(run.path, "learner").number))
+
+
 if __name__ == "__main__":
     die_with_parent()
+    see_own_classes()
     directory = RunDirectory(Path(sys.argv[1]))
     replayed = RunDirectory(Path(sys.argv[3])).batches if sys.argv[2:3] == ["--replay"] else None
-    run_child(
-        directory, "learner", lambda: learn(directory, replayed or directory.batches, publishing=replayed is None)
-    )
+    name = "learner" if EPOCH_VARIABLE not in os.environ else rank_epoch(directory.path).name
+    run_child(directory, name, lambda: learn(directory, replayed or directory.batches, publishing=replayed is None))

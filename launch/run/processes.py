@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from pipeline.child_process import ChildProcess
-from pipeline.data.files import write_atomically
+import psutil
+
+from launch.run.fatal_notes import FatalNotes, leave_fatal_note
+from pipeline.child_process import ChildProcess, program_environment
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import (
     FATAL_EXIT_CODE,
@@ -26,19 +28,25 @@ from pipeline.errors import (
 )
 
 _POLL_S = 0.25
+_DEATH_S = 10.0
 _RAISED = re.compile(r"^(\[rank\d+\]: ?)?(error: |[\w.]*(Error|Exception|Interrupt)\b: )")
 """A line on which Python, or this program, says what went wrong."""
 
 
 def child_environment() -> dict[str, str]:
-    """This process's environment, with one thread a process unless the user says otherwise: all share the cores."""
-    return {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    """This process's environment, with one thread a process unless the user says otherwise: all share the cores.
+
+    The folder that the user is in must not stand before our packages: a `pipeline.py` there would hide ours. Programs
+    put it at the end of their path (pipeline.child_process.see_own_classes).
+    """
+    return program_environment() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONSAFEPATH": "1"}
 
 
-def torchrun(num_processes: int, module: str, *arguments: str) -> list[str]:
-    """The command that runs `module` once a rank on this machine."""
+def torchrun(num_processes: int, module: str, *arguments: str, rendezvous: Sequence[str] = ()) -> list[str]:
+    """The command that runs `module` once a rank on this machine. `rendezvous`: torchrun's options by which several
+    machines meet."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
+        *(sys.executable, "-m", "torch.distributed.run", *(rendezvous or ("--standalone",)), "--max-restarts", "0"),
         *("--nproc-per-node", str(num_processes), "-m", module, *arguments),
     ]
 
@@ -66,7 +74,7 @@ def run_ranks(
 ) -> None:
     """Run ranks to their end, calling `watch` as they go. Raises FatalError with the reason that a rank left, or with
     the end of the log, when they fail or take longer than `deadline_s`."""
-    fatal_note(run).unlink(missing_ok=True)
+    notes = FatalNotes(run)
     ranks = ChildProcess(command, log, env)
     give_up = time.monotonic() + deadline_s
     try:
@@ -76,7 +84,7 @@ def run_ranks(
     finally:
         ranks.stop()
     if ranks.poll() != 0:
-        raise FatalError(read_fatal_note(run) or f"the {log.stem} died: {log_tail(log)}; the same command tries again")
+        raise FatalError(notes.message() or f"the {log.stem} died: {log_tail(log)}; the same command tries again")
 
 
 def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoReturn:
@@ -88,8 +96,7 @@ def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoRetur
         os._exit(SUPERSEDED_EXIT_CODE)
     except FatalError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        note = dict(process=name, error=type(error).__name__, message=str(error), time=time.time())
-        write_atomically(fatal_note(run), json.dumps(note))
+        leave_fatal_note(run, name, error)
         os._exit(FATAL_EXIT_CODE)  # other ranks may wait in a collective: no orderly goodbye
     except StoppedError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
@@ -102,15 +109,14 @@ def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoRetur
     os._exit(0)  # helper threads and process groups must not keep a finished program alive
 
 
-def fatal_note(run: RunDirectory) -> Path:
-    """Where a child says why it must not be started again."""
-    return run.logs / "fatal.json"
-
-
-def read_fatal_note(run: RunDirectory) -> str | None:
-    """The reason that a child left, or None."""
+def end_tree(pid: int) -> None:
+    """Kill a process and all below it, whatever sessions they have: torchrun gives each rank one, and may hang."""
     try:
-        note = json.loads(fatal_note(run).read_text())
-    except (OSError, ValueError):
-        return None
-    return f"{note['message']}"
+        top = psutil.Process(pid)
+        tree = [*top.children(recursive=True), top]
+    except psutil.NoSuchProcess:
+        return
+    for process in tree:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs([process for process in tree if process.pid != pid], timeout=_DEATH_S)

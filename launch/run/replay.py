@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.config.loader import load_recipe
@@ -25,7 +26,7 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     wanted = manifest(original)
     recipe = load_recipe(source / "recipe.yaml", [f"run.name={source.name}-replay", *overrides])
     run = RunDirectory(source.parent / f"{source.name}-replay")
-    with run.claimed():
+    with claimed(run):
         run.freeze(recipe)
         command = torchrun(recipe.learner.num_processes, "launch.run.learn", str(run.path), "--replay", str(source))
         with LiveView(run.path, recipe.run.steps) as view:

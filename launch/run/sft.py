@@ -16,10 +16,11 @@ import numpy as np
 
 from launch.build.components import build_contract, build_tokenizer
 from launch.progress import counted
+from launch.run.claim import claimed
 from launch.run.processes import child_environment, run_child, run_ranks, torchrun
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout
-from pipeline.child_process import die_with_parent
+from pipeline.child_process import die_with_parent, see_own_classes
 from pipeline.config.recipe import LearnerSection, Recipe
 from pipeline.data.event_log import EventLog, read_metrics
 from pipeline.data.files import write_atomically
@@ -54,7 +55,7 @@ def run_sft(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float
     demonstrations_of(build_task(recipe.task, recipe.run.seed), 0, 1)
     run = RunDirectory(recipe.directory)
     started = time.time()
-    with run.claimed():
+    with claimed(run):
         run.freeze(recipe)
         _freeze_batch_size(run, batch_size)
         _supervise(run, recipe, out, batch_size)
@@ -137,5 +138,6 @@ def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
 
 if __name__ == "__main__":
     die_with_parent()
+    see_own_classes()
     directory = RunDirectory(Path(sys.argv[1]))
     run_child(directory, "sft", lambda: learn_demonstrations(directory, Path(sys.argv[2]), int(sys.argv[3])))

@@ -1,34 +1,37 @@
-"""Supervise one run on one machine: engines, router, collector, learner.
+"""Supervise the roles of one run: engines, router, learner, collector, wherever its starter starts them.
 
-Any of them may die at any time. A dead process is started again and reads from the run directory what it has to do. The
-run ends when a process dies again and again without progress of the run, or when it left a fatal note. The same command
-then resumes the run.
+Any of them may die at any time. It is started again, and reads from the run directory what it has to do. The run ends
+when one dies again and again without progress of the run, when an engine never comes up, or when a role says that
+starting it again cannot help. The same command then resumes the run.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
-import sys
+import re
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from pathlib import Path
+from typing import Literal, Self
 
-from launch.build.engines import check_engines, engine_spec
+from launch.cluster.roles.base import EPOCH_POLL_S, FINISHED_POLL_S, Every, announced, grace_s
+from launch.cluster.starter import Started, Starter, Unit
+from launch.run.fatal_notes import FatalNotes
 from launch.run.live_view import LiveView
-from launch.run.processes import child_environment, fatal_note, log_tail, read_fatal_note, torchrun
-from pipeline.child_process import ChildProcess
+from launch.run.processes import log_tail
 from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import Epoch, epoch_folder, newest
 from pipeline.data.event_log import EventLog
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
-from pipeline.errors import FatalError
-from rollout_sglang.server.launch_server import API_KEY_VARIABLE
-from rollout_sglang.server.process import ServerProcess, check_port_free, free_ports
-from rollout_sglang.server.start import HOST, has_cuda, start, start_router
+from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, FatalError
 
 POLL_S = 0.25
+SERVERS_GRACE_S = 3.0
+"""Nothing is in flight when servers are asked to end: this is for taking back what they have announced."""
+SPARE_S = 10.0
+"""What a unit gets beyond its own grace before it is killed."""
+Outcome = Literal["finished", "stopped"]
 
 
 @dataclass
@@ -49,139 +52,116 @@ class RestartBudget:
 
 @dataclass
 class Supervisor:
-    """Owns the processes of a run; use as a context manager."""
+    """Owns the units of a run; use as a context manager."""
 
     run: RunDirectory
     recipe: Recipe
     view: LiveView
     event_log: EventLog
-    api_key: str = field(default_factory=lambda: os.environ.get(API_KEY_VARIABLE) or secrets.token_hex(24))
-    ports: list[int] = field(default_factory=list)
-    engines: list[ServerProcess] = field(default_factory=list)
-    router: ServerProcess | None = None
-    router_port: int | None = None
-    starting: dict[str, Future[float]] = field(default_factory=dict)
-    came_up: set[str] = field(default_factory=set)
-    """Servers that were up once. Only these are started again when they die."""
-    programs: dict[str, ChildProcess] = field(default_factory=dict)
+    starter: Starter
+    units: Sequence[Unit]
+    epoch: Epoch
+    """Of this supervisor: it ends when another one has taken over."""
+    stop_requested: Callable[[], bool] = lambda: False
+    logs: Path | None = None
+    """Where the units' logs go; RUN/logs by default."""
+    running: dict[Unit, Started] = field(default_factory=dict)
+    ended: set[Unit] = field(default_factory=set)
+    """Units that have nothing left to do, or that were started elsewhere meanwhile."""
+    came_up: set[int] = field(default_factory=set)
+    """Engines that were up once. Only these are started again when they give up."""
     budgets: dict[str, RestartBudget] = field(default_factory=dict)
-    waiters: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="engine-start"))
+    notes: FatalNotes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.notes = FatalNotes(self.run)
+        self._finished_elsewhere = Every(FINISHED_POLL_S)
+        self._superseded = Every(EPOCH_POLL_S)
 
     def __enter__(self) -> Self:
-        fatal_note(self.run).unlink(missing_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for program in self.programs.values():
-            program.stop()
-        if self.router is not None:
-            self.router.stop()
-        for engine in self.engines:
-            engine.stop()
-        self.waiters.shutdown(wait=True, cancel_futures=True)
+        self._end(list(self.running), SERVERS_GRACE_S)
 
-    def supervise(self) -> None:
-        """Run to the end. Raises FatalError when it cannot be reached."""
-        check_engines(self.recipe)
-        self._start_engines()
-        if not self._shares_gpus():
-            self._start_program("learner")
-        while len(self.programs) < 2 or any(program.poll() != 0 for program in self.programs.values()):
-            self._restart_engines()
-            self._restart_router()
-            if not self.starting:
-                self._start_missing()
-            for name, program in list(self.programs.items()):
-                if program.poll() not in (None, 0):
-                    self._restart_program(name, program)
+    def supervise(self) -> Outcome:
+        """Run to the end, or until it is asked to stop. Raises FatalError when the end cannot be reached, and
+        SupersededError when another supervisor has taken over."""
+        for unit in self.units:
+            self._start(unit)
+        while not self._is_finished():
+            if self._superseded():
+                self.epoch.check()
+            if self.stop_requested():
+                self._stop()
+                return "finished" if self.run.is_finished() else "stopped"
+            self._note_engines()
+            for unit, started in list(self.running.items()):
+                if (status := started.poll()) is not None:
+                    self._take(unit, started, status)
             self.view.refresh()
             time.sleep(POLL_S)
         self.view.refresh()
+        return "finished"
 
-    def _shares_gpus(self) -> bool:
-        """Whether learner and engines run on the same GPUs. An engine takes a share of the memory that is free when it
-        starts, so nothing else may take memory meanwhile."""
-        return self.recipe.weights.channel == "ipc" and has_cuda()
+    def _is_finished(self) -> bool:
+        """Whether learner and collector have ended, which they do by themselves when nothing is left to do."""
+        if any(unit.role in ("learner", "collector") for unit in self.running):
+            return False
+        return self._finished_elsewhere() and self.run.is_finished()
 
-    def _start_missing(self) -> None:
-        """What waits for the engines to be up."""
-        if "learner" not in self.programs:
-            self._start_program("learner")
-        if "collector" not in self.programs:
-            self._start_program("collector")  # before, it could only die of waiting, again and again
+    def _start(self, unit: Unit) -> None:
+        self.running[unit] = self.starter.start(unit, self._log(unit))
+        self.event_log.event("started", process=unit.name)
 
-    def _start_engines(self) -> None:
-        rollout = self.recipe.rollout
-        count = rollout.engines + (rollout.engines > 1)  # one more for the router
-        ports = free_ports(count) if rollout.port is None else [rollout.port + i for i in range(count)]
-        for port in ports:
-            check_port_free(port)
-        self.ports = ports[: rollout.engines]
-        self.engines = [self._start_engine(index) for index in range(rollout.engines)]
-        self.router_port = ports[-1] if rollout.engines > 1 else None
-        router = engine_url(self.router_port) if self.router_port else None
-        self.run.write_engines([engine_url(port) for port in self.ports], router)
+    def _log(self, unit: Unit) -> Path:
+        """A file of its own for each start, with the number that the start will have, or a later one."""
+        folder = self.logs or self.run.logs
+        there = (re.fullmatch(rf"{re.escape(unit.name)}-(\d+)\.log", path.name) for path in folder.glob("*.log"))
+        numbers = [int(match[1]) for match in there if match]
+        started = newest(epoch_folder(self.run.path, unit.role, unit.index))
+        return folder / f"{unit.name}-{numbered(max([started, *numbers]) + 1)}.log"
 
-    def _start_engine(self, index: int) -> ServerProcess:
-        """Start an engine with the version that the run serves now. A thread waits until it is ready."""
-        spec = engine_spec(self.run, self.recipe, index, self.ports[index], self.api_key)
-        engine = start(spec)
-        self.starting[f"engine-{index}"] = self._await(engine)
-        self.event_log.event("started", process=f"engine-{index}", version=spec.version)
-        return engine
+    def _note_engines(self) -> None:
+        if len(self.came_up) < self.recipe.rollout.engines:
+            self.came_up |= {member.index for member in announced(self.run, self.recipe)}
 
-    def _await(self, server: ServerProcess) -> Future[float]:
-        return self.waiters.submit(server.wait_ready, self.recipe.rollout.start_deadline_s)
-
-    def _restart_engines(self) -> None:
-        for name, ready in list(self.starting.items()):
-            if ready.done():
-                if name not in self.came_up:
-                    ready.result()  # a server that never came up ends the run, with the end of its log
-                self.came_up.add(name)
-                del self.starting[name]
-        for index, engine in enumerate(self.engines):
-            name = f"engine-{index}"
-            if name not in self.starting and engine.poll() is not None:
-                self._spend(name, log_tail(self.run.logs / f"{name}.log"))
-                self.engines[index] = self._start_engine(index)
-
-    def _restart_router(self) -> None:
-        """The router is started once all engines are up, since it refuses those that are not."""
-        if self.router_port is None or self.starting or (self.router is not None and self.router.poll() is None):
+    def _take(self, unit: Unit, started: Started, status: int) -> None:
+        """A unit has ended."""
+        del self.running[unit]
+        if status == 0 or status == SUPERSEDED_EXIT_CODE:
+            self.ended.add(unit)
             return
-        log = self.run.logs / "router.log"
-        if self.router is not None:
-            self._spend("router", log_tail(log))
-        urls = [engine_url(port) for port in self.ports]
-        self.router = start_router(urls, self.router_port, self.api_key, log)
-        self.starting["router"] = self._await(self.router)
-        self.event_log.event("started", process="router")
-
-    def _start_program(self, name: str) -> None:
-        log = self.run.logs / f"{name}.log"
-        env = {**child_environment(), API_KEY_VARIABLE: self.api_key}
-        self.programs[name] = ChildProcess(program_command(name, self.run, self.recipe), log, env)
-        self.event_log.event("started", process=name)
-
-    def _restart_program(self, name: str, program: ChildProcess) -> None:
-        if reason := read_fatal_note(self.run):
-            raise FatalError(reason)
-        self._spend(name, log_tail(program.log))
-        self._start_program(name)
+        reason = "(no log)" if started.log is None else log_tail(started.log)
+        if status == FATAL_EXIT_CODE:
+            raise FatalError(self.notes.message() or reason.removeprefix("error: "))
+        gave_up = 0 < status < 128  # not killed
+        if unit.role == "engine" and gave_up and unit.index not in self.came_up:
+            raise FatalError(f"{unit.name} never came up: {reason.removeprefix('error: ')}")
+        self._spend(unit.name, reason)
+        self._start(unit)
 
     def _spend(self, name: str, reason: str) -> None:
         self.event_log.event("restarted", process=name, reason=reason)
-        progress = BatchStore(self.run.batches).next_index + self.run.published_version()
+        progress = BatchStore(self.run.batches).next_index + (
+            self.run.published_version() if self.run.is_published() else 0
+        )
         self.budgets.setdefault(name, RestartBudget(self.recipe.run.max_restarts)).spend(name, progress, reason)
 
+    def _stop(self) -> None:
+        """The learner may be publishing: engines outlive it."""
+        loops = [unit for unit in self.running if unit.role in ("learner", "collector")]
+        self._end(loops, grace_s() + SPARE_S)
 
-def engine_url(port: int) -> str:
-    return f"http://{HOST}:{port}"
-
-
-def program_command(name: str, run: RunDirectory, recipe: Recipe) -> list[str]:
-    """The command of a program, as a cluster starts it too: the collector plainly, the learner under torchrun."""
-    if name == "collector":
-        return [sys.executable, "-m", "launch.run.collect", str(run.path)]
-    return torchrun(recipe.learner.num_processes, "launch.run.learn", str(run.path))
+    def _end(self, units: Sequence[Unit], grace_s: float) -> None:
+        """Ask all to end, and kill those that have not after `grace_s`."""
+        started = [self.running.pop(unit) for unit in units]
+        for one in started:
+            if one.poll() is None:
+                one.terminate()
+        ends = time.monotonic() + grace_s
+        while any(one.poll() is None for one in started) and time.monotonic() < ends:
+            self.view.refresh()
+            time.sleep(POLL_S)
+        for one in started:
+            one.kill()

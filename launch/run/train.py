@@ -1,75 +1,73 @@
-"""`evenkeel train`: check everything that can be checked, then supervise the run to its end."""
+"""`evenkeel train`: check everything that can be checked, then supervise the run's roles on this machine to its end."""
 
 from __future__ import annotations
 
+import secrets
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from launch.build.components import build_prompts, build_quant_map, build_tokenizer
+from launch.build.engines import check_engines
+from launch.cluster.roles.api_key import read_api_key
+from launch.cluster.starter import LocalStarter, units_of
+from launch.run.begin import preflight
+from launch.run.claim import claimed
 from launch.run.live_view import LiveView
-from launch.run.supervisor import Supervisor
-from megatron_bridge.hf.headers import check_weights
-from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
+from launch.run.supervisor import Outcome, Supervisor
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
 from pipeline.config.advice import advice
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import claim
+from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import RecipeError
-from pipeline.ports.weight_check import WeightCheck
-from rollout_sglang.server.block_shapes import check_block_shapes
 
 
 def train_run(recipe: Recipe) -> dict[str, Any]:
-    """Start or resume a run; returns its summary once it is finished. Raises FatalError when it cannot be."""
+    """Start or resume a run; returns its summary once it is finished, or `stopped` when it was asked to end before.
+    Raises FatalError when it cannot be finished."""
     run = RunDirectory(recipe.directory)
     preflight(recipe)
     for sentence in advice(recipe):
         print(f"warning: {sentence}", file=sys.stderr)
-    with run.claimed():
+    with claimed(run) as epoch:
         run.freeze(recipe)
-        event_log = EventLog(run.path, claim(run.path, "supervisor").name)
         if not run.is_finished():
-            seed_policy(run, recipe)
-            with LiveView(run.path, recipe.run.steps) as view, Supervisor(run, recipe, view, event_log) as supervisor:
-                supervisor.supervise()
-            run.set_finished()
-            event_log.event("finished", steps=recipe.run.steps)
+            check_engines(recipe)
+            if _supervise(run, recipe, epoch) == "stopped":
+                print(f"stopped; the same command goes on from {run.path}", file=sys.stderr)
+                return dict(run=str(run.path), stopped=True)
     return {**summary(run.path), "report": str(write_report(run.path))}
 
 
-def preflight(recipe: Recipe) -> None:
-    """Check what would otherwise fail minutes later, in a child process. Raises FatalError."""
-    config = read_hf_config(recipe.model.path)
-    check_layout(config, recipe.learner)
-    check_longest_sample(recipe.learner, recipe.rollout.context_tokens)
-    if recipe.rollout.precision == "fp8_block":
-        check_block_shapes(config, recipe.rollout.tensor_parallel)
-    tokenizer = build_tokenizer(recipe)
-    check_weights(recipe.model.path, ModelConfig.from_hf(config))
-    prompts = build_prompts(recipe, tokenizer)
-    if recipe.evaluation.prompts > prompts.task.num_held_out:
-        raise RecipeError(
-            f"evaluation.prompts is {recipe.evaluation.prompts}, but the task holds out only "
-            f"{prompts.task.num_held_out} prompts; lower it or give more"
-        )
+def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch) -> Outcome:
+    event_log = EventLog(run.path, epoch.name)
+    starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24))
+    with stop_requested() as stop, LiveView(run.path, recipe.run.steps) as view:
+        with Supervisor(run, recipe, view, event_log, starter, units_of(recipe), epoch, stop) as supervisor:
+            outcome = supervisor.supervise()
+        if outcome == "finished":
+            event_log.event("finished", steps=recipe.run.steps)
+    return outcome
 
 
-def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
-    """Publish the model folder as version 0, so that engines and learner can start side by side.
+@contextmanager
+def stop_requested() -> Iterator[Callable[[], bool]]:
+    """Says whether SIGTERM came, or Ctrl-C. A second Ctrl-C ends everything at once."""
+    asked = False
 
-    No learner has scored a probe of it: engines are verified by their checksums alone.
-    """
-    if run.is_published():
-        return
-    from launch.build.weight_checks import checksums_of
-    from megatron_bridge.hf.tensor_folder import TensorFolder
-    from megatron_bridge.hf.writer import write_policy
+    def ask(number: int, _: object) -> None:
+        nonlocal asked
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked = True
+        print("\nasked to end: the learner saves at its next step; Ctrl-C again ends it at once", file=sys.stderr)
 
-    source, folder, digests = recipe.model.path, run.policy_directory(0), checksums_of(recipe)
-    write_policy(TensorFolder(source).tensors(), source, folder, build_quant_map(recipe), digests=digests)
-    WeightCheck(version=0, digests=() if digests is None else digests.digests()).save(folder)
-    run.set_published(0)
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from launch.build.engines import engine_spec
 from launch.convert.new_model import new_model
 from launch.progress import counted
+from launch.run.begin import seed_policy
 from launch.run.processes import child_environment, run_ranks, torchrun
-from launch.run.train import seed_policy
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -165,7 +165,9 @@ class Engine:
         self.process: ServerProcess | None = None
 
     def __enter__(self) -> Engine:
-        self.process = start(engine_spec(self.run, self.recipe, 0, self.port, self.key))
+        self.process = start(
+            engine_spec(self.run, self.recipe, 0, self.port, self.key, log=self.run.logs / "engine-0.log")
+        )
         self.process.wait_ready(self.recipe.rollout.start_deadline_s)
         asyncio.run(self.verify())
         return self

@@ -13,7 +13,7 @@
       policy/updates/000031    made by whoever gives weights to engines, before it does
       engines/000003.json      engine 3 listens there (pipeline.data.membership; never its key)
       epochs/learner/000002    the second start of the learner (pipeline.data.epochs)
-      FINISHED                 the run has reached its last step and evaluated it
+      finished/ROLE            made by the learner and by the collector, once each has nothing left to do
       metrics/SOURCE.jsonl  events/SOURCE.jsonl  logs/  report.html      for people: no process takes a decision from
                                them. SOURCE is a role and its start, such as collector-000003
 
@@ -23,15 +23,14 @@ What others could see is written under a fence: a process that a later start has
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import yaml
@@ -41,7 +40,7 @@ from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.files import create_exclusively, replacing, write_atomically
-from pipeline.data.membership import Membership
+from pipeline.data.membership import Member, Membership
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 
 RUN_FORMAT = 3
@@ -190,14 +189,16 @@ class RunDirectory:
         """Versions that have been evaluated."""
         return {int(path.stem) for path in self.evaluations.glob("*.json")}
 
-    def set_finished(self) -> None:
-        """The run has reached its last step, and its last version is evaluated."""
+    def set_finished(self, role: Literal["learner", "collector"]) -> None:
+        """The learner has trained the last step and written the model; the collector has evaluated the last version."""
         self.fence()
-        write_atomically(self.path / "FINISHED", "")
+        folder = self.path / "finished"
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / role, "")
 
     def is_finished(self) -> bool:
-        """Whether `set_finished` was called: there is nothing left to train."""
-        return (self.path / "FINISHED").exists()
+        """Whether both have: there is nothing left to do."""
+        return all((self.path / "finished" / role).exists() for role in ("learner", "collector"))
 
     def make_folders(self) -> None:
         """Create what is missing of the folders."""
@@ -258,29 +259,15 @@ class RunDirectory:
 
     def write_engines(self, urls: list[str], router: str | None) -> None:
         """Announce where the engines listen."""
-        write_atomically(self.path / "engines.json", json.dumps(dict(engines=urls, router=router)) + "\n")
+        for index, url in enumerate(urls):
+            self.membership().announce(Member(index, url))
+        if router is not None:
+            self.membership().announce_router(router)
 
     def engines(self) -> tuple[list[str], str | None]:
         """URLs of the engines, and of the router when there is one."""
-        try:
-            data = json.loads((self.path / "engines.json").read_text())
-        except OSError as error:
-            raise StoreError(f"{self.path}/engines.json is missing; start the run with `evenkeel train`") from error
-        return list(data["engines"]), data["router"]
-
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Hold the run for this process: two supervisors on one directory would commit the same batches. Raises
-        RunConflictError."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise RunConflictError(
-                    f"{self.path} is being trained by another process; wait for it, stop it, or use another run.name"
-                ) from error
-            yield
+        members = self.membership()
+        return [member.url for member in members.engines()], members.router()
 
 
 def numbered(number: int) -> str:

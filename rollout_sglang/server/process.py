@@ -29,7 +29,13 @@ class ServerProcess(ChildProcess):
     when_parent_dies = signal.SIGKILL
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, ready_url: str, secret: str | None
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path | None,
+        ready_url: str,
+        secret: str | None,
     ) -> None:
         """Start `command`. `ready_url` answers 2xx once the server can be used; `secret` is kept out of error
         messages."""
@@ -42,26 +48,34 @@ class ServerProcess(ChildProcess):
         it ended before, or was stopped because it took too long."""
         started = time.monotonic()
         with httpx.Client(timeout=2.0, trust_env=False, verify=False) as http:
-            while not self._is_ready(http):
+            while not self._answers(http):
                 status = self.poll()
                 if status is not None:
-                    raise EngineStartError(f"server ended with status {status} before it was up; {self._log_end()}")
+                    raise EngineStartError(f"server ended with status {status} before it was up; {self.log_end()}")
                 if time.monotonic() - started > deadline_s:
                     self.stop()
-                    raise EngineStartError(f"server was not up within {deadline_s:g} s, stopped; {self._log_end()}")
+                    raise EngineStartError(f"server was not up within {deadline_s:g} s, stopped; {self.log_end()}")
                 time.sleep(_POLL_S)
         return time.monotonic() - started
 
-    def _is_ready(self, http: httpx.Client) -> bool:
+    def is_ready(self) -> bool:
+        """Whether the server answers now."""
+        with httpx.Client(timeout=2.0, trust_env=False, verify=False) as http:
+            return self._answers(http)
+
+    def log_end(self) -> str:
+        """The last lines of the log, on one line and without the key."""
+        if self.log is None:
+            return "see its output"
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        text = " | ".join(line.strip() for line in lines if line.strip())
+        return f"{self.log} ends: {text.replace(self._secret, '***') if self._secret else text}"
+
+    def _answers(self, http: httpx.Client) -> bool:
         try:
             return http.get(self._ready_url).is_success
         except httpx.TransportError:
             return False
-
-    def _log_end(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        text = " | ".join(line.strip() for line in lines if line.strip())
-        return f"{self.log} ends: {text.replace(self._secret, '***') if self._secret else text}"
 
 
 def free_ports(count: int) -> list[int]:
@@ -90,12 +104,13 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
-def check_port_free(port: int) -> None:
-    """Raises PortInUseError when something listens on the port of loopback."""
-    with socket.socket() as probe:
+def check_port_free(port: int, address: str = "127.0.0.1") -> None:
+    """Raises PortInUseError when something listens on the port of an address of this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((address, port))
         except OSError as error:
             raise PortInUseError(
                 f"port {port} is taken ({error.strerror}); stop what listens there, or set rollout.port to another"

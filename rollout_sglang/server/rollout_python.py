@@ -15,7 +15,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import rollout_sglang
+from pipeline.child_process import program_environment
 from pipeline.errors import EngineStartError
 from rollout_sglang.server import run_module
 
@@ -38,19 +38,15 @@ def module_command(module: str) -> list[str]:
     """The argv that runs a module of this package, in which its own arguments follow."""
     python = rollout_python()
     if python is None:
-        return [sys.executable, "-m", module]
+        return [sys.executable, "-P", "-m", module]
     return [python, "-P", str(Path(run_module.__file__)), module]
 
 
 def module_environment() -> dict[str, str]:
     """The environment for `module_command`."""
-    environment = dict(os.environ)
-    paths = environment.pop("PYTHONPATH", "").split(os.pathsep)
-    if rollout_python() is not None:
-        environment.pop("PYTHONHOME", None)
-        return environment
-    root = str(Path(rollout_sglang.__path__[0]).parent)
-    return environment | {"PYTHONPATH": os.pathsep.join(path for path in (root, *paths) if path)}
+    if rollout_python() is None:
+        return program_environment()
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def sglang_version() -> str | None:

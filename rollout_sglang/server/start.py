@@ -1,12 +1,14 @@
-"""Start engines and the router as processes of this machine, on loopback, with their logs in files."""
+"""Start engines and the router as processes of this machine: on loopback, or at an address of it, with a key."""
 
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.recipe import RolloutPrecision
+from pipeline.errors import RecipeError
 from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
@@ -32,9 +34,18 @@ class EngineSpec:
     precision: RolloutPrecision
     dtype: str
     """float32 or bfloat16."""
-    log: Path
+    log: Path | None
+    """None: where this process's own output goes."""
     version: int
     """Of the weights in `model`; the server starts unverified (rollout_sglang.weight_verifier)."""
+    host: str = HOST
+    """The address that it listens at."""
+    nodes: int = 1
+    """Hosts that share its tensor parallel ranks evenly; each has an EngineSpec of its own."""
+    node: int = 0
+    """Which of these hosts this is. Only node 0 answers requests."""
+    meeting: str | None = None
+    """ADDRESS:PORT of node 0, where the hosts meet."""
     api_key: str | None = None
     tensor_parallel: int = 1
     context_tokens: int = 512
@@ -43,7 +54,7 @@ class EngineSpec:
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
+        return server_url(self.host, self.port)
 
 
 def has_cuda() -> bool:
@@ -59,10 +70,12 @@ def has_cuda() -> bool:
 def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
     """The argv of a server: stock SGLang's own arguments, no secret among them."""
     module = "rollout_sglang.server.launch_server" if cuda else "rollout_sglang.cpu.cpu_server"
-    argv = [*module_command(module), "--model-path", str(spec.model), "--host", HOST, "--port", str(spec.port)]
+    argv = [*module_command(module), "--model-path", str(spec.model), "--host", spec.host, "--port", str(spec.port)]
     argv += ["--dtype", spec.dtype, "--tp-size", str(spec.tensor_parallel)]
     argv += ["--context-length", str(spec.context_tokens), "--weight-version", f"{UNVERIFIED}{spec.version}"]
     argv += ["--random-seed", str(spec.seed), "--sleep-on-idle", "--log-level-http", "warning"]
+    if spec.nodes > 1:
+        argv += ["--nnodes", str(spec.nodes), "--node-rank", str(spec.node), "--dist-init-addr", str(spec.meeting)]
     if spec.precision == "fp8_tensor":
         argv += ["--quantization", "fp8"]
     if not cuda:
@@ -74,9 +87,11 @@ def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
 def start(spec: EngineSpec) -> ServerProcess:
     """Start the server and return at once; `wait_ready` waits for it.
 
-    The server dies with the calling thread. Raises PortInUseError.
+    The server dies with the calling thread. Raises PortInUseError, and RecipeError when other hosts could reach it
+    without a key.
     """
-    check_port_free(spec.port)
+    require_key(spec.host, spec.api_key)
+    check_port_free(spec.port, spec.host)
     environment = server_environment(spec.api_key) | {
         # A folder that is missing must be an error, not a download.
         "HF_HUB_OFFLINE": "1",
@@ -92,27 +107,38 @@ def start(spec: EngineSpec) -> ServerProcess:
     )
 
 
-def router_command(worker_urls: list[str], port: int, metrics_port: int) -> list[str]:
-    """The argv of SGLang's router. Only Fleet decides which engines are members: the router neither retries nor checks
-    health."""
-    argv = [*module_command("rollout_sglang.server.launch_router"), "--host", HOST, "--port", str(port)]
-    argv += ["--policy", "power_of_two", "--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
+def router_command(port: int, metrics_port: int, host: str = HOST) -> list[str]:
+    """The argv of SGLang's router, which starts without engines. Only Fleet decides which are members: the router
+    neither retries nor checks health."""
+    argv = [*module_command("rollout_sglang.server.launch_router"), "--host", host, "--port", str(port)]
+    argv += ["--policy", "round_robin", "--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
     argv += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--log-level", "warn"]
-    argv += ["--worker-startup-check-interval", "1"]
-    return [*argv, "--worker-urls", *worker_urls]
+    return [*argv, "--worker-startup-check-interval", "1"]
 
 
-def start_router(worker_urls: list[str], port: int, api_key: str | None, log: Path) -> ServerProcess:
-    """Start SGLang's router in front of engines that are up. Dies with the calling thread. Raises PortInUseError."""
-    check_port_free(port)
+def start_router(port: int, api_key: str | None, log: Path | None, host: str = HOST) -> ServerProcess:
+    """Start SGLang's router. Dies with the calling thread. Raises as `start` does."""
+    require_key(host, api_key)
+    check_port_free(port, host)
     metrics_port = next(free for free in free_ports(2) if free != port)
     return ServerProcess(
-        router_command(worker_urls, port, metrics_port),
+        router_command(port, metrics_port, host),
         environment=server_environment(api_key),
         log=log,
-        ready_url=f"http://{HOST}:{port}/readiness",
+        ready_url=f"{server_url(host, port)}/liveness",
         secret=api_key,
     )
+
+
+def server_url(host: str, port: int) -> str:
+    """Of a server at that port of a host, by name or address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def require_key(address: str, api_key: str | None) -> None:
+    """Raises RecipeError when a server without a key would listen at an address that other hosts reach."""
+    if not api_key and not ipaddress.ip_address(address).is_loopback:
+        raise RecipeError(f"a server at {address} needs an API key, since other hosts reach it; set EVENKEEL_API_KEY")
 
 
 def server_environment(api_key: str | None) -> dict[str, str]:

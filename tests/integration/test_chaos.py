@@ -71,7 +71,7 @@ def restarts(run: Path, process: str) -> int:
 def test_every_process_may_die(run: Path, supervisor: psutil.Popen) -> None:
     for steps, words, name in (
         (2, ["launch.run.learn"], "learner"),
-        (5, ["launch.run.collect"], "collector"),
+        (5, ["role collector"], "collector"),
         (8, ["rollout_sglang"], "engine-0"),
     ):
         wait_for(lambda steps=steps: len(read_metrics(run)) >= steps, f"step {steps}")

@@ -71,7 +71,7 @@ def kill_the_collector(supervisor: psutil.Popen, run: Path) -> None:
         assert time.monotonic() < give_up, "two batches were not committed"
         time.sleep(0.02)
     for child in supervisor.children(recursive=True):
-        if "launch.run.collect" in child.cmdline():
+        if {"role", "collector"} <= set(child.cmdline()):
             child.kill()
             return
     raise AssertionError("no collector to kill")

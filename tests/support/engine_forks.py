@@ -42,8 +42,9 @@ class ForkedServer(ServerProcess):
     ) -> None:
         self.log = log
         self._ready_url, self._secret = ready_url, secret
-        python, flag, module, *arguments = command
-        assert (python, flag, module) == (sys.executable, "-m", SERVER), command
+        python, *flags, module = command[:4]
+        assert (python, *flags, module) == (sys.executable, "-P", "-m", SERVER), command
+        arguments = list(command[4:])
         log.parent.mkdir(parents=True, exist_ok=True)
         self._server = psutil.Process(_fork(dict(arguments=arguments, environment=dict(environment), log=str(log))))
 

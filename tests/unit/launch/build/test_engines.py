@@ -28,7 +28,7 @@ def argv(tmp_path: Path, *, fp32_lm_head: bool) -> list[str]:
     run.policy_directory(0).mkdir(parents=True)
     (run.policy_directory(0) / "manifest.json").write_text("{}")
     run.set_published(0)
-    return command(engine_spec(run, recipe, 0, 1234, "key"), cuda=False)
+    return command(engine_spec(run, recipe, 0, 1234, "key", log=None), cuda=False)
 
 
 def test_both_engines_multiply_the_head_alike(tmp_path: Path) -> None:

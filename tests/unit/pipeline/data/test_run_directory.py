@@ -149,7 +149,7 @@ def test_what_a_superseded_process_writes_is_refused(recipe: Recipe) -> None:
         lambda: thawed.write_learner_logprobs(0, np.zeros(1, np.float32)),
         lambda: thawed.write_old_logprobs(0, np.zeros(1, np.float32)),
         lambda: thawed.write_evaluation(2, {}),
-        thawed.set_finished,
+        lambda: thawed.set_finished("learner"),
     )
     for write in writes:
         with pytest.raises(SupersededError):

@@ -62,6 +62,7 @@ def test_without_the_variable_it_is_this_interpreter(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     assert module_command("rollout_sglang.server.launch_server") == [
         sys.executable,
+        "-P",
         "-m",
         "rollout_sglang.server.launch_server",
     ]

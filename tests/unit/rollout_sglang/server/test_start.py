@@ -50,7 +50,7 @@ def test_the_command_says_what_the_spec_says(tmp_path: Path) -> None:
     argv = command(
         spec(tmp_path, context_tokens=256, tensor_parallel=2, extra_args=("--log-level", "error")), cuda=False
     )
-    assert argv[:3] == [sys.executable, "-m", "rollout_sglang.cpu.cpu_server"]
+    assert argv[:4] == [sys.executable, "-P", "-m", "rollout_sglang.cpu.cpu_server"]
     assert value_of(argv, "--host") == "127.0.0.1"
     assert value_of(argv, "--weight-version") == "unverified-3"
     assert value_of(argv, "--random-seed") == "11"
@@ -63,7 +63,7 @@ def test_the_command_says_what_the_spec_says(tmp_path: Path) -> None:
 
 def test_a_gpu_server_is_left_to_its_own_judgement(tmp_path: Path) -> None:
     argv = command(spec(tmp_path), cuda=True)
-    assert argv[2] == "rollout_sglang.server.launch_server"
+    assert argv[3] == "rollout_sglang.server.launch_server"
     assert not {"--device", "--attention-backend", "--max-total-tokens", "--skip-server-warmup"} & set(argv)
 
 
@@ -75,7 +75,7 @@ def test_only_per_tensor_fp8_is_quantized_by_the_engine(tmp_path: Path, precisio
 
 
 def test_the_key_is_in_the_environment_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "secret" not in " ".join(command(spec(tmp_path), cuda=True) + router_command(["http://x"], 1, 2))
+    assert "secret" not in " ".join(command(spec(tmp_path), cuda=True) + router_command(1, 2))
     environment = server_environment("secret")
     assert environment["EVENKEEL_API_KEY"] == "secret"
     monkeypatch.setenv("EVENKEEL_API_KEY", "secret")
@@ -124,7 +124,7 @@ def test_free_ports_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(start, "free_ports", lambda count: found[:count])
     commands: list[list[str]] = []
     monkeypatch.setattr(start, "ServerProcess", lambda command, **_: commands.append(command))
-    start.start_router([], found[0], None, tmp_path / "log")
+    start.start_router(found[0], None, tmp_path / "log")
     assert commands[0][commands[0].index("--prometheus-port") + 1] == str(found[1])
 
 

@@ -1,0 +1,70 @@
+"""Names of hosts, the addresses that servers bind to, and the network interface behind an address."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+
+import psutil
+
+from pipeline.errors import RecipeError
+
+LOOPBACK = "127.0.0.1"
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""By which torch's backends are told where to listen."""
+
+
+def bind_address(host: str, api_key: str | None) -> str:
+    """The address that `host` resolves to, for servers of this machine to bind to.
+
+    Raises RecipeError when it cannot be resolved, when other hosts could not reach it, or when they could, and there is
+    no API key.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RecipeError(
+            f"--host {host} cannot be resolved ({error.strerror}); give a name or an address of this machine"
+        ) from None
+    address = str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+    if is_loopback(address):
+        if host != "localhost" and not _is_address(host):
+            raise RecipeError(
+                f"--host {host} resolves to {address}, which other hosts cannot reach; give the address of a network "
+                "interface, or correct /etc/hosts"
+            )
+    elif not api_key:
+        raise RecipeError(
+            f"--host {host} can be reached from other hosts, so servers need an API key; set EVENKEEL_API_KEY, or "
+            "EVENKEEL_API_KEY_FILE to a file of mode 0600 that holds one"
+        )
+    return address
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches the address."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def interface_environment(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that make gloo and NCCL listen at `address`; none that the user has set, none for loopback."""
+    name = None if is_loopback(address) else interface_of(address)
+    return {} if name is None else {key: name for key in INTERFACE_VARIABLES if key not in environment}
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has the address; None when none has."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,24 @@
+"""The collector: `evenkeel role collector RUN`. It waits for the run and for an engine, then asks for every batch."""
+
+from __future__ import annotations
+
+import asyncio
+
+from launch.cluster.roles.base import Stop, wait_for_engines, wait_for_policy, wait_for_recipe
+from launch.run.collect import collect
+from pipeline.data.epochs import claim
+from pipeline.data.run_directory import RunDirectory
+
+
+def run_collector(run: RunDirectory, stop: Stop) -> int:
+    """The exit status."""
+    recipe = wait_for_recipe(run, stop)
+    epoch = claim(run.path, "collector")
+    run = run.under(epoch)
+    if run.is_finished():
+        return 0
+    wait_for_policy(run, recipe, stop)
+    wait_for_engines(run, recipe, stop, 1)
+    asyncio.run(collect(run, epoch))
+    run.set_finished("collector")
+    return 0

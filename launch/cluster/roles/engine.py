@@ -1,0 +1,166 @@
+"""One SGLang engine: `evenkeel role engine RUN INDEX`, on each host that it spans.
+
+It waits for a published policy, starts SGLang with the newest complete one, and announces itself once SGLang answers.
+Announced is not admitted: the fleet verifies its weights first. Asked to end, it withdraws, lets SGLang answer what is
+in flight, and stops it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.build.engines import check_engines, engine_spec
+from launch.cluster.roles.addresses import LOOPBACK, bind_address
+from launch.cluster.roles.api_key import read_api_key
+from launch.cluster.roles.base import (
+    EPOCH_POLL_S,
+    FINISHED_POLL_S,
+    POLL_S,
+    Every,
+    Stop,
+    grace_s,
+    log_file,
+    wait_for,
+    wait_for_policy,
+    wait_for_recipe,
+)
+from launch.cluster.roles.meeting import Meeting
+from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import Epoch, claim
+from pipeline.data.membership import Member
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import EngineStartError, LayoutError
+from rollout_sglang.server.process import ServerProcess
+from rollout_sglang.server.start import server_url, start
+
+DEFAULT_PORT = 30000
+"""Of engine 0, where neither --port nor rollout.port says another; engine i has the i-th after it."""
+MEETING_PORTS = 10_000
+"""The hosts of an engine meet at the port that lies so far above its own."""
+
+
+@dataclass(frozen=True)
+class EngineRole:
+    """One host's part of one engine."""
+
+    run: RunDirectory
+    index: int
+    host: str = LOOPBACK
+    port: int | None = None
+    nodes: int = 1
+    node: int = 0
+
+    @property
+    def meeting(self) -> Path:
+        return self.run.path / "engines" / f"hosts-{self.index:06d}.json"
+
+
+def run_engine(own: EngineRole, stop: Stop) -> int:
+    """The exit status: 0 once the run is finished."""
+    if not 0 <= own.node < own.nodes:
+        raise LayoutError(f"node {own.node} of --nodes {own.nodes}: nodes count from 0; correct one of them")
+    key = read_api_key()
+    address = bind_address(own.host, key)
+    recipe = wait_for_recipe(own.run, stop)
+    check_engines(recipe)
+    if recipe.rollout.tensor_parallel % own.nodes:
+        raise LayoutError(
+            f"--nodes is {own.nodes}, which does not divide rollout.tensor_parallel {recipe.rollout.tensor_parallel}"
+        )
+    wait_for_policy(own.run, recipe, stop)
+    if own.run.is_finished():
+        return 0
+    port = own.port or (recipe.rollout.port or DEFAULT_PORT) + own.index
+    if own.node > 0:
+        return _run_other_host(own, recipe, address, port, key, stop)
+    epoch = claim(own.run.path, "engine", own.index)
+    member = Member(own.index, server_url(own.host, port), epoch.number)
+    membership = own.run.membership()
+    for earlier in membership.engines():
+        if earlier.index == own.index:
+            membership.withdraw(earlier)  # of a start that is superseded
+    place: dict[str, Any] = dict(host=address)
+    if own.nodes > 1:
+        Meeting(epoch.number, address, port + MEETING_PORTS, own.nodes).write(own.meeting)
+        place |= dict(nodes=own.nodes, node=0, meeting=f"{address}:{port + MEETING_PORTS}")
+    server = start(engine_spec(own.run, recipe, own.index, port, key, log=log_file(), **place))
+    try:
+        serve(server, own.run, epoch, stop, recipe.rollout.start_deadline_s, lambda: membership.announce(member))
+    finally:
+        membership.withdraw(member)
+        stop_server(server, grace_s() if stop.asked else 0.0)
+    stop.check()
+    return 0
+
+
+def serve(
+    server: ServerProcess,
+    run: RunDirectory,
+    epoch: Epoch,
+    stop: Stop,
+    start_deadline_s: float,
+    announce: Callable[[], None],
+) -> None:
+    """Announce the server once it answers, then watch it until the run is finished or this role is asked to end.
+
+    Raises EngineStartError when it does not come up or ends, SupersededError when a later start has begun.
+    """
+    look, look_for_end = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S)
+    ends, up = time.monotonic() + start_deadline_s, False
+    while not stop.asked:
+        if (status := server.poll()) is not None:
+            raise EngineStartError(
+                f"server ended with status {status}{'' if up else ' before it was up'}; {server.log_end()}"
+            )
+        if look():
+            epoch.check()
+        if look_for_end() and run.is_finished():
+            return
+        if not up and server.is_ready():
+            up = True
+            announce()
+        if not up and time.monotonic() > ends:
+            raise EngineStartError(f"server was not up within {start_deadline_s:g} s, stopped; {server.log_end()}")
+        time.sleep(POLL_S)
+
+
+def stop_server(server: ServerProcess, grace_s: float) -> None:
+    """SGLang answers what is in flight after SIGTERM, then ends; after `grace_s` it is killed."""
+    if grace_s > 0:
+        server.terminate()
+        ends = time.monotonic() + grace_s
+        while server.poll() is None and time.monotonic() < ends:
+            time.sleep(POLL_S)
+    server.kill()
+
+
+def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop) -> int:
+    """A host that only adds GPUs: it joins node 0 and ends with it."""
+    meeting = wait_for(
+        stop,
+        lambda: Meeting.read(own.meeting),
+        f"node 0 of engine {own.index} (named in {own.meeting})",
+        recipe.rollout.start_deadline_s,
+    )
+    if meeting.nodes != own.nodes:
+        raise LayoutError(f"node 0 has --nodes {meeting.nodes}, this one {own.nodes}; give all the same number")
+    place = dict(host=address, nodes=own.nodes, node=own.node, meeting=f"{meeting.host}:{meeting.port}")
+    server = start(engine_spec(own.run, recipe, own.index, port, key, log=log_file(), **place))
+    look = Every(FINISHED_POLL_S)
+    try:
+        while not stop.asked:
+            if (status := server.poll()) is not None:
+                raise EngineStartError(f"node {own.node} of engine {own.index} ended with status {status}")
+            if (now := Meeting.read(own.meeting)) is not None and now.epoch != meeting.epoch:
+                raise EngineStartError(f"node 0 of engine {own.index} was started again; this one has to be, too")
+            if look() and own.run.is_finished():
+                return 0
+            time.sleep(POLL_S)
+    finally:
+        stop_server(server, 0.0)
+    stop.check()
+    return 0

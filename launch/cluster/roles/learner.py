@@ -1,0 +1,261 @@
+"""The learner's agent on one host: `evenkeel role learner RUN [NODE]`.
+
+    node 0        freezes the recipe and publishes version 0 at the first start · claims the learner's epoch · says in
+                  RUN/learner.json where it listens · waits for the other nodes · starts its ranks · says how it ended
+    node 1, 2, …  wait for a learner.json whose epoch is alive · join · start their ranks · follow the next epoch when
+                  this one ends before the run does
+
+Ranks that have lost others cannot go on, and torchrun may hang then: whatever ends, the agent ends its ranks. A learner
+is started again as a whole, from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.build.engines import shares_gpus
+from launch.cluster.roles.addresses import LOOPBACK, bind_address, interface_environment
+from launch.cluster.roles.api_key import API_KEY_VARIABLE, read_api_key
+from launch.cluster.roles.base import (
+    EPOCH_POLL_S,
+    EPOCH_VARIABLE,
+    METRICS_PORT_VARIABLE,
+    POLL_S,
+    Every,
+    Stop,
+    grace_s,
+    log_file,
+    wait_for,
+    wait_for_engines,
+    wait_for_recipe,
+)
+from launch.cluster.roles.heartbeat import Peer, Peers, Verdict
+from launch.cluster.roles.meeting import Meeting
+from launch.cluster.roles.ranks import Ranks
+from launch.run.begin import preflight, seed_policy
+from launch.run.fatal_notes import FatalNotes
+from launch.run.processes import child_environment, log_tail, torchrun
+from pipeline.config.advice import advice
+from pipeline.config.loader import load_recipe
+from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import Epoch, claim, epoch_folder
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import FATAL_EXIT_CODE, STOPPED_EXIT_CODE, LayoutError, PortInUseError
+
+DEFAULT_PORT = 29500
+VERDICT_S = 5.0
+"""Longest wait for another node to say why it failed, once this node's ranks have."""
+LAST_WORD_S = 60.0
+"""Longest wait of a node whose ranks have ended well for node 0 to say that all have."""
+
+
+@dataclass(frozen=True)
+class LearnerNode:
+    """One host's part of the learner."""
+
+    run: RunDirectory
+    node: int = 0
+    nodes: int = 1
+    host: str = LOOPBACK
+    port: int = DEFAULT_PORT
+    """Of torch's rendezvous, on node 0; the agents' heartbeat has the next one."""
+    recipe: Path | None = None
+
+    @property
+    def meeting(self) -> Path:
+        return self.run.path / "learner.json"
+
+
+def run_learner_node(own: LearnerNode, stop: Stop) -> int:
+    """The exit status of the agent."""
+    if not 0 <= own.node < own.nodes:
+        raise LayoutError(f"node {own.node} of --nodes {own.nodes}: nodes count from 0; correct one of them")
+    verdict = lead(own, stop) if own.node == 0 else follow(own, stop)
+    if verdict.status:
+        print(f"error: {verdict.reason}", file=sys.stderr, flush=True)
+    return verdict.status
+
+
+def lead(own: LearnerNode, stop: Stop) -> Verdict:
+    """Node 0."""
+    if own.recipe is None:
+        recipe = own.run.recipe()
+    else:
+        recipe = load_recipe(own.recipe)
+        preflight(recipe)
+        for sentence in advice(recipe):
+            print(f"warning: {sentence}", file=sys.stderr, flush=True)
+    processes_a_node(recipe, own.nodes)
+    key = read_api_key()
+    address = bind_address(own.host, key)
+    epoch = claim(own.run.path, "learner")
+    run = own.run.under(epoch)
+    run.freeze(recipe)
+    if run.is_finished():
+        return Verdict(0)
+    seed_policy(run, recipe)
+    if shares_gpus(recipe):
+        wait_for_engines(run, recipe, stop, recipe.rollout.engines)
+    if own.nodes == 1:
+        verdict = attend(own, recipe, address, epoch, stop, None)
+    else:
+        verdict = _lead_others(own, recipe, address, epoch, stop, key)
+    if verdict.status == 0:
+        run.set_finished("learner")
+    return verdict
+
+
+def _lead_others(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, stop: Stop, key: str | None) -> Verdict:
+    def complete() -> bool | None:
+        epoch.check()
+        return peers.complete or None
+
+    try:
+        peers = Peers(address, own.port + 1, nodes=own.nodes, epoch=epoch.number, key=key)
+    except OSError as error:
+        raise PortInUseError(
+            f"port {own.port + 1} of {own.host} is taken ({error.strerror}); stop what listens there or give --port"
+        ) from None
+    with peers:
+        Meeting(epoch.number, own.host, own.port, own.nodes).write(own.meeting)
+        others = f"the other {own.nodes - 1} nodes of the learner"
+        wait_for(stop, complete, others, recipe.rollout.start_deadline_s)
+        peers.start_ranks()
+        try:
+            verdict = attend(own, recipe, address, epoch, stop, peers)
+        except BaseException as error:
+            peers.end(Verdict(1, str(error)))
+            raise
+        peers.end(verdict)
+    return verdict
+
+
+def follow(own: LearnerNode, stop: Stop) -> Verdict:
+    """Node 1, 2, …: one start of the learner after the other, until it has ended for good."""
+    recipe = wait_for_recipe(own.run, stop)
+    processes_a_node(recipe, own.nodes)
+    address, seen = bind_address(own.host, read_api_key()), 0
+    while True:
+        meeting, peer = _join(own, recipe, seen, stop)
+        with peer:
+            verdict = _follow_one(own, recipe, address, Epoch(_epochs(own), meeting.epoch), stop, peer)
+        if verdict.status in (0, FATAL_EXIT_CODE) or (stop.asked and verdict.status == STOPPED_EXIT_CODE):
+            return verdict
+        print(f"start {meeting.epoch} of the learner has ended ({verdict.reason}); following the next", flush=True)
+        seen = meeting.epoch
+
+
+def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Meeting, Peer]:
+    """Node 0 of a start after `seen` that is alive: one that answers, and knows the key."""
+
+    def joined() -> tuple[Meeting, Peer] | None:
+        meeting = Meeting.read(own.meeting)
+        if meeting is None or meeting.epoch <= seen:
+            return None
+        if meeting.nodes != own.nodes:
+            raise LayoutError(f"node 0 has --nodes {meeting.nodes}, this one {own.nodes}; give all the same number")
+        try:
+            key = read_api_key()
+            return meeting, Peer(meeting.host, meeting.port + 1, node=own.node, epoch=meeting.epoch, key=key)
+        except (OSError, ValueError, KeyError, EOFError):
+            return None  # it has ended, or has not begun: the file is read again
+
+    return wait_for(stop, joined, f"node 0 of the learner (named in {own.meeting})", recipe.rollout.start_deadline_s)
+
+
+def _follow_one(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, stop: Stop, peer: Peer) -> Verdict:
+    while not peer.go:
+        if (found := peer.trouble()) is not None:
+            return found
+        if stop.asked:
+            return Verdict(STOPPED_EXIT_CODE, "asked to end before all nodes were there")
+        time.sleep(POLL_S)
+    meeting = Meeting.read(own.meeting)
+    verdict = attend(own, recipe, address, epoch, stop, peer, master=meeting)
+    peer.end(verdict)
+    ends = time.monotonic() + (LAST_WORD_S if verdict.status == 0 else VERDICT_S)
+    while peer.trouble() is None and time.monotonic() < ends:
+        time.sleep(POLL_S)
+    return peer.verdict or verdict
+
+
+def attend(
+    own: LearnerNode,
+    recipe: Recipe,
+    address: str,
+    epoch: Epoch,
+    stop: Stop,
+    others: Peers | Peer | None,
+    master: Meeting | None = None,
+) -> Verdict:
+    """Run this node's ranks to their end. Raises SupersededError when a later start has begun."""
+    notes, look, ends = FatalNotes(own.run), Every(EPOCH_POLL_S), None
+    with Ranks(rank_command(own, recipe, address, master), rank_environment(own, address, epoch)) as ranks:
+        while (status := ranks.poll()) is None:
+            if look():
+                epoch.check()
+            if others is not None and (found := others.trouble()) is not None:
+                return found
+            if ends is None and (stop.asked or (others is not None and others.stop_asked)):
+                ends = time.monotonic() + grace_s()
+                if isinstance(others, Peer):
+                    others.ask_to_stop()
+                else:
+                    ranks.ask_to_stop()
+            if ends is not None and time.monotonic() > ends:
+                return Verdict(STOPPED_EXIT_CODE, f"asked to end; the ranks did not within {grace_s():g} s: killed")
+            time.sleep(POLL_S)
+    epoch.check()
+    if status == 0:
+        return Verdict(0)
+    if (reason := notes.message(epoch.name)) is not None:
+        return Verdict(FATAL_EXIT_CODE, reason)
+    if ends is not None:
+        return Verdict(STOPPED_EXIT_CODE, "asked to end before the run was finished; started again, it goes on")
+    if isinstance(others, Peers) and (found := others.wait_for_trouble(VERDICT_S)) is not None:
+        return found
+    log = log_file()
+    return Verdict(1, f"the ranks died: {log_tail(log) if log else f'torchrun ended with status {status}'}")
+
+
+def processes_a_node(recipe: Recipe, nodes: int) -> int:
+    """Ranks of each host. Raises LayoutError when they cannot be shared out evenly."""
+    processes = recipe.learner.num_processes
+    if processes % nodes:
+        raise LayoutError(
+            f"--nodes is {nodes}, but the learner has {processes} ranks, which that does not divide; allowed: "
+            f"{', '.join(str(n) for n in range(1, processes + 1) if processes % n == 0)}"
+        )
+    return processes // nodes
+
+
+def rank_command(own: LearnerNode, recipe: Recipe, address: str, master: Meeting | None) -> list[str]:
+    """torchrun for this node's ranks; `master` is None on node 0."""
+    host, port = (own.host, own.port) if master is None else (master.host, master.port)
+    rendezvous = (
+        ()
+        if own.nodes == 1
+        else (
+            *("--nnodes", str(own.nodes), "--node-rank", str(own.node), "--rdzv-backend", "static"),
+            *("--master-addr", host, "--master-port", str(port), "--local-addr", address),
+        )
+    )
+    ranks = processes_a_node(recipe, own.nodes)
+    return torchrun(ranks, "launch.run.learn", str(own.run.path), rendezvous=rendezvous)
+
+
+def rank_environment(own: LearnerNode, address: str, epoch: Epoch) -> dict[str, str]:
+    """What this node's ranks are told beside their command."""
+    environment = {**child_environment(), **interface_environment(address), EPOCH_VARIABLE: str(epoch.number)}
+    if key := read_api_key():
+        environment[API_KEY_VARIABLE] = key
+    if own.node != 0:
+        environment.pop(METRICS_PORT_VARIABLE, None)  # rank 0 alone has something to show
+    return environment
+
+
+def _epochs(own: LearnerNode) -> Path:
+    return epoch_folder(own.run.path, "learner")

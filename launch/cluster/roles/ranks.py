@@ -1,0 +1,49 @@
+"""The learner's ranks on one host: started by torchrun, asked to save and end, and ended with all below them."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from launch.cluster.roles.base import STOP_FILE_VARIABLE, log_file
+from launch.run.processes import end_tree
+from pipeline.child_process import ChildProcess
+
+
+class _Torchrun(ChildProcess):
+    """Ranks die with torchrun (launch.run.learn), and torchrun with the agent."""
+
+    when_parent_dies = signal.SIGKILL
+
+
+class Ranks:
+    """A context manager that leaves no process behind."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="evenkeel-learner-"))
+        self._stop_file = self._folder / "stop"
+        given = {**environment, STOP_FILE_VARIABLE: str(self._stop_file)}
+        self._torchrun = _Torchrun(command, log_file(), given, own_session=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        end_tree(self._torchrun.pid)
+        self._torchrun.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def poll(self) -> int | None:
+        """Exit status of torchrun; None while it runs."""
+        return self._torchrun.poll()
+
+    def ask_to_stop(self) -> None:
+        """Rank 0 finds the file at its next step, and tells the others."""
+        self._stop_file.touch()

@@ -1,0 +1,39 @@
+"""SGLang's router: `evenkeel role router RUN`. It starts empty; the fleet gives it the engines that it has verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch.cluster.roles.addresses import LOOPBACK, bind_address
+from launch.cluster.roles.api_key import read_api_key
+from launch.cluster.roles.base import Stop, grace_s, log_file, wait_for_recipe
+from launch.cluster.roles.engine import DEFAULT_PORT, serve, stop_server
+from pipeline.data.epochs import claim
+from pipeline.data.run_directory import RunDirectory
+from rollout_sglang.server.start import server_url, start_router
+
+
+@dataclass(frozen=True)
+class RouterRole:
+    """The router of a run."""
+
+    run: RunDirectory
+    host: str = LOOPBACK
+    port: int | None = None
+
+
+def run_router(own: RouterRole, stop: Stop) -> int:
+    """The exit status: 0 once the run is finished."""
+    key = read_api_key()
+    address = bind_address(own.host, key)
+    rollout = wait_for_recipe(own.run, stop).rollout
+    port = own.port or (rollout.port or DEFAULT_PORT) + rollout.engines
+    epoch = claim(own.run.path, "router")
+    url = server_url(own.host, port)
+    server = start_router(port, key, log_file(), address)
+    try:
+        serve(server, own.run, epoch, stop, rollout.start_deadline_s, lambda: own.run.membership().announce_router(url))
+    finally:
+        stop_server(server, min(grace_s(), 5.0) if stop.asked else 0.0)
+    stop.check()
+    return 0

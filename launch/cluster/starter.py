@@ -1,0 +1,121 @@
+"""How a supervisor starts the roles of a run: as processes of this machine here, by srun under Slurm."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
+from launch.cluster.roles.base import LOG_VARIABLE
+from launch.run.processes import child_environment, end_tree
+from pipeline.child_process import ChildProcess
+from pipeline.config.recipe import Recipe
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RetryableError
+from rollout_sglang.server.process import check_port_free, free_ports
+
+StartedRole = Literal["learner", "collector", "engine", "router"]
+
+
+class NoRoomError(RetryableError):
+    """There is no host left for a role."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One process of a role: what is started, and started again, by itself."""
+
+    role: StartedRole
+    index: int | None = None
+    """Of an engine."""
+    node: int = 0
+    """Which of the hosts that a learner or an engine spans."""
+
+    @property
+    def name(self) -> str:
+        """learner, learner-1, engine-0, engine-0-node-1 …"""
+        if self.role == "learner":
+            return f"learner-{self.node}" if self.node else "learner"
+        name = self.role if self.index is None else f"{self.role}-{self.index}"
+        return f"{name}-node-{self.node}" if self.node else name
+
+
+class Started(Protocol):
+    """A process that was started."""
+
+    @property
+    def log(self) -> Path | None: ...
+
+    def poll(self) -> int | None:
+        """Exit status, or minus the signal that ended it; None while it runs."""
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM); returns at once."""
+
+    def kill(self) -> None:
+        """End it and all below it; returns when they have ended."""
+
+
+class Starter(Protocol):
+    """Starts units, and knows where."""
+
+    def start(self, unit: Unit, log: Path) -> Started:
+        """Start a unit, whose output is appended to `log`. Raises NoRoomError."""
+
+
+def units_of(recipe: Recipe, learner_nodes: int = 1, engine_nodes: int = 1) -> list[Unit]:
+    """What a run consists of."""
+    engines = range(recipe.rollout.engines)
+    return [
+        *(Unit("engine", index, node) for index in engines for node in range(engine_nodes)),
+        *([Unit("router")] if len(engines) > 1 else []),
+        *(Unit("learner", node=node) for node in range(learner_nodes)),
+        Unit("collector"),
+    ]
+
+
+def role_command(run: RunDirectory, unit: Unit, *options: str) -> list[str]:
+    """The argv of a unit, in which `options` follow."""
+    place: list[str] = []
+    if unit.role == "learner":
+        place = [str(unit.node)]
+    elif unit.role == "engine":
+        place = [str(unit.index)]
+    # -P: a `pipeline.py` in the user's folder must not hide ours.
+    return [sys.executable, "-P", "-m", "launch.cli", "role", unit.role, str(run.path.absolute()), *place, *options]
+
+
+class LocalStarter:
+    """All on this machine, on loopback."""
+
+    def __init__(self, run: RunDirectory, recipe: Recipe, api_key: str) -> None:
+        """Raises PortInUseError when a port that the recipe names is taken."""
+        self._run, self._api_key = run, api_key
+        rollout = recipe.rollout
+        count = rollout.engines + 1
+        self._ports = free_ports(count) if rollout.port is None else [rollout.port + i for i in range(count)]
+        for port in self._ports[: rollout.engines + (rollout.engines > 1)]:
+            check_port_free(port)
+
+    def start(self, unit: Unit, log: Path) -> Started:
+        """See Starter."""
+        options: Sequence[str] = ()
+        if unit.role in ("engine", "router"):
+            options = ("--port", str(self._ports[-1 if unit.index is None else unit.index]))
+        environment = {**child_environment(), API_KEY_VARIABLE: self._api_key, LOG_VARIABLE: str(log)}
+        environment.pop(API_KEY_FILE_VARIABLE, None)
+        return _Child(role_command(self._run, unit, *options), log, environment, own_session=True)
+
+
+class _Child(ChildProcess):
+    """Ctrl-C reaches the supervisor only, which then ends its units in order."""
+
+    when_parent_dies = signal.SIGKILL
+
+    def kill(self) -> None:
+        end_tree(self.pid)
+        super().kill()

@@ -1,0 +1,47 @@
+"""The beginning of a run: what can be checked before anything is started, and the policy that it starts from."""
+
+from __future__ import annotations
+
+from launch.build.components import build_prompts, build_quant_map, build_tokenizer
+from megatron_bridge.hf.headers import check_weights
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
+from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
+from pipeline.config.recipe import Recipe
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError
+from pipeline.ports.weight_check import WeightCheck
+from rollout_sglang.server.block_shapes import check_block_shapes
+
+
+def preflight(recipe: Recipe) -> None:
+    """Check what would otherwise fail minutes later, in a child process. Raises FatalError."""
+    config = read_hf_config(recipe.model.path)
+    check_layout(config, recipe.learner)
+    check_longest_sample(recipe.learner, recipe.rollout.context_tokens)
+    if recipe.rollout.precision == "fp8_block":
+        check_block_shapes(config, recipe.rollout.tensor_parallel)
+    tokenizer = build_tokenizer(recipe)
+    check_weights(recipe.model.path, ModelConfig.from_hf(config))
+    prompts = build_prompts(recipe, tokenizer)
+    if recipe.evaluation.prompts > prompts.task.num_held_out:
+        raise RecipeError(
+            f"evaluation.prompts is {recipe.evaluation.prompts}, but the task holds out only "
+            f"{prompts.task.num_held_out} prompts; lower it or give more"
+        )
+
+
+def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
+    """Publish the model folder as version 0, so that engines and learner can start side by side.
+
+    No learner has scored a probe of it: engines are verified by their checksums alone.
+    """
+    if run.is_published():
+        return
+    from launch.build.weight_checks import checksums_of
+    from megatron_bridge.hf.tensor_folder import TensorFolder
+    from megatron_bridge.hf.writer import write_policy
+
+    source, folder, digests = recipe.model.path, run.policy_directory(0), checksums_of(recipe)
+    write_policy(TensorFolder(source).tensors(), source, folder, build_quant_map(recipe), digests=digests)
+    WeightCheck(version=0, digests=() if digests is None else digests.digests()).save(folder)
+    run.set_published(0)

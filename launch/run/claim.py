@@ -1,0 +1,80 @@
+"""One supervisor a run: the later start takes over, but not by accident.
+
+    RUN/epochs/supervisor/000002   a start (pipeline.data.epochs); an earlier supervisor ends when it finds a later one
+    RUN/epochs/supervisor/ALIVE    rewritten every second by the one that is at work
+
+Who starts a second one watches ALIVE for some seconds: while it changes, the first one is at work, and the second start
+is refused. No clock of another host and no lock is believed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pipeline.data.epochs import Epoch, claim, epoch_folder
+from pipeline.data.files import write_atomically
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RunConflictError
+
+BEAT_S = 1.0
+WATCH_S = 4.0
+_POLL_S = 0.2
+
+
+@contextmanager
+def claimed(run: RunDirectory) -> Iterator[Epoch]:
+    """Be the supervisor of a run. Raises RunConflictError while another one is visibly at work."""
+    alive = epoch_folder(run.path, "supervisor") / "ALIVE"
+    _refuse_a_second(run, alive)
+    epoch = claim(run.path, "supervisor")
+    ended = threading.Event()
+    beat = threading.Thread(target=_beat, args=(alive, epoch, ended), name="supervisor-alive", daemon=True)
+    _write(alive, epoch, 0)
+    beat.start()
+    try:
+        yield epoch
+    finally:
+        ended.set()
+        beat.join()
+        if not epoch.is_superseded():
+            alive.unlink(missing_ok=True)
+
+
+def _refuse_a_second(run: RunDirectory, alive: Path) -> None:
+    first = _read(alive)
+    ends = time.monotonic() + WATCH_S
+    while first is not None and time.monotonic() < ends:
+        time.sleep(_POLL_S)
+        now = _read(alive)
+        if now is None:
+            return  # it has just ended
+        if now != first:
+            raise RunConflictError(
+                f"{run.path} is being trained by another process ({now.partition(',')[2].strip()}); wait for it, stop "
+                "it, or use another run.name"
+            )
+
+
+def _beat(alive: Path, epoch: Epoch, ended: threading.Event) -> None:
+    number = 0
+    while not ended.wait(BEAT_S) and not epoch.is_superseded():
+        number += 1
+        with suppress(OSError):  # the next one may succeed
+            _write(alive, epoch, number)
+
+
+def _write(alive: Path, epoch: Epoch, number: int) -> None:
+    write_atomically(alive, f"{epoch.number}.{number}, host {socket.gethostname()}, process {os.getpid()}\n")
+
+
+def _read(alive: Path) -> str | None:
+    try:
+        return alive.read_text()
+    except FileNotFoundError:
+        return None

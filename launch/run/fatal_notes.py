@@ -1,0 +1,43 @@
+"""Why a process of a run must not be started again: a file of its own in RUN/logs/fatal, for whoever started it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+
+from pipeline.data.files import unique_suffix, write_atomically
+from pipeline.data.run_directory import RunDirectory
+
+
+def leave_fatal_note(run: RunDirectory, process: str, error: Exception) -> None:
+    """Say why `process` gives up."""
+    folder = run.logs / "fatal"
+    folder.mkdir(parents=True, exist_ok=True)
+    note = dict(process=process, error=type(error).__name__, message=str(error), time=time.time())
+    write_atomically(folder / f"{process}-{unique_suffix()}.json", json.dumps(note) + "\n")
+
+
+@dataclass
+class FatalNotes:
+    """The notes that are left from now on: what is there already was left by earlier processes. No clock is asked."""
+
+    run: RunDirectory
+    _before: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._before = frozenset(self._names())
+
+    def message(self, process: str = "") -> str | None:
+        """The message of a new note, of the process whose name begins so; None when there is none."""
+        for name in sorted(self._names() - self._before):
+            if name.startswith(process):
+                try:
+                    return str(json.loads((self.run.logs / "fatal" / name).read_text())["message"])
+                except (OSError, ValueError, KeyError):
+                    continue
+        return None
+
+    def _names(self) -> set[str]:
+        folder = self.run.logs / "fatal"
+        return {path.name for path in folder.glob("*.json")} if folder.is_dir() else set()
