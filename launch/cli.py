@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from launch.cluster.commands import launch_app
 from launch.cluster.roles.commands import role_app
 from launch.convert.commands import convert_app
-from launch.show.output import AsJson, emit, emit_or_print
+from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
 from launch.show.scaling import scaling_app
 from pipeline.child_process import see_own_classes
 from pipeline.errors import EvenKeelError, RecipeError
@@ -359,26 +359,6 @@ def verify_history(run: RunPath, as_json: AsJson = False) -> None:
     result = check_history(run)
     emit_or_print(result, as_json)
     raise typer.Exit(0 if result["ok"] else 1)
-
-
-def print_summary(result: dict[str, Any]) -> None:
-    """Print a run's headline numbers as a table, and where its report lies."""
-    from rich.console import Console
-
-    from launch.show.runs import render
-
-    Console().print(render(result))
-    if "report" in result:
-        print(f"report: {result['report']}")
-
-
-def print_plan(result: dict[str, Any]) -> None:
-    """A plan as tables."""
-    from rich.console import Console
-
-    from launch.plan.view import render
-
-    Console().print(render(result))
 
 
 def main() -> NoReturn:

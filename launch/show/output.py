@@ -27,3 +27,23 @@ def emit_or_print(result: dict[str, Any], as_json: bool) -> None:
     for key, value in result.items():
         table.add_row(f"[bold]{key}[/bold]", json.dumps(value) if isinstance(value, dict | list) else str(value))
     Console().print(table)
+
+
+def print_summary(result: dict[str, Any]) -> None:
+    """Print a run's headline numbers as a table, and where its report lies."""
+    from rich.console import Console
+
+    from launch.show.runs import render
+
+    Console().print(render(result))
+    if "report" in result:
+        print(f"report: {result['report']}")
+
+
+def print_plan(result: dict[str, Any]) -> None:
+    """A plan as tables."""
+    from rich.console import Console
+
+    from launch.plan.view import render
+
+    Console().print(render(result))
