@@ -16,6 +16,7 @@ import re
 import time
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +30,7 @@ from zarr.storage import MemoryStore, ZipStore
 from pipeline.data.batch_format import array_names, arrays_of, attributes_of, batch_from, check_batch, content_sha256
 from pipeline.data.files import FIRST_POLL_S, await_visible, creating, remove_leftovers, slower
 from pipeline.data.records import Batch, LogprobContract
-from pipeline.data.run_directory import numbered, unfenced
+from pipeline.data.run_directory import RunDirectory, numbered, unfenced
 from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
@@ -130,13 +131,22 @@ class BatchStore:
             raise
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise CorruptBatchError(
-                f"{path} fails its checks ({reason}); stop the run, delete this batch and every later one, and start "
-                "again: the collector makes them anew"
-            ) from error
+            raise CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy(index)}") from error
         if contract is not None and batch.contract != contract:
             _refuse_contract(path, found=batch.contract, expected=contract)
         return batch
+
+    def _remedy(self, index: int) -> str:
+        """What helps against a damaged batch. Engines answer for batches up to the version that they serve, so one
+        that the policy has learned from cannot be sampled again."""
+        copy = "put back a copy of it if there is one; without a copy, stop the run"
+        published = _published(self.directory.parent)
+        if published > index:
+            return (
+                f"{copy}: the engines serve version {published}, which has learned from it, so it cannot be made anew; "
+                "start a new run from a checkpoint (`evenkeel convert megatron-to-hf`)"
+            )
+        return f"{copy}, delete this batch and every later one, and start again: the collector makes them anew"
 
     def wait(self, index: int, contract: LogprobContract | None, *, deadline_s: float) -> Batch:
         """Read batch `index` as soon as it is committed. Raises DeadlineExceededError after `deadline_s`, and what
@@ -156,6 +166,13 @@ class BatchStore:
         """Delete what killed commits left behind, or superseded ones may still write; for the collector of the newest
         epoch, before its first commit. Returns the names."""
         return remove_leftovers(self.directory, self._fence)
+
+
+def _published(run: Path) -> int:
+    """The published version of the run that the batches belong to; 0 where there is none."""
+    with suppress(StoreError):
+        return RunDirectory(run).published_version() if RunDirectory(run).is_published() else 0
+    return 0
 
 
 def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobContract) -> None:

@@ -26,6 +26,7 @@ from zarr.storage import ZipStore
 from pipeline.data.batch_format import PER_SAMPLE, PER_TOKEN, arrays_of, attributes_of, content_sha256
 from pipeline.data.epochs import claim
 from pipeline.data.records import Batch, DroppedGroup, LogprobContract
+from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import (
     AlreadyCommittedError,
@@ -35,6 +36,7 @@ from pipeline.errors import (
     StoreError,
     SupersededError,
 )
+from pipeline.schedule import Schedule
 from tests.support.examples import examples
 
 MakeBatch = Callable[..., Batch]
@@ -342,6 +344,23 @@ def test_every_truncation_is_detected(tmp_path: Path, make_batch: MakeBatch) -> 
         path.write_bytes(whole[:length])
         with pytest.raises(CorruptBatchError, match=r"000000\.zarr\.zip fails its checks .* delete this batch"):
             store.read(0, None)
+
+
+@pytest.mark.parametrize(
+    ("published", "remedy"), [(3, "delete this batch and every later"), (4, "start a new run from")]
+)
+def test_the_remedy_for_a_damaged_batch_is_one_that_helps(
+    tmp_path: Path, make_batch: MakeBatch, published: int, remedy: str
+) -> None:
+    """No engine may answer for batch 3 once version 4 is published: made anew, it would never be filled."""
+    run = RunDirectory(tmp_path)
+    run.make_folders()
+    run.set_published(published)
+    store = BatchStore(run.batches)
+    store.commit(make_batch(3)).write_bytes(b"")
+    with pytest.raises(CorruptBatchError, match=f"put back a copy of it .* {remedy}"):
+        store.read(3, None)
+    assert Schedule(kind="sync", steps=9).allows(3, published) == (published == 3)
 
 
 @given(position=st.integers(0, 2**32), bit=st.integers(0, 7))
