@@ -33,6 +33,8 @@ EventKind = Literal[
     "evaluated",
     "started",
     "restarted",
+    "quarantined",
+    "admitted",
     "finished",
 ]
 EVENT_KINDS: tuple[str, ...] = get_args(EventKind)
