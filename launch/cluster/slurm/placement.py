@@ -10,33 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from launch.cluster.starter import NoRoomError, Unit
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import Role
-from pipeline.errors import RecipeError, RetryableError
-
-
-class NoNodeError(RetryableError):
-    """The nodes of the job that are up are too few for the run."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One job step."""
-
-    role: Role
-    index: int | None = None
-    """Of an engine."""
-    node: int = 0
-    """Of a learner or an engine that spans several nodes."""
-
-    @property
-    def name(self) -> str:
-        """Names the step and its log: `learner-1`, `engine-3`, `engine-3-1`, `collector`."""
-        if self.role == "learner":
-            return f"learner-{self.node}"
-        if self.index is None:
-            return self.role
-        return f"{self.role}-{self.index}" + (f"-{self.node}" if self.node else "")
+from pipeline.errors import RecipeError
 
 
 @dataclass(frozen=True)
@@ -105,7 +81,7 @@ class Shape:
             nodes.append(f"{len(nodes):06d}")
             try:
                 place(self, nodes, {})
-            except NoNodeError:
+            except NoRoomError:
                 continue
             return len(nodes)
 
@@ -118,7 +94,7 @@ def rollout_urls(recipe: Recipe) -> Sequence[str]:
 def place(shape: Shape, up: Sequence[str], kept: Mapping[Unit, str]) -> dict[Unit, str]:
     """A node of `up` for each unit. A unit of `kept` stays where it is, if that node is up; the others move.
 
-    Units that span several nodes have a node each, so that no node's end takes two of them. Raises NoNodeError.
+    Units that span several nodes have a node each, so that no node's end takes two of them. Raises NoRoomError.
     """
     places = {unit: node for unit, node in kept.items() if node in up}
     for unit in shape.units():
@@ -136,7 +112,7 @@ def _first_with_room(shape: Shape, unit: Unit, up: Sequence[str], places: Mappin
     siblings = {node for other, node in places.items() if _same_group(other, unit)}
     free = [node for node in up if node not in siblings and used[node] + shape.gpus(unit) <= shape.gpus_per_node]
     if not free:
-        raise NoNodeError(
+        raise NoRoomError(
             f"{unit.name} has room on none of the nodes that are up ({', '.join(up) or 'none'}); the job needs another"
         )
     if shape.gpus_per_node:

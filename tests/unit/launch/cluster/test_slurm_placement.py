@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.cluster.slurm.placement import NoNodeError, Shape, Unit, place
+from launch.cluster.slurm.placement import Shape, place
+from launch.cluster.starter import NoRoomError, Unit
 from pipeline.config.loader import load_recipe
 from pipeline.errors import RecipeError
 
@@ -77,7 +78,7 @@ def test_only_what_was_on_the_dead_node_moves() -> None:
 
 
 def test_too_few_nodes_are_an_error_that_names_them() -> None:
-    with pytest.raises(NoNodeError, match="engine-6 has room on none of the nodes that are up"):
+    with pytest.raises(NoRoomError, match="engine-6 has room on none of the nodes that are up"):
         place(shape(), NODES[:7], {})
 
 
@@ -88,7 +89,7 @@ def test_without_gpus_the_learner_is_spread_and_the_others_stay_with_it() -> Non
     assert Counter(placed[Unit("engine", index)] for index in range(3)) == {"n0": 2, "n1": 1}
     moved = place(two, ["n0", "n2"], placed)
     assert moved[Unit("learner", node=1)] == moved[Unit("engine", 1)] == "n2"
-    with pytest.raises(NoNodeError):
+    with pytest.raises(NoRoomError):
         place(two, ["n0"], placed)
 
 

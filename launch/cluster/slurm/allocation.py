@@ -1,0 +1,121 @@
+"""What the batch script asks of Slurm: which nodes are up, signals for a step, the job again.
+
+Slurm's controller may be away for minutes, for a restart or an upgrade, and the run goes on meanwhile. So questions are
+answered with what was last known, and only orders that the run depends on fail.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.errors import FatalError, RetryableError
+
+_DEADLINE_S = 60
+_GONE = ("down", "fail", "*", "unknown", "powered", "powering", "reboot")
+"""In the state of a node on which nothing can be started; `*`: it does not answer."""
+_OF_THE_USER = ("SLURM_CONF", "SLURM_CLUSTERS")
+
+
+class SlurmError(RetryableError):
+    """A command of Slurm's failed."""
+
+
+@dataclass
+class Allocation:
+    """The nodes of this job, and orders about it."""
+
+    job: str
+    restart: int
+    """How often Slurm has requeued the job."""
+    batch_host: str
+    cpus_per_node: int
+    _last_known: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Allocation:
+        """From what Slurm gives to a batch script. Raises FatalError outside of one."""
+        try:
+            job, host = environment["SLURM_JOB_ID"], environment["SLURMD_NODENAME"]
+        except KeyError as error:
+            raise FatalError(
+                f"{error.args[0]} is not set, so this is no batch script of Slurm's; submit job.sbatch with sbatch"
+            ) from error
+        restart = int(environment.get("SLURM_RESTART_COUNT") or 0)
+        return Allocation(job, restart, host, int(environment.get("SLURM_CPUS_ON_NODE") or 1))
+
+    @property
+    def name(self) -> str:
+        """Of this attempt: `slurm-1234-0`."""
+        return f"slurm-{self.job}-{self.restart}"
+
+    def up(self) -> list[str]:
+        """Nodes of the job on which something can be started: the batch script's first, those that an administrator
+        drains last."""
+        try:
+            nodes = ask("scontrol", "show", "hostnames", ask("squeue", "-h", "-j", self.job, "-o", "%N").strip())
+            states = ask("sinfo", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T")
+        except SlurmError as error:
+            if not self._last_known:
+                raise
+            print(f"warning: {error}; the nodes are taken to be those of before", file=sys.stderr, flush=True)
+            return self._last_known
+        state = {node: word for node, word in (line.split() for line in states.splitlines())}
+        up = [node for node in nodes.split() if not any(sign in state.get(node, "unknown") for sign in _GONE)]
+        self._last_known = sorted(up, key=lambda node: (node != self.batch_host, "drain" in state[node]))
+        return self._last_known
+
+    def is_up(self, node: str) -> bool:
+        """Whether the node is one of those."""
+        return node in self.up()
+
+    def step(self, name: str) -> str | None:
+        """JOBID.STEP of the step of that name; None before srun has made it, and when it is gone."""
+        listed = ask("squeue", "-h", "--steps", "-j", self.job, "-o", "%i %j")
+        return next((words[0] for words in map(str.split, listed.splitlines()) if words[1:] == [name]), None)
+
+    def signal(self, step: str, signal: str) -> None:
+        """Send a signal to all processes of one step. The controller is asked: straight to a node, scancel of Slurm
+        22.05 delivers SIGTERM and then reports an error."""
+        ask("scancel", "--ctld", f"--signal={signal}", step)
+
+    def requeue(self) -> None:
+        """End this job and queue it again; Slurm ends this process."""
+        ask("scontrol", "requeue", self.job)
+
+    def submit_next(self, script: Path) -> str:
+        """Submit the same script as a job that begins when this one has ended; returns its id."""
+        return ask("sbatch", "--parsable", f"--dependency=afterany:{self.job}", str(script)).strip()
+
+    def step_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Without what Slurm told the batch script: srun would read the job's GPUs, tasks and memory as wishes for each
+        step."""
+        kept = {
+            name: value
+            for name, value in environment.items()
+            if not name.startswith(("SLURM_", "SLURMD_", "SBATCH_", "SRUN_")) or name in _OF_THE_USER
+        }
+        return {**kept, "SLURM_JOB_ID": self.job, "SLURM_EXPORT_ENV": "ALL"}
+
+
+def ask(*command: str) -> str:
+    """Run a command of Slurm's to its end; returns its output. Raises SlurmError."""
+    # A job that is submitted from within a job must not inherit the first one's wishes.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k in _OF_THE_USER}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, env=environment)
+    except FileNotFoundError as error:
+        raise FatalError(f"{command[0]} is not on the PATH; the batch script needs Slurm's commands") from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{_shown(command)} did not answer within {_DEADLINE_S} s") from error
+    if done.returncode:
+        raise SlurmError(f"{_shown(command)} ended with {done.returncode}: {' '.join(done.stderr.split())}")
+    return done.stdout
+
+
+def _shown(command: Sequence[str]) -> str:
+    return " ".join(command)

@@ -1,0 +1,254 @@
+"""The program in the batch script of `evenkeel launch slurm`: supervises one attempt of a run.
+
+    run finished                                  exit 0
+    SIGUSR1, the time limit is near               roles end in order, the job is submitted again, exit 0
+    SIGTERM, or a role that Slurm asked to end    roles end in order, exit 0
+    too few nodes are up                          roles are ended, the job requeues itself
+    fatal                                         exit 64, with the reason
+
+The batch shell has become this process, so that signals of Slurm's for the batch script reach it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
+from launch.cluster.roles.base import GRACE_VARIABLE
+from launch.cluster.slurm.allocation import Allocation
+from launch.cluster.slurm.placement import Shape
+from launch.cluster.slurm.render import RECIPE, SCRIPT
+from launch.cluster.slurm.srun import Guard, Images, SrunStarter
+from launch.cluster.starter import NoRoomError, Unit, role_command
+from launch.run.claim import claimed
+from launch.run.live_view import LiveView
+from launch.run.processes import child_environment
+from launch.run.supervisor import Outcome, Supervisor
+from pipeline.analysis.html_report import write_report
+from pipeline.config.loader import load_recipe
+from pipeline.data.epochs import Epoch, claim
+from pipeline.data.event_log import EventLog
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import FATAL_EXIT_CODE, EvenKeelError, FatalError
+
+REQUEUED_S = 120
+"""Longest wait for Slurm to end this process after it was told to requeue the job."""
+OWN_S = 20
+"""Of the notice before the time limit, what this program keeps for itself; the roles get the rest, or half."""
+
+
+class Signals:
+    """What Slurm has asked this process to do."""
+
+    def __init__(self) -> None:
+        self.end = False
+        self.time_limit = False
+
+    def install(self) -> Signals:
+        """Take over SIGUSR1 and SIGTERM."""
+        signal.signal(signal.SIGUSR1, self._limit)
+        signal.signal(signal.SIGTERM, self._end)
+        return self
+
+    def _limit(self, *_: object) -> None:
+        print("the time limit is near: ending in order", flush=True)
+        self.time_limit = True
+
+    def _end(self, *_: object) -> None:
+        print("asked to end: ending in order", flush=True)
+        self.end = True
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the rendering says to the batch script."""
+
+    folder: Path
+    gpus_per_node: int
+    learner_nodes: int | None
+    grace_s: int
+    python: str
+    key_dir: Path
+    api_key_file: Path | None
+    images: Images
+    resubmit: bool
+
+    @staticmethod
+    def parse(arguments: Sequence[str]) -> Job:
+        parser = argparse.ArgumentParser(prog="python -m launch.cluster.slurm.batch")
+        parser.add_argument("folder", type=Path)
+        parser.add_argument("--gpus-per-node", type=int, required=True)
+        parser.add_argument("--learner-nodes", type=int)
+        parser.add_argument("--grace", type=int, required=True)
+        parser.add_argument("--python", default=sys.executable)
+        parser.add_argument("--key-dir", type=Path, default=Path("~/.evenkeel"))
+        parser.add_argument("--api-key-file", type=Path)
+        for name in ("container-image", "rollout-image", "container-mounts"):
+            parser.add_argument(f"--{name}")
+        parser.add_argument("--no-resubmit", action="store_true")
+        given = parser.parse_args(arguments)
+        return Job(
+            folder=given.folder,
+            gpus_per_node=given.gpus_per_node,
+            learner_nodes=given.learner_nodes,
+            grace_s=given.grace,
+            python=given.python,
+            key_dir=given.key_dir.expanduser(),
+            api_key_file=given.api_key_file,
+            images=Images(
+                learner=given.container_image,
+                rollout=given.rollout_image or given.container_image,
+                mounts=given.container_mounts,
+            ),
+            resubmit=not given.no_resubmit,
+        )
+
+    @property
+    def script(self) -> Path:
+        """What is submitted again."""
+        return self.folder / SCRIPT
+
+
+@contextmanager
+def api_key(job: Job, name: str) -> Iterator[Path]:
+    """The file with the API key of this attempt, for this user alone: the user's own, or a new one, removed at the end.
+
+    A role that was cut off in an earlier attempt has another key, so that no engine of this one listens to it.
+    """
+    if job.api_key_file is not None:
+        yield job.api_key_file.expanduser()
+        return
+    job.key_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = job.key_dir / f"{name}.key"
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(24) + "\n")
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def role_environment(key: Path) -> dict[str, str]:
+    """Of the roles: the name of the file with the key, and never the key."""
+    environment = {name: value for name, value in child_environment().items() if name != API_KEY_VARIABLE}
+    return {**environment, API_KEY_FILE_VARIABLE: str(key.absolute())}
+
+
+def role_program(job: Job, run: RunDirectory, shape: Shape) -> Callable[[Unit, str], list[str]]:
+    """The command of a unit on a node. The learner begins the run with the rendered recipe."""
+
+    def command(unit: Unit, host: str) -> list[str]:
+        options = ["--host", host]
+        if unit.role == "learner":
+            options += ["--nodes", str(shape.learner_nodes)]
+            options += ["--recipe", str(job.folder / RECIPE)] if unit.node == 0 else []
+        if unit.role == "engine" and shape.engine_nodes > 1:
+            options += ["--nodes", str(shape.engine_nodes), "--node", str(unit.node)]
+        return [job.python, *role_command(run, unit, *options)[1:]]  # that interpreter is this node's
+
+    return command
+
+
+def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Outcome:
+    """Supervise the roles until the run is `finished`, or until they were `stopped`. Raises NoRoomError, FatalError."""
+    recipe = load_recipe(job.folder / RECIPE)
+    run = RunDirectory(recipe.directory.absolute())
+    logs = run.logs / allocation.name
+    shape = Shape.of(recipe, job.gpus_per_node, job.learner_nodes)
+    starter = SrunStarter(allocation, shape, role_program(job, run, shape), role_environment(key), job.images)
+    guard = Guard(allocation, logs / "guard.log")
+
+    def asked() -> bool:
+        guard.keep()
+        return signals.end or signals.time_limit or starter.asked_by_the_user()
+
+    with supervisor_epoch(run, allocation) as epoch:
+        event_log = EventLog(run.path, epoch.name)
+        try:
+            with (
+                LiveView(run.path, recipe.run.steps) as view,
+                Supervisor(run, recipe, view, event_log, starter, shape.units(), epoch, asked, logs) as supervisor,
+            ):
+                outcome = supervisor.supervise()
+        finally:
+            guard.stop()
+        if outcome == "finished":
+            event_log.event("finished", steps=recipe.run.steps)
+            print(f"report: {write_report(run.path)}", flush=True)
+    return outcome
+
+
+@contextmanager
+def supervisor_epoch(run: RunDirectory, allocation: Allocation) -> Iterator[Epoch]:
+    """Be the supervisor of the run. A job that Slurm has requeued takes over at once: the node of its earlier attempt
+    may be cut off, and its supervisor still alive there. A first attempt is refused while another job is at work."""
+    if allocation.restart:
+        yield claim(run.path, "supervisor")
+    else:
+        with claimed(run) as epoch:
+            yield epoch
+
+
+def progress(job: Job) -> int:
+    """Versions that the run has published; -1 before the first."""
+    run = RunDirectory(load_recipe(job.folder / RECIPE).directory)
+    return run.published_version() if run.is_published() else -1
+
+
+def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
+    """One attempt, and what follows from how it ended; returns the exit status of the batch script."""
+    before = progress(job)
+    try:
+        with api_key(job, allocation.name) as key:
+            outcome = attempt(job, allocation, signals, key)
+    except NoRoomError as error:
+        return requeue(allocation, str(error))
+    print(f"{allocation.name}: {outcome}", flush=True)
+    if outcome == "finished" or not signals.time_limit or not job.resubmit:
+        return 0
+    if progress(job) <= before:
+        raise FatalError(
+            "the time limit came before the run had published a new version, so the job is not submitted again; "
+            "raise --time"
+        )
+    print(f"submitted job {allocation.submit_next(job.script)}, which goes on", flush=True)
+    return 0
+
+
+def requeue(allocation: Allocation, reason: str) -> int:
+    """Queue the job again, for other nodes; Slurm ends this process meanwhile."""
+    print(f"{reason}: the job requeues itself", flush=True)
+    allocation.requeue()
+    time.sleep(REQUEUED_S)
+    print(f"error: job {allocation.job} was requeued {REQUEUED_S} s ago, and still runs; submit it again", flush=True)
+    return 1
+
+
+def main() -> None:
+    """Entry point of the batch script."""
+    signals = Signals().install()
+    job = Job.parse(sys.argv[1:])
+    os.environ[GRACE_VARIABLE] = str(max(job.grace_s - OWN_S, job.grace_s // 2))
+    try:
+        status = run_job(job, Allocation.of(os.environ), signals)
+    except FatalError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        status = FATAL_EXIT_CODE
+    except EvenKeelError as error:
+        print(f"error: {error}; submit the job again", file=sys.stderr, flush=True)
+        status = 1
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

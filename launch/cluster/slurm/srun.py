@@ -1,0 +1,205 @@
+"""Roles as job steps: each is one `srun` on one node of the allocation.
+
+A step is named after its unit and start (`learner-1.2`), which is how it is found again for a signal: srun itself would
+answer SIGTERM by killing the step. Nothing is ever found by the name of a program.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launch.cluster.slurm.allocation import Allocation, SlurmError
+from launch.cluster.slurm.placement import Shape, place
+from launch.cluster.starter import Unit
+from pipeline.child_process import ChildProcess
+from pipeline.errors import STOPPED_EXIT_CODE
+
+NODE_DIED = 128 + signal.SIGKILL
+"""Exit status of a step whose node died, as if the node had killed it; srun has none of its own for that."""
+KILL_S = 15
+"""How long a killed step may take to disappear. One on a node that is gone stays listed until Slurm notices."""
+AT_ONCE_S = 600
+"""Within which all roles end that were asked to at the same moment: some save first."""
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Images:
+    """Container images of the roles, by pyxis."""
+
+    learner: str | None = None
+    rollout: str | None = None
+    mounts: str | None = None
+
+    def options(self, unit: Unit) -> list[str]:
+        """Of srun."""
+        image = self.rollout if unit.role in ("engine", "router") else self.learner
+        if image is None:
+            return []
+        return [f"--container-image={image}", *([f"--container-mounts={self.mounts}"] if self.mounts else [])]
+
+
+@dataclass
+class Step:
+    """A role that runs as a job step; the client srun is a child of this process."""
+
+    allocation: Allocation
+    name: str
+    host: str
+    client: ChildProcess
+    on_end: Callable[[Step], None]
+    asked: bool = False
+    """To end, by us."""
+    status: int | None = None
+
+    @property
+    def log(self) -> Path | None:
+        return self.client.log
+
+    def poll(self) -> int | None:
+        """Exit status of the role, None while it runs."""
+        if self.status is None and (status := self.client.poll()) is not None:
+            # srun ends with 0 when the node of its step dies.
+            self.status = NODE_DIED if status == 0 and not self.allocation.is_up(self.host) else status
+            self.on_end(self)
+        return self.status
+
+    def terminate(self) -> None:
+        """Ask the role to end in order; returns at once. A step that Slurm has not made yet is given up."""
+        if self.poll() is not None:
+            return
+        self.asked = True
+        try:
+            step = self.allocation.step(self.name)
+            if step is not None:
+                self.allocation.signal(step, "TERM")
+                return
+        except SlurmError as error:
+            print(f"warning: {error}; {self.name} is killed instead", file=sys.stderr, flush=True)
+        self.client.stop()
+
+    def kill(self) -> None:
+        """End the step; returns once it is gone, or after KILL_S."""
+        self.asked = True
+        give_up = time.monotonic() + KILL_S
+        with suppress(SlurmError):
+            while (step := self.allocation.step(self.name)) is not None and time.monotonic() < give_up:
+                self.allocation.signal(step, "KILL")
+                time.sleep(_POLL_S)
+        self.client.kill()
+
+
+@dataclass
+class SrunStarter:
+    """Starts units on nodes that are up. A unit stays on its node as long as that is up."""
+
+    allocation: Allocation
+    shape: Shape
+    command: Callable[[Unit, str], list[str]]
+    """The program of a unit on a host."""
+    environment: Mapping[str, str]
+    images: Images = Images()
+    places: dict[Unit, str] = field(default_factory=dict)
+    starts: Counter[Unit] = field(default_factory=Counter)
+    _orderly: list[tuple[float, str]] = field(default_factory=list)
+    """When and where roles ended in order that were not asked to."""
+
+    def asked_by_the_user(self) -> bool:
+        """Whether roles ended in order that this program did not ask, on all nodes at once: `scancel --signal=TERM JOB`
+        reaches the steps of a job and not its batch script. On one node of several that was a node that shut down."""
+        now = time.monotonic()
+        self._orderly = [(when, host) for when, host in self._orderly if now - when < AT_ONCE_S]
+        return len({host for _, host in self._orderly}) >= min(2, len(set(self.places.values())) or 1)
+
+    def _ended(self, step: Step) -> None:
+        if step.status == STOPPED_EXIT_CODE and not step.asked:
+            self._orderly.append((time.monotonic(), step.host))
+
+    def start(self, unit: Unit, log: Path) -> Step:
+        """Start a unit, on another node if its own is gone. Raises NoRoomError when the nodes are too few."""
+        up = self.allocation.up()
+        if self.places.get(unit) not in up:
+            before, self.places = self.places, place(self.shape, up, self.places)
+            for moved in (one for one in before if before[one] != self.places[one]):
+                print(f"{moved.name} moves from {before[moved]} to {self.places[moved]}", flush=True)
+        host = self.places[unit]
+        self.starts[unit] += 1
+        name = f"{unit.name}.{self.starts[unit]}"
+        srun = [*self.srun_options(unit, host, name), *self.command(unit, host)]
+        environment = self.allocation.step_environment(self.environment)
+        client = ChildProcess(srun, log, environment, own_session=True)
+        return Step(self.allocation, name, host, client, self._ended)
+
+    def srun_options(self, unit: Unit, host: str, name: str) -> list[str]:
+        """One task on one node. With GPUs a step has its own and its share of the CPUs; other steps share what there
+        is. `--mem=0`: no step waits for the memory of another."""
+        gpus = self.shape.gpus(unit)
+        if gpus:
+            cpus = max(1, self.allocation.cpus_per_node * gpus // self.shape.gpus_per_node)
+            shares = ["--exact", f"--gpus-per-node={gpus}", f"--cpus-per-task={cpus}", "--cpu-bind=none"]
+        else:
+            shares = ["--overlap", *(["--gres=none"] if self.shape.gpus_per_node else [])]
+        return [
+            *("srun", f"--jobid={self.allocation.job}", f"--job-name={name}", f"--nodelist={host}"),
+            *("--nodes=1", "--ntasks=1", *shares, "--mem=0", "--mpi=none"),
+            *("--kill-on-bad-exit=1", "--no-kill=off", "--wait=0", "--unbuffered", "--input=none"),
+            *self.images.options(unit),
+        ]
+
+
+GUARD = """
+# Ends with the job. When Slurm has taken the batch script's node out of the job, nobody supervises the run any more.
+while sleep "$1"; do
+  nodes=$(squeue -h -j "$2" -t R -o %N) && [ -n "$nodes" ] || continue
+  nodes=$(scontrol show hostnames "$nodes") || continue
+  grep -qxF "$3" <<<"$nodes" || scontrol requeue "$2"
+done
+"""
+GUARD_POLL_S = 10
+GUARD_LOOK_S = 30
+"""Between two attempts to start the guard."""
+
+
+class Guard:
+    """A step on another node that requeues the job when the node of the batch script is gone.
+
+    With --no-kill Slurm takes a dead node out of the job and leaves the job running, even without its batch script.
+    """
+
+    def __init__(self, allocation: Allocation, log: Path) -> None:
+        self._allocation, self._log = allocation, log
+        self._client: ChildProcess | None = None
+        self._starts = 0
+        self._next_look = 0.0
+
+    def keep(self) -> None:
+        """Start it, or start it again elsewhere when its node died. Call it now and then."""
+        running = self._client is not None and self._client.poll() is None
+        if running or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + GUARD_LOOK_S
+        others = [node for node in self._allocation.up() if node != self._allocation.batch_host]
+        if not others:
+            return  # Slurm requeues a job by itself when its only node dies
+        self._starts += 1
+        job, batch_host = self._allocation.job, self._allocation.batch_host
+        command = [
+            *("srun", f"--jobid={job}", f"--job-name=guard.{self._starts}", f"--nodelist={others[-1]}"),
+            *("--nodes=1", "--ntasks=1", "--overlap", "--mem=0", "--mpi=none", "--input=none", "--output=none"),
+            *("bash", "-c", GUARD, "guard", str(GUARD_POLL_S), job, batch_host),
+        ]
+        environment = self._allocation.step_environment(os.environ)
+        self._client = ChildProcess(command, self._log, environment, own_session=True)
+
+    def stop(self) -> None:
+        """End it with the run."""
+        if self._client is not None:
+            self._client.stop()

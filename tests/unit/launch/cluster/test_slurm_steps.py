@@ -1,0 +1,254 @@
+"""Roles as job steps, with programs on the PATH that answer as Slurm's commands do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.cluster.slurm.allocation import Allocation, SlurmError
+from launch.cluster.slurm.placement import Shape
+from launch.cluster.slurm.srun import NODE_DIED, Guard, Images, SrunStarter, Step
+from launch.cluster.starter import NoRoomError, Unit
+from pipeline.child_process import ChildProcess
+from pipeline.errors import STOPPED_EXIT_CODE, FatalError
+
+TWO_NODES = Shape(
+    gpus_per_node=0, learner_nodes=2, learner_gpus=0, engines=1, engine_nodes=1, engine_gpus=0, router=False
+)
+LEARNER, SECOND = Unit("learner"), Unit("learner", node=1)
+
+
+class FakeSlurm:
+    """Slurm's commands as scripts over files that say what there is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bin = folder / "bin"
+        self.bin.mkdir(parents=True)
+        self.nodes("n1", "n2", "n3")
+        self.states(n1="mixed", n2="mixed", n3="idle")
+        (folder / "steps").write_text("")
+        self.script("squeue", 'case "$*" in *--steps*) cat "$F/steps" ;; *) cat "$F/nodes" ;; esac')
+        self.script("sinfo", 'cat "$F/states"')
+        self.script("scontrol", 'if [ "$1" = show ]; then tr , "\\n" <<<"$3"; else echo "$@" >>"$F/said"; fi')
+        self.script("scancel", 'echo "scancel $*" >>"$F/said"')
+        self.script("sbatch", 'echo "sbatch $*" >>"$F/said"; env >"$F/submitted_with"; echo 43')
+        self.script(
+            "srun", 'echo "$@" >>"$F/srun"; env >"$F/srun_env"; while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"'
+        )
+
+    def script(self, name: str, body: str) -> None:
+        path = self.bin / name
+        path.write_text(f"#!/bin/bash\nF={self.folder}\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def nodes(self, *names: str) -> None:
+        """Of the job."""
+        (self.folder / "nodes").write_text(",".join(names) + "\n")
+
+    def states(self, **states: str) -> None:
+        """As sinfo prints them."""
+        (self.folder / "states").write_text("".join(f"{node} {state}\n" for node, state in states.items()))
+
+    def said(self, name: str = "said") -> str:
+        path = self.folder / name
+        return path.read_text() if path.exists() else ""
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    started: list[ChildProcess] = []
+
+    class Noted(ChildProcess):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr("launch.cluster.slurm.srun.ChildProcess", Noted)
+    yield
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    made = FakeSlurm(tmp_path / "slurm")
+    monkeypatch.setenv("PATH", f"{made.bin}:{os.environ['PATH']}")
+    return made
+
+
+@pytest.fixture
+def allocation(fake: FakeSlurm) -> Allocation:
+    return Allocation.of({"SLURM_JOB_ID": "42", "SLURMD_NODENAME": "n1", "SLURM_CPUS_ON_NODE": "64"})
+
+
+def starter(allocation: Allocation, shape: Shape = TWO_NODES, *command: str) -> SrunStarter:
+    words = list(command) or ["sleep", "60"]
+    return SrunStarter(allocation, shape, lambda unit, host: words, {"PATH": os.environ["PATH"], "SLURM_GPUS": "8"})
+
+
+def ended(step: Step) -> int:
+    give_up = time.monotonic() + 20
+    while (status := step.poll()) is None:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    return status
+
+
+def test_outside_of_a_batch_script_it_says_so() -> None:
+    with pytest.raises(FatalError, match="SLURM_JOB_ID is not set, so this is no batch script"):
+        Allocation.of({})
+
+
+def test_nodes_are_up_if_they_answer_and_are_still_in_the_job(fake: FakeSlurm, allocation: Allocation) -> None:
+    assert allocation.up() == ["n1", "n2", "n3"]
+    fake.states(n1="draining", n2="mixed*", n3="idle")
+    assert allocation.up() == ["n1", "n3"]
+    fake.nodes("n1", "n2")  # Slurm has taken n3 out of the job
+    fake.states(n1="mixed", n2="down*", n3="idle")
+    assert allocation.up() == ["n1"]
+
+
+def test_a_controller_that_is_away_changes_nothing(
+    fake: FakeSlurm, allocation: Allocation, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = allocation.up()
+    fake.script("squeue", "echo Unable to contact slurm controller >&2; exit 1")
+    assert allocation.up() == before
+    assert "Unable to contact slurm controller; the nodes are taken to be those of before" in capsys.readouterr().err
+
+
+def test_a_step_is_one_task_on_one_node(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
+    first, second = starter(allocation, TWO_NODES, "echo", "role"), Unit("learner", node=1)
+    step = first.start(second, tmp_path / "log")
+    assert (ended(step), step.host, step.name) == (0, "n2", "learner-1.1")
+    assert (tmp_path / "log").read_text() == "role\n"
+    (srun,) = fake.said("srun").splitlines()
+    for option in ("--jobid=42", "--job-name=learner-1.1", "--nodelist=n2", "--nodes=1", "--ntasks=1", "--overlap"):
+        assert option in srun.split()
+    assert "--kill-on-bad-exit=1" in srun
+    assert "--no-kill=off" in srun
+    environment = dict(line.split("=", 1) for line in fake.said("srun_env").splitlines() if "=" in line)
+    assert (environment["SLURM_JOB_ID"], environment["SLURM_EXPORT_ENV"]) == ("42", "ALL")
+    assert "SLURM_GPUS" not in environment  # srun would ask for all of them for each step
+
+
+def test_steps_with_gpus_have_them_for_themselves(allocation: Allocation) -> None:
+    shape = Shape(
+        gpus_per_node=8, learner_nodes=1, learner_gpus=4, engines=1, engine_nodes=1, engine_gpus=4, router=False
+    )
+    options = starter(allocation, shape).srun_options(Unit("engine", 0), "n1", "engine-0.1")
+    assert {"--exact", "--gpus-per-node=4", "--cpus-per-task=32", "--mem=0"} <= set(options)
+    assert {"--overlap", "--gres=none"} <= set(starter(allocation, shape).srun_options(Unit("collector"), "n1", "c"))
+
+
+def test_images_are_those_of_the_role(allocation: Allocation) -> None:
+    images = Images(learner="l.sqsh", rollout="r.sqsh", mounts="/a:/a")
+    assert images.options(LEARNER) == ["--container-image=l.sqsh", "--container-mounts=/a:/a"]
+    assert images.options(Unit("engine", 0))[0] == "--container-image=r.sqsh"
+    assert Images().options(LEARNER) == []
+
+
+def test_a_role_stays_where_it_was_until_its_node_dies(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
+    ours = starter(allocation, TWO_NODES, "false")
+    assert [ours.start(SECOND, tmp_path / "log").host for _ in range(2)] == ["n2", "n2"]
+    fake.states(n1="mixed", n2="down*", n3="idle")
+    moved = ours.start(SECOND, tmp_path / "log")
+    assert (moved.host, moved.name) == ("n3", "learner-1.3")
+    fake.states(n1="mixed", n2="down*", n3="down*")
+    with pytest.raises(NoRoomError):
+        ours.start(SECOND, tmp_path / "log")
+
+
+def test_the_end_of_a_node_is_no_success(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
+    """srun ends with 0 then."""
+    ours = starter(allocation, TWO_NODES, "true")
+    assert ended(ours.start(SECOND, tmp_path / "log")) == 0
+    lost = ours.start(SECOND, tmp_path / "log")
+    fake.nodes("n1", "n3")
+    assert ended(lost) == NODE_DIED
+
+
+def test_a_step_is_asked_to_end_by_its_number(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
+    step = starter(allocation).start(SECOND, tmp_path / "log")
+    (fake.folder / "steps").write_text("42.batch batch\n42.3 learner-1.1\n42.4 learner-1.10\n")
+    step.terminate()
+    assert fake.said() == "scancel --ctld --signal=TERM 42.3\n"
+    assert step.poll() is None
+    fake.script("scancel", f'echo "scancel $*" >>"$F/said"; : >{fake.folder}/steps')
+    step.kill()
+    assert fake.said().splitlines()[-1] == "scancel --ctld --signal=KILL 42.3"
+    assert step.poll() == -signal.SIGKILL
+
+
+def test_a_step_that_slurm_has_not_made_is_given_up(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
+    step = starter(allocation).start(SECOND, tmp_path / "log")
+    step.terminate()
+    assert fake.said() == ""
+    assert step.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("ends", "asked"),
+    [([LEARNER, SECOND], True), ([SECOND], False), ([LEARNER, Unit("collector")], False)],
+    ids=["everywhere", "a node that shuts down", "the other node"],
+)
+def test_a_signal_to_the_steps_alone_is_the_users(
+    allocation: Allocation, tmp_path: Path, ends: list[Unit], asked: bool
+) -> None:
+    ours = starter(allocation, TWO_NODES, "bash", "-c", f"exit {STOPPED_EXIT_CODE}")
+    steps = [ours.start(unit, tmp_path / "log") for unit in ends]
+    assert [ended(step) for step in steps] == [STOPPED_EXIT_CODE] * len(steps)
+    assert ours.asked_by_the_user() is asked
+
+
+def test_what_we_asked_is_not_the_users(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
+    ours = starter(allocation, TWO_NODES, "bash", "-c", f"while [ ! -e {tmp_path}/end ]; do sleep .01; done; exit 143")
+    steps = [ours.start(unit, tmp_path / "log") for unit in (LEARNER, SECOND)]
+    (fake.folder / "steps").write_text("42.0 learner.1\n42.1 learner-1.1\n")
+    for step in steps:
+        step.terminate()
+    (tmp_path / "end").touch()
+    assert [ended(step) for step in steps] == [STOPPED_EXIT_CODE] * 2
+    assert not ours.asked_by_the_user()
+
+
+def test_the_guard_requeues_a_job_that_has_lost_its_batch_script(
+    fake: FakeSlurm, allocation: Allocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.cluster.slurm.srun.GUARD_POLL_S", 0.05)
+    guard = Guard(allocation, tmp_path / "guard.log")
+    guard.keep()
+    guard.keep()  # one is enough
+    give_up = time.monotonic() + 20
+    while "guard.1" not in fake.said("srun"):
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    assert "--nodelist=n3" in fake.said("srun")
+    time.sleep(0.2)
+    assert fake.said() == ""
+    fake.nodes("n2", "n3")
+    while "requeue 42" not in fake.said():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    guard.stop()
+    assert fake.said("srun").count("--job-name=guard.") == 1
+
+
+def test_the_next_job_knows_nothing_of_this_one(
+    fake: FakeSlurm, allocation: Allocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "9")
+    assert allocation.submit_next(Path("/jobs/job.sbatch")) == "43"
+    assert fake.said() == "sbatch --parsable --dependency=afterany:42 /jobs/job.sbatch\n"
+    assert "SLURM_NTASKS" not in fake.said("submitted_with")
+    fake.script("scontrol", "echo Requested operation is presently disabled >&2; exit 1")
+    with pytest.raises(SlurmError, match="scontrol requeue 42 ended with 1: Requested operation is presently disabled"):
+        allocation.requeue()
