@@ -41,6 +41,7 @@ from megatron_bridge.weight_sync.export import export_policy
 from megatron_bridge.weights import convert
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.records import Batch
+from pipeline.data.run_directory import unfenced
 from pipeline.errors import NonFiniteError
 from pipeline.ports.learner import Update
 from precision.objectives.base import Objective, Prepared, ScoredStep
@@ -205,9 +206,9 @@ class MegatronLearner:
         """Every HF tensor by name, in the learner's precision. Collective: every rank must exhaust it."""
         return convert.export_hf(self.model, self.model_config)
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path, fence: Callable[[], None] = unfenced) -> None:
         """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json."""
-        export_policy(self.named_weights(), self.model_folder, directory, self._rank_zero)
+        export_policy(self.named_weights(), self.model_folder, directory, self._rank_zero, fence=fence)
 
     def tell(self, action: Callable[[], Result]) -> Result:
         """The result of rank 0's action (a JSON value), on every rank; or its error."""

@@ -42,6 +42,7 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
     from megatron_bridge.hf.writer import write_policy
 
     source, folder, digests = recipe.model.path, run.policy_directory(0), checksums_of(recipe)
-    write_policy(TensorFolder(source).tensors(), source, folder, build_quant_map(recipe), digests=digests)
+    tensors, quant = TensorFolder(source).tensors(), build_quant_map(recipe)
+    write_policy(tensors, source, folder, quant, digests=digests, fence=run.fence)
     WeightCheck(version=0, digests=() if digests is None else digests.digests()).save(folder)
     run.set_published(0)

@@ -13,6 +13,7 @@
       policy/updates/000031    made by whoever gives weights to engines, before it does
       engines/000003.json      engine 3 listens there (pipeline.data.membership; never its key)
       epochs/learner/000002    the second start of the learner (pipeline.data.epochs)
+      learner.json             where node 0 of the learner meets its other nodes (launch.cluster.roles.meeting)
       finished/ROLE            made by the learner and by the collector, once each has nothing left to do
       metrics/SOURCE.jsonl  events/SOURCE.jsonl  logs/  report.html      for people: no process takes a decision from
                                them. SOURCE is a role and its start, such as collector-000003

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.records import Batch
+from pipeline.data.run_directory import unfenced
 
 T = TypeVar("T")
 
@@ -73,8 +74,9 @@ class Learner(Protocol):
         """Restore what `save` wrote, whatever layout wrote it."""
         ...
 
-    def export(self, directory: Path) -> None:
-        """Write the weights as a full-precision HF safetensors folder with config, tokenizer and manifest.json."""
+    def export(self, directory: Path, fence: Callable[[], None] = unfenced) -> None:
+        """Write the weights as a full-precision HF safetensors folder with config, tokenizer and manifest.json. `fence`
+        is called before the folder gets its name; it raises where this process may write no more."""
         ...
 
     def tell(self, action: Callable[[], T]) -> T:

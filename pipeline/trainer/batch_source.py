@@ -63,19 +63,20 @@ class BatchSource:
 
 
 class _Watch:
-    """Rank 0's view of one wait."""
+    """Rank 0's view of one wait; the other ranks make one too, and look at nothing."""
 
     def __init__(self, source: BatchSource, index: int) -> None:
         self._source = source
         self._index = index
         self._pause_s = FIRST_POLL_S
-        self._seen = self._progress()
+        self._seen: tuple[int, int] | None = None
         self._deadline = time.monotonic() + source.wait_deadline_s
 
     def look(self) -> Answer:
         """Look for some seconds. Raises DeadlineExceededError once the collector has stood still for too long."""
         source, ends = self._source, time.monotonic() + ANSWER_S
         source.run.fence()
+        self._seen = self._seen or self._progress()
         while True:
             if source.stop_requested():
                 return "stop"

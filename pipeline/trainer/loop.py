@@ -76,7 +76,7 @@ class Trainer:
                 if step > self._saved:
                     self._save(step)
                 raise
-        self.learner.export(self.run.model)
+        self.learner.export(self.run.model, self.run.fence)
 
     def _train_on(self, step: int) -> None:
         """One step of the loop: wait, update, publish, record, save."""

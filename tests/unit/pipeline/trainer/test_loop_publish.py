@@ -118,7 +118,7 @@ class Steps(Recorder):
         assert all(self.run.learner_logprobs(trained) is not None for trained in recorded)
         super().save(learner, step, state)
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, fence: Any) -> None:
         self.calls.append("export")
 
 
