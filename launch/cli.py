@@ -56,6 +56,15 @@ def train(
     replay: Annotated[
         Path | None, typer.Option(help="Train again on the recorded batches of this run, without engines.")
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65532,
+            help="Show /metrics for Prometheus on loopback: the supervisor at this port, learner, collector and router "
+            "at the next three, engines at their own.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a policy; the same command resumes a run that was interrupted.
@@ -73,7 +82,7 @@ def train(
         return
     if recipe is None:
         raise RecipeError("give a recipe, for example `evenkeel train demo`, or --replay RUN")
-    result = train_run(load_recipe(recipe, overrides or []))
+    result = train_run(load_recipe(recipe, overrides or []), metrics_port)
     if as_json:
         emit(result)
     else:

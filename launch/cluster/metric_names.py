@@ -81,7 +81,7 @@ METRICS: tuple[MetricName, ...] = (
     MetricName("evenkeel_published_version", ALL, "Version that the engines are to serve (policy/PUBLISHED)."),
     MetricName("evenkeel_run_directory_free_bytes", WATCHERS, "Free space of the run directory's file system."),
     MetricName("evenkeel_run_directory_size_bytes", WATCHERS, "Size of the run directory's file system."),
-    MetricName("evenkeel_fatal", WATCHERS, "1 once a role has given up for good (logs/fatal.json).", ("error",)),
+    MetricName("evenkeel_fatal", WATCHERS, "1 once a role has given up for good (logs/fatal).", ("error",)),
     MetricName("evenkeel_finished", WATCHERS, "1 once the run has reached its last step."),
     MetricName("evenkeel_starts_total", SUPERVISOR, "Starts of a role.", ("process",)),
     MetricName("evenkeel_restarts_total", SUPERVISOR, "Starts of a role after it had died.", ("process",)),

@@ -12,17 +12,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from launch.cluster.metric_names import BY_NAME, METRICS
+from pipeline.data.event_log import LogName, Observer
+from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EvenKeelError, PortInUseError
 
 PORT_VARIABLE = "EVENKEEL_METRICS_PORT"
@@ -72,6 +75,8 @@ class RunMetrics:
         self.registry = CollectorRegistry()
         self._run_dir = run_dir
         self._lock = threading.Lock()
+        self._old_notes = self._fatal_notes()
+        """Of earlier starts: a run that was started again has not given up."""
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
         self._fleet: Callable[[], Sequence[EngineState]] | None = None
@@ -84,7 +89,7 @@ class RunMetrics:
                 self._count(metric.name, 0)  # shown from the start, so that its first increase can be seen
         self.registry.register(_AtScrape(self))
 
-    def observe(self, which: Literal["metrics", "event"], line: Mapping[str, Any]) -> None:
+    def observe(self, which: LogName, line: Mapping[str, Any]) -> None:
         """Take in one line of the event log; an observer of pipeline.data.event_log.EventLog. Raises nothing."""
         with self._lock:
             self._set("evenkeel_heartbeat_timestamp_seconds", line.get("time"))
@@ -117,13 +122,16 @@ class RunMetrics:
         yield self._family("evenkeel_published_version", [((), published)])
         if self.role not in BY_NAME["evenkeel_finished"].roles:
             return
-        yield self._family("evenkeel_finished", [((), float((self._run_dir / "FINISHED").exists()))])
-        if error := _fatal_error(self._run_dir / "logs" / "fatal.json"):
-            yield self._family("evenkeel_fatal", [((error,), 1.0)])
+        yield self._family("evenkeel_finished", [((), float(RunDirectory(self._run_dir).is_finished()))])
+        errors = {error for path in self._fatal_notes() - self._old_notes if (error := _error_in(path))}
+        yield self._family("evenkeel_fatal", [((error,), 1.0) for error in sorted(errors)])
         with suppress(OSError):
             usage = shutil.disk_usage(self._run_dir)
             yield self._family("evenkeel_run_directory_free_bytes", [((), usage.free)])
             yield self._family("evenkeel_run_directory_size_bytes", [((), usage.total)])
+
+    def _fatal_notes(self) -> set[Path]:
+        return set((self._run_dir / "logs" / "fatal").glob("*.json"))
 
     def _engines(self) -> Iterable[Metric]:
         if self._waiting is not None:
@@ -221,8 +229,17 @@ def metrics_of(role: str, run_dir: Path) -> RunMetrics | None:
             f"{PORT_VARIABLE} is {port!r}, expected a port from 0 to 65535; unset it to show no metrics"
         )
     metrics = RunMetrics(role, run_dir)
-    metrics.serve(int(port), os.environ.get(HOST_VARIABLE) or LOOPBACK)
+    try:
+        metrics.serve(int(port), os.environ.get(HOST_VARIABLE) or LOOPBACK)
+    except PortInUseError as error:
+        print(f"warning: {error}", file=sys.stderr, flush=True)  # a run does not end for its metrics
+        return None
     return metrics
+
+
+def observers_of(metrics: RunMetrics | None) -> tuple[Observer, ...]:
+    """For an EventLog."""
+    return () if metrics is None else (metrics.observe,)
 
 
 def environment_of(port: int | None, host: str = LOOPBACK) -> dict[str, str]:
@@ -242,7 +259,7 @@ def _number_in(path: Path) -> float | None:
         return None
 
 
-def _fatal_error(path: Path) -> str | None:
+def _error_in(path: Path) -> str | None:
     try:
         return str(json.loads(path.read_text())["error"])
     except (OSError, ValueError, KeyError, TypeError):

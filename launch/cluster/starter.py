@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -19,6 +18,10 @@ from pipeline.errors import RetryableError
 from rollout_sglang.server.process import check_port_free, free_ports
 
 StartedRole = Literal["learner", "collector", "engine", "router"]
+
+
+METRICS_PORTS: tuple[StartedRole, ...] = ("learner", "collector", "router")
+"""On one machine: roles that show their metrics at the ports after the supervisor's, in this order."""
 
 
 class NoRoomError(RetryableError):
@@ -92,9 +95,9 @@ def role_command(run: RunDirectory, unit: Unit, *options: str) -> list[str]:
 class LocalStarter:
     """All on this machine, on loopback."""
 
-    def __init__(self, run: RunDirectory, recipe: Recipe, api_key: str) -> None:
-        """Raises PortInUseError when a port that the recipe names is taken."""
-        self._run, self._api_key = run, api_key
+    def __init__(self, run: RunDirectory, recipe: Recipe, api_key: str, metrics_port: int | None = None) -> None:
+        """Raises PortInUseError when a port that the recipe names is taken. `metrics_port` is the supervisor's."""
+        self._run, self._api_key, self._metrics_port = run, api_key, metrics_port
         rollout = recipe.rollout
         count = rollout.engines + 1
         self._ports = free_ports(count) if rollout.port is None else [rollout.port + i for i in range(count)]
@@ -103,12 +106,19 @@ class LocalStarter:
 
     def start(self, unit: Unit, log: Path) -> Started:
         """See Starter."""
-        options: Sequence[str] = ()
+        options = self._metrics_options(unit)
         if unit.role in ("engine", "router"):
-            options = ("--port", str(self._ports[-1 if unit.index is None else unit.index]))
+            options += ["--port", str(self._ports[-1 if unit.index is None else unit.index])]
         environment = {**child_environment(), API_KEY_VARIABLE: self._api_key, LOG_VARIABLE: str(log)}
         environment.pop(API_KEY_FILE_VARIABLE, None)
         return _Child(role_command(self._run, unit, *options), log, environment, own_session=True)
+
+    def _metrics_options(self, unit: Unit) -> list[str]:
+        if self._metrics_port is None:
+            return []
+        if unit.role == "engine":
+            return ["--metrics"]
+        return ["--metrics-port", str(self._metrics_port + 1 + METRICS_PORTS.index(unit.role))]
 
 
 class _Child(ChildProcess):

@@ -13,6 +13,7 @@ from launch.build.components import (
     build_solved_prompt_rule,
     build_tokenizer,
 )
+from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.api_key import read_api_key
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
@@ -77,6 +78,7 @@ async def collect(run: RunDirectory, epoch: Epoch) -> None:
     store = BatchStore(run.batches, run.fence)
     store.remove_partial()
     fleet = build_fleet(run, recipe)
+    metrics = metrics_of("collector", run.path)
     try:
         with Verifiers(prompts.task.reward, recipe.reward.workers, recipe.reward.deadline_s) as verifiers:
             finished = await Collector(
@@ -88,7 +90,7 @@ async def collect(run: RunDirectory, epoch: Epoch) -> None:
                 tokenizer=tokenizer,
                 verifiers=verifiers,
                 contract=build_contract(recipe, tokenizer),
-                event_log=EventLog(run.path, epoch.name),
+                event_log=EventLog(run.path, epoch.name, observers_of(metrics)),
                 settings=settings(recipe, tokenizer),
                 stop=stop,
             ).collect()

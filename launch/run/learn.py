@@ -13,6 +13,7 @@ from typing import Any
 from launch.build.algorithm import build_advantage_computer, build_objective
 from launch.build.components import build_contract, build_quant_map, build_tokenizer, require_engines_here
 from launch.build.weight_checks import build_weight_check_plan
+from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.base import EPOCH_VARIABLE, Stop, rank_epoch, wait_for_engines
 from launch.run.collect import build_fleet, fleet_settings
 from launch.run.processes import run_child
@@ -96,6 +97,7 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         updates_per_batch=recipe.learner.updates_per_batch,
     )
     objective = build_objective(recipe)
+    metrics = metrics_of("learner", run.path) if learner.is_rank_zero else None
     trainer = Trainer(
         **shared,
         old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
@@ -105,7 +107,7 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         channel=channel,
         checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep, run.fence),
         checkpoint_every=recipe.checkpoint.every,
-        event_log=EventLog(run.path, epoch.name),
+        event_log=EventLog(run.path, epoch.name, observers_of(metrics)),
     )
     trainer.train()
     if channel is not None:

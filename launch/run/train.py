@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from launch.build.engines import check_engines
+from launch.cluster.metrics import RunMetrics, observers_of
 from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.starter import LocalStarter, units_of
 from launch.run.begin import preflight
@@ -25,9 +26,10 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 
 
-def train_run(recipe: Recipe) -> dict[str, Any]:
+def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]:
     """Start or resume a run; returns its summary once it is finished, or `stopped` when it was asked to end before.
-    Raises FatalError when it cannot be finished."""
+    With a `metrics_port`, the supervisor shows its metrics there, and the roles at the ports after it. Raises
+    FatalError when it cannot be finished."""
     run = RunDirectory(recipe.directory)
     preflight(recipe)
     for sentence in advice(recipe):
@@ -36,15 +38,19 @@ def train_run(recipe: Recipe) -> dict[str, Any]:
         run.freeze(recipe)
         if not run.is_finished():
             check_engines(recipe)
-            if _supervise(run, recipe, epoch) == "stopped":
+            if _supervise(run, recipe, epoch, metrics_port) == "stopped":
                 print(f"stopped; the same command goes on from {run.path}", file=sys.stderr)
                 return dict(run=str(run.path), stopped=True)
     return {**summary(run.path), "report": str(write_report(run.path))}
 
 
-def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch) -> Outcome:
-    event_log = EventLog(run.path, epoch.name)
-    starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24))
+def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: int | None) -> Outcome:
+    metrics = None
+    if metrics_port is not None:
+        metrics = RunMetrics("supervisor", run.path)
+        metrics.serve(metrics_port)
+    event_log = EventLog(run.path, epoch.name, observers_of(metrics))
+    starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24), metrics_port)
     with stop_requested() as stop, LiveView(run.path, recipe.run.steps) as view:
         with Supervisor(run, recipe, view, event_log, starter, units_of(recipe), epoch, stop) as supervisor:
             outcome = supervisor.supervise()

@@ -50,6 +50,8 @@ class EngineSpec:
     tensor_parallel: int = 1
     context_tokens: int = 512
     seed: int = 0
+    metrics: bool = False
+    """Whether it shows SGLang's /metrics, without a key, on the port that it serves on."""
     extra_args: tuple[str, ...] = ()
 
     @property
@@ -76,6 +78,8 @@ def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
     argv += ["--random-seed", str(spec.seed), "--sleep-on-idle", "--log-level-http", "warning"]
     if spec.nodes > 1:
         argv += ["--nnodes", str(spec.nodes), "--node-rank", str(spec.node), "--dist-init-addr", str(spec.meeting)]
+    if spec.metrics:
+        argv += ["--enable-metrics"]
     if spec.precision == "fp8_tensor":
         argv += ["--quantization", "fp8"]
     if not cuda:
@@ -107,22 +111,27 @@ def start(spec: EngineSpec) -> ServerProcess:
     )
 
 
-def router_command(port: int, metrics_port: int, host: str = HOST) -> list[str]:
+def router_command(port: int, metrics: tuple[str, int], host: str = HOST) -> list[str]:
     """The argv of SGLang's router, which starts without engines. Only Fleet decides which are members: the router
     neither retries nor checks health."""
     argv = [*module_command("rollout_sglang.server.launch_router"), "--host", host, "--port", str(port)]
-    argv += ["--policy", "round_robin", "--prometheus-host", HOST, "--prometheus-port", str(metrics_port)]
+    argv += ["--policy", "round_robin", "--prometheus-host", metrics[0], "--prometheus-port", str(metrics[1])]
     argv += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--log-level", "warn"]
     return [*argv, "--worker-startup-check-interval", "1"]
 
 
-def start_router(port: int, api_key: str | None, log: Path | None, host: str = HOST) -> ServerProcess:
-    """Start SGLang's router. Dies with the calling thread. Raises as `start` does."""
+def start_router(
+    port: int, api_key: str | None, log: Path | None, host: str = HOST, metrics_port: int | None = None
+) -> ServerProcess:
+    """Start SGLang's router. Dies with the calling thread. Raises as `start` does. It shows its metrics at
+    `metrics_port` of `host`; without one, where nobody looks."""
     require_key(host, api_key)
     check_port_free(port, host)
-    metrics_port = next(free for free in free_ports(2) if free != port)
+    metrics = (
+        (HOST, next(free for free in free_ports(2) if free != port)) if metrics_port is None else (host, metrics_port)
+    )
     return ServerProcess(
-        router_command(port, metrics_port, host),
+        router_command(port, metrics, host),
         environment=server_environment(api_key),
         log=log,
         ready_url=f"{server_url(host, port)}/liveness",

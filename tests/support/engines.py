@@ -133,7 +133,7 @@ class TinyEngines:
             log=self.root / f"{precision}.log",
             version=0,
             api_key=KEY,
-            extra_args=("--enable-metrics",),
+            metrics=True,
         )
         return TinyEngine(start_engine(spec), spec, (checkpoints[0], checkpoints[1]), self.plain, FORMATS[precision])
 

@@ -62,6 +62,8 @@ def scraped(metrics: RunMetrics) -> str:
 def fed(role: str, run_dir: Path) -> RunMetrics:
     """The metrics of a role that has seen every kind of line that it writes."""
     metrics = RunMetrics(role, run_dir)
+    note = run_dir / "logs" / "fatal" / f"learner-seen-by-{role}.json"
+    note.write_text('{"error": "NonFiniteError", "message": "loss is nan"}')
     if role == "learner":
         metrics.observe("metrics", STEP)
         metrics.observe("event", dict(kind="saved", time=1.0, step=8, seconds=2.5))
@@ -80,7 +82,6 @@ def run_with_every_file(folder: Path) -> Path:
     """A run directory with each file that a scrape reads."""
     run = folder / "demo"
     (run / "policy").mkdir(parents=True)
-    (run / "logs").mkdir()
+    (run / "logs" / "fatal").mkdir(parents=True)
     (run / "policy" / "PUBLISHED").write_text("8\n")
-    (run / "logs" / "fatal.json").write_text('{"error": "NonFiniteError", "message": "loss is nan"}')
     return run

@@ -95,6 +95,9 @@ def engine(
     port: Port = None,
     nodes: Annotated[int, typer.Option(min=1, help="Hosts of this engine, which share its tensor parallel ranks.")] = 1,
     node: Annotated[int, typer.Option(min=0, help="Which of these hosts this is.")] = 0,
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Show SGLang's /metrics on the engine's port; no key is needed there.")
+    ] = False,
 ) -> None:
     """An SGLang server with the newest policy. It gets requests once the run's fleet has verified its weights.
 
@@ -105,12 +108,12 @@ def engine(
     from launch.cluster.roles.engine import EngineRole, run_engine
     from pipeline.data.run_directory import RunDirectory
 
-    own = EngineRole(RunDirectory(run.absolute()), index, host, port, nodes, node)
+    own = EngineRole(RunDirectory(run.absolute()), index, host, port, nodes, node, metrics)
     run_role(own.run, f"engine-{index}", lambda stop: run_engine(own, stop))
 
 
 @role_app.command()
-def router(run: RunPath, host: Host = "127.0.0.1", port: Port = None) -> None:
+def router(run: RunPath, host: Host = "127.0.0.1", port: Port = None, metrics_port: MetricsPort = None) -> None:
     """SGLang's router in front of the engines; needed where a run has more than one.
 
     Starts without engines: the fleet, in learner and collector, gives it those that it has verified.
@@ -119,5 +122,5 @@ def router(run: RunPath, host: Host = "127.0.0.1", port: Port = None) -> None:
     from launch.cluster.roles.router import RouterRole, run_router
     from pipeline.data.run_directory import RunDirectory
 
-    own = RouterRole(RunDirectory(run.absolute()), host, port)
+    own = RouterRole(RunDirectory(run.absolute()), host, port, metrics_port)
     run_role(own.run, "router", lambda stop: run_router(own, stop))

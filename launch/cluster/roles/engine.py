@@ -53,6 +53,7 @@ class EngineRole:
     port: int | None = None
     nodes: int = 1
     node: int = 0
+    metrics: bool = False
 
     @property
     def meeting(self) -> Path:
@@ -83,7 +84,7 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
     for earlier in membership.engines():
         if earlier.index == own.index:
             membership.withdraw(earlier)  # of a start that is superseded
-    place: dict[str, Any] = dict(host=address)
+    place: dict[str, Any] = dict(host=address, metrics=own.metrics)
     if own.nodes > 1:
         Meeting(epoch.number, address, port + MEETING_PORTS, own.nodes).write(own.meeting)
         place |= dict(nodes=own.nodes, node=0, meeting=f"{address}:{port + MEETING_PORTS}")

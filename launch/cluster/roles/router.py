@@ -20,6 +20,7 @@ class RouterRole:
     run: RunDirectory
     host: str = LOOPBACK
     port: int | None = None
+    metrics_port: int | None = None
 
 
 def run_router(own: RouterRole, stop: Stop) -> int:
@@ -30,7 +31,7 @@ def run_router(own: RouterRole, stop: Stop) -> int:
     port = own.port or (rollout.port or DEFAULT_PORT) + rollout.engines
     epoch = claim(own.run.path, "router")
     url = server_url(own.host, port)
-    server = start_router(port, key, log_file(), address)
+    server = start_router(port, key, log_file(), address, own.metrics_port)
     try:
         serve(server, own.run, epoch, stop, rollout.start_deadline_s, lambda: own.run.membership().announce_router(url))
     finally:

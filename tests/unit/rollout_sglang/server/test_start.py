@@ -75,7 +75,7 @@ def test_only_per_tensor_fp8_is_quantized_by_the_engine(tmp_path: Path, precisio
 
 
 def test_the_key_is_in_the_environment_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "secret" not in " ".join(command(spec(tmp_path), cuda=True) + router_command(1, 2))
+    assert "secret" not in " ".join(command(spec(tmp_path), cuda=True) + router_command(1, ("127.0.0.1", 2)))
     environment = server_environment("secret")
     assert environment["EVENKEEL_API_KEY"] == "secret"
     monkeypatch.setenv("EVENKEEL_API_KEY", "secret")
