@@ -203,6 +203,8 @@ def attend(
                 ends = time.monotonic() + grace_s()
                 if isinstance(others, Peer):
                     others.ask_to_stop()
+                elif not ranks.have_begun:
+                    return Verdict(STOPPED_EXIT_CODE, "asked to end before it had begun; started again, it goes on")
                 else:
                     ranks.ask_to_stop()
             if ends is not None and time.monotonic() > ends:
@@ -243,8 +245,13 @@ def rank_command(own: LearnerNode, recipe: Recipe, address: str, master: Meeting
             *("--master-addr", host, "--master-port", str(port), "--local-addr", address),
         )
     )
-    ranks = processes_a_node(recipe, own.nodes)
-    return torchrun(ranks, "launch.run.learn", str(own.run.path), rendezvous=rendezvous)
+    # Ranks ignore SIGTERM, and torchrun leaves it alone: when one of them fails, it need not wait for the others.
+    return torchrun(
+        processes_a_node(recipe, own.nodes),
+        "launch.run.learn_rank",
+        str(own.run.path),
+        options=(*(rendezvous or ("--standalone",)), "--signals-to-handle", "SIGHUP", "--shutdown-timeout", "1"),
+    )
 
 
 def rank_environment(own: LearnerNode, address: str, epoch: Epoch) -> dict[str, str]:
