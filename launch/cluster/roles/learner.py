@@ -75,7 +75,8 @@ def run_learner_node(own: LearnerNode, stop: Stop) -> int:
         raise LayoutError(f"node {own.node} of --nodes {own.nodes}: nodes count from 0; correct one of them")
     verdict = lead(own, stop) if own.node == 0 else follow(own, stop)
     if verdict.status:
-        print(f"error: {verdict.reason}", file=sys.stderr, flush=True)
+        kind = "learner" if verdict.status == STOPPED_EXIT_CODE else "error"
+        print(f"{kind}: {verdict.reason}", file=sys.stderr, flush=True)
     return verdict.status
 
 

@@ -14,7 +14,6 @@ from launch.cluster.roles.base import STOP_FILE_VARIABLE, log_file
 from launch.run.processes import end_tree
 from pipeline.child_process import ChildProcess
 
-
 BEGUN = "begun"
 """Beside the stop file; rank 0 makes it when it begins to train."""
 
