@@ -92,9 +92,9 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     processes_a_node(recipe, own.nodes)
     key = read_api_key()
     address = bind_address(own.host, key)
+    own.run.freeze(recipe)  # first: who comes with another recipe is refused, and takes over from nobody
     epoch = claim(own.run.path, "learner")
     run = own.run.under(epoch)
-    run.freeze(recipe)
     if run.is_finished():
         return Verdict(0)
     seed_policy(run, recipe)
