@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,10 +28,10 @@ from rollout_sglang.protocol import (
     completion_of,
 )
 from rollout_sglang.server.sglang_compat import ABORTED, DialectOf
-from rollout_sglang.transport import Transport
+from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
 
 CONTROL_DEADLINE_S = 30.0
-"""For calls that an engine answers between two of its steps: health, version, pause, continue."""
+"""For calls that an engine answers between two of its steps: pause, continue, names of weights."""
 
 T = TypeVar("T")
 
@@ -43,13 +43,22 @@ class EngineClient:
     FatalError when the server finds the call itself wrong (key, prompt length).
     """
 
-    def __init__(self, url: str, api_key: str | None, *, index: int, request_deadline_s: float) -> None:
+    def __init__(
+        self, url: str, api_key: str | None, *, index: int, request_deadline_s: float, update: int | None = None
+    ) -> None:
+        """Calls that concern weights belong to the weight update `update`, a number of
+        rollout_sglang.weights.update_lease; without one, engines refuse them."""
         self.url = url.rstrip("/")
         self.index = index
         self._request_deadline_s = request_deadline_s
         self._control_deadline_s = min(CONTROL_DEADLINE_S, request_deadline_s)
         self._transport = Transport(url, api_key)
+        self._transport.update = update
         self._dialect = DialectOf(self._transport, self._control_deadline_s)
+
+    def take_part(self, update: int) -> None:
+        """From now on, calls belong to another weight update."""
+        self._transport.update = update
 
     async def generate(self, prompt_tokens: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Sample a group in one request. Log-probabilities are of softmax(logits / temperature), before top-p and
@@ -92,18 +101,23 @@ class EngineClient:
             raise EngineUnavailableError(f"engine {self.index} at {self.url} aborted the scoring of prompts; ask again")
         return [_input_logprobs(row, sample) for row, sample in zip(rows, samples, strict=True)]
 
-    async def model_info(self) -> ModelInfo:
-        """Which folder and version the server serves."""
-        answer = await self._transport.call("GET", "/model_info", deadline_s=self._control_deadline_s)
+    async def model_info(self, deadline_s: float | None = None) -> ModelInfo:
+        """Which folder and version the server serves. A busy engine answers at once: its HTTP process alone does."""
+        deadline_s = self._control_deadline_s if deadline_s is None else deadline_s
+        answer = await self._transport.call("GET", "/model_info", deadline_s=deadline_s)
         return _parse(TypeAdapter(ModelInfo), answer)
 
     async def health(self) -> bool:
-        """Whether the server answers and says that it is well."""
+        """Whether the server answers and says that it is well. It is not asked to sample: one that is busy answers."""
         try:
-            await self._transport.call("GET", "/health", deadline_s=self._control_deadline_s)
+            await self._transport.call("GET", "/health", deadline_s=min(LOOK_DEADLINE_S, self._control_deadline_s))
         except EngineUnavailableError:
             return False
         return True
+
+    async def while_alive(self, call: Coroutine[Any, Any, T]) -> T:
+        """See Transport.while_alive."""
+        return await self._transport.while_alive(call)
 
     async def pause(self) -> None:
         """Stop sampling. Requests under way are retracted and go on after `resume`, with the weights that there are

@@ -1,42 +1,43 @@
 """All engines of a run as one: which of them get requests, which are given weights, which are waited for.
 
 An engine is *admitted* (gets requests) while it answers and serves at least the version that this fleet was last told
-to serve. Otherwise it is quarantined until it is verified again. Two processes give weights to the same engines: the
-learner publishes, the collector resyncs. A lock file keeps them apart and holds the version that was given last.
+to serve. Otherwise it is quarantined until it is verified again; so it begins. Engines come, move and go while the run
+goes on (rollout_sglang.engine_pool). Two processes give weights to the same engines: the learner publishes, the
+collector resyncs. Each of their updates has a number, and engines refuse the lower one (weights.update_lease).
 
     generate   waits for an admitted engine; an engine that fails is quarantined and the next one asked
-    load       lock → all engines take the weights at once → each is verified → those that fail twice are quarantined
-    resync     lock → engines that claim the version are verified, the others are given its weights, unless another
-               process has loaded a later version
+    load       number → all engines take the weights at once → each is verified → those that fail are quarantined
+    resync     number → quarantined engines that claim the version are verified, the others are given its weights,
+               unless another process has given a later version
+    monitored  looks at all engines once a second, and resyncs those that came, or came back (rollout_sglang.monitor)
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
+from pipeline.data.membership import Membership
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
-from rollout_sglang.client import EngineClient
-from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, claimed_version
-from rollout_sglang.router import RouterClient
+from rollout_sglang.engine_pool import EnginePool, EngineState, OnChange, PooledEngine, look
+from rollout_sglang.monitor import Monitor
 from rollout_sglang.weight_verifier import WeightVerifier, invalidate
-from rollout_sglang.weights.locks import exclusive_lock
+from rollout_sglang.weights.update_lease import UpdateKind, Updates
 
 ATTEMPTS = 4
 """Failed answers that one `generate` takes before it gives up. Waiting for an engine to come back is not counted."""
 UPDATE_ATTEMPTS = 2
 """How often an engine is given one version before it is quarantined."""
-_PROBE_PAUSE_S = 0.5
+_PROBE_PAUSE_S = 0.2
 _FIRST_RETRY_PAUSE_S = 0.05
 T = TypeVar("T")
 
@@ -52,47 +53,39 @@ class Target:
 
 
 class FleetSettings(TypedDict):
-    """What a Fleet takes beside the engines' URLs."""
+    """What a Fleet takes beside the run's engines."""
 
-    router_url: str | None
+    updates: Updates
     api_key: str | None
-    lock_path: Path
     request_deadline_s: float
     """Longest wait for an answer, and for an engine to come back."""
     load_deadline_s: float
     """Longest wait for an engine to serve new weights."""
+    on_change: OnChange | None
 
 
 class Fleet:
-    """Implements pipeline.ports.engines.Engines over servers at `urls`; with `router_url`, requests go there.
+    """Implements pipeline.ports.engines.Engines over the engines of a membership; with a router in it, requests go
+    there while it answers.
 
     One process may use it from one event loop after another, but not from two at once.
     """
 
-    def __init__(self, urls: Sequence[str], **settings: Unpack[FleetSettings]) -> None:
-        router_url, api_key = settings["router_url"], settings["api_key"]
-        request_deadline_s = settings["request_deadline_s"]
-        self._engines = [
-            EngineClient(url, api_key, index=index, request_deadline_s=request_deadline_s)
-            for index, url in enumerate(urls)
-        ]
-        self._router = RouterClient(router_url, api_key) if router_url else None
-        self._entrance = (
-            EngineClient(router_url, api_key, index=UNKNOWN_ENGINE, request_deadline_s=request_deadline_s)
-            if router_url
-            else None
-        )
-        self._lock_path = settings["lock_path"]
-        self._request_deadline_s = request_deadline_s
+    def __init__(self, membership: Membership, **settings: Unpack[FleetSettings]) -> None:
+        self._request_deadline_s = settings["request_deadline_s"]
         self._load_deadline_s = settings["load_deadline_s"]
+        self._updates = settings["updates"]
+        self._pool = EnginePool(
+            membership, settings["api_key"], settings["request_deadline_s"], settings.get("on_change")
+        )
         self._target: Target | None = None
-        self._quarantined: set[int] = set()
-        self._verified: dict[int, Target] = {}
-        """By engine, what this process has verified; forgotten when the engine is quarantined."""
         self._verifier = WeightVerifier(self._load_deadline_s)
-        self._in_flight = [0] * len(self._engines)
-        self._router_is_suspect = False
+        self._monitored = False
         self._probe: asyncio.Task[None] | None = None
+
+    def state(self) -> tuple[EngineState, ...]:
+        """Every engine as it is now. May be called from another thread."""
+        return tuple(engine.state() for engine in self._pool.engines)
 
     async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Sample a group on one engine. Waits up to the request deadline while no engine is admitted.
@@ -103,11 +96,12 @@ class Fleet:
         failures: list[str] = []
         while len(failures) < ATTEMPTS:
             engine = await self._admitted_engine(ends)
+            through_router = self._pool.entrance is not None and not self._pool.router_is_suspect
             try:
-                return await self._ask(engine, prompt, num_samples, sampling)
+                return await self._ask(None if through_router else engine, prompt, num_samples, sampling)
             except (EngineUnavailableError, EngineVersionError) as error:
                 failures.append(str(error))
-                await self._mark_suspect(engine)
+                await self._mark_suspect(None if through_router else engine, str(error))
             await asyncio.sleep(_FIRST_RETRY_PAUSE_S * 2 ** len(failures))
         raise EngineUnavailableError(f"{ATTEMPTS} engines in a row failed one request; the last: {failures[-1]}")
 
@@ -120,146 +114,195 @@ class Fleet:
         """
         watch = Stopwatch()
         target = Target(version, directory, check or WeightCheck.load(directory))
-        async with exclusive_lock(self._lock_path, self._load_deadline_s) as record:
+        async with self._updates.take("publish", self._load_deadline_s) as update:
             watch.lap("lock_s")
             self._target = target
-            write_record(record, version)
-            results = await all_of(self._update_engine(engine, target) for engine in self._engines)
-        return summarize(version, results) | watch.seconds
+            engines, absent = await self._answering()
+            results = await all_of(self._update_engine(engine, target, update.number) for engine in engines)
+            numbers = summarize(version, [*results, *absent.values()])
+            update.given = version
+        return numbers | watch.seconds
 
     async def resync(self, version: int, directory: Path) -> None:
-        """Admit the engines that hold `version`, give it to those that claim another one, and quarantine those that do
-        not answer or cannot be verified.
+        """Have engines admitted that hold `version` verified: give it to those that claim another one, and quarantine
+        those that do not answer or cannot be verified.
 
-        When another process has meanwhile loaded another version, the caller is behind: no engine is given weights.
+        A fleet that is monitored returns as soon as one engine is admitted; the monitor sees to the others. When
+        another process has meanwhile given another version, the caller is behind: no engine is given weights.
         """
-        target = self._target = Target(version, directory, WeightCheck.load(directory))
-        verified = all(self._verified.get(engine.index) == target for engine in self._engines)
-        if verified and not self._quarantined and await self._all_serve(version):
-            return
-        async with exclusive_lock(self._lock_path, self._load_deadline_s) as record:
-            superseded = _read_record(record) not in (None, version)
-            await all_of(self._resync_one(engine, target, superseded) for engine in self._engines)
+        self._target = await asyncio.to_thread(self._target_of, version, directory)
+        await self._share(self._resync)
+
+    @asynccontextmanager
+    async def monitored(self, published: Callable[[], tuple[int, Path]]) -> AsyncIterator[None]:
+        """While the block runs, engines that come, move, fail or come back are noticed within seconds. `published`
+        says which version is published, and where its folder lies."""
+
+        async def mend(engines: Sequence[PooledEngine]) -> None:
+            self._target = await asyncio.to_thread(self._target_of, *published())
+            await self._mend(engines)
+
+        monitor = Monitor(self._pool, self._updates, mend, lambda: published()[0])
+        task, self._monitored = asyncio.create_task(monitor.run()), True
+        try:
+            yield
+        finally:
+            self._monitored = False
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def versions(self) -> dict[str, int | None]:
         """URL → policy version that the engine serves; None where it does not answer or serves none of ours."""
-        found = await all_of(_version_of(engine) for engine in self._engines)
-        return {engine.url: version for engine, version in zip(self._engines, found, strict=True)}
+        await self._pool.refresh()
+        found = await all_of(look(engine) for engine in self._pool.engines)
+        return {engine.url: served for engine, (served, _) in zip(self._pool.engines, found, strict=True)}
 
     async def close(self) -> None:
         """Release connections; engines and router go on."""
         if self._probe is not None and not self._probe.done():
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
-        clients = [*self._engines, self._entrance, self._router]
-        await asyncio.gather(*(client.close() for client in clients if client is not None))
+        await self._pool.close()
 
-    async def _all_serve(self, version: int) -> bool:
-        if any(served != version for served in (await self.versions()).values()):
-            return False
-        # Another process may have told the router to leave an engine out.
-        return self._router is None or {engine.url for engine in self._engines} <= (await self._router.workers()).keys()
+    def _target_of(self, version: int, directory: Path) -> Target:
+        return Target(version, directory, WeightCheck.load(directory))
 
     async def _ask(
-        self, engine: EngineClient, prompt: Sequence[int], num_samples: int, sampling: Sampling
+        self, engine: PooledEngine | None, prompt: Sequence[int], num_samples: int, sampling: Sampling
     ) -> list[Completion]:
+        """One answer of the engine, or of any behind the router."""
         oldest_allowed = self._target.version if self._target else None
-        known = engine is not self._entrance
-        if known:
-            self._in_flight[engine.index] += 1
-        try:
-            completions = await engine.generate(prompt, num_samples, sampling)
-        finally:
-            if known:
-                self._in_flight[engine.index] -= 1
+        client = self._pool.entrance if engine is None else engine.client
+        if client is None:
+            raise EngineUnavailableError("the router has left; the request is asked again")
+        completions = await self._pool.ask(engine, client.generate(prompt, num_samples, sampling))
         oldest = min((version for c in completions for version in c.versions), default=None)
         if oldest is not None and oldest_allowed is not None and oldest < oldest_allowed:
             raise EngineVersionError(
-                f"{engine.url} sampled with version {oldest}, expected {oldest_allowed} or later: it was restarted "
+                f"{client.url} sampled with version {oldest}, expected {oldest_allowed} or later: it was restarted "
                 "unnoticed; its answer is thrown away"
             )
         return completions
 
-    async def _admitted_engine(self, ends: float) -> EngineClient:
-        """The least busy admitted engine (or the router). Raises EngineUnavailableError at time `ends`."""
+    async def _admitted_engine(self, ends: float) -> PooledEngine:
+        """The least busy admitted engine. Raises EngineUnavailableError at time `ends`."""
         while True:
-            engine = await self._admitted_now()
-            if engine is not None:
-                return engine
+            if not self._pool.admitted and not self._monitored:
+                await self._share(self._readmit)
+            if admitted := self._pool.admitted:
+                return min(admitted, key=lambda engine: len(engine.calls))
             if time.monotonic() > ends:
                 raise EngineUnavailableError(
-                    f"none of {len(self._engines)} engines came back within {self._request_deadline_s:g} s; "
+                    f"none of {len(self._pool.engines)} engines came back within {self._request_deadline_s:g} s; "
                     "see logs/ of the run for why they died"
                 )
             await asyncio.sleep(_PROBE_PAUSE_S)
 
-    async def _admitted_now(self) -> EngineClient | None:
-        if len(self._quarantined) == len(self._engines):
-            await self._probe_quarantined()
-        admitted = [engine for engine in self._engines if engine.index not in self._quarantined]
-        if not admitted:
-            return None
-        if self._entrance is None or self._router is None:
-            return min(admitted, key=lambda engine: self._in_flight[engine.index])
-        # A router that is being restarted is waited for like an engine.
-        self._router_is_suspect = self._router_is_suspect and not await self._router.ready()
-        return None if self._router_is_suspect else self._entrance
-
-    async def _mark_suspect(self, engine: EngineClient) -> None:
+    async def _mark_suspect(self, engine: PooledEngine | None, reason: str) -> None:
         """Quarantine the engine that failed. The router does not say which engine that was: each one is asked then."""
-        if engine is not self._entrance:
-            await self._quarantine(engine)
+        if engine is not None:
+            await self._pool.quarantine(engine, reason)
             return
-        self._router_is_suspect = True
-        found = await all_of(_version_of(candidate) for candidate in self._engines)
+        router = self._pool.router
+        self._pool.router_is_suspect = router is None or not await router.ready()
+        admitted = self._pool.admitted
+        found = await all_of(look(candidate) for candidate in admitted)
         oldest_allowed = self._target.version if self._target else None
-        for candidate, version in zip(self._engines, found, strict=True):
-            if version is None or (oldest_allowed is not None and version < oldest_allowed):
-                await self._quarantine(candidate)
+        for candidate, (served, _) in zip(admitted, found, strict=True):
+            if served is None or (oldest_allowed is not None and served < oldest_allowed):
+                await self._pool.quarantine(candidate, reason)
 
-    async def _probe_quarantined(self) -> None:
-        """Give every quarantined engine a chance to come back; many callers share one probe."""
+    async def _share(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Many callers share one resync that is under way."""
         if self._probe is None or self._probe.done():
-            self._probe = asyncio.create_task(self._readmit())
+            self._probe = asyncio.create_task(work())
         await asyncio.shield(self._probe)
 
     async def _readmit(self) -> None:
+        """Give every quarantined engine a chance to come back."""
         if self._target is not None:
-            await self.resync(self._target.version, self._target.directory)
+            await self._resync()
             return
-        for engine in [self._engines[index] for index in sorted(self._quarantined)]:
-            if await _version_of(engine) is not None:
-                await self._admit(engine)
+        await self._pool.refresh()
+        for engine in self._pool.quarantined:
+            served, _ = await look(engine)
+            if served is not None:
+                await self._pool.admit(engine, served)
 
-    async def _resync_one(self, engine: EngineClient, target: Target, superseded: bool) -> None:
-        served, claimed = await _versions_of(engine)
-        if claimed == target.version and await self._holds(engine, target, named=served is not None):
-            await self._admit(engine)
-        elif not await engine.health():
-            await self._quarantine(engine)
+    async def _resync(self) -> None:
+        target = self._target
+        assert target is not None, "resync names it"
+        await self._pool.refresh()
+        admitted = self._pool.admitted
+        found = await all_of(look(engine) for engine in admitted)
+        if self._updates.under_way() is None:
+            for engine, (served, _) in zip(admitted, found, strict=True):
+                if served is None or served < target.version:
+                    await self._pool.quarantine(engine, f"it serves version {served}, expected {target.version}")
+        if not (self._monitored and self._pool.admitted) and self._pool.quarantined:
+            await self._mend(self._pool.quarantined)
+        await self._pool.sync_router()
+
+    async def _mend(self, engines: Sequence[PooledEngine]) -> None:
+        """Bring quarantined engines back."""
+        target = self._target
+        assert target is not None, "the callers name it"
+        kind: UpdateKind = "mend" if self._pool.admitted else "resync"
+        async with self._updates.take(kind, self._load_deadline_s) as update:
+            superseded = update.given not in (None, target.version)
+            await all_of(self._resync_one(engine, target, update.number, superseded) for engine in engines)
+
+    async def _resync_one(self, engine: PooledEngine, target: Target, number: int, superseded: bool) -> None:
+        engine.client.take_part(number)
+        served, claimed = await look(engine)
+        if claimed == target.version and await self._holds(engine, target):
+            await self._pool.admit(engine, target.version)
+        elif not await engine.client.health():
+            await self._pool.quarantine(engine, "it does not answer")
         elif not superseded:
-            await self._update_engine(engine, target, UPDATE_ATTEMPTS - (claimed == target.version))
+            await self._update_engine(engine, target, number, UPDATE_ATTEMPTS - (claimed == target.version))
         elif served is not None and served > target.version:
-            await self._admit(engine)
+            await self._pool.admit(engine, served)
         else:
-            await self._quarantine(engine)
+            await self._pool.quarantine(engine, f"it serves version {served}, and a later one than {target.version}")
 
-    async def _holds(self, engine: EngineClient, target: Target, *, named: bool) -> bool:
-        """Whether an engine that claims the version holds it. It is verified once; again after it was quarantined, or
-        restarted, which takes the version's name from it."""
-        if named and self._verified.get(engine.index) == target:
-            return True
+    async def _holds(self, engine: PooledEngine, target: Target) -> bool:
+        """Whether an engine that claims the version holds it."""
         try:
-            await self._verify(engine, target.version, target.check)
+            await engine.client.while_alive(self._verify(engine, target))
         except RetryableError:
             return False
-        self._verified[engine.index] = target
         return True
 
+    async def _answering(self) -> tuple[list[PooledEngine], dict[int, str]]:
+        """The engines that answer, when at least one does, and why the others are left out: they are quarantined.
+
+        Raises EngineUnavailableError when none comes within the deadline.
+        """
+        ends = time.monotonic() + self._load_deadline_s
+        self._pool.router_is_suspect = False
+        while True:
+            await self._pool.refresh()
+            engines = self._pool.engines
+            healthy = await all_of(engine.client.health() for engine in engines)
+            if any(healthy):
+                break
+            if time.monotonic() > ends:
+                raise EngineUnavailableError(
+                    f"none of {len(engines)} engines has answered for {self._load_deadline_s:g} s; see logs/ of the run"
+                )
+            await asyncio.sleep(_PROBE_PAUSE_S)
+        absent = [engine for engine, well in zip(engines, healthy, strict=True) if not well]
+        for engine in absent:
+            await self._pool.quarantine(engine, "it does not answer")
+        left_out = {engine.index: f"engine {engine.index} at {engine.url} does not answer" for engine in absent}
+        return [engine for engine in engines if engine.index not in left_out], left_out
+
     async def _update_engine(
-        self, engine: EngineClient, target: Target, attempts_left: int = UPDATE_ATTEMPTS
+        self, engine: PooledEngine, target: Target, number: int, attempts_left: int = UPDATE_ATTEMPTS
     ) -> dict[str, float] | str:
         """Give the weights and verify them, `attempts_left` times at most. What it took, or why it is quarantined."""
+        engine.client.take_part(number)
         try:
             while True:
                 try:
@@ -267,41 +310,31 @@ class Fleet:
                     break
                 except EngineVersionError:
                     attempts_left -= 1
-                    if attempts_left == 0:
+                    if attempts_left <= 0:
                         raise
-            self._verified[engine.index] = target
-            await self._admit(engine)
+            await self._pool.admit(engine, target.version)
         except RetryableError as error:
-            await self._quarantine(engine)
+            await self._pool.quarantine(engine, str(error))
             return str(error)
         return seconds
 
-    async def _update_engine_once(self, engine: EngineClient, target: Target) -> dict[str, float]:
+    async def _update_engine_once(self, engine: PooledEngine, target: Target) -> dict[str, float]:
         watch = Stopwatch()
+        client = engine.client
         try:
-            await engine.pause()
+            await client.while_alive(client.pause())
             watch.lap("pause_s")
-            await engine.update_from_disk(target.version, target.directory, deadline_s=self._load_deadline_s)
+            loading = client.update_from_disk(target.version, target.directory, deadline_s=self._load_deadline_s)
+            await client.while_alive(loading)
             watch.lap("load_s")
         except RetryableError:
-            await invalidate(engine)  # a load that failed may have changed part of the weights
+            await invalidate(client)  # a load that failed may have changed part of the weights
             raise
-        return watch.seconds | await self._verify(engine, target.version, target.check)
+        return watch.seconds | await client.while_alive(self._verify(engine, target))
 
-    async def _verify(self, engine: EngineClient, version: int, check: WeightCheck | None) -> dict[str, float]:
+    async def _verify(self, engine: PooledEngine, target: Target) -> dict[str, float]:
         """See WeightVerifier.verify; does not admit the engine."""
-        return await self._verifier.verify(engine, version, check)
-
-    async def _quarantine(self, engine: EngineClient) -> None:
-        self._quarantined.add(engine.index)
-        self._verified.pop(engine.index, None)
-        if self._router is not None:
-            await self._router.remove(engine.url)
-
-    async def _admit(self, engine: EngineClient) -> None:
-        if self._router is not None:
-            await self._router.admit(engine.url)
-        self._quarantined.discard(engine.index)
+        return await self._verifier.verify(engine.client, target.version, target.check)
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -311,20 +344,6 @@ async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         if isinstance(result, BaseException):
             raise result
     return [result for result in results if not isinstance(result, BaseException)]
-
-
-async def _version_of(engine: EngineClient) -> int | None:
-    return (await _versions_of(engine))[0]
-
-
-async def _versions_of(engine: EngineClient) -> tuple[int | None, int | None]:
-    """The version that an engine serves verified, and the one that it claims; None where there is none or no answer."""
-    try:
-        name = (await engine.model_info()).weight_version
-    except RetryableError:
-        return None, None
-    claimed = claimed_version(name)
-    return (None if name.startswith(UNVERIFIED) else claimed), claimed
 
 
 def summarize(version: int, results: Sequence[dict[str, float] | str]) -> dict[str, float]:
@@ -339,13 +358,3 @@ def summarize(version: int, results: Sequence[dict[str, float] | str]) -> dict[s
         )
     total = {name: max(one[name] for one in taken) for name in taken[0]}
     return total | {"engines_checked": sum(one["engines_checked"] for one in taken)}
-
-
-def write_record(descriptor: int, version: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps({"version": version}).encode(), 0)
-
-
-def _read_record(descriptor: int) -> int | None:
-    text = os.pread(descriptor, 4096, 0)
-    return int(json.loads(text)["version"]) if text else None

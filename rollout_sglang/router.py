@@ -12,10 +12,10 @@ from pipeline.errors import EngineUnavailableError
 from rollout_sglang.protocol import Workers
 from rollout_sglang.transport import Transport
 
-ROUTING_DEADLINE_S = 30.0
+ROUTING_DEADLINE_S = 10.0
 """Longest wait until the router has added or removed a worker, which it does in the background."""
 _POLL_S = 0.05
-_CALL_DEADLINE_S = 10.0
+_CALL_DEADLINE_S = 5.0
 
 
 class RouterClient:

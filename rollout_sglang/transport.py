@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
-from pipeline.errors import EngineUnavailableError, FatalError
+from pipeline.errors import EngineUnavailableError, EngineVersionError, EvenKeelError, FatalError
+from rollout_sglang.server.update_fence import UPDATE_HEADER
 
 CONNECT_ATTEMPTS = 3
 FIRST_PAUSE_S = 0.1
 """Before the second attempt; doubles with each one."""
+LOOK_DEADLINE_S = 4.0
+"""For calls that the HTTP process of an engine answers alone: health, version."""
+SILENCE_S = 8.0
+"""An engine that has answered no such call for so long is taken to be gone. A long prefill does not delay them."""
+_LOOK_PAUSE_S = 1.0
+
+T = TypeVar("T")
 
 
 @cache
@@ -30,6 +41,8 @@ class Transport:
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url.rstrip("/")
+        self.update: int | None = None
+        """Number of the weight update that calls belong to (rollout_sglang.weights.update_lease)."""
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -52,8 +65,9 @@ class Transport:
         """Answer with a status of 200…299 or one in `accept`.
 
         Connections that break are tried again, unless the call is not `repeatable`.
-        Raises EngineUnavailableError when no usable answer arrives within `deadline_s`, FatalError when the server
-        refuses the request itself (4xx).
+        Raises EngineUnavailableError when no usable answer arrives within `deadline_s`, EngineVersionError when a later
+        weight update has overtaken the one of this call (409), FatalError when the server refuses the request itself
+        (other 4xx).
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -66,10 +80,35 @@ class Transport:
             return response
         raise _refusal(response)
 
+    async def while_alive(self, call: Coroutine[Any, Any, T]) -> T:
+        """The result of a call that may take minutes, given up when the server answers nothing else meanwhile: a host
+        that is gone costs seconds, not the deadline of the call. Raises EngineUnavailableError then."""
+        task, answered = asyncio.create_task(call), time.monotonic()
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_LOOK_PAUSE_S)
+                if task.done() or await self._answers():
+                    answered = time.monotonic()
+                elif time.monotonic() - answered > SILENCE_S:
+                    raise EngineUnavailableError(
+                        f"{self.url} has answered nothing for {SILENCE_S:g} s; its host or the network to it is gone"
+                    )
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _answers(self) -> bool:
+        with suppress(EvenKeelError):
+            await self.call("GET", "/health", deadline_s=LOOK_DEADLINE_S)
+            return True
+        return False
+
     async def _send(self, method: str, path: str, json: Any, attempts: int) -> httpx.Response:
+        headers = {} if self.update is None else {UPDATE_HEADER: str(self.update)}
         for attempt in range(1, attempts + 1):
             try:
-                return await self._http.request(method, path, json=json)
+                return await self._http.request(method, path, json=json, headers=headers)
             except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
                 if attempt == attempts:
                     raise EngineUnavailableError(
@@ -84,11 +123,13 @@ class Transport:
         await self._http.aclose()
 
 
-def _refusal(response: httpx.Response) -> EngineUnavailableError | FatalError:
+def _refusal(response: httpx.Response) -> EngineUnavailableError | EngineVersionError | FatalError:
     request = response.request
     what = f"{request.method} {request.url} answered {response.status_code}: {' '.join(response.text.split())[:500]}"
     if response.status_code in (401, 403):
         return FatalError(f"{what}; the server was started with another API key")
+    if response.status_code == 409:
+        return EngineVersionError(what)
     if response.status_code >= 500 or response.status_code in (408, 429):
         return EngineUnavailableError(f"{what}; see the log of the server")
     return FatalError(f"{what}; the request itself is wrong, for example longer than rollout.context_tokens")

@@ -22,6 +22,7 @@ from weights whose checksums were right, where checksums are known.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
 from rollout_sglang.client import EngineClient
 
+INVALIDATE_DEADLINE_S = 5.0
+"""Longest wait for an engine that failed: it gets no requests, whatever it answers."""
 Held = Sequence[Mapping[str, str]]
 """For each tensor parallel rank, parameter → digest."""
 
@@ -102,10 +105,12 @@ async def invalidate(engine: EngineClient) -> None:
 
     An engine that does not answer is left as it is: it is unverified when it is started again.
     """
-    with suppress(RetryableError):
-        await engine.invalidate()
-    with suppress(RetryableError):
-        await engine.resume()
+    with suppress(RetryableError, TimeoutError):
+        async with asyncio.timeout(INVALIDATE_DEADLINE_S):
+            await engine.invalidate()
+    with suppress(RetryableError, TimeoutError):
+        async with asyncio.timeout(INVALIDATE_DEADLINE_S):
+            await engine.resume()
 
 
 async def verify_checksums(

@@ -12,6 +12,7 @@ from rollout_sglang.server.capacity import option
 from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.sglang_compat import ServerInfo, dialect_of
 from rollout_sglang.server.start import EngineSpec, has_cuda
+from rollout_sglang.weights.update_lease import Updates
 
 _ON_CPU = {"--attention-backend": "torch_native", "--device": "cpu", "--fp8-gemm-backend": None}
 """SGLang's arguments that name kernels or a device, and what a CPU has of them."""
@@ -65,6 +66,7 @@ def engine_spec(
         context_tokens=rollout.context_tokens,
         seed=recipe.run.seed + index,
         extra_args=(*fp32_head, *rollout.extra_args),
+        update_floor=Updates(run.updates).newest(),
         **place,
     )
 

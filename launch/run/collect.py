@@ -24,22 +24,24 @@ from pipeline.errors import StoppedError
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.tasks.tokenizer import Tokenizer
+from rollout_sglang.engine_pool import OnChange
 from rollout_sglang.fleet import Fleet, FleetSettings
+from rollout_sglang.weights.update_lease import Updates
 
 
-def build_fleet(run: RunDirectory, recipe: Recipe) -> Fleet:
-    """The run's engines, as they are announced in engines.json."""
-    urls, _ = run.engines()
-    return Fleet(urls, **fleet_settings(run, recipe))
+def build_fleet(run: RunDirectory, recipe: Recipe, epoch: Epoch | None, on_change: OnChange | None = None) -> Fleet:
+    """The run's engines, whichever there are at a time. `epoch` is that of the role that gives weights."""
+    return Fleet(run.membership(recipe.rollout.urls), **fleet_settings(run, recipe, epoch, on_change))
 
 
-def fleet_settings(run: RunDirectory, recipe: Recipe) -> FleetSettings:
+def fleet_settings(
+    run: RunDirectory, recipe: Recipe, epoch: Epoch | None, on_change: OnChange | None = None
+) -> FleetSettings:
     """What a Fleet needs to know beside its engines."""
-    _, router = run.engines()
     return FleetSettings(
-        router_url=router,
+        updates=Updates(run.updates, epoch),
+        on_change=on_change,
         api_key=read_api_key(),
-        lock_path=run.weight_update_lock,
         request_deadline_s=recipe.rollout.request_deadline_s,
         load_deadline_s=recipe.weights.publish_deadline_s,
     )
@@ -66,6 +68,11 @@ def settings(recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
     )
 
 
+def _published(run: RunDirectory) -> tuple[int, Path]:
+    version = run.published_version()
+    return version, run.policy_directory(version)
+
+
 async def collect(run: RunDirectory, epoch: Epoch) -> None:
     """Collect every batch that the run lacks. Raises StoppedError at SIGTERM and at Ctrl-C: what was in flight is asked
     again by the next start."""
@@ -77,11 +84,14 @@ async def collect(run: RunDirectory, epoch: Epoch) -> None:
     prompts = build_prompts(recipe, tokenizer)
     store = BatchStore(run.batches, run.fence)
     store.remove_partial()
-    fleet = build_fleet(run, recipe)
     metrics = metrics_of("collector", run.path)
+    event_log = EventLog(run.path, epoch.name, observers_of(metrics))
+    fleet = build_fleet(run, recipe, epoch, event_log.event)
+    if metrics is not None:
+        metrics.watch_fleet(fleet.state)
     try:
         with Verifiers(prompts.task.reward, recipe.reward.workers, recipe.reward.deadline_s) as verifiers:
-            finished = await Collector(
+            collector = Collector(
                 run=run,
                 store=store,
                 schedule=recipe.build_schedule(),
@@ -90,10 +100,12 @@ async def collect(run: RunDirectory, epoch: Epoch) -> None:
                 tokenizer=tokenizer,
                 verifiers=verifiers,
                 contract=build_contract(recipe, tokenizer),
-                event_log=EventLog(run.path, epoch.name, observers_of(metrics)),
+                event_log=event_log,
                 settings=settings(recipe, tokenizer),
                 stop=stop,
-            ).collect()
+            )
+            async with fleet.monitored(lambda: _published(run)):
+                finished = await collector.collect()
     finally:
         await fleet.close()
     if not finished:

@@ -52,18 +52,21 @@ def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearn
     )
 
 
-def build_channel(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> WeightChannel:
-    """How this learner's weights reach the run's engines. Collective."""
+def build_channel(
+    run: RunDirectory, recipe: Recipe, learner: MegatronLearner, epoch: Epoch | None = None
+) -> WeightChannel:
+    """How this learner's weights reach the run's engines. Collective. `epoch` is the learner's; tools have none."""
     quant, plan, section = build_quant_map(recipe), build_weight_check_plan(recipe), recipe.weights
     if section.channel == "disk":
-        fleet = build_fleet(run, recipe)
+        fleet = build_fleet(run, recipe, epoch)
         return DiskChannel(learner, fleet, run, quant, plan, keep=section.keep, deadline_s=section.publish_deadline_s)
-    urls, _ = run.engines()
+    membership = run.membership(recipe.rollout.urls)
     if section.channel == "ipc":
-        require_engines_here(urls)
+        require_engines_here([engine.url for engine in membership.engines()])
+    settings = fleet_settings(run, recipe, epoch)
     return StreamedChannel(
         learner,
-        FleetUpdateSession(urls, **fleet_settings(run, recipe), ranks_per_engine=recipe.rollout.tensor_parallel),
+        FleetUpdateSession(membership, **settings, ranks_per_engine=recipe.rollout.tensor_parallel),
         run,
         quant,
         plan,
@@ -83,7 +86,7 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
     channel = None
     if publishing:
         wait_for_engines(run, recipe, Stop(), recipe.rollout.engines)
-        channel = build_channel(run, recipe, learner)
+        channel = build_channel(run, recipe, learner, epoch)
     shared: dict[str, Any] = dict(
         run=run,
         batches=BatchSource(

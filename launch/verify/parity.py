@@ -42,6 +42,7 @@ from rollout_sglang.server.process import ServerProcess, free_port
 from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.start import start
 from rollout_sglang.weight_verifier import WeightVerifier
+from rollout_sglang.weights.update_lease import fresh_number
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 16, 24, 24, 2
 FP8_FORMATS = ("fp8_tensor", "fp8_block")
@@ -182,6 +183,7 @@ class Engine:
     async def verify(self) -> None:
         """The engine holds version 0; it names no version before."""
         client = self.client()
+        client.take_part(fresh_number())
         try:
             verifier = WeightVerifier(self.recipe.weights.publish_deadline_s)
             await verifier.verify(client, 0, WeightCheck.load(self.run.policy_directory(0)))

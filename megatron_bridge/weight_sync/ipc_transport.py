@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from megatron_bridge.hf.tensor_specs import num_bytes, torch_dtype
 from megatron_bridge.weight_sync.buckets import Bucket
 from megatron_bridge.weight_sync.shared_buffer import SharedBuffer
 from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, WeightTransport
+from pipeline.data.membership import Member
 from pipeline.errors import RetryableError
 
 PICKLE_PROTOCOL = 4
@@ -42,9 +43,9 @@ class IpcTransport(WeightTransport):
         """See WeightTransport."""
         return tuple(self._left_s)
 
-    def open(self, unreachable: Mapping[int, str]) -> None:
+    def open(self, engines: Sequence[Member], unreachable: Mapping[int, str]) -> None:
         """See WeightTransport."""
-        self._left_s = {engine: self._deadline_s for engine in self._assigned if engine not in unreachable}
+        self._left_s = {engine.index: self._deadline_s for engine in engines if engine.index not in unreachable}
         self.failures, self.sent_bytes = {}, 0
 
     def new_buffer(self, num_bytes: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_bridge.weight_sync.buckets import Bucket
 from megatron_bridge.weight_sync.process_groups import EngineGroup, connect
 from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, WeightTransport
+from pipeline.data.membership import Member
 from pipeline.errors import DeadlineExceededError, RetryableError
 from pipeline.ports.weight_update import ProcessGroupSpec
 
@@ -45,6 +46,8 @@ class ProcessGroupTransport(WeightTransport):
     """Each engine has a group of its own: one that dies or hangs breaks nothing but its own."""
 
     _groups: dict[int, EngineGroup] = field(init=False, default_factory=dict)
+    _members: dict[int, Member] = field(init=False, default_factory=dict)
+    """The engines that the groups are with."""
     _broken: list[EngineGroup] = field(init=False, default_factory=list)
 
     @property
@@ -52,14 +55,17 @@ class ProcessGroupTransport(WeightTransport):
         """See WeightTransport."""
         return tuple(self._groups)
 
-    def open(self, unreachable: Mapping[int, str]) -> None:
-        """Begin a publish: have a group with every engine but the unreachable ones."""
+    def open(self, engines: Sequence[Member], unreachable: Mapping[int, str]) -> None:
+        """Begin a publish: have a group with every engine but the unreachable ones. A group with an engine that has
+        left, moved or was started again is given up."""
         self._broken = [group for group in self._broken if not group.idle]
-        self._left_s = dict.fromkeys(self._assigned, self._deadline_s)
+        members = {engine.index: engine for engine in engines if engine.index not in unreachable}
+        self._left_s = dict.fromkeys(members, self._deadline_s)
         self.failures, self.sent_bytes = {}, 0
-        for engine in [engine for engine in self._groups if engine in unreachable]:
+        for engine in [engine for engine in self._groups if self._members[engine] != members.get(engine)]:
             self._drop(engine)
-        wanted = [engine for engine in self._assigned if engine not in unreachable]
+        self._members = members
+        wanted = list(members)
         if wanted:
             with ThreadPoolExecutor(len(wanted), "engine-group") as threads:
                 list(threads.map(self._have_group, wanted))
@@ -111,7 +117,7 @@ class ProcessGroupTransport(WeightTransport):
             return self._event_loop.start(self._session.join(engine, group_spec, deadline_s))
 
         return connect(
-            self._session.urls[engine], self._session.ranks_per_engine, self._device, invite, self._left_s[engine]
+            self._session.url(engine), self._session.ranks_per_engine, self._device, invite, self._left_s[engine]
         )
 
     def _fail(self, engine: int, error: RetryableError) -> None:

@@ -1,11 +1,12 @@
 """The streamed weight channel: learner ranks send their own share of the weights straight into the engines.
 
-    rank 0            lock, pause, begin ────────────────────────────────────────▶ end, verify, continue ─▶ PUBLISHED
+    rank 0            number, pause, begin ──────────────────────────────────────▶ end, verify, continue ─▶ PUBLISHED
     every sender             └▶ groups ─▶ (gather ─▶ quantize ─▶ bucket ─▶ transport)* ─┘
     first of a stage                                    └─▶ FolderWriter ─▶ policy/000013, after the publish
 
 A pipeline stage streams only what it holds; the stages stream at the same time. Every rank of a stage has the gathered
-tensors, so the engines are divided among its ranks: rank e mod (ranks of the stage) serves engine e. It sends through
+tensors, so the engines are divided among its ranks: rank e mod (ranks of the stage) serves engine e. Which engines
+there are is read anew by rank 0 at each publish, and told to the others with the number of the update. It sends through
 process groups (ProcessGroupTransport) or through memory that the engine opens (IpcTransport). An engine that dies or
 hangs delays the publish by at most its deadline. It is skipped for the rest of the publish, then quarantined.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ from megatron_bridge.weight_sync.export import prune
 from megatron_bridge.weight_sync.transport import WeightTransport
 from megatron_bridge.weights import convert
 from pipeline.data.files import temporary_name
+from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
 from pipeline.ports.weight_check import ChecksumRecorder, WeightCheck
@@ -89,10 +92,11 @@ class StreamedChannel:
         self._num_stages = 1 + max(stage_of)
         self._stage = stage_of[self._rank_sync.rank]
         ranks = [rank for rank, stage in enumerate(stage_of) if stage == self._stage]
-        self._stage_rank = ranks.index(self._rank_sync.rank)
-        engines = range(self._stage_rank, len(session.urls), len(ranks))
+        self._stage_rank, self._stage_size = ranks.index(self._rank_sync.rank), len(ranks)
         patience_s = min(deadline_s, learner.section.step_deadline_s / 2)
-        self._transport = new_transport(session, self._event_loop, engines, learner.device, patience_s)
+        self._transport = new_transport(session, self._event_loop, learner.device, patience_s)
+        self._engines: list[Member] = []
+        """Those of the last publish."""
         self._writer: FolderWriter | None = None
         self._write_s = 0.0
 
@@ -111,6 +115,9 @@ class StreamedChannel:
         watch.lap("score_s")
         folder = self._run.policy_directory(version)
         opened = self._rank_sync.all_gather_result(lambda: self._open(folder))[0]
+        self._engines = [Member(**engine) for engine in opened["engines"]]
+        if self._rank_sync.rank:
+            self._session.attend(opened["number"], self._engines)
         temporary = folder.with_name(opened["temporary"])
         if self._stage_rank == 0:
             self._writer = FolderWriter(temporary, self._stage)
@@ -159,6 +166,8 @@ class StreamedChannel:
             "failures": list(report.failures.items()),
             "measured": dict(report.measured),
             "temporary": temporary_name(folder).name,
+            "number": report.number,
+            "engines": [asdict(engine) for engine in report.engines],
         }
 
     def _send_all(self, unreachable: dict[int, str]) -> Any:
@@ -168,7 +177,8 @@ class StreamedChannel:
         tensors = watch.timed("gather_s", convert.export_stage(self._learner.model, self._learner.model_config))
         try:
             with watch.phase("connect_s"):
-                self._transport.open(unreachable)
+                mine = [engine for engine in self._engines if engine.index % self._stage_size == self._stage_rank]
+                self._transport.open(mine, unreachable)
             if self._transport.engines or self._writer:
                 stream = tensors
                 if self._share is not None:
@@ -206,9 +216,9 @@ class StreamedChannel:
         )
         for engine, why in report.failures.items():
             _log.warning("engine %d did not take version %d and is quarantined: %s", engine, version, why)
-        if len(report.failures) == len(self._session.urls):
+        if len(report.failures) >= len(self._engines):
             raise EngineUnavailableError(
-                f"no engine of {len(self._session.urls)} took version {version}; {'; '.join(report.failures.values())}"
+                f"no engine of {len(self._engines)} took version {version}; {'; '.join(report.failures.values())}"
             )
         self._run.set_published(version)
         return {"measured": dict(report.measured), "failed": len(report.failures)}
@@ -225,7 +235,7 @@ class StreamedChannel:
         if self._writer is not None:
             self._writer.discard()
         if self._rank_sync.rank == 0 and self._session.is_open:
-            everyone = {engine: str(error) for engine in range(len(self._session.urls))}
+            everyone = {engine.index: str(error) for engine in self._engines}
             self._event_loop.run(self._session.end_weight_update(version, folder, None, everyone))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_bridge.weight_sync.buckets import Bucket
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
+from pipeline.data.membership import Member
 from pipeline.ports.weight_update import WeightUpdateSession
 
 BUCKET_DEADLINE_S = 60.0
@@ -24,8 +25,6 @@ class WeightTransport(ABC):
 
     _session: WeightUpdateSession
     _event_loop: EventLoopThread
-    _assigned: Sequence[int]
-    """Numbers of the engines that this rank serves."""
     _device: torch.device
     _deadline_s: float
     """What one engine may take for all buckets together; time in which it waits for others does not count."""
@@ -42,8 +41,8 @@ class WeightTransport(ABC):
         """Engines that have not failed since `open`."""
 
     @abstractmethod
-    def open(self, unreachable: Mapping[int, str]) -> None:
-        """Begin a publish to every engine but the unreachable ones."""
+    def open(self, engines: Sequence[Member], unreachable: Mapping[int, str]) -> None:
+        """Begin a publish to those engines that this rank serves, but not to the unreachable ones."""
 
     @abstractmethod
     def new_buffer(self, num_bytes: int) -> Tensor:

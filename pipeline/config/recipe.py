@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -134,6 +135,9 @@ class RolloutSection(Section):
     top_k: int = -1
     context_tokens: PositiveInt = Field(512, description="Longest prompt + response that an engine accepts.")
     concurrent_prompts: PositiveInt = Field(64, description="Prompts under way at once over all engines.")
+    urls: tuple[str, ...] = Field(
+        (), description="Engines that exist already, by whomever they were started: http://HOST:PORT of each."
+    )
     port: PositiveInt | None = Field(None, description="First engine's port; the next ones follow. Default: any free.")
     request_deadline_s: PositiveFloat = 300.0
     start_deadline_s: PositiveFloat = Field(600.0, description="An engine that is not up by then ends the run.")
@@ -144,6 +148,16 @@ class RolloutSection(Section):
     def _fits(self) -> Self:
         if self.top_k == 0 or self.top_k < -1:
             raise ValueError(f"top_k is {self.top_k}; use -1 (whole vocabulary) or a positive number")
+        foreign = [url for url in self.urls if not re.fullmatch(r"https?://[^\s/@?#]+", url)]
+        if foreign or len(set(self.urls)) < len(self.urls):
+            raise ValueError(
+                f"urls names {', '.join(foreign) or 'an engine twice'}; expected a different http://HOST:PORT for each "
+                "engine"
+            )
+        if self.urls and self.engines != len(self.urls):
+            raise ValueError(
+                f"engines is {self.engines}, but urls names {len(self.urls)} engines; set rollout.engines to that"
+            )
         if self.max_new_tokens >= self.context_tokens:
             raise ValueError(
                 f"max_new_tokens {self.max_new_tokens} leaves no room for a prompt in context_tokens "

@@ -36,6 +36,8 @@ EventKind = Literal[
     "quarantined",
     "admitted",
     "finished",
+    "quarantined",
+    "admitted",
 ]
 EVENT_KINDS: tuple[str, ...] = get_args(EventKind)
 

@@ -54,6 +54,10 @@ class Membership:
         """Make the router known."""
         self._write(_ROUTER, dict(url=url))
 
+    def withdraw_router(self) -> None:
+        """There is no router."""
+        (self.folder / _ROUTER).unlink(missing_ok=True)
+
     def engines(self) -> Sequence[Member]:
         """All that are announced now, by index."""
         if self.given:

@@ -100,11 +100,6 @@ class RunDirectory:
         return self.path / "model"
 
     @property
-    def weight_update_lock(self) -> Path:
-        """Held by whoever gives weights to engines."""
-        return self.policies / ".weight_update.lock"
-
-    @property
     def updates(self) -> Path:
         """One file a weight update, named by its number."""
         return self.policies / "updates"

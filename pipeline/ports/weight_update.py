@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from pipeline.data.membership import Member
 from pipeline.ports.weight_check import WeightCheck
 
 
@@ -66,15 +67,19 @@ class WeightUpdateReport:
     """Engine → why."""
     measured: Mapping[str, float]
     """Named as WeightChannel.publish names them."""
+    number: int = 0
+    """Of the update: every sender gives it with each call, and an engine refuses what was overtaken."""
+    engines: Sequence[Member] = ()
+    """Those that the update is for, as they were when it began."""
 
 
 class WeightUpdateSession(Protocol):
     """The engines as receivers of tensors. One process begins and ends the update of all engines; in between, every
-    sender asks its own engines to receive. Not collective. A process awaits all methods on one event loop."""
+    sender attends it and asks its own engines to receive. Not collective. A process awaits all methods on one event
+    loop."""
 
-    @property
-    def urls(self) -> Sequence[str]:
-        """Engine i listens at urls[i]."""
+    def url(self, engine: int) -> str:
+        """Where an engine of the update listens."""
         ...
 
     @property
@@ -88,8 +93,12 @@ class WeightUpdateSession(Protocol):
         ...
 
     async def begin_weight_update(self) -> WeightUpdateReport:
-        """Take the weight update lock, pause every engine and make it ready for new weights. From now on an engine
-        claims no version, until it is verified that it holds what it was sent."""
+        """Take the next number, pause every engine and make it ready for new weights. From now on an engine claims no
+        version, until it is verified that it holds what it was sent."""
+        ...
+
+    def attend(self, number: int, engines: Sequence[Member]) -> None:
+        """Send as part of the update that another process has begun."""
         ...
 
     async def join(self, engine: int, group_spec: ProcessGroupSpec, deadline_s: float) -> None:
@@ -119,7 +128,7 @@ class WeightUpdateSession(Protocol):
         self, version: int, directory: Path, check: WeightCheck | None, failures: Mapping[int, str]
     ) -> WeightUpdateReport:
         """Verify that the engines that took everything hold `version`, and admit them. Quarantine those named in
-        `failures` and those that fail now. Release the weight update lock. The report names all that failed.
+        `failures` and those that fail now. The update has ended then. The report names all that failed.
 
         `directory` is where the weights lie, now or soon, for engines that come back later.
         """

@@ -1,7 +1,7 @@
 """Start stock SGLang: `EVENKEEL_API_KEY=… python -m rollout_sglang.server.launch_server <SGLang's own arguments>`.
 
 It is `python -m sglang.launch_server`, except that the API key comes from the environment, because every user of the
-machine can read a command line.
+machine can read a command line, and that its weights are fenced (rollout_sglang.server.update_fence).
 """
 
 from __future__ import annotations
@@ -46,9 +46,14 @@ def serve(argv: Sequence[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from rollout_sglang.server.update_fence import check_arguments, install
+
     load_plugins()
+    server_args = prepare_server_args(arguments)
+    check_arguments(server_args)
+    install(key)
     try:
-        run_server(prepare_server_args(arguments))
+        run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -13,6 +13,7 @@ from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
 from rollout_sglang.server.rollout_python import module_command, module_environment
+from rollout_sglang.server.update_fence import FLOOR_VARIABLE
 
 __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", "router_command", "start"]
 
@@ -53,6 +54,8 @@ class EngineSpec:
     metrics: bool = False
     """Whether it shows SGLang's /metrics, without a key, on the port that it serves on."""
     extra_args: tuple[str, ...] = ()
+    update_floor: int = 0
+    """The newest number of a weight update of the run: lower ones are refused (rollout_sglang.server.update_fence)."""
 
     @property
     def url(self) -> str:
@@ -101,6 +104,7 @@ def start(spec: EngineSpec) -> ServerProcess:
         "HF_HUB_OFFLINE": "1",
         # /health says whether the server is up; a probe that must sample would wait behind a long prefill.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        FLOOR_VARIABLE: str(spec.update_floor),
     }
     return ServerProcess(
         command(spec, cuda=has_cuda()),
@@ -113,10 +117,15 @@ def start(spec: EngineSpec) -> ServerProcess:
 
 def router_command(port: int, metrics: tuple[str, int], host: str = HOST) -> list[str]:
     """The argv of SGLang's router, which starts without engines. Only Fleet decides which are members: the router
-    neither retries nor checks health."""
+    neither retries nor checks health.
+
+    With these thresholds it balances by load, as soon as loads differ. Its policy `power_of_two` would too, but does
+    not start without engines.
+    """
     argv = [*module_command("rollout_sglang.server.launch_router"), "--host", host, "--port", str(port)]
-    argv += ["--policy", "round_robin", "--prometheus-host", metrics[0], "--prometheus-port", str(metrics[1])]
+    argv += ["--policy", "cache_aware", "--prometheus-host", metrics[0], "--prometheus-port", str(metrics[1])]
     argv += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--log-level", "warn"]
+    argv += ["--balance-abs-threshold", "1", "--balance-rel-threshold", "1.0"]
     return [*argv, "--worker-startup-check-interval", "1"]
 
 

@@ -4,8 +4,8 @@ end."""
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -15,6 +15,8 @@ from rollout_sglang.protocol import INVALIDATED, UNVERIFIED, Updated
 from rollout_sglang.server.sglang_compat import DialectOf
 from rollout_sglang.transport import Transport
 
+T = TypeVar("T")
+
 
 class Receiver:
     """The weight update calls of a server at `url`.
@@ -23,11 +25,20 @@ class Receiver:
     answers that it could not do it. No call is repeated: it would wait for a second broadcast.
     """
 
-    def __init__(self, url: str, api_key: str | None, *, control_deadline_s: float) -> None:
+    def __init__(self, url: str, api_key: str | None, *, control_deadline_s: float, update: int | None = None) -> None:
         self.url = url
         self._deadline_s = control_deadline_s
         self._transport = Transport(url, api_key)
+        self._transport.update = update
         self._dialect = DialectOf(self._transport, control_deadline_s)
+
+    def take_part(self, update: int) -> None:
+        """From now on, calls belong to another weight update (rollout_sglang.weights.update_lease)."""
+        self._transport.update = update
+
+    async def while_alive(self, call: Coroutine[Any, Any, T]) -> T:
+        """See Transport.while_alive."""
+        return await self._transport.while_alive(call)
 
     async def begin(self) -> None:
         """Make a paused engine's weights loadable and take its version away. Requests under way keep waiting."""

@@ -1,13 +1,15 @@
 """The fleet as a receiver of tensors: implements pipeline.ports.weight_update.WeightUpdateSession.
 
-    begin_weight_update   lock → every engine: pause, begin, `unverified`               (the process that publishes)
+    begin_weight_update   number → engines that answer: pause, begin, `unverified`      (the process that publishes)
+    attend                the other senders hear number and engines, and send as part of that update
     receive               one bucket: the engine joins a broadcast, or opens memory of the sender, and loads it
                                                                             (every sender, for its own engines)
     end_weight_update     engines that took everything: end, flush, `unverified-13` → verify → admit; the others:
-                          quarantine; then record the version and unlock
+                          quarantine; then record the version and end the update
 
 From `begin_weight_update` until it is verified, an engine claims no version. When a sender dies in between, the engines
 get no requests until they are given weights again: by a resync from the last published folder, or by the next publish.
+An engine that joins meanwhile is none of this update's: the collector gives it the version afterwards.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Unpack
 
+from pipeline.data.membership import Member, Membership
 from pipeline.errors import RetryableError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.ports.weight_update import ProcessGroupSpec, TensorSpec, WeightUpdateReport
 from pipeline.stopwatch import Stopwatch
-from rollout_sglang.client import CONTROL_DEADLINE_S, EngineClient
-from rollout_sglang.fleet import Fleet, FleetSettings, Target, all_of, summarize, write_record
-from rollout_sglang.weights.locks import exclusive_lock
+from rollout_sglang.client import CONTROL_DEADLINE_S
+from rollout_sglang.engine_pool import PooledEngine
+from rollout_sglang.fleet import Fleet, FleetSettings, Target, all_of, summarize
 from rollout_sglang.weights.receiver import Receiver
+from rollout_sglang.weights.update_lease import Update
 
 GIVE_UP_DEADLINE_S = 5.0
 """Longest wait for an engine that failed to end its session. It is quarantined whatever it answers."""
@@ -34,110 +38,147 @@ GIVE_UP_DEADLINE_S = 5.0
 class FleetUpdateSession(Fleet):
     """A Fleet whose engines can be sent tensors. One publish at a time."""
 
-    def __init__(self, urls: Sequence[str], *, ranks_per_engine: int, **settings: Unpack[FleetSettings]) -> None:
-        super().__init__(urls, **settings)
-        self.urls = tuple(urls)
+    def __init__(self, membership: Membership, *, ranks_per_engine: int, **settings: Unpack[FleetSettings]) -> None:
+        super().__init__(membership, **settings)
         self.ranks_per_engine = ranks_per_engine
-        control_deadline_s = min(CONTROL_DEADLINE_S, settings["request_deadline_s"])
-        key = settings["api_key"]
-        self._receivers = [Receiver(url, key, control_deadline_s=control_deadline_s) for url in urls]
-        self._lock: AsyncExitStack | None = None
-        self._record = -1
+        self._control_deadline_s = min(CONTROL_DEADLINE_S, settings["request_deadline_s"])
+        self._api_key = settings["api_key"]
+        self._receivers: dict[int, Receiver] = {}
+        """Of the engines of the update, by index."""
+        self._open: AsyncExitStack | None = None
+        self._update: Update | None = None
+        self._engines: list[PooledEngine] = []
 
     @property
     def is_open(self) -> bool:
         """See WeightUpdateSession."""
-        return self._lock is not None
+        return self._open is not None
+
+    def url(self, engine: int) -> str:
+        """See WeightUpdateSession."""
+        return self._receivers[engine].url
 
     async def begin_weight_update(self) -> WeightUpdateReport:
-        """Measured: lock_s, pause_s. Raises DeadlineExceededError when another process holds the lock for too long."""
-        assert self._lock is None, "the last update was not ended"
+        """Measured: lock_s, pause_s. Raises DeadlineExceededError when another process goes on for too long."""
+        assert self._open is None, "the last update was not ended"
         watch = Stopwatch()
         async with AsyncExitStack() as stack:
-            self._record = await stack.enter_async_context(exclusive_lock(self._lock_path, self._load_deadline_s))
+            self._update = await stack.enter_async_context(self._updates.take("publish", self._load_deadline_s))
             watch.lap("lock_s")
-            results = await all_of(_outcome(engine, self._ready) for engine in self._engines)
+            answering, absent = await self._answering()
+            self._engines = self._pool.engines
+            self.attend(self._update.number, [engine.member for engine in self._engines])
+            for engine in self._engines:
+                engine.client.take_part(self._update.number)
+            results = await all_of(_outcome(engine, self._ready) for engine in answering)
             watch.lap("pause_s")
-            self._lock = stack.pop_all()
-        return WeightUpdateReport(failures=_failures(results), measured=watch.seconds)
+            self._open = stack.pop_all()
+        return WeightUpdateReport(
+            failures=absent | _failures(answering, results),
+            measured=watch.seconds,
+            number=self._update.number,
+            engines=[engine.member for engine in self._engines],
+        )
+
+    def attend(self, number: int, engines: Sequence[Member]) -> None:
+        """See WeightUpdateSession."""
+        known, self._receivers = self._receivers, {}
+        for member in engines:
+            receiver = known.get(member.index)
+            if receiver is None or receiver.url != member.url:
+                receiver = Receiver(member.url, self._api_key, control_deadline_s=self._control_deadline_s)
+            receiver.take_part(number)
+            self._receivers[member.index] = receiver
 
     async def join(self, engine: int, group_spec: ProcessGroupSpec, deadline_s: float) -> None:
         """See WeightUpdateSession."""
-        await self._receivers[engine].join(group_spec, 1 + self.ranks_per_engine, deadline_s)
+        receiver = self._receivers[engine]
+        await receiver.while_alive(receiver.join(group_spec, 1 + self.ranks_per_engine, deadline_s))
 
     async def is_member(self, engine: int, group: str) -> bool:
         """See WeightUpdateSession."""
-        return await self._receivers[engine].is_member(group)
+        receiver = self._receivers[engine]
+        return await receiver.while_alive(receiver.is_member(group))
 
     async def leave(self, engine: int, group: str) -> None:
         """See WeightUpdateSession."""
         with suppress(RetryableError, TimeoutError):
             async with asyncio.timeout(GIVE_UP_DEADLINE_S):
-                await self._receivers[engine].leave(group)
+                if engine in self._receivers:
+                    await self._receivers[engine].leave(group)
 
     async def receive(self, engine: int, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
         """See WeightUpdateSession."""
-        await self._receivers[engine].receive(group, tensors, deadline_s)
+        receiver = self._receivers[engine]
+        await receiver.while_alive(receiver.receive(group, tensors, deadline_s))
 
     async def receive_shared(self, engine: int, bucket: bytes, deadline_s: float) -> None:
         """See WeightUpdateSession."""
-        await self._receivers[engine].receive_shared(bucket, self.ranks_per_engine, deadline_s)
+        receiver = self._receivers[engine]
+        await receiver.while_alive(receiver.receive_shared(bucket, self.ranks_per_engine, deadline_s))
 
     async def end_weight_update(
         self, version: int, directory: Path, check: WeightCheck | None, failures: Mapping[int, str]
     ) -> WeightUpdateReport:
         """See WeightUpdateSession. Measured: load_s, and what WeightVerifier.verify measures."""
-        assert self._lock is not None, "begin_weight_update comes first"
+        assert self._open is not None, "begin_weight_update comes first"
+        assert self._update is not None
         target = Target(version, directory, check)
-        async with self._lock:
-            self._lock = None
+        async with self._open:
+            self._open = None
             measured: dict[int, dict[str, float]] = {}
 
-            async def finish(engine: EngineClient) -> None:
+            async def finish(engine: PooledEngine) -> None:
                 if engine.index in failures:
-                    await self._give_up(engine)
+                    await self._give_up(engine, failures[engine.index])
                 else:
                     measured[engine.index] = await self._verify_and_admit(engine, target)
 
             results = await all_of(_outcome(engine, finish) for engine in self._engines)
-            failed_now = {index: reason for index, reason in _failures(results).items() if index not in failures}
-            for index in failed_now:
-                await self._give_up(self._engines[index])
+            failed = _failures(self._engines, results)
+            failed_now = {index: reason for index, reason in failed.items() if index not in failures}
+            lost = [engine for engine in self._engines if engine.index in failed_now]
+            await all_of(self._give_up(engine, failed_now[engine.index]) for engine in lost)
             if measured:
                 self._target = target
-                write_record(self._record, version)
+                self._update.given = version
         numbers = summarize(version, list(measured.values())) if measured else {}
-        return WeightUpdateReport(failures={**failures, **failed_now}, measured=numbers)
+        return WeightUpdateReport(
+            failures={**failures, **failed_now},
+            measured=numbers,
+            number=self._update.number,
+            engines=[engine.member for engine in self._engines],
+        )
 
     async def close(self) -> None:
         """Release connections; engines and router go on."""
         await super().close()
-        await asyncio.gather(*(receiver.close() for receiver in self._receivers))
+        await asyncio.gather(*(receiver.close() for receiver in self._receivers.values()))
 
-    async def _ready(self, engine: EngineClient) -> None:
-        await engine.pause()
-        await self._receivers[engine.index].begin()
+    async def _ready(self, engine: PooledEngine) -> None:
+        await engine.client.while_alive(engine.client.pause())
+        await engine.client.while_alive(self._receivers[engine.index].begin())
 
-    async def _verify_and_admit(self, engine: EngineClient, target: Target) -> dict[str, float]:
+    async def _verify_and_admit(self, engine: PooledEngine, target: Target) -> dict[str, float]:
         watch = Stopwatch()
-        await self._receivers[engine.index].end(target.version, self._load_deadline_s)
+        ending = self._receivers[engine.index].end(target.version, self._load_deadline_s)
+        await engine.client.while_alive(ending)
         watch.lap("load_s")
-        seconds = watch.seconds | await self._verify(engine, target.version, target.check)
-        self._verified[engine.index] = target
-        await self._admit(engine)
+        seconds = watch.seconds | await engine.client.while_alive(self._verify(engine, target))
+        await self._pool.admit(engine, target.version)
         return seconds
 
-    async def _give_up(self, engine: EngineClient) -> None:
+    async def _give_up(self, engine: PooledEngine, reason: str) -> None:
         """Quarantine the engine. If it still answers, its requests are aborted: other engines are then asked."""
-        await self._quarantine(engine)
+        await self._pool.quarantine(engine, reason)
         with suppress(RetryableError, TimeoutError):
             async with asyncio.timeout(GIVE_UP_DEADLINE_S):
-                await engine.invalidate()
+                await engine.client.invalidate()
                 await self._receivers[engine.index].give_up()
-                await engine.resume()
+                await engine.client.resume()
 
 
-async def _outcome(engine: EngineClient, action: Callable[[EngineClient], Awaitable[None]]) -> str | None:
+async def _outcome(engine: PooledEngine, action: Callable[[PooledEngine], Awaitable[None]]) -> str | None:
     """Why the action failed for this engine."""
     try:
         await action(engine)
@@ -146,5 +187,6 @@ async def _outcome(engine: EngineClient, action: Callable[[EngineClient], Awaita
     return None
 
 
-def _failures(results: Sequence[str | None]) -> dict[int, str]:
-    return {index: reason for index, reason in enumerate(results) if reason is not None}
+def _failures(engines: Sequence[PooledEngine], results: Sequence[str | None]) -> dict[int, str]:
+    pairs = zip(engines, results, strict=True)
+    return {engine.index: reason for engine, reason in pairs if reason is not None}

@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import httpx
+
+from rollout_sglang.server.update_fence import DRAIN_DEADLINE_S, UPDATE_HEADER, access
 
 GenerateFault = Literal["drop", "500", "hang", "garbage"]
 LoadFault = Literal["refuse", "die", "wrong_version", "hang"]
@@ -55,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         request = json.loads(self.rfile.read(length)) if length else {}
         owner = self.server.owner
-        answer = owner.answer(self.command, self.path, request, self.headers.get("Authorization"))
+        answer = owner.answer(self.command, self.path, request, self.headers)
         if answer is None:
             self.close_connection = True
             return
@@ -113,15 +115,12 @@ class _Double:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def answer(self, method: str, path: str, request: Any, authorization: str | None) -> tuple[int, Any] | None:
+    def answer(self, method: str, path: str, request: Any, headers: Mapping[str, str]) -> tuple[int, Any] | None:
         """Status and JSON body, or None to hang up."""
-        self.calls.append(f"{method} {path}")
-        if (
-            self.api_key
-            and authorization != f"Bearer {self.api_key}"
-            and not path.startswith(("/health", "/readiness"))
-        ):
-            return 401, {"error": "Unauthorized"}
+        if path not in ("/health", "/readiness"):
+            self.calls.append(f"{method} {path}")
+            if self.api_key and headers.get("Authorization") != f"Bearer {self.api_key}":
+                return 401, {"success": False, "message": "the API key is missing or wrong"}
         return self.route(method, path, request)
 
     def route(self, method: str, path: str, request: Any) -> tuple[int, Any] | None:
@@ -152,9 +151,35 @@ class EngineDouble(_Double):
         """Those, and each pause by `abort`."""
         self.paused = False
         self.on_pause: Callable[[str], object] = lambda mode: None
+        self.highest = 0
+        """Number of the latest weight update that called."""
+        self._at_work: list[int] = []
+        """Numbers of the updates whose calls are under way."""
         self._active = 0
         """Requests taken up and not answered."""
         self._changed = threading.Condition()
+
+    def answer(self, method: str, path: str, request: Any, headers: Mapping[str, str]) -> tuple[int, Any] | None:
+        """As behind rollout_sglang.server.update_fence."""
+        if access(path) != "fenced" or (self.api_key and headers.get("Authorization") != f"Bearer {self.api_key}"):
+            return super().answer(method, path, request, headers)
+        number = int(headers.get(UPDATE_HEADER, -1))
+        with self._changed:
+            if number < self.highest:
+                why = "needs the number of a weight update" if number < 0 else f"was overtaken by {self.highest}"
+                return 409, {"success": False, "message": why}
+            self.highest = number
+            if not self._changed.wait_for(lambda: all(one >= number for one in self._at_work), DRAIN_DEADLINE_S):
+                return 409, {"success": False, "message": "a call of an earlier update is still at work"}
+            if number < self.highest:
+                return 409, {"success": False, "message": f"was overtaken by {self.highest}"}
+            self._at_work.append(number)
+        try:
+            return super().answer(method, path, request, headers)
+        finally:
+            with self._changed:
+                self._at_work.remove(number)
+                self._changed.notify_all()
 
     def route(self, method: str, path: str, request: Any) -> tuple[int, Any] | None:
         if path == "/health":

@@ -22,6 +22,8 @@ from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.run_directory import RunDirectory
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, free_port
+from rollout_sglang.server.update_fence import UPDATE_HEADER
+from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.integration.workers import broadcast_worker
 from tests.support.engine_forks import start_engine
@@ -48,7 +50,8 @@ def refusals(url: str) -> list[tuple[str, int, bool]]:
         ("/end_weight_update", {}),
         ("/end_weight_update", {}),
     ]
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=30, trust_env=False) as http:
+    headers = {"Authorization": f"Bearer {KEY}", UPDATE_HEADER: str(fresh_number())}
+    with httpx.Client(base_url=url, headers=headers, timeout=30, trust_env=False) as http:
         answers = [(path, http.post(path, json=request)) for path, request in calls]
     return [(path, answer.status_code, answer.json()["success"]) for path, answer in answers]
 

@@ -21,12 +21,14 @@ from pipeline.config.recipe import RolloutPrecision
 from pipeline.errors import EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
-from rollout_sglang.fleet import Fleet
 from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.start import free_port, start_router
+from rollout_sglang.server.update_fence import UPDATE_HEADER
+from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.sglang_double import EngineDouble, Release
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engines import KEY, ROWS, TinyEngine, TinyEngines, load, num_decodes, wait_for_decode
+from tests.support.fleets import fleet_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -181,7 +183,7 @@ def test_the_double_answers_like_the_server(engine: TinyEngine) -> None:
         ("POST", "/continue_generation", {}),
         ("GET", "/nothing", None),
     ]
-    headers = {"Authorization": f"Bearer {KEY}"}
+    headers = {"Authorization": f"Bearer {KEY}", UPDATE_HEADER: str(fresh_number())}
     with EngineDouble(api_key=KEY, sglang=RELEASE) as double, httpx.Client(headers=headers) as http:
         double.shows_checksums = True
         for method, path, request in calls:
@@ -202,16 +204,16 @@ def test_a_fleet_behind_the_router_survives_the_death_of_an_engine(
     pair = [engines["fp32"], engines["fp8_tensor"]]
     urls = [engine.spec.url for engine in pair]
     port = free_port()
-    router = start_router(urls, port, KEY, tmp_path / "router.log")
+    router = start_router(port, KEY, tmp_path / "router.log")
     try:
         router.wait_ready(60)
-        asyncio.run(_survive(urls, f"http://127.0.0.1:{port}", tmp_path / "update.lock", pair))
+        asyncio.run(_survive(urls, f"http://127.0.0.1:{port}", tmp_path, pair))
     finally:
         router.stop()
 
 
-async def _survive(urls: list[str], router_url: str, lock: Path, pair: list[TinyEngine]) -> None:
-    fleet = Fleet(urls, router_url=router_url, api_key=KEY, lock_path=lock, request_deadline_s=60, load_deadline_s=60)
+async def _survive(urls: list[str], router_url: str, folder: Path, pair: list[TinyEngine]) -> None:
+    fleet = fleet_of(folder, urls, router=router_url, key=KEY)
     try:
         assert (await fleet.load(1, pair[0].checkpoints[1])).keys() >= {"pause_s", "load_s", "checksum_s"}
         assert await fleet.versions() == dict.fromkeys(urls, 1)

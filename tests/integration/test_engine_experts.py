@@ -18,6 +18,7 @@ from launch.convert.new_model import new_model
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.start import EngineSpec, free_port
+from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engine_forks import start_engine
 
@@ -49,7 +50,7 @@ def ask(folders: list[Path]) -> Iterator[Callable[[Callable[[EngineClient], Awai
 
     def call(question: Callable[[EngineClient], Awaitable[T]]) -> T:
         async def main() -> T:
-            client = EngineClient(spec.url, None, index=0, request_deadline_s=120)
+            client = EngineClient(spec.url, None, index=0, request_deadline_s=120, update=fresh_number())
             try:
                 return await question(client)
             finally:

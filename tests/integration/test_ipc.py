@@ -34,6 +34,7 @@ from tests.doubles.receiving_double import ReceivingDouble
 from tests.doubles.tiny_model import write_checkpoint
 from tests.support.engine_forks import start_engine
 from tests.support.engines import num_decodes, wait_for_decode
+from tests.support.fleets import members, settings
 from tests.support.runs import ROOT, environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -91,21 +92,14 @@ class Sender:
 
     def __init__(self, urls: Sequence[str], lock: Path, background: EventLoopThread) -> None:
         self.background = background
-        self.fleet = FleetUpdateSession(
-            urls,
-            router_url=None,
-            api_key=None,
-            lock_path=lock,
-            request_deadline_s=60,
-            load_deadline_s=60,
-            ranks_per_engine=1,
-        )
-        self.transport = IpcTransport(self.fleet, background, range(len(urls)), torch.device("cpu"), DEADLINE_S)
+        membership = members(lock.parent, urls)
+        self.fleet = FleetUpdateSession(membership, **settings(lock.parent), ranks_per_engine=1)
+        self.transport = IpcTransport(self.fleet, background, torch.device("cpu"), DEADLINE_S)
 
     def send(self, tensors: Iterator[tuple[str, Tensor]], before: Callable[[Bucket, int], None] | None = None) -> None:
         """Open, and send all; `before` sees each bucket and its place."""
         opened = self.background.run(self.fleet.begin_weight_update())
-        self.transport.open(opened.failures)
+        self.transport.open(opened.engines, opened.failures)
         for place, bucket in enumerate(pack(tensors, BUCKET_BYTES, self.transport.new_buffer)):
             if before is not None:
                 before(bucket, place)

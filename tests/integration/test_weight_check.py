@@ -24,8 +24,10 @@ from precision.formats.quant_map import QuantMap
 from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
+from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.tiny_model import VOCABULARY, reference_logprobs, reference_model
 from tests.support.engines import KEY, TinyEngines, num_decodes, wait_for_decode
+from tests.support.fleets import fleet_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -49,9 +51,7 @@ class Engine:
         return check
 
     def fleet(self) -> Fleet:
-        return Fleet(
-            [self.url], router_url=None, api_key=KEY, lock_path=self.lock, request_deadline_s=60, load_deadline_s=60
-        )
+        return fleet_of(self.lock.parent, [self.url], key=KEY)
 
     def load(self, version: int, folder: Path, check: WeightCheck | None = None) -> dict[str, float]:
         return asyncio.run(self.fleet().load(version, folder, check))
@@ -177,7 +177,7 @@ def test_heal_feeds_an_engine_that_only_claims_the_version(engines: dict[str, En
 
 async def named(engine: Engine, name: str, *, holding: int) -> None:
     """An engine that holds one version and says whatever it says."""
-    client = EngineClient(engine.url, KEY, index=0, request_deadline_s=60)
+    client = EngineClient(engine.url, KEY, index=0, request_deadline_s=60, update=fresh_number())
     await client.pause()
     await client.update_from_disk(holding, engine.policies[holding], deadline_s=60)
     await client._control("/update_weight_version", {"new_version": name, "abort_all_requests": False})

@@ -22,6 +22,7 @@ from precision.formats.formats import RolloutFormat
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, free_port
+from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.tiny_model import reference_logprobs, reference_model, write_block_checkpoint, write_checkpoint
 from tests.support.engine_forks import start_engine
 
@@ -51,7 +52,7 @@ class TinyEngine:
         """What one call of a client answers."""
 
         async def main() -> T:
-            client = EngineClient(self.spec.url, key, index=0, request_deadline_s=120)
+            client = EngineClient(self.spec.url, key, index=0, request_deadline_s=120, update=fresh_number())
             try:
                 return await call(client)
             finally:

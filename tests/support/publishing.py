@@ -15,6 +15,7 @@ from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
 from megatron_bridge.weight_sync.transport import WeightTransport
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 from tests.doubles.receiving_double import ReceivingDouble
+from tests.support.fleets import members, settings
 
 BUCKET_BYTES = 1 << 12
 DEADLINE_S = 2.0
@@ -27,20 +28,13 @@ def publisher(
 ) -> Iterator[Publish]:
     """Sends tensors to all engines, over the same transport each time."""
     event_loop = EventLoopThread("test")
-    fleet = FleetUpdateSession(
-        [engine.url for engine in engines],
-        router_url=None,
-        api_key=None,
-        lock_path=folder / "lock",
-        request_deadline_s=5,
-        load_deadline_s=5,
-        ranks_per_engine=ranks,
-    )
-    transport = new_transport(fleet, event_loop, range(len(engines)), torch.device("cpu"), DEADLINE_S)
+    membership = members(folder, [engine.url for engine in engines])
+    fleet = FleetUpdateSession(membership, **settings(folder, deadline_s=5, load_deadline_s=5), ranks_per_engine=ranks)
+    transport = new_transport(fleet, event_loop, torch.device("cpu"), DEADLINE_S)
 
     def send(tensors: dict[str, Tensor]) -> WeightTransport:
         report = event_loop.run(fleet.begin_weight_update())
-        transport.open(report.failures)
+        transport.open(report.engines, report.failures)
         for bucket in pack(tensors.items(), BUCKET_BYTES, transport.new_buffer):
             transport.send(bucket)
         event_loop.run(fleet.end_weight_update(1, folder, None, {**report.failures, **transport.failures}))

@@ -27,6 +27,7 @@ from pipeline.ports.weight_update import TensorSpec
 from precision.objectives.p3o import P3O
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from rollout_sglang.weights.weight_update import FleetUpdateSession
+from tests.support.fleets import members, settings
 
 ROWS = tuple(tuple((7 * row + 3 * place) % 40 for place in range(24)) for row in range(3))
 BUCKET_BYTES = 1 << 18
@@ -72,12 +73,8 @@ class Rank:
 
         self.run = RunDirectory(Path(self.task["out"]) / "run")
         self.fleet = BreakableFleet(
-            self.task["urls"],
-            router_url=None,
-            api_key=self.task["key"],
-            lock_path=self.run.weight_update_lock,
-            request_deadline_s=60,
-            load_deadline_s=60,
+            members(self.run.path, self.task["urls"]),
+            **settings(self.run.path, key=self.task["key"]),
             ranks_per_engine=1,
         )
         return StreamedChannel(
@@ -101,8 +98,7 @@ class Rank:
 
     async def prefill(self) -> dict[str, list[NDArray[np.float32]]]:
         """URL → log-probabilities of ROWS, for every admitted engine."""
-        engines = [engine for engine in self.fleet._engines if engine.index not in self.fleet._quarantined]
-        return {engine.url: await engine.prompt_logprobs(ROWS) for engine in engines}
+        return {engine.url: await engine.client.prompt_logprobs(ROWS) for engine in self.fleet._pool.admitted}
 
     def publish(self, channel: StreamedChannel, version: int, *, publishing: bool = True) -> None:
         """Publish, then compare what each admitted engine says with the learner."""
@@ -154,9 +150,9 @@ class Rank:
                 channel._transport.new_buffer,
             ):
                 channel._transport.send(bucket)
-            assert self.fleet._lock is not None
-            background.run(self.fleet._lock.aclose())
-            self.fleet._lock = None
+            assert self.fleet._open is not None
+            background.run(self.fleet._open.aclose())
+            self.fleet._open = None
             self.found["after_crash"] = list(background.run(self.fleet.versions()).values())
             background.run(self.fleet.resync(6, self.run.policy_directory(6)))
         self.publish(channel, 6, publishing=False)

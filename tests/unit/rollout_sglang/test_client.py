@@ -28,7 +28,7 @@ def engine() -> Iterator[EngineDouble]:
 
 
 def client_of(engine: EngineDouble, *, deadline_s: float = 5.0, key: str = "key") -> EngineClient:
-    return EngineClient(engine.url, key, index=7, request_deadline_s=deadline_s)
+    return EngineClient(engine.url, key, index=7, request_deadline_s=deadline_s, update=1)
 
 
 def run(client: EngineClient, call: Coroutine[Any, Any, T]) -> T:

@@ -15,8 +15,9 @@ from pipeline.errors import DeadlineExceededError, EngineUnavailableError, Fatal
 from pipeline.ports.engines import Sampling
 from rollout_sglang.fleet import ATTEMPTS, Fleet
 from rollout_sglang.protocol import UNKNOWN_ENGINE
-from rollout_sglang.weights.locks import exclusive_lock
+from rollout_sglang.weights.update_lease import Updates
 from tests.doubles.sglang_double import RELEASES, EngineDouble, RouterDouble
+from tests.support.fleets import fleet_of
 
 T = TypeVar("T")
 SAMPLING = Sampling(max_new_tokens=2)
@@ -36,7 +37,7 @@ def router(engines: list[EngineDouble]) -> Iterator[RouterDouble]:
 
 
 def with_fleet(
-    lock: Path,
+    folder: Path,
     engines: list[EngineDouble],
     act: Callable[[Fleet], Awaitable[T]],
     *,
@@ -45,12 +46,11 @@ def with_fleet(
     load_deadline_s: float = 2.0,
 ) -> T:
     async def main() -> T:
-        fleet = Fleet(
+        fleet = fleet_of(
+            folder,
             [engine.url for engine in engines],
-            router_url=router.url if router else None,
-            api_key=None,
-            lock_path=lock,
-            request_deadline_s=deadline_s,
+            router=router.url if router else None,
+            deadline_s=deadline_s,
             load_deadline_s=load_deadline_s,
         )
         try:
@@ -69,8 +69,8 @@ async def answering_engines(fleet: Fleet, requests: int = 4) -> set[int]:
 def test_requests_spread_over_the_least_busy_engines(tmp_path: Path, engines: list[EngineDouble]) -> None:
     for engine in engines:
         engine.token_s = 0.05
-    assert with_fleet(tmp_path / "lock", engines, answering_engines) == {0, 1}
-    assert [len(engine.calls) for engine in engines] == [2, 2]
+    assert with_fleet(tmp_path, engines, answering_engines) == {0, 1}
+    assert [engine.calls.count("POST /generate") for engine in engines] == [2, 2]
 
 
 @pytest.mark.parametrize("fault", ["500", "garbage", "hang"])
@@ -80,13 +80,13 @@ def test_a_failing_engine_is_left_for_the_other(tmp_path: Path, engines: list[En
     async def act(fleet: Fleet) -> int:
         return (await fleet.generate([1], 1, SAMPLING))[0].engine
 
-    assert with_fleet(tmp_path / "lock", engines, act, deadline_s=0.5) == 1
+    assert with_fleet(tmp_path, engines, act, deadline_s=0.5) == 1
 
 
 def test_an_engine_that_always_fails_ends_in_an_error(tmp_path: Path, engines: list[EngineDouble]) -> None:
     engines[0].generate_faults = ["500"] * 99
     with pytest.raises(EngineUnavailableError, match=f"{ATTEMPTS} engines in a row"):
-        with_fleet(tmp_path / "lock", engines[:1], lambda fleet: fleet.generate([1], 1, SAMPLING))
+        with_fleet(tmp_path, engines[:1], lambda fleet: fleet.generate([1], 1, SAMPLING))
     assert engines[0].calls.count("POST /generate") == ATTEMPTS
 
 
@@ -95,7 +95,7 @@ def test_a_dead_engine_is_waited_for(tmp_path: Path, engines: list[EngineDouble]
     engine.stop()
     revival = threading.Timer(1.0, engine.start)
     revival.start()
-    group = with_fleet(tmp_path / "lock", [engine], lambda fleet: fleet.generate([1], 1, SAMPLING))
+    group = with_fleet(tmp_path, [engine], lambda fleet: fleet.generate([1], 1, SAMPLING))
     revival.join()
     assert group[0].engine == 0
 
@@ -103,14 +103,14 @@ def test_a_dead_engine_is_waited_for(tmp_path: Path, engines: list[EngineDouble]
 def test_the_wait_for_a_dead_engine_ends(tmp_path: Path, engines: list[EngineDouble]) -> None:
     engines[0].stop()
     with pytest.raises(EngineUnavailableError, match="none of 1 engines came back within 1 s"):
-        with_fleet(tmp_path / "lock", engines[:1], lambda fleet: fleet.generate([1], 1, SAMPLING), deadline_s=1.0)
+        with_fleet(tmp_path, engines[:1], lambda fleet: fleet.generate([1], 1, SAMPLING), deadline_s=1.0)
 
 
 def test_load_feeds_all_and_reports_the_slowest(tmp_path: Path, engines: list[EngineDouble]) -> None:
     async def act(fleet: Fleet) -> tuple[dict[str, float], dict[str, int | None]]:
         return await fleet.load(1, LOADED), await fleet.versions()
 
-    seconds, versions = with_fleet(tmp_path / "lock", engines, act)
+    seconds, versions = with_fleet(tmp_path, engines, act)
     assert seconds.keys() == {"pause_s", "load_s", "checksum_s", "probe_s", "verify_s", "lock_s", "engines_checked"}
     assert seconds["engines_checked"] == 0
     assert versions == {engine.url: 1 for engine in engines}
@@ -124,7 +124,7 @@ def test_an_engine_that_fails_to_load_gets_no_requests(tmp_path: Path, engines: 
         await fleet.load(1, LOADED)
         return await answering_engines(fleet)
 
-    assert with_fleet(tmp_path / "lock", engines, act, load_deadline_s=0.5) == {1}
+    assert with_fleet(tmp_path, engines, act, load_deadline_s=0.5) == {1}
     assert "POST /generate" not in engines[0].calls
 
 
@@ -132,12 +132,12 @@ def test_load_fails_only_when_no_engine_is_left(tmp_path: Path, engines: list[En
     for engine in engines:
         engine.load_fault = "refuse"
     with pytest.raises(EngineUnavailableError, match="no engine of 2 took version 1"):
-        with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.load(1, LOADED))
+        with_fleet(tmp_path, engines, lambda fleet: fleet.load(1, LOADED))
 
 
 def test_a_wrong_key_ends_a_load_at_once(tmp_path: Path) -> None:
     with EngineDouble(api_key="other") as engine, pytest.raises(FatalError, match="API key"):
-        with_fleet(tmp_path / "lock", [engine], lambda fleet: fleet.load(1, LOADED))
+        with_fleet(tmp_path, [engine], lambda fleet: fleet.load(1, LOADED))
 
 
 def test_heal_feeds_an_engine_that_came_back_with_old_weights(tmp_path: Path, engines: list[EngineDouble]) -> None:
@@ -149,7 +149,7 @@ def test_heal_feeds_an_engine_that_came_back_with_old_weights(tmp_path: Path, en
 
     for engine in engines:
         engine.token_s = 0.05
-    assert with_fleet(tmp_path / "lock", engines, act) == {0, 1}
+    assert with_fleet(tmp_path, engines, act) == {0, 1}
     assert (engines[0].version, engines[0].loads, engines[1].loads) == ("1", 2, 1)
 
 
@@ -158,22 +158,22 @@ def test_heal_leaves_healthy_engines_alone(tmp_path: Path, engines: list[EngineD
         await fleet.load(1, LOADED)
         await fleet.resync(1, LOADED)
 
-    with_fleet(tmp_path / "lock", engines, act)
+    with_fleet(tmp_path, engines, act)
     assert [engine.loads for engine in engines] == [1, 1]
 
 
 def test_heal_never_takes_back_what_another_process_loaded(tmp_path: Path, engines: list[EngineDouble]) -> None:
-    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.load(2, Path("/policy/000002")))
-    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.resync(1, LOADED))
+    with_fleet(tmp_path, engines, lambda fleet: fleet.load(2, Path("/policy/000002")))
+    with_fleet(tmp_path, engines, lambda fleet: fleet.resync(1, LOADED))
     assert [engine.version for engine in engines] == ["2", "2"]
 
 
 def test_heal_takes_back_after_a_rollback(tmp_path: Path, engines: list[EngineDouble]) -> None:
     engines[0].version = "5"
     engines[0].load_fault = "refuse"
-    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.load(1, LOADED))
+    with_fleet(tmp_path, engines, lambda fleet: fleet.load(1, LOADED))
     engines[0].load_fault = None
-    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.resync(1, LOADED))
+    with_fleet(tmp_path, engines, lambda fleet: fleet.resync(1, LOADED))
     assert engines[0].version == "1"
 
 
@@ -183,24 +183,24 @@ def test_an_answer_of_an_engine_restarted_unnoticed_is_thrown_away(tmp_path: Pat
         engines[0].version = "0"
         return (await fleet.generate([1], 1, SAMPLING))[0].versions
 
-    assert with_fleet(tmp_path / "lock", engines[:1], act) == (1, 1)
+    assert with_fleet(tmp_path, engines[:1], act) == (1, 1)
     assert engines[0].loads == 2
 
 
 def test_processes_that_give_weights_exclude_one_another(tmp_path: Path, engines: list[EngineDouble]) -> None:
     async def act(fleet: Fleet) -> None:
-        async with exclusive_lock(tmp_path / "lock", 1.0):
+        async with Updates(tmp_path / "policy" / "updates").take("publish", 1.0):
             await fleet.load(1, LOADED)
 
-    with pytest.raises(DeadlineExceededError, match="held by another process"):
-        with_fleet(tmp_path / "lock", engines, act, load_deadline_s=0.3)
+    with pytest.raises(DeadlineExceededError, match="has given weights to engines for more than"):
+        with_fleet(tmp_path, engines, act, load_deadline_s=0.3)
     assert engines[0].loads == 0
 
 
 def test_the_router_answers_for_an_engine_it_does_not_name(
     tmp_path: Path, engines: list[EngineDouble], router: RouterDouble
 ) -> None:
-    assert with_fleet(tmp_path / "lock", engines, answering_engines, router=router) == {UNKNOWN_ENGINE}
+    assert with_fleet(tmp_path, engines, answering_engines, router=router) == {UNKNOWN_ENGINE}
     assert all("POST /generate" in engine.calls for engine in engines)
 
 
@@ -217,7 +217,7 @@ def test_the_router_forgets_a_dead_engine_until_it_is_resynced(
         await fleet.resync(1, LOADED)
         return without, list(router.members)
 
-    without, resynced = with_fleet(tmp_path / "lock", engines, act, router=router)
+    without, resynced = with_fleet(tmp_path, engines, act, router=router)
     assert without == [engines[1].url]
     assert sorted(resynced) == sorted(engine.url for engine in engines)
     assert engines[0].version == "1"
@@ -227,7 +227,7 @@ def test_an_engine_that_failed_to_load_leaves_the_router(
     tmp_path: Path, engines: list[EngineDouble], router: RouterDouble
 ) -> None:
     engines[0].load_fault = "refuse"
-    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.load(1, LOADED), router=router)
+    with_fleet(tmp_path, engines, lambda fleet: fleet.load(1, LOADED), router=router)
     assert router.members == [engines[1].url]
 
 
@@ -235,7 +235,7 @@ def test_heal_puts_back_what_another_process_took_out_of_the_router(
     tmp_path: Path, engines: list[EngineDouble], router: RouterDouble
 ) -> None:
     router.members = [engines[1].url]
-    with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.resync(0, LOADED), router=router)
+    with_fleet(tmp_path, engines, lambda fleet: fleet.resync(0, LOADED), router=router)
     assert sorted(router.members) == sorted(engine.url for engine in engines)
     assert engines[0].loads == 0
 
@@ -246,6 +246,6 @@ def test_a_router_that_is_restarted_is_waited_for(
     router.stop()
     revival = threading.Timer(1.0, router.start)
     revival.start()
-    group = with_fleet(tmp_path / "lock", engines, lambda fleet: fleet.generate([1], 1, SAMPLING), router=router)
+    group = with_fleet(tmp_path, engines, lambda fleet: fleet.generate([1], 1, SAMPLING), router=router)
     revival.join()
     assert len(group) == 1

@@ -16,9 +16,11 @@ from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import Probe, WeightCheck
-from rollout_sglang.fleet import Fleet
+from rollout_sglang.fleet import Fleet, Target
 from rollout_sglang.weight_verifier import verify_checksums
+from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.sglang_double import PARAMETER, RELEASES, Damage, EngineDouble, checksum_of
+from tests.support import fleets
 
 SAMPLING = Sampling(max_new_tokens=2)
 ROWS = ((9, 1, 3), (7, 5))
@@ -42,14 +44,7 @@ def fleet(tmp_path: Path, engines: list[EngineDouble]) -> Fleet:
 
 
 def fleet_of(folder: Path, engines: list[EngineDouble]) -> Fleet:
-    return Fleet(
-        [engine.url for engine in engines],
-        router_url=None,
-        api_key=None,
-        lock_path=folder / "lock",
-        request_deadline_s=10.0,
-        load_deadline_s=5.0,
-    )
+    return fleets.fleet_of(folder, [engine.url for engine in engines], deadline_s=5, load_deadline_s=5)
 
 
 async def answering(fleet: Fleet) -> set[int]:
@@ -217,11 +212,13 @@ def test_the_end_of_a_foreign_feed_is_proved_alike(tmp_path: Path, fleet: Fleet,
     """What a channel that does not load folders calls once its tensors are there."""
 
     async def act() -> None:
-        engine = fleet._engines[0]
-        await engine.pause()
+        await fleet.versions()
+        engine, target = fleet._pool[0], Target(1, tmp_path, CHECK)
+        engine.client.take_part(fresh_number())
+        await engine.client.pause()
         engines[0].version, engines[0].damage = "unverified-1", "weights"
         with pytest.raises(EngineVersionError, match=PARAMETER):
-            await fleet._verify(engine, 1, CHECK)
+            await fleet._verify(engine, target)
         assert (engines[0].version, engines[0].paused) == ("unverified", False)
 
     asyncio.run(act())

@@ -25,6 +25,7 @@ from megatron_bridge.weight_sync import shared_buffer
 from megatron_bridge.weight_sync.buckets import Bucket, pack
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport, flattened_bucket
 from megatron_bridge.weight_sync.shared_buffer import Call, SharedBuffer, cuda_arguments
+from pipeline.data.membership import Member
 from pipeline.errors import FatalError
 from tests.doubles.receiving_double import ReceivingDouble, SafeUnpickler
 from tests.support.publishing import BUCKET_BYTES, Publish, publisher, same, weights
@@ -92,8 +93,8 @@ def test_one_buffer_serves_all_buckets_and_grows_for_the_largest_tensor(
 
 def test_the_buffer_of_another_bucket_is_refused() -> None:
     session: Any = SimpleNamespace(ranks_per_engine=1)
-    transport = IpcTransport(session, None, [0], CPU, 1.0)  # type: ignore[arg-type]
-    transport.open({})
+    transport = IpcTransport(session, None, CPU, 1.0)  # type: ignore[arg-type]
+    transport.open([Member(0, "http://x")], {})
     transport.new_buffer(10)
     with pytest.raises(AssertionError, match="was not packed into new_buffer"):
         transport.send(Bucket((), torch.empty(10, dtype=torch.uint8)))

@@ -29,6 +29,13 @@ SGLANG = {
             print("served", arguments, "module run again in a child:", again)
     """,
     "srt/__init__.py": "",
+    "srt/entrypoints/__init__.py": "",
+    "srt/entrypoints/http_server.py": """
+        class App:
+            def add_middleware(self, kind, **options): print("fenced", end=" ")
+
+        app = App()
+    """,
     "srt/plugins.py": "def load_plugins(): pass",
     "srt/server_args.py": "def prepare_server_args(argv): return argv",
     "srt/utils.py": "def kill_process_tree(pid, include_parent): pass",
@@ -80,7 +87,7 @@ def test_a_foreign_interpreter_runs_the_server_with_its_own_packages(
     monkeypatch.setenv(PYTHON_VARIABLE, str(foreign))
     assert require_sglang() == "9.9.9"
     served = run([*module_command("rollout_sglang.server.launch_server"), "--port", "1"])
-    assert served == "served ['--port', '1'] module run again in a child: True\n"
+    assert served == "fenced served ['--port', '1'] module run again in a child: True\n"
 
 
 def test_what_is_no_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

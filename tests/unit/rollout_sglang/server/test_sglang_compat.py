@@ -25,7 +25,7 @@ LONG = Sampling(max_new_tokens=40)
 
 def ask(double: EngineDouble, act: Callable[[EngineClient], Awaitable[T]]) -> T:
     async def main() -> T:
-        client = EngineClient(double.url, None, index=3, request_deadline_s=10)
+        client = EngineClient(double.url, None, index=3, request_deadline_s=10, update=1)
         try:
             return await act(client)
         finally:
@@ -36,7 +36,7 @@ def ask(double: EngineDouble, act: Callable[[EngineClient], Awaitable[T]]) -> T:
 
 def receive(double: EngineDouble, act: Callable[[Receiver], Awaitable[T]]) -> T:
     async def main() -> T:
-        receiver = Receiver(double.url, None, control_deadline_s=5)
+        receiver = Receiver(double.url, None, control_deadline_s=5, update=1)
         try:
             return await act(receiver)
         finally:

@@ -14,11 +14,12 @@ from pipeline.errors import DeadlineExceededError, EngineUnavailableError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_update import WeightUpdateReport
 from rollout_sglang.fleet import Fleet
-from rollout_sglang.weights.locks import exclusive_lock
 from rollout_sglang.weights.receiver import Receiver
+from rollout_sglang.weights.update_lease import Updates, fresh_number
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.doubles.sglang_double import RELEASES
+from tests.support.fleets import fleet_of, members, settings
 
 T = TypeVar("T")
 POLICY = Path("/policy/000013")
@@ -40,12 +41,8 @@ def with_fleet(
 ) -> T:
     async def main() -> T:
         fleet = FleetUpdateSession(
-            [engine.url for engine in engines],
-            router_url=None,
-            api_key=None,
-            lock_path=tmp_path / "lock",
-            request_deadline_s=deadline_s,
-            load_deadline_s=deadline_s,
+            members(tmp_path, [engine.url for engine in engines]),
+            **settings(tmp_path, deadline_s=deadline_s, load_deadline_s=deadline_s),
             ranks_per_engine=1,
         )
         try:
@@ -56,15 +53,12 @@ def with_fleet(
     return asyncio.run(main())
 
 
+def updates_of(tmp_path: Path) -> Updates:
+    return Updates(tmp_path / "policy" / "updates")
+
+
 def collector_fleet(tmp_path: Path, engines: list[ReceivingDouble]) -> Fleet:
-    return Fleet(
-        [engine.url for engine in engines],
-        router_url=None,
-        api_key=None,
-        lock_path=tmp_path / "lock",
-        request_deadline_s=2,
-        load_deadline_s=0.3,
-    )
+    return fleet_of(tmp_path, [engine.url for engine in engines], deadline_s=2, load_deadline_s=0.3)
 
 
 def test_while_a_publish_is_open_engines_wait_and_claim_nothing(tmp_path: Path, engines: list[ReceivingDouble]) -> None:
@@ -74,7 +68,7 @@ def test_while_a_publish_is_open_engines_wait_and_claim_nothing(tmp_path: Path, 
         assert all(engine.paused and engine.session == engine.has_sessions for engine in engines)
         assert set((await fleet.versions()).values()) == {None}
         with pytest.raises(DeadlineExceededError):
-            async with exclusive_lock(tmp_path / "lock", 0.1):
+            async with updates_of(tmp_path).take("resync", 0.1):
                 pass
         return report
 
@@ -92,8 +86,8 @@ def test_fed_engines_serve_the_version_and_the_others_get_no_requests(
         groups = await asyncio.gather(*(fleet.generate([1], 1, SAMPLING) for _ in range(4)))
         assert {group[0].engine for group in groups} == {0}
         assert list((await fleet.versions()).values()) == [13, None]
-        async with exclusive_lock(tmp_path / "lock", 0.1):
-            pass
+        async with updates_of(tmp_path).take("resync", 0.1) as update:
+            assert update.given == 13
         return report
 
     report = with_fleet(tmp_path, engines, act)
@@ -186,7 +180,7 @@ def test_a_dropped_update_is_not_asked_again(engines: list[ReceivingDouble]) -> 
     """The engine may have taken part in the broadcast; a second call would wait for another one."""
 
     async def receive() -> None:
-        receiver = Receiver(engines[0].url, None, control_deadline_s=5)
+        receiver = Receiver(engines[0].url, None, control_deadline_s=5, update=fresh_number())
         try:
             await receiver.receive("group", (), 5)
         finally:

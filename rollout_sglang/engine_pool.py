@@ -1,0 +1,231 @@
+"""The engines that a fleet knows now: built from the run's membership, each admitted or quarantined.
+
+    membership ──refresh──▶ engines: joined (quarantined until verified), moved or restarted (the same), left
+    admit / quarantine ──▶ the router's workers, requests in flight, on_change
+
+An engine is one start of a server: another URL or another start under the same index is another engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pipeline.data.membership import Member, Membership
+from pipeline.errors import EngineUnavailableError, RetryableError
+from rollout_sglang.client import EngineClient
+from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, claimed_version
+from rollout_sglang.router import RouterClient
+from rollout_sglang.transport import LOOK_DEADLINE_S
+
+T = TypeVar("T")
+OnChange = Callable[..., None]
+"""Called with "admitted" or "quarantined", and with engine=, url= and, for the second, reason=."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What there is to say about one engine, for people and metrics."""
+
+    index: int
+    url: str
+    version: int | None
+    """That it served when it was last looked at, verified; None when it serves none."""
+    quarantined: bool
+    in_flight: int
+    """Requests that were sent to it directly; of those through a router nobody knows where they are."""
+    reason: str | None = None
+    """Why it is quarantined."""
+    since: float | None = None
+    """When it was quarantined, in seconds since 1970."""
+
+
+@dataclass(eq=False)
+class PooledEngine:
+    """One start of a server."""
+
+    member: Member
+    client: EngineClient
+    quarantined: str | None
+    """Why it gets no requests."""
+    since: float
+    served: int | None = None
+    answered: float = field(default_factory=time.monotonic)
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Requests in flight."""
+    failures: int = 0
+    """How often in a row it could not be mended."""
+    try_at: float = 0.0
+    """When it may be mended again."""
+
+    @property
+    def index(self) -> int:
+        return self.member.index
+
+    @property
+    def url(self) -> str:
+        return self.client.url
+
+    def state(self) -> EngineState:
+        """As it is now."""
+        why, since = self.quarantined, self.since if self.quarantined is not None else None
+        return EngineState(self.index, self.url, self.served, why is not None, len(self.calls), why, since)
+
+
+class EnginePool:
+    """Engines by index, and the router before them, if there is one."""
+
+    def __init__(
+        self, membership: Membership, api_key: str | None, request_deadline_s: float, on_change: OnChange | None
+    ) -> None:
+        self._membership = membership
+        self._api_key = api_key
+        self._request_deadline_s = request_deadline_s
+        self._on_change: OnChange = on_change or (lambda *_, **__: None)
+        self._engines: dict[int, PooledEngine] = {}
+        self.router: RouterClient | None = None
+        self.entrance: EngineClient | None = None
+        """The router as one that samples."""
+        self.router_calls: set[asyncio.Task[Any]] = set()
+        self.router_is_suspect = False
+
+    @property
+    def engines(self) -> list[PooledEngine]:
+        """All, by index."""
+        return [engine for _, engine in sorted(list(self._engines.items()))]
+
+    @property
+    def admitted(self) -> list[PooledEngine]:
+        """Those that get requests."""
+        return [engine for engine in self.engines if engine.quarantined is None]
+
+    @property
+    def quarantined(self) -> list[PooledEngine]:
+        """Those that do not."""
+        return [engine for engine in self.engines if engine.quarantined is not None]
+
+    def __getitem__(self, index: int) -> PooledEngine:
+        return self._engines[index]
+
+    async def refresh(self) -> None:
+        """Read the membership again."""
+        members = {member.index: member for member in await asyncio.to_thread(self._membership.engines)}
+        for index, engine in list(self._engines.items()):
+            if members.get(index) != engine.member:
+                await self.quarantine(engine, "it has left, or was started again")
+                self.abandon(engine, "it has left, or was started again")
+                del self._engines[index]
+        for index, member in members.items():
+            if index not in self._engines:
+                client = EngineClient(
+                    member.url, self._api_key, index=index, request_deadline_s=self._request_deadline_s
+                )
+                self._engines[index] = PooledEngine(
+                    member, client, "it has joined and is not verified yet", time.time()
+                )
+        self._set_router(await asyncio.to_thread(self._membership.router))
+
+    def _set_router(self, url: str | None) -> None:
+        if url == (None if self.router is None else self.router.url):
+            return
+        self.router = self.entrance = None
+        self.router_is_suspect = False
+        if url is not None:
+            self.router = RouterClient(url, self._api_key)
+            self.entrance = EngineClient(
+                url, self._api_key, index=UNKNOWN_ENGINE, request_deadline_s=self._request_deadline_s
+            )
+
+    async def admit(self, engine: PooledEngine, version: int | None) -> None:
+        """Let it have requests, from now on, unless it has left meanwhile."""
+        if self._engines.get(engine.index) is not engine:
+            return
+        engine.served, engine.failures, engine.answered = version, 0, time.monotonic()
+        if self.router is not None:
+            await self._tell_router(self.router.admit(engine.url))
+        if engine.quarantined is not None:
+            engine.quarantined = None
+            self._on_change("admitted", engine=engine.index, url=engine.url, version=version)
+
+    async def quarantine(self, engine: PooledEngine, reason: str) -> None:
+        """Let it have no more requests. Those in flight go on: see `abandon`."""
+        if engine.quarantined is None:
+            engine.quarantined, engine.since = reason, time.time()
+            self._on_change("quarantined", engine=engine.index, url=engine.url, reason=reason)
+        engine.quarantined = reason
+        engine.served = None
+        if self.router is not None:
+            await self._tell_router(self.router.remove(engine.url))
+
+    def abandon(self, engine: PooledEngine, reason: str) -> None:
+        """Give up its requests in flight; they are asked elsewhere. The router does not say which of its requests are
+        with this engine, so all of those are given up."""
+        _log.warning("engine %d at %s: requests in flight are abandoned: %s", engine.index, engine.url, reason)
+        for call in [*engine.calls, *self.router_calls]:
+            call.cancel()
+
+    async def ask(self, engine: PooledEngine | None, call: Coroutine[Any, Any, T]) -> T:
+        """The answer to a request to the engine, or to the router for None. Raises EngineUnavailableError when it was
+        abandoned."""
+        calls = self.router_calls if engine is None else engine.calls
+        task = asyncio.create_task(call)
+        calls.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise EngineUnavailableError("the engine of this request is gone; it is asked elsewhere") from None
+        finally:
+            task.cancel()
+            calls.discard(task)
+
+    async def sync_router(self) -> None:
+        """Have the router know the admitted engines and no others: it may have been started again, or told otherwise
+        by the learner's publish."""
+        if self.router is None:
+            return
+        wanted = {engine.url for engine in self.admitted}
+        try:
+            known = set(await self.router.workers())
+            for url in wanted - known:
+                await self.router.admit(url)
+            for url in known - wanted:
+                await self.router.remove(url)
+            self.router_is_suspect = not (wanted and await self.router.ready())
+        except RetryableError:
+            self.router_is_suspect = True
+
+    async def _tell_router(self, call: Coroutine[Any, Any, None]) -> None:
+        """A router that does not answer delays nobody: whoever comes back to it is told by `sync_router`."""
+        if self.router_is_suspect:
+            call.close()
+            return
+        try:
+            await call
+        except RetryableError as error:
+            self.router_is_suspect = True
+            _log.warning("the router is left aside: %s", error)
+
+    async def close(self) -> None:
+        """Release connections."""
+        clients = [self.router, self.entrance, *(engine.client for engine in self.engines)]
+        await asyncio.gather(*(client.close() for client in clients if client is not None))
+
+
+async def look(engine: PooledEngine) -> tuple[int | None, int | None]:
+    """The version that an engine serves verified, and the one that it claims; None where there is none or no answer."""
+    try:
+        name = (await engine.client.model_info(LOOK_DEADLINE_S)).weight_version
+    except RetryableError:
+        return None, None
+    engine.answered = time.monotonic()
+    claimed = claimed_version(name)
+    engine.served = None if name.startswith(UNVERIFIED) else claimed
+    return engine.served, claimed

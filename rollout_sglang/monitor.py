@@ -1,0 +1,101 @@
+"""Looks at all engines once a second: who came, went, was started again, is silent, or serves something else.
+
+    silent for SILENCE_S                quarantined, its requests in flight abandoned and asked elsewhere
+    serves another version, or none     quarantined, unless weights are being given at this moment
+    quarantined, and answers            mended: verified, or given the published version, while the others go on
+    the router was started again        it is told the admitted engines
+
+An engine answers to a look by its HTTP process alone. A long prefill delays no look, so it is not taken for silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from pipeline.errors import EvenKeelError, RetryableError, SupersededError
+from rollout_sglang.engine_pool import EnginePool, PooledEngine, look
+from rollout_sglang.transport import SILENCE_S
+from rollout_sglang.weights.update_lease import Updates
+
+PERIOD_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+"""Between two attempts to mend an engine that fails each time; the first pauses are shorter."""
+_log = logging.getLogger(__name__)
+
+
+class Monitor:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        updates: Updates,
+        mend: Callable[[Sequence[PooledEngine]], Awaitable[None]],
+        published: Callable[[], int],
+    ) -> None:
+        """`mend` gives the published version to engines and verifies them."""
+        self._pool = pool
+        self._updates = updates
+        self._mend = mend
+        self._published = published
+        self._mending: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        try:
+            while True:
+                try:
+                    await self.look()
+                except (SupersededError, asyncio.CancelledError):
+                    raise
+                except EvenKeelError as error:
+                    _log.warning("a look at the engines failed, the next one follows: %s", error)
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            if self._mending is not None:
+                self._mending.cancel()
+                await asyncio.gather(self._mending, return_exceptions=True)
+
+    async def look(self) -> None:
+        """Look once."""
+        await self._pool.refresh()
+        under_way, newest, expected = await asyncio.to_thread(self._expected)
+        engines = self._pool.engines
+        began = time.monotonic()
+        await asyncio.gather(*(look(engine) for engine in engines))
+        settled = under_way is None and self._updates.newest() == newest
+        for engine in engines:
+            await self._judge(engine, expected if settled and engine.answered >= began else None)
+        answering = [e for e in self._pool.quarantined if e.answered >= began and e.try_at <= time.monotonic()]
+        if answering and (self._mending is None or self._mending.done()):
+            self._mending = asyncio.create_task(self._try_to_mend(answering))
+        await self._pool.sync_router()
+
+    def _expected(self) -> tuple[int | None, int, int]:
+        """The update under way, the newest one, and the version that engines should serve."""
+        given = self._updates.given()
+        return self._updates.under_way(), self._updates.newest(), self._published() if given is None else given
+
+    async def _judge(self, engine: PooledEngine, expected: int | None) -> None:
+        if engine.quarantined is not None:
+            return
+        silent_s = time.monotonic() - engine.answered
+        if silent_s > SILENCE_S:
+            reason = f"it has answered nothing for {silent_s:.0f} s"
+            await self._pool.quarantine(engine, reason)
+            self._pool.abandon(engine, reason)
+        elif expected is not None and engine.served != expected:
+            await self._pool.quarantine(engine, f"it serves version {engine.served}, expected {expected}")
+
+    async def _try_to_mend(self, engines: Sequence[PooledEngine]) -> None:
+        try:
+            await self._mend(engines)
+        except RetryableError as error:
+            _log.warning("%d engines could not be mended, they are tried again: %s", len(engines), error)
+        for engine in engines:
+            if engine.quarantined is not None:
+                engine.failures += 1
+                engine.try_at = time.monotonic() + min(_LONGEST_PAUSE_S, 2.0 ** min(engine.failures, 6) / 2)

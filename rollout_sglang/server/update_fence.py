@@ -1,0 +1,214 @@
+"""In front of SGLang's HTTP server: nobody changes weights who was overtaken, and nobody does anything without the key.
+
+    open     health, readiness, metrics: for probes, without a key
+    free     sampling, scoring, reading: with the key
+    fenced   everything else, also what a later release adds: with the key, and with the number of a weight update in
+             the header X-EvenKeel-Update that is not lower than the highest seen
+
+A refusal is 409 with {"success": false, "message": …}. A call with a higher number goes on when the calls with lower
+numbers that were let in before have ended: a load under way cannot end in the middle of its successor's.
+
+SGLang checks its key itself, but neither of websockets nor of paths that only begin like those of probes. Needs the
+standard library alone (and Starlette's protocol): it runs in the interpreter of the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Literal
+
+UPDATE_HEADER = "X-EvenKeel-Update"
+FLOOR_VARIABLE = "EVENKEEL_UPDATE_FLOOR"
+"""The newest number when the engine was started: a restart forgets what the engine had seen."""
+DRAIN_DEADLINE_S = 5.0
+"""Longest wait of a call for those of an earlier update. Its sender takes the engine out of this update then."""
+
+Access = Literal["open", "free", "fenced"]
+OPEN = frozenset({"/health", "/ready", "/metrics", "/metrics/"})
+FREE = frozenset(
+    {
+        "/generate",
+        "/encode",
+        "/classify",
+        "/tokenize",
+        "/detokenize",
+        "/v1/tokenize",
+        "/v1/detokenize",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/v1/classify",
+        "/v1/score",
+        "/v1/rerank",
+        "/v1/decisions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/audio/transcriptions",
+        "/v1/models",
+        "/v1/loads",
+        "/get_load",
+        "/health_generate",
+        "/model_info",
+        "/get_model_info",
+        "/server_info",
+        "/get_server_info",
+        "/ping",
+        "/parse_function_call",
+        "/separate_reasoning",
+    }
+)
+_SERVED_BY_APP = dict(tokenizer_worker_num=1, grpc_mode=False, smg_grpc_mode=False, grpc_port=None, encoder_only=False)
+"""Arguments of SGLang with which one process serves HTTP, by its usual application."""
+FREE_BELOW = ("/v1/models/", "/v1/responses/")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+def access(path: str) -> Access:
+    """What a call of the path needs. A path that is not known is fenced."""
+    if path in OPEN:
+        return "open"
+    if path in FREE or path.startswith(FREE_BELOW):
+        return "free"
+    return "fenced"
+
+
+class Fence:
+    """Which updates an engine lets in: the highest number seen, and what is still at work for lower ones."""
+
+    def __init__(self, floor: int = 0) -> None:
+        self.highest = floor
+        self._at_work: list[int] = []
+        self._ended = asyncio.Event()
+
+    async def enter(self, number: int | None) -> str | None:
+        """Begin a call; None when it may go on, else why not. Each call that may is ended by `leave`."""
+        if number is None:
+            return f"this call needs the number of a weight update in the header {UPDATE_HEADER}; begin an update"
+        if number < self.highest:
+            return self._overtaken(number)
+        self.highest = number
+        try:
+            async with asyncio.timeout(DRAIN_DEADLINE_S):
+                while any(earlier < number for earlier in self._at_work):
+                    self._ended.clear()
+                    await self._ended.wait()
+        except TimeoutError:
+            return f"a call of an update before {number} is still at work here; leave this engine out, or try again"
+        if number < self.highest:
+            return self._overtaken(number)
+        self._at_work.append(number)
+        return None
+
+    def leave(self, number: int) -> None:
+        """A call has ended."""
+        self._at_work.remove(number)
+        self._ended.set()
+
+    def _overtaken(self, number: int) -> str:
+        return (
+            f"weight update {number} was overtaken by {self.highest}; this process must not change the weights any more"
+        )
+
+
+class UpdateFence:
+    """ASGI middleware around SGLang's application."""
+
+    def __init__(self, app: App, *, key: str | None, floor: int) -> None:
+        self._app = app
+        self._key = key
+        self._fence = Fence(floor)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = await self._let_in(scope)
+        if refusal is not None:
+            await _refuse(scope, receive, send, *refusal)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if _is_fenced(scope):
+                self._fence.leave(_number(scope) or 0)
+
+    async def _let_in(self, scope: Scope) -> tuple[int, str] | None:
+        """Status and message of a refusal, None when the call may go on."""
+        if scope["type"] not in ("http", "websocket"):
+            return None
+        if access(_route_path(scope)) != "open" and not self._has_key(scope):
+            return 401, "the API key is missing or wrong"
+        refusal = await self._fence.enter(_number(scope)) if _is_fenced(scope) else None
+        return None if refusal is None else (409, refusal)
+
+    def _has_key(self, scope: Scope) -> bool:
+        if not self._key:
+            return True
+        kind, _, found = _header(scope, b"authorization").partition(b" ")
+        return kind.lower() == b"bearer" and secrets.compare_digest(found, self._key.encode())
+
+
+def install(key: str | None) -> None:
+    """Put the fence in front of the server that this process will run. Ends the process when it cannot be put there:
+    an engine without it could be given weights by anybody."""
+    try:
+        from sglang.srt.entrypoints import http_server
+
+        http_server.app.add_middleware(UpdateFence, key=key, floor=int(os.environ.get(FLOOR_VARIABLE) or 0))
+    except (ImportError, AttributeError, RuntimeError) as error:
+        raise SystemExit(
+            f"the fence of weight updates cannot be put in front of this release of SGLang ({error}); use a release "
+            "that Even Keel supports, or tell us"
+        ) from error
+
+
+def check_arguments(server_args: Any) -> None:
+    """Ends the process when SGLang would serve by something else than the application that the fence stands before."""
+    wrong = [name for name, allowed in _SERVED_BY_APP.items() if getattr(server_args, name, allowed) != allowed]
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
+        wrong.append("SGLANG_RUST_SERVER")
+    if wrong:
+        raise SystemExit(
+            f"SGLang was started with {', '.join(wrong)}: it would serve past the fence of weight updates; leave it "
+            "out of rollout.extra_args"
+        )
+
+
+def _is_fenced(scope: Scope) -> bool:
+    return scope["type"] == "http" and access(_route_path(scope)) == "fenced"
+
+
+def _number(scope: Scope) -> int | None:
+    text = _header(scope, UPDATE_HEADER.lower().encode())
+    return int(text) if text.isdigit() and len(text) < 20 else None
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    """The value of a header that is there once, or several times alike: SGLang's router repeats the key."""
+    found = {bytes(value) for key, value in scope["headers"] if key.lower() == name}
+    return found.pop() if len(found) == 1 else b""
+
+
+def _route_path(scope: Scope) -> str:
+    """The path that routes are matched with (as starlette._utils.get_route_path)."""
+    path, root = str(scope["path"]), str(scope.get("root_path") or "")
+    if root and path.startswith(f"{root}/"):
+        return path.removeprefix(root)
+    return path
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, message: str) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    body = json.dumps({"success": False, "message": message}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

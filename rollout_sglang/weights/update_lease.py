@@ -1,0 +1,191 @@
+"""Who gives weights to engines: every weight update takes a number, and a later number wins.
+
+    RUN/policy/updates/1795331000123.json       made by exclusive creation: who began the update, and why
+    RUN/policy/updates/1795331000123.released   the update has ended; it holds the version that was given last
+
+Each call of an update carries its number, and an engine refuses numbers below the highest that it has seen
+(rollout_sglang.server.update_fence). So a process that was frozen in the middle of an update changes nothing when it
+goes on after its successor. The wait for one's turn is for speed alone; safety never depends on it:
+
+    while the newest update has not ended, wait; but no longer
+        when a later start of its role has taken over,
+        when its record has not changed for `stale_s`, by the waiting process' own clock (its owner rewrites it),
+        or when it mends single engines and a publish is to begin: the publish leaves those engines out
+
+A number is the time in milliseconds, or the newest number and one where clocks disagree: engines that served another
+run before have seen lower numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.data.epochs import Epoch, newest
+from pipeline.data.files import create_exclusively, write_atomically
+from pipeline.errors import DeadlineExceededError
+
+UpdateKind = Literal["publish", "resync", "mend"]
+"""publish: the learner gives a new version to all. resync: no engine serves the version, it is given to all. mend: the
+version is given to some engines, while others serve it."""
+STALE_S = 60.0
+"""Longer than file systems cache attributes (30 s are common)."""
+KEPT = 8
+"""Numbers that stay in the folder."""
+_BEAT_S = 5.0
+_POLL_S = 0.05
+_RECORD, _RELEASED = ".json", ".released"
+_FILE = re.compile(r"(\d{6,})(\.json|\.released)")
+_OWNER = re.compile(r"(.+)-(\d{6,})")
+
+
+@dataclass
+class Update:
+    """A weight update under way."""
+
+    number: int
+    given: int | None
+    """The version that engines were last given; set it to what this update gives."""
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The folder `RUN/policy/updates`, as one process uses it. `epoch` is that of its role; tools have none."""
+
+    folder: Path
+    epoch: Epoch | None = None
+    stale_s: float = STALE_S
+
+    @asynccontextmanager
+    async def take(self, kind: UpdateKind, patience_s: float) -> AsyncIterator[Update]:
+        """Wait for one's turn, and hold the newest number for as long as the block runs.
+
+        Raises DeadlineExceededError when another process goes on for longer than `patience_s`, SupersededError when a
+        later start of this role has taken over.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        update = await self._begin(kind, patience_s)
+        beat = asyncio.create_task(self._beat(update, kind))
+        try:
+            # The epoch is compared after the number was taken. If no later start has claimed by now, then its numbers
+            # will be higher than this one.
+            if self.epoch is not None:
+                self.epoch.check()
+            yield update
+        finally:
+            beat.cancel()
+            with suppress(asyncio.CancelledError):
+                await beat
+            write_atomically(self._path(update.number, _RELEASED), json.dumps(dict(version=update.given)) + "\n")
+            self._prune()
+
+    def newest(self) -> int:
+        """The newest number; 0 when no update was begun."""
+        return max(self._listed()[_RECORD], default=0)
+
+    def given(self) -> int | None:
+        """The version that engines were given last; None when none was."""
+        listed = self._listed()
+        for number in sorted(listed[_RECORD], reverse=True):
+            suffix = _RELEASED if number in listed[_RELEASED] else _RECORD
+            record = self._read(number, suffix)
+            if suffix == _RELEASED or record.get("version") is not None:
+                version = record.get("version")
+                return None if version is None else int(version)
+        return None
+
+    def under_way(self) -> int | None:
+        """The number of an update that has not ended, though its process may be gone; None when there is none."""
+        listed = self._listed()
+        number = max(listed[_RECORD], default=0)
+        if not number or number in listed[_RELEASED] or self._is_superseded(self._read(number, _RECORD)):
+            return None
+        return number
+
+    async def _begin(self, kind: UpdateKind, patience_s: float) -> Update:
+        ends = time.monotonic() + patience_s
+        while True:
+            if self.epoch is not None:
+                self.epoch.check()
+            await self._wait_turn(kind, ends, patience_s)
+            update = Update(max(self.newest() + 1, fresh_number()), self.given())
+            with suppress(FileExistsError):
+                create_exclusively(self._path(update.number, _RECORD), self._record(update, kind, 0))
+                return update
+
+    async def _wait_turn(self, kind: UpdateKind, ends: float, patience_s: float) -> None:
+        seen: tuple[int, Any] | None = None
+        since = 0.0
+        while (number := self.under_way()) is not None:
+            record = self._read(number, _RECORD)
+            if kind == "publish" and record.get("kind") == "mend":
+                return
+            if (number, record) != seen:
+                seen, since = (number, record), time.monotonic()
+            if time.monotonic() - since > float(record.get("stale_s", self.stale_s)):
+                return
+            if time.monotonic() > ends:
+                raise DeadlineExceededError(
+                    f"{record.get('role')} on {record.get('host')} has given weights to engines for more than "
+                    f"{patience_s:g} s ({record.get('kind')} {number}); it is waited for again"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _beat(self, update: Update, kind: UpdateKind) -> None:
+        """Change the record now and then: those who wait see that this process lives."""
+        beats = 0
+        while True:
+            await asyncio.sleep(min(_BEAT_S, self.stale_s / 4))
+            beats += 1
+            await asyncio.to_thread(
+                write_atomically, self._path(update.number, _RECORD), self._record(update, kind, beats)
+            )
+
+    def _record(self, update: Update, kind: UpdateKind, beats: int) -> str:
+        role = self.epoch.name if self.epoch is not None else "tool"
+        record = dict(role=role, host=socket.gethostname(), kind=kind, stale_s=self.stale_s, beats=beats)
+        return json.dumps(record | dict(version=update.given)) + "\n"
+
+    def _is_superseded(self, record: Mapping[str, Any]) -> bool:
+        owner = _OWNER.fullmatch(str(record.get("role")))
+        return owner is not None and newest(self.folder.parent.parent / "epochs" / owner[1]) > int(owner[2])
+
+    def _path(self, number: int, suffix: str) -> Path:
+        return self.folder / f"{number:06d}{suffix}"
+
+    def _read(self, number: int, suffix: str) -> dict[str, Any]:
+        """What a file says; nothing when it was pruned or is damaged, which is waited for like any other record."""
+        with suppress(OSError, ValueError):
+            record = json.loads(self._path(number, suffix).read_text())
+            return record if isinstance(record, dict) else {}
+        return {}
+
+    def _listed(self) -> dict[str, set[int]]:
+        """The numbers of the two kinds of files. One listing: file systems that cache remember names that were not
+        there, and so would hide a release."""
+        found: dict[str, set[int]] = {_RECORD: set(), _RELEASED: set()}
+        with suppress(FileNotFoundError):
+            for name in os.listdir(self.folder):
+                if match := _FILE.fullmatch(name):
+                    found[match[2]].add(int(match[1]))
+        return found
+
+    def _prune(self) -> None:
+        listed = self._listed()
+        for number in sorted(listed[_RECORD] | listed[_RELEASED])[:-KEPT]:
+            for suffix in (_RECORD, _RELEASED):
+                self._path(number, suffix).unlink(missing_ok=True)
+
+
+def fresh_number() -> int:
+    """A number that is higher than those that were taken before now, unless clocks disagree."""
+    return time.time_ns() // 1_000_000
