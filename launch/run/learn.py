@@ -85,7 +85,8 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
     run = run.under(epoch)
     channel = None
     if publishing:
-        wait_for_engines(run, recipe, Stop(), recipe.rollout.engines)
+        if recipe.weights.channel == "ipc":  # which looks at once whether all are on this machine
+            wait_for_engines(run, recipe, Stop(), recipe.rollout.engines)
         channel = build_channel(run, recipe, learner, epoch)
     shared: dict[str, Any] = dict(
         run=run,

@@ -260,11 +260,6 @@ class RunDirectory:
         if router is not None:
             self.membership().announce_router(router)
 
-    def engines(self) -> tuple[list[str], str | None]:
-        """URLs of the engines, and of the router when there is one."""
-        members = self.membership()
-        return [member.url for member in members.engines()], members.router()
-
 
 def numbered(number: int) -> str:
     """How a version, a step or a batch is written in the names of files and folders."""

@@ -170,7 +170,7 @@ def announced(run: RunDirectory, recipe: Recipe) -> list[Member]:
 
 def given_urls(recipe: Recipe) -> tuple[str, ...]:
     """Engines that exist already (rollout.urls)."""
-    return tuple(getattr(recipe.rollout, "urls", ()))
+    return recipe.rollout.urls
 
 
 def rank_epoch(run: Path) -> Epoch:
