@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.errors import FatalError, RetryableError
+from pipeline.errors import FatalError, RetryableError, SupersededError
 
 _DEADLINE_S = 60
 _GONE = ("down", "fail", "*", "unknown", "powered", "powering", "reboot")
@@ -55,9 +55,9 @@ class Allocation:
 
     def up(self) -> list[str]:
         """Nodes of the job on which something can be started: the batch script's first, those that an administrator
-        drains last."""
+        drains last. Raises SupersededError when Slurm has started the job again: these nodes are the successor's."""
         try:
-            nodes = ask("scontrol", "show", "hostnames", ask("squeue", "-h", "-j", self.job, "-o", "%N").strip())
+            nodes = ask("scontrol", "show", "hostnames", self._current()["NodeList"])
             states = ask("sinfo", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T")
         except SlurmError as error:
             if not self._last_known:
@@ -68,6 +68,17 @@ class Allocation:
         up = [node for node in nodes.split() if not any(sign in state.get(node, "unknown") for sign in _GONE)]
         self._last_known = sorted(up, key=lambda node: (node != self.batch_host, "drain" in state[node]))
         return self._last_known
+
+    def _current(self) -> dict[str, str]:
+        """What Slurm says of this job. Raises SupersededError, SlurmError."""
+        words = ask("scontrol", "--oneliner", "show", "job", self.job).split()
+        fields = dict(word.split("=", 1) for word in reversed(words) if "=" in word)
+        if int(fields["Restarts"]) != self.restart:
+            raise SupersededError(
+                f"job {self.job} was started again (restart {fields['Restarts']}) while this node was cut off; attempt "
+                f"{self.restart} ends"
+            )
+        return fields
 
     def is_up(self, node: str) -> bool:
         """Whether the node is one of those."""
@@ -84,7 +95,8 @@ class Allocation:
         ask("scancel", "--ctld", f"--signal={signal}", step)
 
     def requeue(self) -> None:
-        """End this job and queue it again; Slurm ends this process."""
+        """End this job and queue it again; Slurm ends this process. Raises SupersededError when it already was."""
+        self._current()
         ask("scontrol", "requeue", self.job)
 
     def submit_next(self, script: Path) -> str:

@@ -4,6 +4,7 @@
     SIGUSR1, the time limit is near               roles end in order, the job is submitted again, exit 0
     SIGTERM, or a role that Slurm asked to end    roles end in order, exit 0
     too few nodes are up                          roles are ended, the job requeues itself
+    Slurm has started the job again               exit 65; this node was cut off, and the other attempt goes on
     fatal                                         exit 64, with the reason
 
 The batch shell has become this process, so that signals of Slurm's for the batch script reach it.
@@ -38,7 +39,7 @@ from pipeline.config.loader import load_recipe
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import FATAL_EXIT_CODE, EvenKeelError, FatalError
+from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, EvenKeelError, FatalError, SupersededError
 
 REQUEUED_S = 120
 """Longest wait for Slurm to end this process after it was told to requeue the job."""
@@ -241,6 +242,9 @@ def main() -> None:
     os.environ[GRACE_VARIABLE] = str(max(job.grace_s - OWN_S, job.grace_s // 2))
     try:
         status = run_job(job, Allocation.of(os.environ), signals)
+    except SupersededError as error:
+        print(f"superseded: {error}", file=sys.stderr, flush=True)
+        status = SUPERSEDED_EXIT_CODE
     except FatalError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         status = FATAL_EXIT_CODE

@@ -56,8 +56,8 @@ def _directives(recipe: Recipe, options: SlurmOptions, shape: Shape, folder: Pat
     yield "--ntasks-per-node=1"
     if options.gpus_per_node:
         yield f"--gpus-per-node={options.gpus_per_node}"
-        yield "--exclusive"
-        yield "--mem=0"
+    yield "--exclusive"
+    yield "--mem=0"
     yield "--no-kill"
     yield "--requeue"
     yield f"--signal=B:USR1@{options.grace_s}"
@@ -141,5 +141,6 @@ checkpoint is then trained again.
 - {spare}
 - The API key of the engines is made when the job starts, in a file that only you can read
   ({options.api_key_file or options.key_dir}), and removed when it ends. Do not export EVENKEEL_API_KEY when you submit.
-- The node of the batch script needs Slurm's commands and Even Keel's core; with a container image, the roles run in it.
+- The node of the batch script needs Slurm's commands and Even Keel's core. With a container image the roles run in it;
+  mount this folder, the run directory and the folder of the key there, at the same paths.
 """

@@ -1,7 +1,8 @@
 """Roles as job steps: each is one `srun` on one node of the allocation.
 
-A step is named after its unit and start (`learner-1.2`), which is how it is found again for a signal: srun itself would
-answer SIGTERM by killing the step. Nothing is ever found by the name of a program.
+A step is named after its unit, attempt and start (`learner-1.0.2`), which is how it is found again for a signal: srun
+itself would answer SIGTERM by killing the step. The attempt is part of the name since a job keeps its number when it is
+requeued, and what was cut off must not end its successor's steps. Nothing is ever found by the name of a program.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class SrunStarter:
                 print(f"{moved.name} moves from {before[moved]} to {self.places[moved]}", flush=True)
         host = self.places[unit]
         self.starts[unit] += 1
-        name = f"{unit.name}.{self.starts[unit]}"
+        name = f"{unit.name}.{self.allocation.restart}.{self.starts[unit]}"
         srun = [*self.srun_options(unit, host, name), *self.command(unit, host)]
         environment = self.allocation.step_environment(self.environment)
         client = ChildProcess(srun, log, environment, own_session=True)
@@ -144,22 +145,25 @@ class SrunStarter:
         gpus = self.shape.gpus(unit)
         if gpus:
             cpus = max(1, self.allocation.cpus_per_node * gpus // self.shape.gpus_per_node)
-            shares = ["--exact", f"--gpus-per-node={gpus}", f"--cpus-per-task={cpus}", "--cpu-bind=none"]
+            shares = ["--exact", f"--gpus-per-node={gpus}", f"--cpus-per-task={cpus}"]
         else:
             shares = ["--overlap", *(["--gres=none"] if self.shape.gpus_per_node else [])]
         return [
             *("srun", f"--jobid={self.allocation.job}", f"--job-name={name}", f"--nodelist={host}"),
-            *("--nodes=1", "--ntasks=1", *shares, "--mem=0", "--mpi=none"),
+            *("--nodes=1", "--ntasks=1", *shares, "--mem=0", "--cpu-bind=none", "--mpi=none"),
             *("--kill-on-bad-exit=1", "--no-kill=off", "--wait=0", "--unbuffered", "--input=none"),
             *self.images.options(unit),
         ]
 
 
 GUARD = """
-# Ends with the job. When Slurm has taken the batch script's node out of the job, nobody supervises the run any more.
+# Ends with its attempt. Nobody supervises the run once Slurm has taken the batch script's node out of the job.
 while sleep "$1"; do
-  nodes=$(squeue -h -j "$2" -t R -o %N) && [ -n "$nodes" ] || continue
-  nodes=$(scontrol show hostnames "$nodes") || continue
+  job=" $(scontrol --oneliner show job "$2")" || continue
+  case $job in *" Restarts=$4 "*) ;; *" Restarts="*) exit ;; *) continue ;; esac
+  case $job in *" JobState=RUNNING "*) ;; *) continue ;; esac
+  nodes=${job##* NodeList=}
+  nodes=$(scontrol show hostnames "${nodes%% *}") || continue
   grep -qxF "$3" <<<"$nodes" || scontrol requeue "$2"
 done
 """
@@ -180,10 +184,13 @@ class Guard:
         self._starts = 0
         self._next_look = 0.0
 
+    @property
+    def running(self) -> bool:
+        return self._client is not None and self._client.poll() is None
+
     def keep(self) -> None:
         """Start it, or start it again elsewhere when its node died. Call it now and then."""
-        running = self._client is not None and self._client.poll() is None
-        if running or time.monotonic() < self._next_look:
+        if self.running or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + GUARD_LOOK_S
         others = [node for node in self._allocation.up() if node != self._allocation.batch_host]
@@ -192,9 +199,14 @@ class Guard:
         self._starts += 1
         job, batch_host = self._allocation.job, self._allocation.batch_host
         command = [
-            *("srun", f"--jobid={job}", f"--job-name=guard.{self._starts}", f"--nodelist={others[-1]}"),
+            *(
+                "srun",
+                f"--jobid={job}",
+                f"--job-name=guard.{self._allocation.restart}.{self._starts}",
+                f"--nodelist={others[-1]}",
+            ),
             *("--nodes=1", "--ntasks=1", "--overlap", "--mem=0", "--mpi=none", "--input=none", "--output=none"),
-            *("bash", "-c", GUARD, "guard", str(GUARD_POLL_S), job, batch_host),
+            *("bash", "-c", GUARD, "guard", str(GUARD_POLL_S), job, batch_host, str(self._allocation.restart)),
         ]
         environment = self._allocation.step_environment(os.environ)
         self._client = ChildProcess(command, self._log, environment, own_session=True)

@@ -17,7 +17,7 @@ from launch.cluster.slurm.placement import Shape
 from launch.cluster.slurm.srun import NODE_DIED, Guard, Images, SrunStarter, Step
 from launch.cluster.starter import NoRoomError, Unit
 from pipeline.child_process import ChildProcess
-from pipeline.errors import STOPPED_EXIT_CODE, FatalError
+from pipeline.errors import STOPPED_EXIT_CODE, FatalError, SupersededError
 
 TWO_NODES = Shape(
     gpus_per_node=0, learner_nodes=2, learner_gpus=0, engines=1, engine_nodes=1, engine_gpus=0, router=False
@@ -35,9 +35,13 @@ class FakeSlurm:
         self.nodes("n1", "n2", "n3")
         self.states(n1="mixed", n2="mixed", n3="idle")
         (folder / "steps").write_text("")
-        self.script("squeue", 'case "$*" in *--steps*) cat "$F/steps" ;; *) cat "$F/nodes" ;; esac')
+        self.script("squeue", 'cat "$F/steps"')
         self.script("sinfo", 'cat "$F/states"')
-        self.script("scontrol", 'if [ "$1" = show ]; then tr , "\\n" <<<"$3"; else echo "$@" >>"$F/said"; fi')
+        self.script(
+            "scontrol",
+            'case "$*" in "show hostnames"*) tr , "\\n" <<<"$3" ;; *"show job"*) cat "$F/job" ;; '
+            '*) echo "$@" >>"$F/said" ;; esac',
+        )
         self.script("scancel", 'echo "scancel $*" >>"$F/said"')
         self.script("sbatch", 'echo "sbatch $*" >>"$F/said"; env >"$F/submitted_with"; echo 43')
         self.script(
@@ -49,9 +53,10 @@ class FakeSlurm:
         path.write_text(f"#!/bin/bash\nF={self.folder}\n{body}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
-    def nodes(self, *names: str) -> None:
+    def nodes(self, *names: str, restarts: int = 0) -> None:
         """Of the job."""
-        (self.folder / "nodes").write_text(",".join(names) + "\n")
+        fields = f"JobId=42 JobName=a Requeue=1 Restarts={restarts} JobState=RUNNING ReqNodeList=(null)"
+        (self.folder / "job").write_text(f"{fields} NodeList={','.join(names)} BatchHost=n1 Power= \n")
 
     def states(self, **states: str) -> None:
         """As sinfo prints them."""
@@ -120,7 +125,7 @@ def test_a_controller_that_is_away_changes_nothing(
     fake: FakeSlurm, allocation: Allocation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = allocation.up()
-    fake.script("squeue", "echo Unable to contact slurm controller >&2; exit 1")
+    fake.script("scontrol", "echo Unable to contact slurm controller >&2; exit 1")
     assert allocation.up() == before
     assert "Unable to contact slurm controller; the nodes are taken to be those of before" in capsys.readouterr().err
 
@@ -128,10 +133,10 @@ def test_a_controller_that_is_away_changes_nothing(
 def test_a_step_is_one_task_on_one_node(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
     first, second = starter(allocation, TWO_NODES, "echo", "role"), Unit("learner", node=1)
     step = first.start(second, tmp_path / "log")
-    assert (ended(step), step.host, step.name) == (0, "n2", "learner-1.1")
+    assert (ended(step), step.host, step.name) == (0, "n2", "learner-1.0.1")
     assert (tmp_path / "log").read_text() == "role\n"
     (srun,) = fake.said("srun").splitlines()
-    for option in ("--jobid=42", "--job-name=learner-1.1", "--nodelist=n2", "--nodes=1", "--ntasks=1", "--overlap"):
+    for option in ("--jobid=42", "--job-name=learner-1.0.1", "--nodelist=n2", "--nodes=1", "--ntasks=1", "--overlap"):
         assert option in srun.split()
     assert "--kill-on-bad-exit=1" in srun
     assert "--no-kill=off" in srun
@@ -161,7 +166,7 @@ def test_a_role_stays_where_it_was_until_its_node_dies(fake: FakeSlurm, allocati
     assert [ours.start(SECOND, tmp_path / "log").host for _ in range(2)] == ["n2", "n2"]
     fake.states(n1="mixed", n2="down*", n3="idle")
     moved = ours.start(SECOND, tmp_path / "log")
-    assert (moved.host, moved.name) == ("n3", "learner-1.3")
+    assert (moved.host, moved.name) == ("n3", "learner-1.0.3")
     fake.states(n1="mixed", n2="down*", n3="down*")
     with pytest.raises(NoRoomError):
         ours.start(SECOND, tmp_path / "log")
@@ -178,7 +183,7 @@ def test_the_end_of_a_node_is_no_success(fake: FakeSlurm, allocation: Allocation
 
 def test_a_step_is_asked_to_end_by_its_number(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
     step = starter(allocation).start(SECOND, tmp_path / "log")
-    (fake.folder / "steps").write_text("42.batch batch\n42.3 learner-1.1\n42.4 learner-1.10\n")
+    (fake.folder / "steps").write_text("42.batch batch\n42.3 learner-1.0.1\n42.4 learner-1.0.10\n")
     step.terminate()
     assert fake.said() == "scancel --ctld --signal=TERM 42.3\n"
     assert step.poll() is None
@@ -212,7 +217,7 @@ def test_a_signal_to_the_steps_alone_is_the_users(
 def test_what_we_asked_is_not_the_users(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
     ours = starter(allocation, TWO_NODES, "bash", "-c", f"while [ ! -e {tmp_path}/end ]; do sleep .01; done; exit 143")
     steps = [ours.start(unit, tmp_path / "log") for unit in (LEARNER, SECOND)]
-    (fake.folder / "steps").write_text("42.0 learner.1\n42.1 learner-1.1\n")
+    (fake.folder / "steps").write_text("42.0 learner.0.1\n42.1 learner-1.0.1\n")
     for step in steps:
         step.terminate()
     (tmp_path / "end").touch()
@@ -228,7 +233,7 @@ def test_the_guard_requeues_a_job_that_has_lost_its_batch_script(
     guard.keep()
     guard.keep()  # one is enough
     give_up = time.monotonic() + 20
-    while "guard.1" not in fake.said("srun"):
+    while "guard.0.1" not in fake.said("srun"):
         assert time.monotonic() < give_up
         time.sleep(0.01)
     assert "--nodelist=n3" in fake.said("srun")
@@ -242,6 +247,32 @@ def test_the_guard_requeues_a_job_that_has_lost_its_batch_script(
     assert fake.said("srun").count("--job-name=guard.") == 1
 
 
+def test_a_superseded_attempt_starts_nothing_and_requeues_nothing(
+    fake: FakeSlurm, allocation: Allocation, tmp_path: Path
+) -> None:
+    """A job keeps its number when it is requeued, so its nodes are another attempt's when a cable is put back."""
+    ours = starter(allocation)
+    fake.nodes("n1", "n3", restarts=1)
+    for order in (lambda: ours.start(LEARNER, tmp_path / "log"), allocation.requeue):
+        with pytest.raises(SupersededError, match=r"job 42 was started again \(restart 1\)"):
+            order()
+    assert fake.said() == fake.said("srun") == ""
+
+
+def test_a_superseded_guard_ends(
+    fake: FakeSlurm, allocation: Allocation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.cluster.slurm.srun.GUARD_POLL_S", 0.05)
+    guard = Guard(allocation, tmp_path / "guard.log")
+    guard.keep()
+    fake.nodes("n2", "n3", restarts=1)
+    give_up = time.monotonic() + 20
+    while guard.running:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    assert fake.said() == ""
+
+
 def test_the_next_job_knows_nothing_of_this_one(
     fake: FakeSlurm, allocation: Allocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +280,9 @@ def test_the_next_job_knows_nothing_of_this_one(
     assert allocation.submit_next(Path("/jobs/job.sbatch")) == "43"
     assert fake.said() == "sbatch --parsable --dependency=afterany:42 /jobs/job.sbatch\n"
     assert "SLURM_NTASKS" not in fake.said("submitted_with")
-    fake.script("scontrol", "echo Requested operation is presently disabled >&2; exit 1")
-    with pytest.raises(SlurmError, match="scontrol requeue 42 ended with 1: Requested operation is presently disabled"):
+    fake.script(
+        "scontrol",
+        'case "$*" in *"show job"*) cat "$F/job" ;; *) echo Requested operation is disabled >&2; exit 1 ;; esac',
+    )
+    with pytest.raises(SlurmError, match="scontrol requeue 42 ended with 1: Requested operation is disabled"):
         allocation.requeue()
