@@ -92,6 +92,15 @@ def role_command(run: RunDirectory, unit: Unit, *options: str) -> list[str]:
     return [sys.executable, "-P", "-m", "launch.cli", "role", unit.role, str(run.path.absolute()), *place, *options]
 
 
+def metrics_options(unit: Unit, supervisor: int | None) -> list[str]:
+    """With which a unit shows its metrics, where the supervisor has a port for its own."""
+    if supervisor is None:
+        return []
+    if unit.role == "engine":
+        return ["--metrics"]
+    return ["--metrics-port", str(supervisor + 1 + METRICS_PORTS.index(unit.role))]
+
+
 class LocalStarter:
     """All on this machine, on loopback."""
 
@@ -106,19 +115,12 @@ class LocalStarter:
 
     def start(self, unit: Unit, log: Path) -> Started:
         """See Starter."""
-        options = self._metrics_options(unit)
+        options = metrics_options(unit, self._metrics_port)
         if unit.role in ("engine", "router"):
             options += ["--port", str(self._ports[-1 if unit.index is None else unit.index])]
         environment = {**child_environment(), API_KEY_VARIABLE: self._api_key, LOG_VARIABLE: str(log)}
         environment.pop(API_KEY_FILE_VARIABLE, None)
         return _Child(role_command(self._run, unit, *options), log, environment, own_session=True)
-
-    def _metrics_options(self, unit: Unit) -> list[str]:
-        if self._metrics_port is None:
-            return []
-        if unit.role == "engine":
-            return ["--metrics"]
-        return ["--metrics-port", str(self._metrics_port + 1 + METRICS_PORTS.index(unit.role))]
 
 
 class _Child(ChildProcess):

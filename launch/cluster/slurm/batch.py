@@ -23,13 +23,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.cluster.metrics import RunMetrics, observers_of
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from launch.cluster.roles.base import GRACE_VARIABLE
 from launch.cluster.slurm.allocation import Allocation
 from launch.cluster.slurm.placement import Shape
 from launch.cluster.slurm.render import RECIPE, SCRIPT
 from launch.cluster.slurm.srun import Guard, Images, SrunStarter
-from launch.cluster.starter import NoRoomError, Unit, role_command
+from launch.cluster.starter import NoRoomError, Unit, metrics_options, role_command
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.processes import child_environment
@@ -81,6 +82,7 @@ class Job:
     key_dir: Path
     api_key_file: Path | None
     images: Images
+    metrics_port: int | None
     resubmit: bool
 
     @staticmethod
@@ -95,6 +97,7 @@ class Job:
         parser.add_argument("--api-key-file", type=Path)
         for name in ("container-image", "rollout-image", "container-mounts"):
             parser.add_argument(f"--{name}")
+        parser.add_argument("--metrics-port", type=int)
         parser.add_argument("--no-resubmit", action="store_true")
         given = parser.parse_args(arguments)
         return Job(
@@ -110,6 +113,7 @@ class Job:
                 rollout=given.rollout_image or given.container_image,
                 mounts=given.container_mounts,
             ),
+            metrics_port=given.metrics_port,
             resubmit=not given.no_resubmit,
         )
 
@@ -155,6 +159,7 @@ def role_program(job: Job, run: RunDirectory, shape: Shape) -> Callable[[Unit, s
             options += ["--recipe", str(job.folder / RECIPE)] if unit.node == 0 else []
         if unit.role == "engine" and shape.engine_nodes > 1:
             options += ["--nodes", str(shape.engine_nodes), "--node", str(unit.node)]
+        options += metrics_options(unit, job.metrics_port)
         return [job.python, *role_command(run, unit, *options)[1:]]  # that interpreter is this node's
 
     return command
@@ -174,7 +179,10 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
         return signals.end or signals.time_limit or starter.asked_by_the_user()
 
     with supervisor_epoch(run, allocation) as epoch:
-        event_log = EventLog(run.path, epoch.name)
+        metrics = None if job.metrics_port is None else RunMetrics("supervisor", run.path)
+        if metrics is not None and job.metrics_port is not None:
+            metrics.serve(job.metrics_port, allocation.batch_host)
+        event_log = EventLog(run.path, epoch.name, observers_of(metrics))
         try:
             with (
                 LiveView(run.path, recipe.run.steps) as view,

@@ -56,6 +56,12 @@ def slurm(
     api_key_file: Annotated[
         str | None, typer.Option(help="Use the key in this file, instead of a new one for each job.")
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=65532, help="/metrics for Prometheus: the supervisor here, the roles at the next ones."
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
     ] = None,
@@ -86,6 +92,7 @@ def slurm(
         account=account,
         resubmit=resubmit,
         key_dir=key_dir,
+        metrics_port=metrics_port,
         api_key_file=api_key_file,
         container_image=container_image,
         rollout_image=rollout_image,

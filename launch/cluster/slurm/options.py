@@ -28,6 +28,8 @@ class SlurmOptions:
     """Seconds between the signal that announces the time limit and the limit."""
     partition: str | None = None
     account: str | None = None
+    metrics_port: int | None = None
+    """Of the supervisor; the roles have the ports after it."""
     resubmit: bool = True
     key_dir: str = "~/.evenkeel"
     api_key_file: str | None = None

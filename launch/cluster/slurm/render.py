@@ -85,6 +85,8 @@ def _supervisor(options: SlurmOptions, folder: Path) -> Iterator[list[str]]:
     for name in ("container_image", "rollout_image", "container_mounts"):
         if (value := getattr(options, name)) is not None:
             yield [f"--{name.replace('_', '-')}", value]
+    if options.metrics_port is not None:
+        yield ["--metrics-port", str(options.metrics_port)]
     if not options.resubmit:
         yield ["--no-resubmit"]
 

@@ -1,0 +1,171 @@
+"""The program in the batch script: what follows from how an attempt ended, its key, and the commands of the roles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.cluster.slurm import batch
+from launch.cluster.slurm.allocation import Allocation
+from launch.cluster.slurm.batch import Job, Signals, api_key, role_environment, role_program, run_job
+from launch.cluster.slurm.placement import Shape
+from launch.cluster.starter import NoRoomError, Unit
+from pipeline.config.loader import load_recipe
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import FatalError
+from tests.support.runs import ROOT
+
+
+class Said(Allocation):
+    """Notes what would be asked of Slurm."""
+
+    orders: list[str]
+
+    def requeue(self) -> None:
+        self.orders.append("requeue")
+
+    def submit_next(self, script: Path) -> str:
+        self.orders.append(f"submit {script.name}")
+        return "8"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    recipe = load_recipe(Path("demo"), [f"run.root={tmp_path}/runs"])
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    return Job.parse([str(tmp_path), "--gpus-per-node", "0", "--grace", "60", "--key-dir", str(tmp_path / "keys")])
+
+
+@pytest.fixture
+def allocation() -> Said:
+    said = Said("7", 0, "n1", 8)
+    said.orders = []
+    return said
+
+
+def attempt(monkeypatch: pytest.MonkeyPatch, body: Callable[[], str]) -> None:
+    """What supervising the roles does instead."""
+    monkeypatch.setattr(batch, "attempt", lambda *_: body())
+
+
+def published(job: Job, version: int) -> None:
+    run = RunDirectory(load_recipe(job.folder / "recipe.yaml").directory)
+    run.policies.mkdir(parents=True, exist_ok=True)
+    run.set_published(version)
+
+
+def test_a_finished_run_is_not_submitted_again(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt(monkeypatch, lambda: "finished")
+    signals = Signals()
+    signals.time_limit = True
+    assert (run_job(job, allocation, signals), allocation.orders) == (0, [])
+
+
+@pytest.mark.parametrize(("sent", "orders"), [("time_limit", ["submit job.sbatch"]), ("end", [])])
+def test_the_time_limit_goes_on_in_a_further_job_and_a_request_to_end_does_not(
+    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch, sent: str, orders: list[str]
+) -> None:
+    signals = Signals()
+
+    def stopped() -> str:
+        setattr(signals, sent, True)
+        published(job, 3)
+        return "stopped"
+
+    attempt(monkeypatch, stopped)
+    assert (run_job(job, allocation, signals), allocation.orders) == (0, orders)
+
+
+def test_a_job_that_reached_nothing_is_not_submitted_again(
+    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published(job, 3)
+    signals = Signals()
+    signals.time_limit = True
+    attempt(monkeypatch, lambda: "stopped")
+    with pytest.raises(FatalError, match="the time limit came before the run had published a new version"):
+        run_job(job, allocation, signals)
+    assert allocation.orders == []
+
+
+def test_too_few_nodes_are_a_requeue(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room() -> str:
+        raise NoRoomError("engine-0 has room on none of the nodes that are up")
+
+    monkeypatch.setattr(batch, "REQUEUED_S", 0)
+    attempt(monkeypatch, no_room)
+    assert run_job(job, allocation, Signals()) == 1  # Slurm should have ended this process
+    assert allocation.orders == ["requeue"]
+
+
+def test_the_key_is_the_users_alone_and_goes_at_the_end(job: Job) -> None:
+    with api_key(job, "slurm-7-0") as path:
+        assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
+        first = path.read_text()
+    assert not path.exists()
+    with api_key(job, "slurm-7-1") as path:
+        assert path.read_text() != first
+
+
+def test_a_key_of_the_users_is_left_alone(job: Job, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("key\n")
+    given = Job.parse([str(job.folder), "--gpus-per-node", "0", "--grace", "60", "--api-key-file", str(mine)])
+    with api_key(given, "slurm-7-0") as path:
+        assert path == mine
+    assert mine.exists()
+
+
+def test_roles_get_the_name_of_the_keys_file_and_not_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENKEEL_API_KEY", "a-key-that-nobody-may-see")
+    environment = role_environment(Path("/keys/slurm-7-0.key"))
+    assert environment["EVENKEEL_API_KEY_FILE"] == "/keys/slurm-7-0.key"
+    assert "a-key-that-nobody-may-see" not in environment.values()
+
+
+@pytest.mark.parametrize(
+    ("unit", "words"),
+    [
+        (Unit("learner"), "role learner RUN 0 --host n2 --nodes 4 --recipe JOB/recipe.yaml --metrics-port 9401"),
+        (Unit("learner", node=3), "role learner RUN 3 --host n2 --nodes 4 --metrics-port 9401"),
+        (Unit("collector"), "role collector RUN --host n2 --metrics-port 9402"),
+        (Unit("router"), "role router RUN --host n2 --metrics-port 9403"),
+        (Unit("engine", 5), "role engine RUN 5 --host n2 --metrics"),
+    ],
+)
+def test_commands_of_the_roles(unit: Unit, words: str) -> None:
+    options = ["--gpus-per-node", "8", "--grace", "9", "--python", "/venv/bin/python", "--metrics-port", "9400"]
+    job = Job.parse(["JOB", *options])
+    shape = Shape.of(load_recipe(Path("qwen3_32b")), 8)
+    command = role_program(job, RunDirectory(Path("/RUN")), shape)(unit, "n2")
+    assert command == ["/venv/bin/python", "-P", "-m", "launch.cli", *words.replace("RUN", "/RUN").split()]
+
+
+def test_an_engine_over_two_nodes_knows_which_it_is() -> None:
+    job = Job.parse(["JOB", "--gpus-per-node", "8", "--grace", "9"])
+    shape = Shape.of(load_recipe(Path("qwen3_32b"), ["rollout.tensor_parallel=16"]), 8)
+    command = role_program(job, RunDirectory(Path("/RUN")), shape)(Unit("engine", 5, 1), "n2")
+    assert command[-4:] == ["--nodes", "2", "--node", "1"]
+
+
+def test_the_batch_script_needs_no_torch_and_outside_of_slurm_says_so(tmp_path: Path, job: Job) -> None:
+    code = "import sys\nfor name in ('torch', 'sglang', 'megatron', 'transformers'): sys.modules[name] = None\n"
+    code += f"sys.argv = ['batch', {str(job.folder)!r}, '--gpus-per-node', '0', '--grace', '60']\n"
+    code += "from launch.cluster.slurm.batch import main; main()"
+    environment: dict[str, Any] = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 64
+    assert done.stderr.startswith("error: SLURM_JOB_ID is not set, so this is no batch script of Slurm's")
+    assert done.stderr.count("\n") == 1
