@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from launch.cluster.roles.base import (
     wait_for_recipe,
 )
 from launch.cluster.roles.meeting import Meeting
+from launch.cluster.roles.starting_weights import hold_weights, release_weights
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.membership import Member
@@ -88,11 +90,19 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
     if own.nodes > 1:
         Meeting(epoch.number, address, port + MEETING_PORTS, own.nodes).write(own.meeting)
         place |= dict(nodes=own.nodes, node=0, meeting=f"{address}:{port + MEETING_PORTS}")
-    server = start(engine_spec(own.run, recipe, own.index, port, key, log=log_file(), **place))
+    newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
+    spec = hold_weights(own.run, own.index, own.node, newest)
+    server = start(spec)
+
+    def announce() -> None:
+        release_weights(spec)
+        membership.announce(member)
+
     try:
-        serve(server, own.run, epoch, stop, recipe.rollout.start_deadline_s, lambda: membership.announce(member))
+        serve(server, own.run, epoch, stop, recipe.rollout.start_deadline_s, announce)
     finally:
         membership.withdraw(member)
+        release_weights(spec)
         stop_server(server, grace_s() if stop.asked else 0.0)
     stop.check()
     return 0
@@ -150,18 +160,24 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
     if meeting.nodes != own.nodes:
         raise LayoutError(f"node 0 has --nodes {meeting.nodes}, this one {own.nodes}; give all the same number")
     place = dict(host=address, nodes=own.nodes, node=own.node, meeting=f"{meeting.host}:{meeting.port}")
-    server = start(engine_spec(own.run, recipe, own.index, port, key, log=log_file(), **place))
-    look = Every(FINISHED_POLL_S)
+    newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
+    spec = hold_weights(own.run, own.index, own.node, newest)
+    server = start(spec)
+    look, membership = Every(FINISHED_POLL_S), own.run.membership()
     try:
         while not stop.asked:
             if (status := server.poll()) is not None:
                 raise EngineStartError(f"node {own.node} of engine {own.index} ended with status {status}")
             if (now := Meeting.read(own.meeting)) is not None and now.epoch != meeting.epoch:
                 raise EngineStartError(f"node 0 of engine {own.index} was started again; this one has to be, too")
-            if look() and own.run.is_finished():
-                return 0
+            if look():
+                if own.run.is_finished():
+                    return 0
+                if any((one.index, one.started) == (own.index, meeting.epoch) for one in membership.engines()):
+                    release_weights(spec)  # node 0 is up, and so are all
             time.sleep(POLL_S)
     finally:
         stop_server(server, 0.0)
+        release_weights(spec)
     stop.check()
     return 0

@@ -1,0 +1,54 @@
+"""The weights that an engine starts with, held for as long as it starts.
+
+A learner deletes old policies (weights.keep), and SGLang opens its files many seconds after it was started: in a run of
+fast steps they would be gone. So an engine starts from a folder of hard links of its own.
+
+    RUN/engines/starting/000003-0/   engine 3, its first host; replaced by its next start, removed once it is up
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.data.run_directory import RunDirectory, numbered
+from pipeline.errors import StoreError
+from rollout_sglang.server.start import EngineSpec
+
+_ATTEMPTS = 20
+
+
+def hold_weights(run: RunDirectory, index: int, node: int, newest: Callable[[], EngineSpec]) -> EngineSpec:
+    """`newest()`, with a folder that no learner deletes; `release_weights` does once the engine is up.
+
+    Raises StoreError when every policy is deleted while it is linked.
+    """
+    folder = run.path / "engines" / "starting" / f"{numbered(index)}-{node}"
+    for _ in range(_ATTEMPTS):
+        spec = newest()
+        if _link(spec.model, folder):
+            return replace(spec, model=folder)
+    raise StoreError(
+        f"{spec.model}, and those before it, were deleted while they were linked to {folder}; raise weights.keep"
+    )
+
+
+def release_weights(spec: EngineSpec) -> None:
+    """Remove the folder that `hold_weights` made. May be called twice."""
+    shutil.rmtree(spec.model, ignore_errors=True)
+
+
+def _link(source: Path, folder: Path) -> bool:
+    """Whether `folder` now holds every file of `source`, which may be deleted meanwhile."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        names = sorted(os.listdir(source))
+        for name in names:
+            os.link(source / name, folder / name)
+        return sorted(os.listdir(source)) == names != []
+    except FileNotFoundError:
+        return False

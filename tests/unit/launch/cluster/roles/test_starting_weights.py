@@ -1,0 +1,54 @@
+"""An engine's own links to the weights that it starts with."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launch.cluster.roles.starting_weights import hold_weights, release_weights
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import StoreError
+from rollout_sglang.server.start import EngineSpec
+
+
+def spec(folder: Path, version: int) -> EngineSpec:
+    return EngineSpec(
+        model=folder, port=1, precision="fp32", dtype="float32", log=folder / "log", version=version, api_key="key"
+    )
+
+
+def policy(run: RunDirectory, version: int) -> EngineSpec:
+    folder = run.policy_directory(version)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(str(version))
+    (folder / "model.safetensors").write_text(f"weights {version}")
+    return spec(folder, version)
+
+
+def test_weights_outlive_the_policy_that_they_are_of(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    seven = policy(run, 7)
+    held = hold_weights(run, 3, 0, lambda: seven)
+    shutil.rmtree(seven.model)
+    assert (held.model / "model.safetensors").read_text() == "weights 7"
+    assert (held.version, held.port) == (7, 1)
+    eight = hold_weights(run, 3, 0, lambda: policy(run, 8))
+    assert sorted(path.read_text() for path in eight.model.iterdir()) == ["8", "weights 8"], "nothing of version 7"
+    assert run.membership().engines() == [], "the folder is no member"
+    release_weights(eight)
+    release_weights(eight)
+    assert not eight.model.exists()
+    assert (run.policy_directory(8) / "model.safetensors").exists()
+
+
+def test_a_policy_that_is_gone_is_replaced_by_a_newer_one(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    newest = iter([spec(tmp_path / "gone", 7), policy(run, 8)])
+    assert hold_weights(run, 0, 1, lambda: next(newest)).version == 8
+
+
+def test_policies_that_always_go_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"gone, and those before it.*raise weights\.keep"):
+        hold_weights(RunDirectory(tmp_path), 0, 0, lambda: spec(tmp_path / "gone", 7))
