@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from pipeline.errors import RecipeError
+
 RECIPE_HELP = "YAML file, or the name of a recipe that comes with Even Keel, such as demo."
 
 
@@ -45,6 +47,9 @@ def kubernetes(
         str, typer.Option(help="Prometheus' namespace: it may read metrics.")
     ] = "monitoring",
     monitors: Annotated[bool, typer.Option(help="Write a ServiceMonitor (Prometheus' operator).")] = True,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="The objects in --out are in no cluster: replace whatever differs.")
+    ] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
     ] = None,
@@ -52,13 +57,15 @@ def kubernetes(
     """Write the objects with which Kubernetes runs the recipe: a JobSet, and what it needs around it.
 
     GPUs, memory, /dev/shm and grace periods come from the plan. Everything is checked before it is written. The Secret
-    is yours to make; no key is in any file. The same recipe and options give the same bytes.
+    is yours to make; no key is in any file. The same recipe and options give the same bytes. Where --out holds the
+    run's objects already, only what a cluster lets one change may differ from them.
 
     For example:  evenkeel launch kubernetes qwen3_32b --out k8s --queue train --learner-image … --rollout-image …
     """
+    from launch.cluster.kubernetes.checks.everything import check
     from launch.cluster.kubernetes.job import run_on_kubernetes
     from launch.cluster.kubernetes.options import cluster_options
-    from launch.cluster.kubernetes.render import render, write
+    from launch.cluster.kubernetes.render import read, render, write
     from pipeline.config.loader import find_recipe, load_recipe
 
     options = cluster_options(
@@ -86,6 +93,9 @@ def kubernetes(
     path = find_recipe(recipe)
     run = run_on_kubernetes(path, load_recipe(path, overrides or []), options)
     files = render(run)
+    objects = [one for group in files.values() for one in group]
+    if wrong := list(check(objects, run, [] if replace else read(out))):
+        raise RecipeError(f"{out} is not written: {'; '.join(wrong[:5])}")
     write(files, out)
     key = f"kubectl -n {namespace} create secret generic {secret} --from-file={secret_key}=FILE"
     print(f"once, with a FILE that holds the API key:  {key}")

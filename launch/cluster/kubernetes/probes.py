@@ -33,8 +33,9 @@ NO_PROBES = Probes()
 
 
 def engine_start_s(run: RunOnKubernetes) -> int:
-    """The longest that an engine may take: version 0 is written, then its weights are read."""
-    return run.needs.first_policy_s + math.ceil(run.recipe.rollout.start_deadline_s)
+    """The longest that an engine may take. It gives up by itself: start_deadline_s bounds its wait for version 0, and
+    then reading the weights."""
+    return run.needs.first_policy_s + 2 * math.ceil(run.recipe.rollout.start_deadline_s)
 
 
 def engine_probes(run: RunOnKubernetes) -> Probes:

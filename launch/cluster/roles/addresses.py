@@ -5,13 +5,16 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Mapping
 
 import psutil
 
-from pipeline.errors import RecipeError
+from pipeline.errors import DeadlineExceededError, RecipeError
 
 LOOPBACK = "127.0.0.1"
+NAME_DEADLINE_S = 120.0
+_NAME_POLL_S = 0.5
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """By which torch's backends are told where to listen."""
 
@@ -19,16 +22,10 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IF
 def bind_address(host: str, api_key: str | None) -> str:
     """The address that `host` resolves to, for servers of this machine to bind to.
 
-    Raises RecipeError when it cannot be resolved, when other hosts could not reach it, or when they could, and there is
-    no API key.
+    Raises RecipeError when other hosts could not reach it, or when they could, and there is no API key; otherwise as
+    `own_address` does.
     """
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise RecipeError(
-            f"--host {host} cannot be resolved ({error.strerror}); give a name or an address of this machine"
-        ) from None
-    address = str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+    address = own_address(host)
     if is_loopback(address):
         if host != "localhost" and not _is_address(host):
             raise RecipeError(
@@ -41,6 +38,34 @@ def bind_address(host: str, api_key: str | None) -> str:
             "EVENKEEL_API_KEY_FILE to a file of mode 0600 that holds one"
         )
     return address
+
+
+def own_address(host: str, deadline_s: float = NAME_DEADLINE_S) -> str:
+    """An address of this machine that `host` resolves to.
+
+    The name of a pod appears in DNS a while after the pod has started, and until then it may lead to the pod before it.
+    Raises DeadlineExceededError, and RecipeError for a literal address that this machine does not have.
+    """
+    ends, told = time.monotonic() + deadline_s, False
+    while True:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            address = str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+            if is_loopback(address) or interface_of(address) is not None:
+                return address
+            problem = f"leads to {address}, which is no address of this machine"
+        except OSError as error:
+            problem = f"cannot be resolved ({error.strerror})"
+        if _is_address(host):
+            raise RecipeError(f"--host {host} {problem}; give a name or an address of this machine")
+        if time.monotonic() > ends:
+            raise DeadlineExceededError(
+                f"--host {host} {problem}, after {deadline_s:g} s; give a name or an address of this machine"
+            )
+        if not told:
+            print(f"waiting: --host {host} {problem}", flush=True)
+            told = True
+        time.sleep(_NAME_POLL_S)
 
 
 def is_loopback(address: str) -> bool:

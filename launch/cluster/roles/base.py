@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from launch.cluster.roles.addresses import own_address
 from launch.run.fatal_notes import leave_fatal_note
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
@@ -197,4 +198,4 @@ def log_file() -> Path | None:
 def show_metrics(port: int | None, host: str) -> None:
     """Say in the environment where this role's process, or the learner's rank 0, shows its metrics."""
     if port is not None:
-        os.environ |= {METRICS_PORT_VARIABLE: str(port), METRICS_HOST_VARIABLE: host}
+        os.environ |= {METRICS_PORT_VARIABLE: str(port), METRICS_HOST_VARIABLE: own_address(host)}

@@ -14,19 +14,11 @@ from launch.cluster.roles.base import STOP_FILE_VARIABLE, log_file
 from launch.run.processes import end_tree
 from pipeline.child_process import ChildProcess
 
-BEGUN = "begun"
-"""Beside the stop file; rank 0 makes it when it begins to train."""
-
 
 class _Torchrun(ChildProcess):
-    """Ranks die with torchrun (launch.run.learn_rank), and torchrun with the agent.
-
-    Slurm signals every process of a step. The agent alone answers SIGTERM, by the stop file: a rank that died of it
-    would not save.
-    """
+    """Ranks die with torchrun (launch.run.learn), and torchrun with the agent."""
 
     when_parent_dies = signal.SIGKILL
-    ignored = (signal.SIGTERM, signal.SIGINT)
 
 
 class Ranks:
@@ -55,8 +47,3 @@ class Ranks:
     def ask_to_stop(self) -> None:
         """Rank 0 finds the file at its next step, and tells the others."""
         self._stop_file.touch()
-
-    @property
-    def have_begun(self) -> bool:
-        """Whether there may be anything to save. Until then ranks import, join and load, and look for no file."""
-        return self._stop_file.with_name(BEGUN).exists()

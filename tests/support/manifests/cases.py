@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from launch.cluster.kubernetes.base import to_yaml
-from launch.cluster.kubernetes.job import run_on_kubernetes
+from launch.cluster.kubernetes.job import RunOnKubernetes, run_on_kubernetes
 from launch.cluster.kubernetes.options import cluster_options
 from launch.cluster.kubernetes.render import Files, render
 from pipeline.config.loader import find_recipe, load_recipe
@@ -17,11 +17,16 @@ LEARNER_IMAGE = "registry.example/evenkeel/learner@sha256:" + "1" * 64
 ROLLOUT_IMAGE = "registry.example/evenkeel/rollout@sha256:" + "2" * 64
 
 
-def rendered(*overrides: str, **options: Any) -> Files:
-    """The files of the 32B recipe with overrides and options."""
+def run_of(*overrides: str, **options: Any) -> RunOnKubernetes:
+    """The 32B recipe with overrides, on a cluster with options."""
     path = find_recipe(Path("qwen3_32b"))
     chosen = cluster_options(**(dict(learner_image=LEARNER_IMAGE, rollout_image=ROLLOUT_IMAGE) | options))
-    return render(run_on_kubernetes(path, load_recipe(path, list(overrides)), chosen))
+    return run_on_kubernetes(path, load_recipe(path, list(overrides)), chosen)
+
+
+def rendered(*overrides: str, **options: Any) -> Files:
+    """Its files."""
+    return render(run_of(*overrides, **options))
 
 
 def documents(files: Files) -> list[dict[str, Any]]:

@@ -34,9 +34,10 @@ def problems(found: Object, old: Object | None = None) -> list[tuple[str, str]]:
         structure = [("schema", f"{_path(error)}: {error.message[:160]}") for error in validator.iter_errors(found)]
         if structure or metadata:
             return metadata + structure
-        filled = copy.deepcopy(found)
+        filled, stored = copy.deepcopy(found), copy.deepcopy(old)
         add_defaults(schema, filled)
-        return [("CEL", text) for text in broken_rules(schema, filled, found["kind"], old)]
+        add_defaults(schema, stored)
+        return [("CEL", text) for text in broken_rules(schema, filled, found["kind"], stored)]
     return [("schema", text) for text in _core(found)]
 
 

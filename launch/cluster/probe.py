@@ -1,0 +1,71 @@
+"""Is this pod's engine ready?  `python -m launch.cluster.probe RUN --port P [--alive]`, in the engine's container.
+
+Ready: it answers, and it serves the published version or a newer one (the one that is being published). A kubelet
+cannot ask that: it has no key and knows no version. --alive asks only whether it answers.
+
+Where the engine is comes from the environment: EVENKEEL_HOST, and EVENKEEL_NODE, since of the pods of one engine only
+the first answers. Exits 0 or 1, with one line that says why. No secret is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+from pydantic import ValidationError
+
+from launch.cluster.roles.api_key import read_api_key
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import EvenKeelError
+from rollout_sglang.protocol import UNVERIFIED, ModelInfo, claimed_version
+
+_DEADLINE_S = 8.0
+"""Below the timeout of the probe."""
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(prog="launch.cluster.probe")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--alive", action="store_true")
+    given = parser.parse_args(argv)
+    if environment.get("EVENKEEL_NODE", "0") != "0":
+        print("not the first pod of its engine: the first is asked")
+        return 0
+    url = f"http://{environment.get('EVENKEEL_HOST', '127.0.0.1')}:{given.port}"
+    try:
+        problem = not_alive(url) if given.alive else not_ready(url, RunDirectory(given.run), read_api_key(environment))
+    except (httpx.HTTPError, EvenKeelError, ValidationError) as error:
+        problem = f"{url}: {type(error).__name__} {' '.join(str(error).split())}"
+    print(problem or "ok")
+    return 1 if problem else 0
+
+
+def not_alive(url: str) -> str | None:
+    """Why the server is not alive; None when it is. Samples nothing, so that a weight update does not matter."""
+    status = httpx.get(f"{url}/health", timeout=_DEADLINE_S, trust_env=False).status_code
+    return None if status == 200 else f"{url}/health answered {status}"
+
+
+def not_ready(url: str, run: RunDirectory, key: str | None) -> str | None:
+    """Why the engine should not count as serving; None when it should."""
+    if problem := not_alive(url):
+        return problem
+    published = run.published_version()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    answer = httpx.get(f"{url}/model_info", headers=headers, timeout=_DEADLINE_S, trust_env=False)
+    if answer.status_code != 200:
+        return f"{url}/model_info answered {answer.status_code}"
+    named = ModelInfo.model_validate_json(answer.content).weight_version
+    if named.startswith(UNVERIFIED) or (served := claimed_version(named)) is None:
+        return f"its weights are not verified: {named}, published is {published}"
+    return None if served >= published else f"it serves version {served}, published is {published}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
