@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from launch.cluster.metric_names import METRICS
 from pipeline.data.event_log import log_files, read_events, read_metrics
 from pipeline.data.store import BatchStore
 from tests.support.engine_forks import forked_engines
 from tests.support.rank_programs import forked_programs
 from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
+from tests.support.scraper import Scraper, free_run_of_ports
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 
@@ -36,7 +38,10 @@ def tp2(workshop: Path) -> Path:
         rollout=dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64, precision="fp8_block"),
         learner=dict(tensor_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
     )
-    result = evenkeel_json("train", recipe, in_process=False)
+    port = free_run_of_ports(4)
+    with Scraper([port, port + 1, port + 2]) as scraper:
+        result = evenkeel_json("train", recipe, "--metrics-port", str(port), in_process=False)
+    (workshop / "scraped.json").write_text(json.dumps(scraper.seen))
     assert result["learner_layout"] == "TP2"
     return workshop / "runs" / "tp2"
 
@@ -58,6 +63,13 @@ def test_tp2_trains_on_fp8_rollouts(tp2: Path) -> None:
     assert shown["steps"] == 4
     assert shown["rollout_precision"] == "fp8_block"
     assert {"pass_at_1_first", "pass_at_1_last", "wall_s"} <= shown.keys()
+
+
+def test_a_real_run_shows_every_number_of_the_table(tp2: Path, workshop: Path) -> None:
+    """What dashboard and alerts read is compared with the same table."""
+    seen = {name for page in json.loads((workshop / "scraped.json").read_text()) for name in page}
+    absent = {metric.name for metric in METRICS} - seen - {"evenkeel_fatal"}  # which only a failed run shows
+    assert {name for name in absent if not name.startswith(("evenkeel_engine", "evenkeel_waiting"))} == set()
 
 
 def test_history_of_tp2(tp2: Path) -> None:
