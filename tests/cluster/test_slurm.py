@@ -18,6 +18,7 @@ from tests.cluster.rig import Hosts, Slurm
 from tests.cluster.slurm_run import SlurmRun
 from tests.support.runs import make_model
 
+pytestmark = pytest.mark.timeout(900)
 TOOK: list[tuple[str, float]] = []
 
 
@@ -120,6 +121,7 @@ def test_without_a_spare_the_job_is_requeued_and_the_superseded_one_writes_nothi
     time.sleep(3)
     hosts.mend(node)
     run.wait_end(job)
+    assert "restarted" not in run.said(), "what was cut off has ended nothing of its successor's"
     superseded = [path.read_text(errors="replace") for path in run.logs(job).glob("*.log")]
     assert any("has taken over" in text for text in superseded) or "has taken over" in run.said(), run.tails()
     run.check_sound()

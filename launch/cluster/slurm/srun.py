@@ -1,8 +1,11 @@
 """Roles as job steps: each is one `srun` on one node of the allocation.
 
 A step is named after its unit, attempt and start (`learner-1.0.2`), which is how it is found again for a signal: srun
-itself would answer SIGTERM by killing the step. The attempt is part of the name since a job keeps its number when it is
-requeued, and what was cut off must not end its successor's steps. Nothing is ever found by the name of a program.
+itself would answer SIGTERM by killing the step. Nothing is ever found by the name of a program.
+
+A job keeps its number when it is requeued, and its steps are numbered from 0 again. What was cut off must not end its
+successor's steps, so the attempt is part of the name, and srun never ends a step by number: it is killed with SIGKILL,
+which it cannot answer, and it does not look at how its task ended.
 """
 
 from __future__ import annotations
@@ -48,6 +51,12 @@ class Images:
         return [f"--container-image={image}", *([f"--container-mounts={self.mounts}"] if self.mounts else [])]
 
 
+class Srun(ChildProcess):
+    """The client of a step. When this program dies, Slurm ends the steps together with the batch script."""
+
+    when_parent_dies = signal.SIGKILL
+
+
 @dataclass
 class Step:
     """A role that runs as a job step; the client srun is a child of this process."""
@@ -55,7 +64,7 @@ class Step:
     allocation: Allocation
     name: str
     host: str
-    client: ChildProcess
+    client: Srun
     on_end: Callable[[Step], None]
     asked: bool = False
     """To end, by us."""
@@ -85,7 +94,7 @@ class Step:
                 return
         except SlurmError as error:
             print(f"warning: {error}; {self.name} is killed instead", file=sys.stderr, flush=True)
-        self.client.stop()
+        self.client.kill()
 
     def kill(self) -> None:
         """End the step; returns once it is gone, or after KILL_S."""
@@ -136,7 +145,7 @@ class SrunStarter:
         name = f"{unit.name}.{self.allocation.restart}.{self.starts[unit]}"
         srun = [*self.srun_options(unit, host, name), *self.command(unit, host)]
         environment = self.allocation.step_environment(self.environment)
-        client = ChildProcess(srun, log, environment, own_session=True)
+        client = Srun(srun, log, environment, own_session=True)
         return Step(self.allocation, name, host, client, self._ended)
 
     def srun_options(self, unit: Unit, host: str, name: str) -> list[str]:
@@ -151,7 +160,7 @@ class SrunStarter:
         return [
             *("srun", f"--jobid={self.allocation.job}", f"--job-name={name}", f"--nodelist={host}"),
             *("--nodes=1", "--ntasks=1", *shares, "--mem=0", "--cpu-bind=none", "--mpi=none"),
-            *("--kill-on-bad-exit=1", "--no-kill=off", "--wait=0", "--unbuffered", "--input=none"),
+            *("--kill-on-bad-exit=0", "--no-kill=off", "--wait=0", "--unbuffered", "--input=none"),
             *self.images.options(unit),
         ]
 
@@ -180,7 +189,7 @@ class Guard:
 
     def __init__(self, allocation: Allocation, log: Path) -> None:
         self._allocation, self._log = allocation, log
-        self._client: ChildProcess | None = None
+        self._client: Srun | None = None
         self._starts = 0
         self._next_look = 0.0
 
@@ -209,9 +218,9 @@ class Guard:
             *("bash", "-c", GUARD, "guard", str(GUARD_POLL_S), job, batch_host, str(self._allocation.restart)),
         ]
         environment = self._allocation.step_environment(os.environ)
-        self._client = ChildProcess(command, self._log, environment, own_session=True)
+        self._client = Srun(command, self._log, environment, own_session=True)
 
     def stop(self) -> None:
-        """End it with the run."""
+        """With the run; the step itself ends with the job."""
         if self._client is not None:
-            self._client.stop()
+            self._client.kill()

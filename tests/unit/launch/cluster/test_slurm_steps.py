@@ -14,7 +14,7 @@ import pytest
 
 from launch.cluster.slurm.allocation import Allocation, SlurmError
 from launch.cluster.slurm.placement import Shape
-from launch.cluster.slurm.srun import NODE_DIED, Guard, Images, SrunStarter, Step
+from launch.cluster.slurm.srun import NODE_DIED, Guard, Images, Srun, SrunStarter, Step
 from launch.cluster.starter import NoRoomError, Unit
 from pipeline.child_process import ChildProcess
 from pipeline.errors import STOPPED_EXIT_CODE, FatalError, SupersededError
@@ -71,12 +71,12 @@ class FakeSlurm:
 def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     started: list[ChildProcess] = []
 
-    class Noted(ChildProcess):
+    class Noted(Srun):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             started.append(self)
 
-    monkeypatch.setattr("launch.cluster.slurm.srun.ChildProcess", Noted)
+    monkeypatch.setattr("launch.cluster.slurm.srun.Srun", Noted)
     yield
     for process in started:
         process.kill()
@@ -138,7 +138,7 @@ def test_a_step_is_one_task_on_one_node(fake: FakeSlurm, allocation: Allocation,
     (srun,) = fake.said("srun").splitlines()
     for option in ("--jobid=42", "--job-name=learner-1.0.1", "--nodelist=n2", "--nodes=1", "--ntasks=1", "--overlap"):
         assert option in srun.split()
-    assert "--kill-on-bad-exit=1" in srun
+    assert "--kill-on-bad-exit=0" in srun
     assert "--no-kill=off" in srun
     environment = dict(line.split("=", 1) for line in fake.said("srun_env").splitlines() if "=" in line)
     assert (environment["SLURM_JOB_ID"], environment["SLURM_EXPORT_ENV"]) == ("42", "ALL")
@@ -197,7 +197,7 @@ def test_a_step_that_slurm_has_not_made_is_given_up(fake: FakeSlurm, allocation:
     step = starter(allocation).start(SECOND, tmp_path / "log")
     step.terminate()
     assert fake.said() == ""
-    assert step.poll() is not None
+    assert step.poll() == -signal.SIGKILL  # srun answers SIGTERM by ending the step of that number, whosever it is now
 
 
 @pytest.mark.parametrize(
