@@ -27,7 +27,8 @@ class Ranks:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="evenkeel-learner-"))
         self._stop_file = self._folder / "stop"
-        given = {**environment, STOP_FILE_VARIABLE: str(self._stop_file)}
+        # torchrun installs handlers of its own, and would end the ranks at SIGTERM.
+        given = {**environment, STOP_FILE_VARIABLE: str(self._stop_file), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP"}
         self._torchrun = _Torchrun(command, log_file(), given, own_session=True)
 
     def __enter__(self) -> Self:
