@@ -86,6 +86,11 @@ def run_on_kubernetes(recipe_path: Path, recipe: Recipe, options: ClusterOptions
             "weights.channel is ipc, which needs learner and engines in one place; on Kubernetes they have pods of "
             "their own: use --set weights.channel=broadcast"
         )
+    if recipe.rollout.urls:
+        raise RecipeError(
+            "rollout.urls names engines that exist, and these files would start others; leave it out, or start "
+            "learner and collector by `evenkeel role`"
+        )
     planner = planner_that_fits(recipe_path, recipe, gpu_gib=options.gpu_gib, disk_gb_s=options.disk_gb_s)
     learner_gpus, learner_nodes = _split(recipe.learner.num_processes, options, "the learner's processes")
     engine_gpus, engine_nodes = _split(recipe.rollout.tensor_parallel, options, "rollout.tensor_parallel")

@@ -86,6 +86,7 @@ def test_relative_paths_lie_on_the_shared_volume() -> None:
         (lambda: rendered(gpu_gib=24.0), "does not fit 64 GPUs of 24 GiB"),
         (lambda: rendered(gpus_per_node=6), "no multiple of --gpus-per-node 6"),
         (lambda: rendered("weights.channel=ipc"), "use --set weights.channel=broadcast"),
+        (lambda: rendered("rollout.engines=1", "rollout.urls=[http://e:1]"), "rollout.urls names engines that exist"),
         (lambda: rendered("run.name=32b"), "Kubernetes wants a letter first"),
         (lambda: rendered(pvc="mine", pvc_size="1Ti"), "leave out --storage-class and --pvc-size"),
         (lambda: rendered(rdma="hca:8"), "expected RESOURCE=COUNT"),
