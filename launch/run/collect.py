@@ -88,8 +88,6 @@ async def collect(run: RunDirectory, epoch: Epoch) -> None:
     metrics = metrics_of("collector", run.path)
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     fleet = build_fleet(run, recipe, epoch, event_log.event)
-    if metrics is not None:
-        metrics.watch_fleet(fleet.state)
     try:
         with Verifiers(prompts.task.reward, recipe.reward.workers, recipe.reward.deadline_s) as verifiers:
             collector = Collector(
@@ -105,6 +103,8 @@ async def collect(run: RunDirectory, epoch: Epoch) -> None:
                 settings=settings(recipe, tokenizer),
                 stop=stop,
             )
+            if metrics is not None:
+                metrics.watch_fleet(fleet.state, lambda: collector.num_waiting)
             async with fleet.monitored(lambda: _published(run)):
                 finished = await collector.collect()
     finally:

@@ -16,6 +16,8 @@ from launch.cluster.roles.base import EPOCH_POLL_S, FINISHED_POLL_S
 from launch.plan.costs import GPUS_PER_NODE, NETWORK_BYTES_S
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
+from rollout_sglang.monitor import PERIOD_S
+from rollout_sglang.weights.update_lease import KEPT
 
 RECIPE: Recipe = load_recipe(Path("qwen3_32b"))
 RESPONSE_TOKENS = 3206
@@ -42,9 +44,6 @@ CALL_S = 1.1e-3
 """Measured: processor time of one HTTP call."""
 PUBLISH_CALLS = 6
 """Of rank 0 for each engine: health, pause, checksums, probe, name, continue."""
-
-LOOKS_EVERY_S, UPDATES_KEPT = 1.0, 8
-"""Of the fleet: it looks at all engines so often, and keeps the numbers of so many weight updates."""
 
 METADATA_S = 10_000.0
 """Assumed: requests a second of the file server (a Lustre MDS or an NFS filer reaches 5,000 to 50,000)."""
@@ -117,7 +116,7 @@ def metadata_requests_s(size: Size, requests: dict[str, float]) -> dict[str, flo
 def look_s(size: Size, requests: dict[str, float]) -> float:
     """Seconds from one look of the collector at all engines to the next."""
     reading = (requests["engines listed"] + size.engines * requests["engines listed, each"]) * ROUND_TRIP_S
-    return LOOKS_EVERY_S + reading + size.engines * CALL_S
+    return PERIOD_S + reading + size.engines * CALL_S
 
 
 def limits(size: Size, requests: dict[str, float]) -> list[Limit]:
@@ -198,7 +197,7 @@ def files(size: Size, steps: int) -> dict[str, int]:
         "evaluations": steps // RECIPE.evaluation.every + 2,
         f"checkpoints, {RECIPE.checkpoint.keep} kept, two files a rank": saved,
         f"policies, {RECIPE.weights.keep + 1} kept, a file for 4 GiB": (RECIPE.weights.keep + 1) * (9 + 5),
-        "weight updates, the newest": 2 * UPDATES_KEPT,
+        "weight updates, the newest": 2 * KEPT,
         "engines, and starts of roles": 3 * size.engines + 8,
         "logs, events, metrics": size.engines + size.learner_hosts + 6,
     }

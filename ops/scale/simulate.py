@@ -25,6 +25,7 @@ from launch.cluster.roles.base import EPOCH_POLL_S
 from ops.scale import model
 from ops.scale.model import Size
 from ops.scale.operations import measured
+from rollout_sglang.monitor import PERIOD_S
 
 PAGE = Path(__file__).parents[2] / "docs/scale.md"
 MARKS = ("<!-- made by ops/scale/simulate.py -->", "<!-- end -->")
@@ -90,7 +91,7 @@ def play(size: Size, requests: dict[str, float], seed: int = 0) -> tuple[Waited,
             for _ in range(size.engines):
                 yield from server.ask(requests["engines listed, each"])
             yield from server.ask(requests["engines listed"])
-            yield world.timeout(size.engines * model.CALL_S + model.LOOKS_EVERY_S)
+            yield world.timeout(size.engines * model.CALL_S + PERIOD_S)
             waited.looks.append(world.now - last)
             last = world.now
 

@@ -100,6 +100,11 @@ class Collector:
         )
         self._evaluated = self.run.evaluated_versions()
 
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that wait for a free place at the engines; may be asked from another thread."""
+        return self._sampler.slots.num_waiting
+
     async def collect(self) -> bool:
         """Commit every batch that the run still lacks, then evaluate the final policy. Returns whether that is done:
         False once `stop` was set. Raises SupersededError once another collector has taken over."""

@@ -24,6 +24,11 @@ class PrioritySemaphore:
         self._arrivals = count()
         self._waiting: list[tuple[Priority, int, asyncio.Future[None]]] = []
 
+    @property
+    def num_waiting(self) -> int:
+        """How many wait for a slot."""
+        return sum(not granted.done() for _, _, granted in list(self._waiting))
+
     @asynccontextmanager
     async def acquire(self, priority: Priority) -> AsyncIterator[None]:
         """Hold one of the slots for the time of the `async with`."""

@@ -27,7 +27,9 @@ def test_the_smallest_turn_goes_first_and_equal_turns_by_arrival() -> None:
             waiting = [asyncio.create_task(ask(slots, *priority)) for priority in turns]
             await asyncio.sleep(0)
             assert served == []
+            assert slots.num_waiting == 4
         await asyncio.gather(*waiting)
+        assert slots.num_waiting == 0
 
     asyncio.run(run())
     assert served == ["a", "b", "c", "d"]
