@@ -32,6 +32,7 @@ from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.membership import Member
 from pipeline.data.records import Completion
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Sampling
@@ -225,7 +226,7 @@ def score_in_ranks(
     engine: Engine, run: RunDirectory, recipe: Recipe, rows: list[list[int]], publish: int
 ) -> dict[str, list[NDArray[np.float32]]]:
     """Score rows in a learner of the recipe's layout, `before` and `after` it trained a step and published it."""
-    run.write_engines([engine.url], None)
+    run.membership().announce(Member(0, engine.url))
     (run.path / "rows.json").write_text(json.dumps(rows))
     command = torchrun(recipe.learner.num_processes, "launch.verify.parity_ranks", str(run.path), str(publish))
     env = {**child_environment(), API_KEY_VARIABLE: engine.key}

@@ -36,8 +36,6 @@ EventKind = Literal[
     "quarantined",
     "admitted",
     "finished",
-    "quarantined",
-    "admitted",
 ]
 EVENT_KINDS: tuple[str, ...] = get_args(EventKind)
 

@@ -41,7 +41,7 @@ from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.files import create_exclusively, replacing, write_atomically
-from pipeline.data.membership import Member, Membership
+from pipeline.data.membership import Membership
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 
 RUN_FORMAT = 3
@@ -252,13 +252,6 @@ class RunDirectory:
     @property
     def _format(self) -> Path:
         return self.path / "FORMAT"
-
-    def write_engines(self, urls: list[str], router: str | None) -> None:
-        """Announce where the engines listen."""
-        for index, url in enumerate(urls):
-            self.membership().announce(Member(index, url))
-        if router is not None:
-            self.membership().announce_router(router)
 
 
 def numbered(number: int) -> str:

@@ -32,6 +32,7 @@ from launch.run.processes import run_ranks, torchrun
 from launch.verify.parity import Engine, prepare
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.membership import Member
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from tests.bench.publish_ranks import CHANNELS
 from tests.support.runs import environment
@@ -60,7 +61,7 @@ def measure(folder: Path, model: Path, precision: str) -> dict[str, dict[str, An
     recipe = publish_recipe(folder, model, precision)
     run = prepare(recipe)
     with Engine(run, recipe) as engine:
-        run.write_engines([engine.url], None)
+        run.membership().announce(Member(0, engine.url))
         command = torchrun(recipe.learner.num_processes, "tests.bench.publish_ranks", str(run.path), str(ROUNDS))
         env = {**environment(), API_KEY_VARIABLE: engine.key}
         run_ranks(run, command, log=run.logs / "bench.log", env=env, deadline_s=DEADLINE_S)

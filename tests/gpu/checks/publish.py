@@ -11,6 +11,7 @@ import os
 import statistics
 from typing import Any
 
+from pipeline.data.membership import Member
 from tests.gpu.goals import Figures, Goal, ratios
 from tests.gpu.scale import Scale
 
@@ -54,7 +55,7 @@ def run(scale: Scale) -> Figures:
     run_directory = prepare(recipe)
     with Engine(run_directory, recipe) as engine:
         os.environ[API_KEY_VARIABLE] = engine.key
-        run_directory.write_engines([engine.url], None)
+        run_directory.membership().announce(Member(0, engine.url))
         learner = build_learner(recipe)
         channel = build_channel(run_directory, recipe, learner)
         rounds = [one_publish(learner, channel, version) for version in range(1, ROUNDS + 1)]
