@@ -16,7 +16,7 @@ from pipeline.data.event_log import read_events, read_metrics
 from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
-STEPS = 12
+STEPS = 11
 
 
 @pytest.fixture
@@ -27,6 +27,7 @@ def run(tmp_path: Path) -> Path:
         tmp_path / "model",
         "chaos",
         run=dict(name="chaos", steps=STEPS),
+        rollout=dict(engines=2, prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64),
         learner=dict(tensor_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
     )
     return tmp_path / "runs" / "chaos"
@@ -65,20 +66,29 @@ def children(supervisor: psutil.Process, *words: str) -> list[psutil.Process]:
 
 
 def restarts(run: Path, process: str) -> int:
-    return sum(event["process"] == process for event in read_events(run, "restarted"))
+    """How often processes were started again whose names begin so."""
+    return sum(event["process"].startswith(process) for event in read_events(run, "restarted"))
 
 
 def test_every_process_may_die(run: Path, supervisor: psutil.Popen) -> None:
     for steps, words, name in (
-        (2, ["launch.run.learn"], "learner"),
-        (5, ["role collector"], "collector"),
-        (8, ["rollout_sglang"], "engine-0"),
+        (2, ["launch.run.learn_rank"], "learner"),
+        (4, ["role collector"], "collector"),
+        (5, ["rollout_sglang", "--weight-version"], "engine-"),
+        (6, ["role router"], "router"),
+        (7, ["role learner"], "learner"),
+        (8, ["role engine"], "engine-"),
     ):
         wait_for(lambda steps=steps: len(read_metrics(run)) >= steps, f"step {steps}")
         victims = children(supervisor, *words)
         assert victims, f"no process to kill: {words}"
+        before = restarts(run, name)
         victims[0].kill()
-        wait_for(lambda name=name: restarts(run, name) >= 1, f"a restart of {name}")
+        wait_for(lambda name=name, before=before: restarts(run, name) > before, f"a restart of {name}")
+        if name == "collector":  # once more, while it starts
+            wait_for(lambda: children(supervisor, "role collector"), "the collector's second start")
+            children(supervisor, "role collector")[0].kill()
+            wait_for(lambda: restarts(run, "collector") >= 2, "a second restart of the collector")
     wait_for(lambda: len(read_metrics(run)) >= STEPS - 2, "the last steps")
     orphans = supervisor.children(recursive=True)
     supervisor.kill()

@@ -26,7 +26,8 @@ SGLANG = {
             process.start()
             again = queue.get(timeout=30)
             process.join()
-            print("served", arguments, "module run again in a child:", again)
+            beside = __import__("importlib.util").util.find_spec("tests")
+            print("served", arguments, "module run again in a child:", again, "beside ours:", beside)
     """,
     "srt/__init__.py": "",
     "srt/entrypoints/__init__.py": "",
@@ -81,13 +82,14 @@ def test_without_the_variable_it_is_this_interpreter(monkeypatch: pytest.MonkeyP
 def test_a_foreign_interpreter_runs_the_server_with_its_own_packages(
     foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spawned children find the module again; a package of this interpreter's PYTHONPATH is not seen."""
+    """Spawned children find the module again. Neither a package of this interpreter's PYTHONPATH is seen, nor what
+    lies beside ours: in an installed wheel, all of the learner's packages."""
     (tmp_path / "sglang.py").write_text("raise SystemExit('the sglang of the wrong interpreter')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv(PYTHON_VARIABLE, str(foreign))
     assert require_sglang() == "9.9.9"
     served = run([*module_command("rollout_sglang.server.launch_server"), "--port", "1"])
-    assert served == "fenced served ['--port', '1'] module run again in a child: True\n"
+    assert served == "fenced served ['--port', '1'] module run again in a child: True beside ours: None\n"
 
 
 def test_what_is_no_python_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
