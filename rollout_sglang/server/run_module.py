@@ -27,7 +27,7 @@ class Ours:
 
     @staticmethod
     def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        name: str, _: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.PathFinder.find_spec(name, [FOLDER], target) if name in PACKAGES else None
 

@@ -7,6 +7,7 @@ in flight, and stops it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.build.engines import check_engines, engine_spec
-from launch.cluster.roles.addresses import LOOPBACK, bind_address
+from launch.cluster.roles.addresses import LOOPBACK, bind_address, interface_environment
 from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.roles.base import (
     EPOCH_POLL_S,
@@ -74,6 +75,8 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
         raise LayoutError(
             f"--nodes is {own.nodes}, which does not divide rollout.tensor_parallel {recipe.rollout.tensor_parallel}"
         )
+    if own.nodes > 1:
+        os.environ |= interface_environment(address)  # for SGLang's ranks, which meet over the network
     wait_for_policy(own.run, recipe, stop)
     if own.run.is_finished():
         return 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import EngineStartError, ModelError, PortInUseError
+from pipeline.errors import EngineStartError, ModelError, PortInUseError, RecipeError
 from rollout_sglang.server import process, start
 from rollout_sglang.server.block_shapes import check_block_shapes
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE, arguments_with_key
@@ -59,6 +59,23 @@ def test_the_command_says_what_the_spec_says(tmp_path: Path) -> None:
     assert value_of(argv, "--max-total-tokens") == str(64 * 256)
     assert argv[-2:] == ["--log-level", "error"]
     assert "--quantization" not in argv
+
+
+def test_hosts_of_one_engine_meet_at_node_0(tmp_path: Path) -> None:
+    argv = command(
+        spec(tmp_path, host="10.0.0.2", tensor_parallel=16, nodes=2, node=1, meeting="10.0.0.1:40000"), cuda=True
+    )
+    told = [value_of(argv, flag) for flag in ("--host", "--nnodes", "--node-rank", "--dist-init-addr", "--tp-size")]
+    assert told == ["10.0.0.2", "2", "1", "10.0.0.1:40000", "16"]
+    assert "--nnodes" not in command(spec(tmp_path), cuda=True)
+
+
+def test_other_hosts_reach_no_server_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "ServerProcess", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(RecipeError, match=r"a server at 0\.0\.0\.0 needs an API key"):
+        start.start(spec(tmp_path, host="0.0.0.0", api_key=None))
+    with pytest.raises(RecipeError, match=r"a server at 10\.0\.0\.2 needs an API key"):
+        start.start_router(31000, None, None, "10.0.0.2")
 
 
 def test_a_gpu_server_is_left_to_its_own_judgement(tmp_path: Path) -> None:
