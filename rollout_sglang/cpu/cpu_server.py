@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 
+from rollout_sglang.server.group_timeout import bound_groups
 from rollout_sglang.server.launch_server import serve
 
 CPU_ENVIRONMENT: Mapping[str, str] = {
@@ -36,6 +37,7 @@ def prepare() -> None:
 
     from rollout_sglang.cpu import attention, fp8
 
+    bound_groups()
     fp8.register_hooks()
     attention.register_hooks()
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rollout_sglang.server.group_timeout import bound_groups
+
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
 
 
@@ -58,5 +60,9 @@ def serve(argv: Sequence[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+if __name__ == "__mp_main__":  # a scheduler, spawned by SGLang
+    bound_groups()
+
 if __name__ == "__main__":
+    bound_groups()
     serve(sys.argv[1:])

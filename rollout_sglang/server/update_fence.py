@@ -58,6 +58,7 @@ FREE = frozenset(
         "/server_info",
         "/get_server_info",
         "/ping",
+        "/openapi.json",
         "/parse_function_call",
         "/separate_reasoning",
     }

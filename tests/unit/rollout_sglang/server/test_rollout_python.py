@@ -37,7 +37,13 @@ SGLANG = {
 
         app = App()
     """,
-    "srt/plugins.py": "def load_plugins(): pass",
+    "srt/plugins/__init__.py": "def load_plugins(): pass",
+    "srt/plugins/hook_registry.py": """
+        from types import SimpleNamespace
+
+        HookType = SimpleNamespace(BEFORE="before")
+        HookRegistry = SimpleNamespace(register=lambda *_: None)
+    """,
     "srt/server_args.py": "def prepare_server_args(argv): return argv",
     "srt/utils.py": "def kill_process_tree(pid, include_parent): pass",
 }

@@ -1,0 +1,134 @@
+"""A monitored fleet: engines that join, leave, fall silent, come back, and a router that is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data.membership import Member, Membership
+from pipeline.ports.engines import Sampling
+from rollout_sglang import monitor, transport
+from rollout_sglang.fleet import Fleet
+from tests.doubles.sglang_double import EngineDouble, RouterDouble
+from tests.support.fleets import settings
+
+SAMPLING = Sampling(max_new_tokens=2)
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "PERIOD_S", 0.05)
+
+
+def monitored(run: Path, act: Callable[[Fleet, Membership], Awaitable[None]]) -> list[tuple[str, Any]]:
+    """What happened to which engine."""
+    changes: list[tuple[str, Any]] = []
+    membership = Membership(run / "engines")
+
+    async def main() -> None:
+        taken = settings(run, deadline_s=20, load_deadline_s=5)
+        taken["on_change"] = lambda kind, **fields: changes.append((kind, fields["engine"]))
+        fleet = Fleet(membership, **taken)
+        try:
+            async with fleet.monitored(lambda: (3, run)):
+                await act(fleet, membership)
+        finally:
+            await fleet.close()
+
+    asyncio.run(main())
+    return changes
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends, "it never happened"
+        await asyncio.sleep(0.02)
+
+
+def test_generation_waits_for_a_first_engine_which_is_given_weights_first(tmp_path: Path) -> None:
+    with EngineDouble() as engine:
+        engine.version = "unverified-0"
+
+        async def act(fleet: Fleet, membership: Membership) -> None:
+            waiting = asyncio.create_task(fleet.generate([1], 1, SAMPLING))
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            membership.announce(Member(4, engine.url))
+            [completion] = await waiting
+            assert (completion.engine, completion.versions) == (4, (3, 3))
+
+        assert monitored(tmp_path, act) == [("admitted", 4)]
+        assert engine.calls.index("POST /generate") > engine.calls.index("POST /update_weights_from_disk")
+
+
+def test_an_engine_that_left_gets_no_requests_and_one_that_moved_is_verified_anew(tmp_path: Path) -> None:
+    with EngineDouble(3) as old, EngineDouble(3) as new:
+
+        async def act(fleet: Fleet, membership: Membership) -> None:
+            membership.announce(Member(0, old.url, 1))
+            await until(lambda: [one.version for one in fleet.state()] == [3])
+            membership.announce(Member(0, new.url, 2))
+            await until(lambda: [(one.url, one.quarantined) for one in fleet.state()] == [(new.url, False)])
+            membership.withdraw(Member(0, new.url, 2))
+            await until(lambda: fleet.state() == ())
+
+        changes = monitored(tmp_path, act)
+    assert changes == [("admitted", 0), ("quarantined", 0), ("admitted", 0), ("quarantined", 0)]
+
+
+def test_a_silent_engine_is_quarantined_and_its_requests_are_asked_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a cable that was cut: nothing is refused, nothing answered."""
+    monkeypatch.setattr(monitor, "SILENCE_S", 0.5)
+    monkeypatch.setattr(transport, "LOOK_DEADLINE_S", 0.2)
+    monkeypatch.setattr("rollout_sglang.engine_pool.LOOK_DEADLINE_S", 0.2)
+    with EngineDouble(3) as silent, EngineDouble(3) as other:
+
+        async def act(fleet: Fleet, membership: Membership) -> None:
+            membership.announce(Member(0, silent.url))
+            await until(lambda: len(fleet.state()) == 1 and not fleet.state()[0].quarantined)
+            route, silent.route = silent.route, lambda *_: silent._released.wait(30) and None  # type: ignore[method-assign, func-returns-value]
+            waiting = asyncio.create_task(fleet.generate([1], 1, SAMPLING))
+            await until(lambda: fleet.state()[0].quarantined)
+            membership.announce(Member(1, other.url))
+            assert (await waiting)[0].engine == 1
+            silent._released.set()
+            silent.route = route  # type: ignore[method-assign]
+            await until(lambda: not fleet.state()[0].quarantined)
+
+        changes = monitored(tmp_path, act)
+    assert changes == [("admitted", 0), ("quarantined", 0), ("admitted", 1), ("admitted", 0)]
+
+
+def test_an_engine_that_was_started_again_unannounced_is_given_weights(tmp_path: Path) -> None:
+    with EngineDouble(3) as engine:
+
+        async def act(fleet: Fleet, membership: Membership) -> None:
+            membership.announce(Member(0, engine.url))
+            await until(lambda: len(fleet.state()) == 1 and not fleet.state()[0].quarantined)
+            engine.version = "unverified-0"
+            await until(lambda: engine.version == "3")
+
+        monitored(tmp_path, act)
+    assert engine.loads == 1
+
+
+def test_the_router_is_told_the_engines_again_after_it_lost_them(tmp_path: Path) -> None:
+    with EngineDouble(3) as engine, RouterDouble([]) as router:
+
+        async def act(fleet: Fleet, membership: Membership) -> None:
+            membership.announce_router(router.url)
+            membership.announce(Member(0, engine.url))
+            await until(lambda: router.members == [engine.url])
+            router.members = ["http://127.0.0.1:1"]
+            await until(lambda: router.members == [engine.url])
+            await fleet.generate([1], 1, SAMPLING)
+
+        monitored(tmp_path, act)

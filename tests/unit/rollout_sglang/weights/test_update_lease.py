@@ -1,0 +1,97 @@
+"""Numbers of weight updates: who waits for whom, what a later start of a role changes, what is remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.epochs import claim
+from pipeline.errors import DeadlineExceededError, SupersededError
+from rollout_sglang.weights.update_lease import KEPT, Update, UpdateKind, Updates
+
+
+def updates_of(run: Path, role: str | None = None, stale_s: float = 60.0) -> Updates:
+    return Updates(run / "policy" / "updates", None if role is None else claim(run, role), stale_s)  # type: ignore[arg-type]
+
+
+async def number_of(updates: Updates, kind: UpdateKind, patience_s: float = 1.0, given: int | None = None) -> int:
+    async with updates.take(kind, patience_s) as update:
+        if given is not None:
+            update.given = given
+        return update.number
+
+
+def begin_and_vanish(updates: Updates, kind: UpdateKind) -> int:
+    """As a process does that is killed in the middle of an update."""
+    updates.folder.mkdir(parents=True, exist_ok=True)
+    return asyncio.run(updates._begin(kind, 1.0)).number
+
+
+def test_numbers_rise_and_the_version_given_last_survives_pruning(tmp_path: Path) -> None:
+    updates = updates_of(tmp_path)
+    numbers = [asyncio.run(number_of(updates, "publish", given=13))]
+    numbers += [asyncio.run(number_of(updates, "mend")) for _ in range(3 * KEPT)]
+    assert numbers == sorted(set(numbers))
+    assert updates.given() == 13
+    assert len(list(updates.folder.iterdir())) == 2 * KEPT
+
+
+def test_an_update_under_way_is_waited_for_until_patience_ends(tmp_path: Path) -> None:
+    async def both() -> None:
+        async with updates_of(tmp_path, "learner").take("publish", 1.0):
+            with pytest.raises(DeadlineExceededError, match=r"learner-000001 .* for more than 0\.2 s"):
+                await number_of(updates_of(tmp_path, "collector"), "resync", 0.2)
+
+    asyncio.run(both())
+
+
+def test_the_next_start_of_the_role_is_not_waited_for(tmp_path: Path) -> None:
+    dead = updates_of(tmp_path, "learner")
+    number = begin_and_vanish(dead, "publish")
+    assert dead.under_way() == number
+    successor = updates_of(tmp_path, "learner")
+    assert asyncio.run(number_of(successor, "publish", 0.2)) > number
+    with pytest.raises(SupersededError):
+        asyncio.run(number_of(dead, "publish"))
+
+
+def test_one_that_is_superseded_after_it_took_a_number_gives_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen between the two: the successor's number, taken before it goes on, would be the lower one."""
+    frozen = updates_of(tmp_path, "learner")
+    begin = Updates._begin
+
+    async def begin_slowly(self: Updates, kind: UpdateKind, patience_s: float) -> Update:
+        claim(tmp_path, "learner")
+        return await begin(Updates(self.folder), kind, patience_s)
+
+    monkeypatch.setattr(Updates, "_begin", begin_slowly)
+    with pytest.raises(SupersededError):
+        asyncio.run(number_of(frozen, "publish"))
+
+
+def test_a_record_that_does_not_change_is_not_waited_for(tmp_path: Path) -> None:
+    number = begin_and_vanish(updates_of(tmp_path, "learner", stale_s=0.2), "publish")
+    assert asyncio.run(number_of(updates_of(tmp_path, "collector"), "resync", 20.0)) > number
+
+
+def test_one_that_lives_is_waited_for_however_long_it_takes(tmp_path: Path) -> None:
+    async def both() -> None:
+        async with updates_of(tmp_path, "learner", stale_s=0.4).take("publish", 1.0) as update:
+            waiting = asyncio.create_task(number_of(updates_of(tmp_path, "collector"), "resync", 20.0))
+            ends = time.monotonic() + 1.5
+            while time.monotonic() < ends:
+                await asyncio.sleep(0.05)
+                assert not waiting.done()
+        assert await waiting > update.number
+
+    asyncio.run(both())
+
+
+def test_a_publish_does_not_wait_while_single_engines_are_mended(tmp_path: Path) -> None:
+    mending = begin_and_vanish(updates_of(tmp_path, "collector"), "mend")
+    assert asyncio.run(number_of(updates_of(tmp_path, "learner"), "publish", 0.2)) > mending
