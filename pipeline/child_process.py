@@ -1,7 +1,8 @@
 """Child processes that write to a log and do not outlive their parent, however it dies.
 
-Run as a script (`python child_process.py SIGNAL PARENT COMMAND…`) it becomes COMMAND, with the kernel asked to send
-SIGNAL when the process PARENT dies. It needs the standard library only.
+Run as a script (`python child_process.py SIGNAL PARENT IGNORED COMMAND…`) it becomes COMMAND, with the kernel asked to
+send SIGNAL when the process PARENT dies, and with the signals IGNORED (numbers, by comma) ignored from its start on. It
+needs the standard library only.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class ChildProcess:
     grace_s: ClassVar[float] = 10.0
     """Seconds between SIGTERM and SIGKILL."""
     when_parent_dies: ClassVar[int] = signal.SIGTERM
+    ignored: ClassVar[tuple[int, ...]] = ()
+    """Signals that the child and all below it ignore, unless they say otherwise."""
 
     def __init__(
         self, command: Sequence[str], log: Path | None, environment: Mapping[str, str], *, own_session: bool = False
@@ -70,7 +73,8 @@ class ChildProcess:
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         # Not as preexec_fn: in a process with threads, Python code between fork and exec may wait for ever.
-        wrapper = [sys.executable, "-I", "-S", __file__, str(int(self.when_parent_dies)), str(os.getpid())]
+        ignored = ",".join(str(int(number)) for number in self.ignored)
+        wrapper = [sys.executable, "-I", "-S", __file__, str(int(self.when_parent_dies)), str(os.getpid()), ignored]
         descriptor = None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             self._process = subprocess.Popen(
@@ -115,4 +119,6 @@ if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]), int(sys.argv[1]))
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and COMMAND would inherit that
         signal.signal(number, signal.SIG_DFL)
-    os.execvp(sys.argv[3], sys.argv[3:])
+    for ignored in filter(None, sys.argv[3].split(",")):
+        signal.signal(int(ignored), signal.SIG_IGN)
+    os.execvp(sys.argv[4], sys.argv[4:])

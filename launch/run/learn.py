@@ -1,4 +1,4 @@
-"""The learner program, one process a rank: `torchrun … -m launch.run.learn RUN`, by the agent of its host.
+"""The learner program, one process a rank: `torchrun … -m launch.run.learn_rank RUN`, by the agent of its host.
 
 With `--replay SOURCE` it trains on the recorded batches of another run, without engines.
 """
@@ -6,15 +6,16 @@ With `--replay SOURCE` it trains on the recorded batches of another run, without
 from __future__ import annotations
 
 import os
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from launch.build.algorithm import build_advantage_computer, build_objective
 from launch.build.components import build_contract, build_quant_map, build_tokenizer, require_engines_here
 from launch.build.weight_checks import build_weight_check_plan
 from launch.cluster.metrics import metrics_of, observers_of
-from launch.cluster.roles.base import EPOCH_VARIABLE, Stop, rank_epoch, wait_for_engines
+from launch.cluster.roles.base import EPOCH_VARIABLE, STOP_FILE_VARIABLE, Stop, rank_epoch, wait_for_engines
+from launch.cluster.roles.ranks import BEGUN
 from launch.run.collect import build_fleet, fleet_settings
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
@@ -23,7 +24,7 @@ from megatron_bridge.weight_sync.disk import DiskChannel
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
-from pipeline.child_process import die_with_parent, see_own_classes
+from pipeline.child_process import see_own_classes
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.event_log import EventLog
@@ -113,6 +114,8 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         checkpoint_every=recipe.checkpoint.every,
         event_log=EventLog(run.path, epoch.name, observers_of(metrics)),
     )
+    if learner.is_rank_zero and (stop_file := os.environ.get(STOP_FILE_VARIABLE)):
+        Path(stop_file).with_name(BEGUN).touch()
     trainer.train()
     if channel is not None:
         channel.close()
@@ -125,10 +128,10 @@ def epoch_of(run: RunDirectory, learner: MegatronLearner) -> Epoch:
     return Epoch(epoch_folder(run.path, "learner"), learner.tell(lambda: claim(run.path, "learner").number))
 
 
-if __name__ == "__main__":
-    die_with_parent()
+def main(arguments: Sequence[str]) -> NoReturn:
+    """`RUN` or `RUN --replay SOURCE`."""
     see_own_classes()
-    directory = RunDirectory(Path(sys.argv[1]))
-    replayed = RunDirectory(Path(sys.argv[3])).batches if sys.argv[2:3] == ["--replay"] else None
+    directory = RunDirectory(Path(arguments[0]))
+    replayed = RunDirectory(Path(arguments[2])).batches if arguments[1:2] == ["--replay"] else None
     name = "learner" if EPOCH_VARIABLE not in os.environ else rank_epoch(directory.path).name
     run_child(directory, name, lambda: learn(directory, replayed or directory.batches, publishing=replayed is None))

@@ -42,11 +42,11 @@ def child_environment() -> dict[str, str]:
     return program_environment() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONSAFEPATH": "1"}
 
 
-def torchrun(num_processes: int, module: str, *arguments: str, rendezvous: Sequence[str] = ()) -> list[str]:
-    """The command that runs `module` once a rank on this machine. `rendezvous`: torchrun's options by which several
-    machines meet."""
+def torchrun(num_processes: int, module: str, *arguments: str, options: Sequence[str] = ("--standalone",)) -> list[str]:
+    """The command that runs `module` once a rank on this machine. `options` are torchrun's, by which several machines
+    meet, too."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", *(rendezvous or ("--standalone",)), "--max-restarts", "0"),
+        *(sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts", "0"),
         *("--nproc-per-node", str(num_processes), "-m", module, *arguments),
     ]
 

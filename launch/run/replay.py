@@ -28,7 +28,9 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     run = RunDirectory(source.parent / f"{source.name}-replay")
     with claimed(run):
         run.freeze(recipe)
-        command = torchrun(recipe.learner.num_processes, "launch.run.learn", str(run.path), "--replay", str(source))
+        command = torchrun(
+            recipe.learner.num_processes, "launch.run.learn_rank", str(run.path), "--replay", str(source)
+        )
         with LiveView(run.path, recipe.run.steps) as view:
             run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)
     found = manifest(run)

@@ -46,7 +46,8 @@ def serve(pipe: Connection, reward: str, parent: int) -> None:
 
     Messages are JSON, not pickle: foreign code writes into this pipe and the run reads from it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's business
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are the run's business; Slurm signals every process
     # One that hangs would outlive a run that was killed, as it does where there is no Linux. The kernel watches the
     # thread that spawned this process, one of the pool's: `close` kills the workers before it ends the threads.
     die_with_parent(parent)

@@ -64,6 +64,7 @@ class Peers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._loop.run(self._close(), FAREWELL_S)
         self._loop.close()
 
     @property
@@ -94,6 +95,12 @@ class Peers:
 
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._serve, self._address, self._port)
+
+    async def _close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for line in self._lines.values():
+            line.close()
 
     async def _tell(self, message: dict[str, Any]) -> None:
         await asyncio.gather(*(line.send(message) for line in self._lines.values()), return_exceptions=True)

@@ -75,7 +75,8 @@ def run_learner_node(own: LearnerNode, stop: Stop) -> int:
         raise LayoutError(f"node {own.node} of --nodes {own.nodes}: nodes count from 0; correct one of them")
     verdict = lead(own, stop) if own.node == 0 else follow(own, stop)
     if verdict.status:
-        print(f"error: {verdict.reason}", file=sys.stderr, flush=True)
+        kind = "learner" if verdict.status == STOPPED_EXIT_CODE else "error"
+        print(f"{kind}: {verdict.reason}", file=sys.stderr, flush=True)
     return verdict.status
 
 
@@ -91,9 +92,9 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     processes_a_node(recipe, own.nodes)
     key = read_api_key()
     address = bind_address(own.host, key)
+    own.run.freeze(recipe)  # first: who comes with another recipe is refused, and takes over from nobody
     epoch = claim(own.run.path, "learner")
     run = own.run.under(epoch)
-    run.freeze(recipe)
     if run.is_finished():
         return Verdict(0)
     seed_policy(run, recipe)
@@ -203,6 +204,8 @@ def attend(
                 ends = time.monotonic() + grace_s()
                 if isinstance(others, Peer):
                     others.ask_to_stop()
+                elif not ranks.have_begun:
+                    return Verdict(STOPPED_EXIT_CODE, "asked to end before it had begun; started again, it goes on")
                 else:
                     ranks.ask_to_stop()
             if ends is not None and time.monotonic() > ends:
@@ -243,8 +246,13 @@ def rank_command(own: LearnerNode, recipe: Recipe, address: str, master: Meeting
             *("--master-addr", host, "--master-port", str(port), "--local-addr", address),
         )
     )
-    ranks = processes_a_node(recipe, own.nodes)
-    return torchrun(ranks, "launch.run.learn", str(own.run.path), rendezvous=rendezvous)
+    # Ranks ignore SIGTERM, and torchrun leaves it alone: when one of them fails, it need not wait for the others.
+    return torchrun(
+        processes_a_node(recipe, own.nodes),
+        "launch.run.learn_rank",
+        str(own.run.path),
+        options=(*(rendezvous or ("--standalone",)), "--signals-to-handle", "SIGHUP", "--shutdown-timeout", "1"),
+    )
 
 
 def rank_environment(own: LearnerNode, address: str, epoch: Epoch) -> dict[str, str]:

@@ -14,11 +14,19 @@ from launch.cluster.roles.base import STOP_FILE_VARIABLE, log_file
 from launch.run.processes import end_tree
 from pipeline.child_process import ChildProcess
 
+BEGUN = "begun"
+"""Beside the stop file; rank 0 makes it when it begins to train."""
+
 
 class _Torchrun(ChildProcess):
-    """Ranks die with torchrun (launch.run.learn), and torchrun with the agent."""
+    """Ranks die with torchrun (launch.run.learn_rank), and torchrun with the agent.
+
+    Slurm signals every process of a step. The agent alone answers SIGTERM, by the stop file: a rank that died of it
+    would not save.
+    """
 
     when_parent_dies = signal.SIGKILL
+    ignored = (signal.SIGTERM, signal.SIGINT)
 
 
 class Ranks:
@@ -27,8 +35,7 @@ class Ranks:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="evenkeel-learner-"))
         self._stop_file = self._folder / "stop"
-        # torchrun installs handlers of its own, and would end the ranks at SIGTERM.
-        given = {**environment, STOP_FILE_VARIABLE: str(self._stop_file), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP"}
+        given = {**environment, STOP_FILE_VARIABLE: str(self._stop_file)}
         self._torchrun = _Torchrun(command, log_file(), given, own_session=True)
 
     def __enter__(self) -> Self:
@@ -48,3 +55,8 @@ class Ranks:
     def ask_to_stop(self) -> None:
         """Rank 0 finds the file at its next step, and tells the others."""
         self._stop_file.touch()
+
+    @property
+    def have_begun(self) -> bool:
+        """Whether there may be anything to save. Until then ranks import, join and load, and look for no file."""
+        return self._stop_file.with_name(BEGUN).exists()

@@ -1,0 +1,54 @@
+"""Where the key may lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.cluster.roles.api_key import read_api_key
+from pipeline.errors import RecipeError
+
+
+def key_file(folder: Path, mode: int, text: str = "from-a-file\n") -> dict[str, str]:
+    path = folder / "key"
+    path.write_text(text)
+    path.chmod(mode)
+    return {"EVENKEEL_API_KEY_FILE": str(path)}
+
+
+def test_none_the_variable_or_the_file(tmp_path: Path) -> None:
+    assert read_api_key({}) is None
+    assert read_api_key({"EVENKEEL_API_KEY": "k"}) == "k"
+    assert read_api_key(key_file(tmp_path, 0o600)) == "from-a-file"
+    assert read_api_key(key_file(tmp_path, 0o400)) == "from-a-file"
+    assert read_api_key({"EVENKEEL_API_KEY": "k", **key_file(tmp_path, 0o600)}) == "k"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])
+def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    with pytest.raises(RecipeError, match=rf"has mode {mode:04o}.*expected 0600 or 0400.*chmod 600"):
+        read_api_key(key_file(tmp_path, mode))
+
+
+def test_a_mounted_secret_belongs_to_root_and_to_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = key_file(tmp_path, 0o440)
+    if Path(named["EVENKEEL_API_KEY_FILE"]).stat().st_uid != 0:
+        pytest.skip("only root makes files of root")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert read_api_key(named) == "from-a-file"
+    with pytest.raises(RecipeError, match="0444"):
+        read_api_key(key_file(tmp_path, 0o444))
+
+
+@pytest.mark.parametrize("text", ["", "\n", "two words\n", "a\nb\n"])
+def test_what_is_no_key_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
+    with pytest.raises(RecipeError, match="holds no API key") as error:
+        read_api_key(key_file(tmp_path, 0o600, text))
+    assert "two words" not in str(error.value)
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"names .*/none, which cannot be read"):
+        read_api_key({"EVENKEEL_API_KEY_FILE": str(tmp_path / "none")})

@@ -1,0 +1,122 @@
+"""The learner's agents over real sockets of loopback."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from launch.cluster.roles import heartbeat
+from launch.cluster.roles.heartbeat import Peer, Peers, Verdict
+from rollout_sglang.server.process import free_port
+
+HOST, KEY, EPOCH = "127.0.0.1", "a key", 3
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def peers(port: int) -> Iterator[Peers]:
+    with Peers(HOST, port, nodes=3, epoch=EPOCH, key=KEY) as found:
+        yield found
+
+
+def until(condition: Callable[[], object]) -> None:
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_nodes_join_start_and_hear_the_verdict(peers: Peers, port: int) -> None:
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one, Peer(HOST, port, node=2, epoch=EPOCH, key=KEY) as two:
+        until(lambda: peers.complete)
+        assert not one.go
+        peers.start_ranks()
+        until(lambda: one.go and two.go)
+        two.ask_to_stop()
+        until(lambda: peers.stop_asked)
+        one.end(Verdict(64, "the model is gone"))
+        until(peers.trouble)
+        assert peers.trouble() == Verdict(64, "node 1: the model is gone")
+        peers.end(Verdict(64, "node 1: the model is gone"))
+        until(two.trouble)
+        assert two.trouble() == Verdict(64, "node 1: the model is gone")
+
+
+@pytest.mark.parametrize(("key", "epoch"), [("another key", EPOCH), (None, EPOCH), (KEY, EPOCH - 1)])
+def test_another_key_or_another_start_is_refused_by_both(peers: Peers, port: int, key: str | None, epoch: int) -> None:
+    with pytest.raises((ValueError, KeyError, EOFError)):
+        Peer(HOST, port, node=1, epoch=epoch, key=key)
+    assert not peers.joined
+
+
+def test_who_does_not_know_the_key_does_not_join(peers: Peers, port: int) -> None:
+    with socket.create_connection((HOST, port)) as stranger:
+        lines = stranger.makefile("rwb")
+        lines.write(b'{"node": 1, "nonce": "x"}\n')
+        lines.flush()
+        proof = json.loads(lines.readline())["proof"]
+        lines.write(json.dumps(dict(proof=proof)).encode() + b"\n")  # node 0's own, thrown back
+        lines.flush()
+        assert lines.readline() == b""
+    assert not peers.joined
+
+
+def test_a_node_that_ends_is_missed_once_ranks_run(peers: Peers, port: int) -> None:
+    early = Peer(HOST, port, node=1, epoch=EPOCH, key=KEY)
+    until(lambda: peers.joined == {1})
+    with early:
+        pass
+    until(lambda: not peers.joined)  # it may come again
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY), Peer(HOST, port, node=2, epoch=EPOCH, key=KEY) as two:
+        until(lambda: peers.complete)
+        peers.start_ranks()
+        until(lambda: two.go)
+        assert peers.trouble() is None
+    until(peers.trouble)
+    assert "is gone" in str(peers.lost)
+
+
+def test_a_node_that_is_started_again_ends_the_epoch(peers: Peers, port: int) -> None:
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY), Peer(HOST, port, node=2, epoch=EPOCH, key=KEY):
+        until(lambda: peers.complete)
+        peers.start_ranks()
+        with Peer(HOST, port, node=2, epoch=EPOCH, key=KEY):
+            until(peers.trouble)
+    assert peers.lost == "node 2 was started again"
+
+
+def test_silence_counts_as_death_whatever_tcp_says(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "DEAD_S", 0.5)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    with (
+        Peers(HOST, port, nodes=2, epoch=EPOCH, key=KEY) as peers,
+        Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one,
+    ):
+        until(lambda: peers.complete)
+        peers.start_ranks()
+        until(lambda: one.go)
+        one._loop._loop.call_soon_threadsafe(time.sleep, 1.5)  # frozen, with its connection open
+        until(peers.trouble)
+        assert peers.lost == "node 1 is gone (silent for 0.5 s)"
+
+
+def test_a_node_misses_node_0(port: int) -> None:
+    peers = Peers(HOST, port, nodes=2, epoch=EPOCH, key=KEY)
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one:
+        with peers:
+            until(lambda: peers.complete)
+        until(one.trouble)
+        assert str(one.lost).startswith("node 0 is gone")
+
+
+def test_a_taken_port_is_an_error(peers: Peers, port: int) -> None:
+    with pytest.raises(OSError, match="address already in use"):
+        Peers(HOST, port, nodes=2, epoch=EPOCH, key=KEY)

@@ -1,0 +1,83 @@
+"""How the learner's ranks are shared out over hosts, and what torchrun is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.cluster.roles.base import Stop
+from launch.cluster.roles.learner import (
+    LearnerNode,
+    processes_a_node,
+    rank_command,
+    rank_environment,
+    run_learner_node,
+)
+from launch.cluster.roles.meeting import Meeting
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import claim
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import LayoutError, StoreError
+
+
+def a_recipe(root: Path, **learner: object) -> Recipe:
+    data = dict(
+        run=dict(name="r", root=str(root), steps=1),
+        model=dict(path=str(root)),
+        task=dict(name="sort_digits"),
+        learner=learner,
+    )
+    return recipe_from(data, source="test")
+
+
+def value_of(argv: list[str], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def test_ranks_are_shared_out_evenly(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, tensor_parallel=2, pipeline_parallel=2)
+    assert [processes_a_node(recipe, nodes) for nodes in (1, 2, 4)] == [4, 2, 1]
+    with pytest.raises(LayoutError, match=r"--nodes is 3, but the learner has 4 ranks.* allowed: 1, 2, 4"):
+        processes_a_node(recipe, 3)
+
+
+def test_one_host_needs_no_port(tmp_path: Path) -> None:
+    argv = rank_command(LearnerNode(RunDirectory(tmp_path)), a_recipe(tmp_path), "127.0.0.1", None)
+    assert "--standalone" in argv
+    assert "--master-port" not in argv
+    assert value_of(argv, "--max-restarts") == "0"
+
+
+def test_several_hosts_meet_at_node_0(tmp_path: Path) -> None:
+    own = LearnerNode(RunDirectory(tmp_path), node=1, nodes=2, host="n2")
+    argv = rank_command(own, a_recipe(tmp_path, tensor_parallel=4), "10.0.0.2", Meeting(3, "n1", 29511, 2))
+    assert "--standalone" not in argv
+    told = {flag: value_of(argv, f"--{flag}") for flag in ("nnodes", "node-rank", "nproc-per-node", "rdzv-backend")}
+    assert told == {"nnodes": "2", "node-rank": "1", "nproc-per-node": "2", "rdzv-backend": "static"}
+    assert [value_of(argv, flag) for flag in ("--master-addr", "--master-port", "--local-addr")] == [
+        "n1",
+        "29511",
+        "10.0.0.2",
+    ]
+
+
+def test_ranks_know_the_epoch_and_only_rank_0_s_host_shows_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENKEEL_METRICS_PORT", "9000")
+    epoch = claim(tmp_path, "learner")
+    first, second = (
+        rank_environment(LearnerNode(RunDirectory(tmp_path), node=node, nodes=2), "127.0.0.1", epoch) for node in (0, 1)
+    )
+    assert first["EVENKEEL_EPOCH"] == second["EVENKEEL_EPOCH"] == "1"
+    assert "EVENKEEL_METRICS_PORT" in first
+    assert "EVENKEEL_METRICS_PORT" not in second
+
+
+def test_a_node_outside_the_learner_and_a_run_that_was_not_begun_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="node 2 of --nodes 2"):
+        run_learner_node(LearnerNode(RunDirectory(tmp_path), node=2, nodes=2), Stop())
+    with pytest.raises(StoreError, match="is not a run directory"):
+        run_learner_node(LearnerNode(RunDirectory(tmp_path)), Stop())

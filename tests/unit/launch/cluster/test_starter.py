@@ -1,0 +1,68 @@
+"""Commands of roles, and that nothing in the user's folder hides what is ours."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.cluster.starter import LocalStarter, Unit, role_command, units_of
+from launch.run.processes import child_environment
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import PortInUseError
+
+
+def a_recipe(root: Path, **rollout: object) -> Recipe:
+    data = dict(
+        run=dict(name="r", root=str(root), steps=1),
+        model=dict(path=str(root)),
+        task=dict(name="sort_digits"),
+        rollout=rollout,
+    )
+    return recipe_from(data, source="test")
+
+
+def test_units_have_names_of_their_own(tmp_path: Path) -> None:
+    units = units_of(a_recipe(tmp_path, engines=2), learner_nodes=2, engine_nodes=2)
+    assert [unit.name for unit in units] == [
+        "engine-0",
+        "engine-0-node-1",
+        "engine-1",
+        "engine-1-node-1",
+        "router",
+        "learner",
+        "learner-1",
+        "collector",
+    ]
+    assert "router" not in [unit.name for unit in units_of(a_recipe(tmp_path, engines=1))]
+
+
+def test_commands_name_the_run_and_the_place(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert role_command(run, Unit("engine", 3), "--port", "7")[5:] == ["engine", str(tmp_path), "3", "--port", "7"]
+    assert role_command(run, Unit("learner", node=1))[5:] == ["learner", str(tmp_path), "1"]
+    assert role_command(run, Unit("collector"))[5:] == ["collector", str(tmp_path)]
+
+
+def test_nothing_in_the_user_s_folder_hides_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pipeline.py", "launch.py"):
+        (tmp_path / name).write_text("raise SystemExit('a module of the user')")
+    monkeypatch.setenv("PYTHONPATH", ":")  # an empty entry is the folder that the program is started in
+    command = role_command(RunDirectory(tmp_path / "run"), Unit("collector"), "--help")
+    done = subprocess.run(command, env=child_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Ask the engines" in done.stdout
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(PortInUseError, match=f"port {port} is taken"):
+            LocalStarter(RunDirectory(tmp_path), a_recipe(tmp_path, port=port), "key")
