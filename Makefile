@@ -33,7 +33,7 @@ test-slow: install  ## What guards tools around training, and every example of t
 	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $(SHARED) --durations 10 -m "(slow or hypothesis) and not cluster"
 
 test-cluster: install  ## Several hosts, out of namespaces: a run over four of them, faults, Slurm (as root; tests/cluster/README.md).
-	@$(BIN)/python -m tests.cluster.rig && $(BIN)/python -m pytest --durations 10 -m cluster tests/cluster
+	@$(BIN)/python -m tests.cluster.rig && $(BIN)/python -m pytest -o faulthandler_timeout=0 --durations 10 -m cluster tests/cluster
 
 test-all: test test-slow  ## All tests that need no root.
 
