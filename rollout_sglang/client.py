@@ -107,10 +107,10 @@ class EngineClient:
         answer = await self._transport.call("GET", "/model_info", deadline_s=deadline_s)
         return _parse(TypeAdapter(ModelInfo), answer)
 
-    async def health(self) -> bool:
+    async def health(self, deadline_s: float = LOOK_DEADLINE_S) -> bool:
         """Whether the server answers and says that it is well. It is not asked to sample: one that is busy answers."""
         try:
-            await self._transport.call("GET", "/health", deadline_s=min(LOOK_DEADLINE_S, self._control_deadline_s))
+            await self._transport.call("GET", "/health", deadline_s=min(deadline_s, self._control_deadline_s))
         except EngineUnavailableError:
             return False
         return True

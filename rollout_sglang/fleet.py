@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from pipeline.data.membership import Membership
+from pipeline.data.membership import Member, Membership
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
 from pipeline.ports.engines import Sampling
@@ -30,6 +30,7 @@ from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
 from rollout_sglang.engine_pool import EnginePool, EngineState, OnChange, PooledEngine, look
 from rollout_sglang.monitor import Monitor
+from rollout_sglang.transport import LOOK_DEADLINE_S
 from rollout_sglang.weight_verifier import WeightVerifier, invalidate
 from rollout_sglang.weights.update_lease import UpdateKind, Updates
 
@@ -37,6 +38,9 @@ ATTEMPTS = 4
 """Failed answers that one `generate` takes before it gives up. Waiting for an engine to come back is not counted."""
 UPDATE_ATTEMPTS = 2
 """How often an engine is given one version before it is quarantined."""
+AGAIN_DEADLINE_S = 1.0
+"""For engines that did not answer at the last update either: a host that is gone must not delay each step by seconds.
+One that answers later is given the weights by the process that monitors the fleet."""
 _PROBE_PAUSE_S = 0.2
 _FIRST_RETRY_PAUSE_S = 0.05
 T = TypeVar("T")
@@ -79,6 +83,8 @@ class Fleet:
             membership, settings["api_key"], settings["request_deadline_s"], settings.get("on_change")
         )
         self._target: Target | None = None
+        self._silent: set[Member] = set()
+        """Engines that did not answer when the last update began."""
         self._verifier = WeightVerifier(self._load_deadline_s)
         self._monitored = False
         self._probe: asyncio.Task[None] | None = None
@@ -284,7 +290,10 @@ class Fleet:
         while True:
             await self._pool.refresh()
             engines = self._pool.engines
-            healthy = await all_of(engine.client.health() for engine in engines)
+            healthy = await all_of(
+                engine.client.health(AGAIN_DEADLINE_S if engine.member in self._silent else LOOK_DEADLINE_S)
+                for engine in engines
+            )
             if any(healthy):
                 break
             if time.monotonic() > ends:
@@ -293,6 +302,7 @@ class Fleet:
                 )
             await asyncio.sleep(_PROBE_PAUSE_S)
         absent = [engine for engine, well in zip(engines, healthy, strict=True) if not well]
+        self._silent = {engine.member for engine in absent}
         for engine in absent:
             await self._pool.quarantine(engine, "it does not answer")
         left_out = {engine.index: f"engine {engine.index} at {engine.url} does not answer" for engine in absent}

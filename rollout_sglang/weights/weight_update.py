@@ -129,7 +129,9 @@ class FleetUpdateSession(Fleet):
             measured: dict[int, dict[str, float]] = {}
 
             async def finish(engine: PooledEngine) -> None:
-                if engine.index in failures:
+                if engine.member in self._silent:
+                    await self._pool.quarantine(engine, failures[engine.index])  # it was given nothing
+                elif engine.index in failures:
                     await self._give_up(engine, failures[engine.index])
                 else:
                     measured[engine.index] = await self._verify_and_admit(engine, target)

@@ -13,7 +13,10 @@ import pytest
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_update import WeightUpdateReport
-from rollout_sglang.fleet import Fleet
+from rollout_sglang.client import EngineClient
+from rollout_sglang.engine_pool import PooledEngine
+from rollout_sglang.fleet import AGAIN_DEADLINE_S, Fleet
+from rollout_sglang.transport import LOOK_DEADLINE_S
 from rollout_sglang.weights.receiver import Receiver
 from rollout_sglang.weights.update_lease import Updates, fresh_number
 from rollout_sglang.weights.weight_update import FleetUpdateSession
@@ -191,3 +194,32 @@ def test_a_dropped_update_is_not_asked_again(engines: list[ReceivingDouble]) -> 
     with pytest.raises(EngineUnavailableError, match="1 attempts"):
         asyncio.run(receive())
     assert engines[0].calls == ["POST /update_weights_from_distributed"]
+
+
+def test_an_engine_that_is_gone_is_looked_for_briefly_and_told_nothing(
+    tmp_path: Path, engines: list[ReceivingDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host may swallow every packet: each call would cost its whole deadline, at each step."""
+    looks: list[float] = []
+
+    async def health(client: EngineClient, deadline_s: float = LOOK_DEADLINE_S) -> bool:
+        if client.index == 1:
+            looks.append(deadline_s)
+        return client.index == 0
+
+    async def give_up(fleet: FleetUpdateSession, engine: PooledEngine, reason: str) -> None:
+        raise AssertionError(f"engine {engine.index} was told something")
+
+    monkeypatch.setattr(EngineClient, "health", health)
+    monkeypatch.setattr(FleetUpdateSession, "_give_up", give_up)
+
+    async def act(fleet: FleetUpdateSession) -> list[WeightUpdateReport]:
+        reports = []
+        for version in (13, 14):
+            begun = await fleet.begin_weight_update()
+            reports.append(await fleet.end_weight_update(version, POLICY, None, begun.failures))
+        return reports
+
+    reports = with_fleet(tmp_path, engines, act)
+    assert [list(report.failures) for report in reports] == [[1], [1]]
+    assert looks == [LOOK_DEADLINE_S, AGAIN_DEADLINE_S]
