@@ -43,7 +43,14 @@ from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import FATAL_EXIT_CODE, STOPPED_EXIT_CODE, LayoutError, PortInUseError
+from pipeline.errors import (
+    FATAL_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    SUPERSEDED_EXIT_CODE,
+    LayoutError,
+    PortInUseError,
+    SupersededError,
+)
 
 DEFAULT_PORT = 29500
 VERDICT_S = 5.0
@@ -142,7 +149,7 @@ def follow(own: LearnerNode, stop: Stop) -> Verdict:
     while True:
         meeting, peer = _join(own, recipe, seen, stop)
         with peer:
-            verdict = _follow_one(own, recipe, address, Epoch(_epochs(own), meeting.epoch), stop, peer)
+            verdict = _follow_one(own, recipe, address, meeting, stop, peer)
         if verdict.status in (0, FATAL_EXIT_CODE) or (stop.asked and verdict.status == STOPPED_EXIT_CODE):
             return verdict
         print(f"start {meeting.epoch} of the learner has ended ({verdict.reason}); following the next", flush=True)
@@ -167,16 +174,20 @@ def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Meet
     return wait_for(stop, joined, f"node 0 of the learner (named in {own.meeting})", recipe.rollout.start_deadline_s)
 
 
-def _follow_one(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, stop: Stop, peer: Peer) -> Verdict:
+def _follow_one(own: LearnerNode, recipe: Recipe, address: str, meeting: Meeting, stop: Stop, peer: Peer) -> Verdict:
     while not peer.go:
         if (found := peer.trouble()) is not None:
             return found
         if stop.asked:
             return Verdict(STOPPED_EXIT_CODE, "asked to end before all nodes were there")
         time.sleep(POLL_S)
-    meeting = Meeting.read(own.meeting)
-    verdict = attend(own, recipe, address, epoch, stop, peer, master=meeting)
+    try:
+        verdict = attend(own, recipe, address, Epoch(_epochs(own), meeting.epoch), stop, peer, master=meeting)
+    except SupersededError as error:  # node 0's start, that is: this node is wanted by the next one
+        verdict = Verdict(SUPERSEDED_EXIT_CODE, str(error))
     peer.end(verdict)
+    if verdict.status == SUPERSEDED_EXIT_CODE:
+        return verdict
     ends = time.monotonic() + (LAST_WORD_S if verdict.status == 0 else VERDICT_S)
     while peer.trouble() is None and time.monotonic() < ends:
         time.sleep(POLL_S)
@@ -199,6 +210,7 @@ def attend(
             if look():
                 epoch.check()
             if others is not None and (found := others.trouble()) is not None:
+                epoch.check()  # first: who was superseded is not started again
                 return found
             if ends is None and (stop.asked or (others is not None and others.stop_asked)):
                 ends = time.monotonic() + grace_s()
