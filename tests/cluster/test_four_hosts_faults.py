@@ -64,7 +64,7 @@ def wait_until_served(run: ClusterRun, index: int, since: float) -> float:
 
 
 def test_an_engines_host_loses_power_and_boots_again(make_run: MakeRun, table: Table) -> None:
-    run = make_run("power", steps=90)
+    run = make_run("power", steps=60)
     run.start_all()
     run.wait_steps(5)
     at = time.time()
@@ -99,7 +99,7 @@ def test_a_learners_host_loses_power_in_the_middle_of_a_step(make_run: MakeRun, 
 
 
 def test_a_network_is_cut_for_a_minute(make_run: MakeRun, table: Table) -> None:
-    run = make_run("cut", steps=150)
+    run = make_run("cut", steps=110)
     run.start_all()
     run.wait_steps(5)
     at = time.time()
@@ -110,7 +110,7 @@ def test_a_network_is_cut_for_a_minute(make_run: MakeRun, table: Table) -> None:
     assert quarantined_s <= QUARANTINE_DEADLINE_S
     before = run.trained()
     time.sleep(max(0.0, at + 60 - time.time()))
-    assert run.trained() >= before + 10, "the run goes on without it"
+    assert run.trained() >= before + 5, "the run goes on without it"
     mended = time.time()
     run.hosts.mend("h4")
     rejoined_s = wait_until_served(run, 1, mended)
