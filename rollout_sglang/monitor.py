@@ -88,7 +88,9 @@ class Monitor:
             await self._pool.quarantine(engine, reason)
             self._pool.abandon(engine, reason)
         elif expected is not None and engine.served != expected:
-            await self._pool.quarantine(engine, f"it serves version {engine.served}, expected {expected}")
+            reason = f"it serves version {engine.served}, expected {expected}"
+            await self._pool.quarantine(engine, reason)
+            self._pool.abandon(engine, reason)  # a publish that lost it left it paused: it would not answer
 
     async def _try_to_mend(self, engines: Sequence[PooledEngine]) -> None:
         try:

@@ -17,6 +17,7 @@ import pytest
 
 from pipeline.data.event_log import read_metrics
 from pipeline.data.store import BatchStore
+from rollout_sglang.weights.weight_update import GIVE_UP_DEADLINE_S
 from tests.cluster.cluster_run import ClusterRun, Layout
 from tests.cluster.conftest import ROOT, trained_model
 from tests.cluster.rig import Hosts, missing_for
@@ -150,9 +151,12 @@ def test_a_link_is_slow_during_a_publish(make_run: MakeRun, large: Path, table: 
     run.wait_steps(run.trained() + 1)
     run.hosts.shape("h4", "off")
     assert not [e for e in run.events("quarantined", at) if e["engine"] == 0], "the healthy engine was never left out"
-    slowest = max(line["publish_seconds"]["publish_s"] for line in read_metrics(run.path) if line["time"] > at)
-    deadline_s = 8.0 + 5.0  # weights.publish_deadline_s, and what verifying them takes on two cores
-    assert slowest <= deadline_s, f"a publish took {slowest:.1f} s: the slow engine held up the other"
+    publishes = [line["publish_seconds"] for line in read_metrics(run.path) if line["time"] > at]
+    # The healthy engine had the weights when its slow neighbour's time was up (weights.publish_deadline_s). The learner
+    # then tries for some seconds to tell the slow one that it was left out.
+    slowest = max(seconds["publish_s"] for seconds in publishes)
+    assert max(seconds["transfer_s"] for seconds in publishes) <= 8.0 + 0.5
+    assert slowest <= 8.0 + GIVE_UP_DEADLINE_S + 4.0, f"a publish took {slowest:.1f} s"
     finish(run, table, "50 Mbit/s to an engine during a publish", f"{goes_on_s:.1f} s, longest publish {slowest:.1f} s")
 
 
