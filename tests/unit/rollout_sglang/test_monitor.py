@@ -72,7 +72,7 @@ def test_an_engine_that_left_gets_no_requests_and_one_that_moved_is_verified_ane
 
         async def act(fleet: Fleet, membership: Membership) -> None:
             membership.announce(Member(0, old.url, 1))
-            await until(lambda: [one.version for one in fleet.state()] == [3])
+            await until(lambda: [(one.version, one.quarantined) for one in fleet.state()] == [(3, False)])
             membership.announce(Member(0, new.url, 2))
             await until(lambda: [(one.url, one.quarantined) for one in fleet.state()] == [(new.url, False)])
             membership.withdraw(Member(0, new.url, 2))
