@@ -61,6 +61,7 @@ FREE = frozenset(
         "/openapi.json",
         "/parse_function_call",
         "/separate_reasoning",
+        "/freeze_gc",  # SGLang calls it once itself, after its warm-up; it touches no weights
     }
 )
 _SERVED_BY_APP = dict(tokenizer_worker_num=1, grpc_mode=False, smg_grpc_mode=False, grpc_port=None, encoder_only=False)

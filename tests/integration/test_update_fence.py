@@ -26,7 +26,6 @@ FENCED = [
     "/start_profile",
     "/stop_profile",
     "/set_trace_level",
-    "/freeze_gc",
     "/start_expert_distribution_record",
     "/stop_expert_distribution_record",
     "/dump_expert_distribution_record",
