@@ -34,6 +34,23 @@ processes() {
   done
 }
 
+# The nsenter processes that wait for those of a host. They are not of the host, and stop themselves when it is frozen.
+waiters() {
+  local pid parent
+  for pid in $(processes "$1"); do
+    parent=$(awk '/^PPid:/ {print $2}' "/proc/$pid/status" 2>/dev/null) || continue
+    if [ "$(cat "/proc/$parent/comm" 2>/dev/null)" = nsenter ]; then echo "$parent"; fi
+  done
+}
+
+# Kill a host. A stopped nsenter would never reap its child, and the host would never be gone.
+switch_off() {
+  local waiting pid
+  waiting=$(waiters "$1")
+  kill -9 "$(holder "$1")" 2>/dev/null || true
+  for pid in $waiting; do kill -CONT "$pid" 2>/dev/null || true; done
+}
+
 # Process ids repeat: only a process that is in the host's network is its holder.
 holds() {
   [ "$(readlink "/proc/$2/ns/net" 2>/dev/null)" = "net:[$(stat -L -c %i "/run/netns/$RIG-$1" 2>/dev/null)]" ]
@@ -125,20 +142,16 @@ freeze)
   # kill -1 spares process 1 and the caller; twice, since a process may have been forked meanwhile.
   for _ in 1 2; do nsenter -t "$(holder "$2")" -p -m bash -c 'kill -STOP -1' 2>/dev/null || true; done ;;
 thaw)
-  inside=$(processes "$2")
+  waiting=$(waiters "$2")
   nsenter -t "$(holder "$2")" -p -m bash -c 'kill -CONT -1' 2>/dev/null || true
-  # nsenter, which is not of the host, stops itself beside its child.
-  for pid in $inside; do
-    parent=$(awk '/^PPid:/ {print $2}' "/proc/$pid/status" 2>/dev/null) || continue
-    [ "$(cat "/proc/$parent/comm" 2>/dev/null)" != nsenter ] || kill -CONT "$parent" 2>/dev/null || true
-  done ;;
+  for pid in $waiting; do kill -CONT "$pid" 2>/dev/null || true; done ;;
 bindfs)
   shared=$(cat "$S/shared")
   "$SELF" in "$2" bindfs -o attr_timeout=30,entry_timeout=30,negative_timeout=30,nonempty "$shared" "$shared" ;;
 processes) processes "$2" ;;
 crash)
   "$SELF" cut "$2"
-  kill -9 "$(holder "$2")"
+  switch_off "$2"
   while kill -0 "$(holder "$2")" 2>/dev/null; do sleep 0.02; done
   rm -f "$S/$2.pid"
   forget_network "$2" ;;
@@ -151,7 +164,7 @@ down)
   for file in "$S"/*.number; do
     [ -e "$file" ] || continue
     h=$(basename "$file" .number)
-    if [ -s "$S/$h.pid" ] && holds "$h" "$(holder "$h")"; then kill -9 "$(holder "$h")" 2>/dev/null || true; fi
+    if [ -s "$S/$h.pid" ] && holds "$h" "$(holder "$h")"; then switch_off "$h"; fi
     forget_network "$h"
   done
   ip netns del "$FABRIC" 2>/dev/null || true

@@ -105,6 +105,15 @@ def test_a_crashed_host_is_gone_and_boots_empty(hosts: Hosts, tmp_path: Path) ->
     wait_for(lambda: ask(hosts, "h1", "h4").returncode == 0, "the rebooted host on the network")
 
 
+def test_a_frozen_host_can_be_switched_off(hosts: Hosts, tmp_path: Path) -> None:
+    process = hosts.popen("h3", "sleep", "1000", log=tmp_path / "log")
+    wait_for(lambda: "sleep 1000" in hosts.run("h3", "ps", "-eo", "args").stdout, "the process")
+    hosts.freeze("h3")
+    hosts.crash("h3")
+    assert process.wait(10) != 0
+    hosts.reboot("h3")
+
+
 def test_bindfs_keeps_what_it_has_seen(hosts: Hosts) -> None:
     if reason := missing_for("bindfs"):
         pytest.fail(reason, pytrace=False)
