@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from pipeline.ports.learner import Learner
 
 COMMIT = "COMMIT"
 _LOOP_STATE = "loop_state.json"
+_FILES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,9 @@ def _remove(folder: Path) -> None:
 
 def commit(folder: Path, step: int) -> None:
     """Mark a complete checkpoint folder."""
-    files = {str(file.relative_to(folder)): _fingerprint(file) for file in _files(folder)}
-    for inner in {folder, *(file.parent for file in _files(folder))}:
+    found = _files(folder)
+    files = {str(file.relative_to(folder)): value for file, value in zip(found, _fingerprints(found), strict=True)}
+    for inner in {folder, *(file.parent for file in found)}:
         fsync_directory(inner)
     write_atomically(folder / COMMIT, json.dumps(dict(step=step, files=files), indent=1) + "\n")
 
@@ -118,9 +121,9 @@ def commit(folder: Path, step: int) -> None:
 def verify(folder: Path) -> None:
     """Check every file against COMMIT. Raises CorruptCheckpointError naming the first that differs."""
     files: dict[str, Any] = json.loads((folder / COMMIT).read_text())["files"]
-    for name, expected in files.items():
+    found_files = _fingerprints([folder / name for name in files])
+    for (name, expected), found in zip(files.items(), found_files, strict=True):
         file = folder / name
-        found = _fingerprint(file) if file.is_file() else None
         if found != expected:
             raise CorruptCheckpointError(
                 f"{file} does not match its checkpoint's COMMIT ({'missing' if found is None else 'changed'}); "
@@ -132,6 +135,14 @@ def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file() and file.name != COMMIT)
 
 
-def _fingerprint(file: Path) -> dict[str, Any]:
+def _fingerprints(files: Sequence[Path]) -> list[dict[str, Any] | None]:
+    """Of several files at once: the other ranks wait meanwhile, and a checkpoint may have hundreds of gigabytes."""
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
+        return list(threads.map(_fingerprint, files))
+
+
+def _fingerprint(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
     with file.open("rb") as stream:
         return dict(bytes=file.stat().st_size, sha256=hashlib.file_digest(stream, "sha256").hexdigest())

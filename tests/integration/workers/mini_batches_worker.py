@@ -20,6 +20,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
+from pipeline.errors import StoppedError
 from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
@@ -65,8 +66,11 @@ def recipe(case: str) -> Recipe:
     return recipe_from(base | CASES[case][1], source="test")
 
 
-def train(folder: Path, section: LearnerSection, case: str, steps: int) -> tuple[MegatronLearner, Any]:
-    """A learner that goes on from the newest checkpoint of `folder` and stops after `steps` batches."""
+def train(
+    folder: Path, section: LearnerSection, case: str, *, every: int = 1, stop_after: int = STEPS
+) -> tuple[MegatronLearner, Any]:
+    """A learner that goes on from the newest checkpoint of `folder`, saves one `every` so many batches, and is asked to
+    stop after `stop_after` batches, which rank 0 alone knows."""
     chosen, updates = recipe(case), CASES[case][0]
     learner = MegatronLearner(
         folder.parent / "model",
@@ -80,24 +84,35 @@ def train(folder: Path, section: LearnerSection, case: str, steps: int) -> tuple
     run.make_folders()
     shared: dict[str, Any] = dict(
         run=run,
-        batches=BatchSource(run=run, store=store, learner=learner, contract=CONTRACT, wait_deadline_s=10.0),
+        batches=BatchSource(
+            run=run,
+            store=store,
+            learner=learner,
+            contract=CONTRACT,
+            wait_deadline_s=10.0,
+            stop_requested=lambda: learner.is_rank_zero and learner.step >= stop_after * updates,
+        ),
         learner=learner,
         schedule=chosen.build_schedule(),
         updates_per_batch=updates,
     )
     objective = build_objective(chosen)
     trainer = Trainer(
-        **shared | dict(schedule=dataclasses.replace(chosen.build_schedule(), steps=steps)),
+        **shared,
         old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
         advantage_computer=build_advantage_computer(chosen),
         scores_step=objective.needs_scoring,
         reads_step_logprobs=objective.reads_step_logprobs,
         channel=None,
         checkpoints=Checkpoints(run.checkpoints, keep=2),
-        checkpoint_every=1,
+        checkpoint_every=every,
         event_log=EventLog(run.path, "learner-000001"),
     )
-    trainer.train()
+    try:
+        trainer.train()
+        assert stop_after == STEPS, "it was asked to stop"
+    except StoppedError:
+        assert [path.name for path in run.checkpoints.iterdir()] == [f"{stop_after:06d}"]
     return learner, weights(learner) - before
 
 
@@ -114,11 +129,11 @@ def measure(folder: Path, layouts: list[str]) -> None:
         initialize(Layout.of(section), seed=0, deadline_s=60)
         found = {}
         for case in CASES:
-            learner, change = train(folder / f"{layout} {case}", section, case, STEPS)
+            learner, change = train(folder / f"{layout} {case}", section, case)
             found[case] = change
             found[f"{case} steps"] = np.array(learner.step)
-        train(folder / f"{layout} resumed", section, "grpo", 1)
-        learner, _ = train(folder / f"{layout} resumed", section, "grpo", STEPS)
+        train(folder / f"{layout} resumed", section, "grpo", every=STEPS, stop_after=1)
+        learner, _ = train(folder / f"{layout} resumed", section, "grpo", every=STEPS)
         found["resumed"] = weights(learner)
         whole = MegatronLearner(
             folder / "model", section, build_objective(recipe("grpo")), temperature=1, total_steps=1
