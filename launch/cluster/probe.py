@@ -4,15 +4,18 @@ Ready: it answers, and it serves the published version or a newer one (the one t
 cannot ask that: it has no key and knows no version. --alive asks only whether it answers.
 
 Where the engine is comes from the environment: EVENKEEL_HOST, and EVENKEEL_NODE, since of the pods of one engine only
-the first answers. Exits 0 or 1, with one line that says why. No secret is printed.
+the first answers. Exits 0 or 1, with one line that says why, within DEADLINE_S of its start. No secret is
+printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -23,8 +26,8 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EvenKeelError
 from rollout_sglang.protocol import UNVERIFIED, ModelInfo, claimed_version
 
-_DEADLINE_S = 8.0
-"""Below the timeout of the probe."""
+DEADLINE_S = 15.0
+"""Of all calls and reads of one probe together: below the timeout that its pod gives it (kubernetes/probes.py)."""
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> int:
@@ -37,18 +40,43 @@ def main(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> in
     if environment.get("EVENKEEL_NODE", "0") != "0":
         print("not the first pod of its engine: the first is asked")
         return 0
-    url = f"http://{environment.get('EVENKEEL_HOST', '127.0.0.1')}:{given.port}"
-    try:
-        problem = not_alive(url) if given.alive else not_ready(url, RunDirectory(given.run), read_api_key(environment))
-    except (httpx.HTTPError, EvenKeelError, ValidationError) as error:
-        problem = f"{url}: {type(error).__name__} {' '.join(str(error).split())}"
+    with deadline(DEADLINE_S):
+        problem = problem_of(f"http://{environment.get('EVENKEEL_HOST', '127.0.0.1')}:{given.port}", given, environment)
     print(problem or "ok")
     return 1 if problem else 0
 
 
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the block after so long, whatever it waits for: a timeout of httpx bounds each connect and
+    each read for itself."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # one that was under way before goes on
+
+
+def problem_of(url: str, given: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
+    """Why the probe fails; None when it does not."""
+    try:
+        if given.alive:
+            return not_alive(url)
+        return not_ready(url, RunDirectory(given.run), read_api_key(environment))
+    except (httpx.HTTPError, EvenKeelError, ValidationError, TimeoutError) as error:
+        return f"{url}: {type(error).__name__} {' '.join(str(error).split())}"
+
+
 def not_alive(url: str) -> str | None:
     """Why the server is not alive; None when it is. Samples nothing, so that a weight update does not matter."""
-    status = httpx.get(f"{url}/health", timeout=_DEADLINE_S, trust_env=False).status_code
+    status = httpx.get(f"{url}/health", timeout=DEADLINE_S, trust_env=False).status_code
     return None if status == 200 else f"{url}/health answered {status}"
 
 
@@ -58,7 +86,7 @@ def not_ready(url: str, run: RunDirectory, key: str | None) -> str | None:
         return problem
     published = run.published_version()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    answer = httpx.get(f"{url}/model_info", headers=headers, timeout=_DEADLINE_S, trust_env=False)
+    answer = httpx.get(f"{url}/model_info", headers=headers, timeout=DEADLINE_S, trust_env=False)
     if answer.status_code != 200:
         return f"{url}/model_info answered {answer.status_code}"
     named = ModelInfo.model_validate_json(answer.content).weight_version

@@ -35,11 +35,13 @@ class StopTime:
         return 10 * math.ceil(planned / 10)
 
 
-def stop_time(recipe_path: Path, recipe: Recipe, gpu_gib: float = 80.0) -> StopTime:
-    """Of a recipe's learner. Needs config.json of the model, as `evenkeel plan` does. Raises ModelError."""
+def stop_time(recipe_path: Path, recipe: Recipe, gpu_gib: float = 80.0, sizes: Path | None = None) -> StopTime:
+    """Of a recipe's learner. Needs config.json of the model, as `evenkeel plan` does, or that in the folder `sizes`.
+    Raises ModelError."""
     gpus = recipe.learner.num_processes + recipe.rollout.engines * recipe.rollout.tensor_parallel
     machine = Machine(gpus=gpus, gpu_gib=gpu_gib)
-    return planned_stop_time(Planner(find_recipe(recipe_path), recipe, machine, default_assumptions(recipe, {})))
+    planner = Planner(find_recipe(recipe_path), recipe, machine, default_assumptions(recipe, {}), sizes)
+    return planned_stop_time(planner)
 
 
 def planned_stop_time(planner: Planner) -> StopTime:

@@ -115,12 +115,20 @@ def _engine(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
     )
 
 
-def planner_that_fits(recipe_path: Path, recipe: Recipe, *, gpu_gib: float, disk_gb_s: float | None = None) -> Planner:
-    """The planner of a recipe on exactly as many GPUs as it asks for. Raises RecipeError when it does not fit them."""
+def planner_that_fits(
+    recipe_path: Path,
+    recipe: Recipe,
+    *,
+    gpu_gib: float,
+    disk_gb_s: float | None = None,
+    sizes: Path | None = None,
+) -> Planner:
+    """The planner of a recipe on exactly as many GPUs as it asks for; `sizes` as `Planner` takes it. Raises RecipeError
+    when it does not fit them."""
     gpus = recipe.learner.num_processes + recipe.rollout.engines * recipe.rollout.tensor_parallel
     given = {} if disk_gb_s is None else dict(disk_gb_s=disk_gb_s)
     assumed: Assumptions = default_assumptions(recipe, given)
-    planner = Planner(recipe_path, recipe, Machine(gpus=gpus, gpu_gib=gpu_gib), assumed)
+    planner = Planner(recipe_path, recipe, Machine(gpus=gpus, gpu_gib=gpu_gib), assumed, sizes)
     if reasons := planner.misfit():
         raise RecipeError(
             f"{recipe.run.name} does not fit {gpus} GPUs of {gpu_gib:g} GiB: {'; '.join(reasons)}; see `evenkeel plan`"

@@ -69,10 +69,15 @@ def config_for(recipe_path: Path, model_path: Path) -> dict[str, Any]:
 class Planner:
     """One recipe on one machine."""
 
-    def __init__(self, recipe_path: Path, recipe: Recipe, machine: Machine, assumed: Assumptions) -> None:
-        """Raises ModelError, LayoutError (the recipe's own layout does not divide the model) or RecipeError."""
+    def __init__(
+        self, recipe_path: Path, recipe: Recipe, machine: Machine, assumed: Assumptions, sizes: Path | None = None
+    ) -> None:
+        """`sizes`: a folder whose config.json is read instead of the model's.
+
+        Raises ModelError, LayoutError (the recipe's own layout does not divide the model) or RecipeError.
+        """
         self.recipe, self.machine, self.assumed = recipe, machine, assumed
-        self.hf_config = config_for(recipe_path, recipe.model.path)
+        self.hf_config = read_config(sizes) if sizes else config_for(recipe_path, recipe.model.path)
         check_layout(self.hf_config, recipe.learner)
         self.config = ModelConfig.from_hf(self.hf_config)
         self.engine_model = engine_model(self.config)

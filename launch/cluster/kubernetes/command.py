@@ -10,6 +10,7 @@ import typer
 from pipeline.errors import RecipeError
 
 RECIPE_HELP = "YAML file, or the name of a recipe that comes with Even Keel, such as demo."
+_DELETE_ENGINES = "kubectl -n {} delete leaderworkerset {}-engine"
 
 
 def kubernetes(
@@ -50,6 +51,10 @@ def kubernetes(
     replace: Annotated[
         bool, typer.Option("--replace", help="The objects in --out are in no cluster: replace whatever differs.")
     ] = False,
+    model_config: Annotated[
+        Path | None,
+        typer.Option(help="Folder with the model's config.json, where model.path is not on this machine."),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
     ] = None,
@@ -66,6 +71,7 @@ def kubernetes(
     from launch.cluster.kubernetes.job import run_on_kubernetes
     from launch.cluster.kubernetes.options import cluster_options
     from launch.cluster.kubernetes.render import read, render, write
+    from launch.plan.sizes import sizes_folder
     from pipeline.config.loader import find_recipe, load_recipe
 
     options = cluster_options(
@@ -91,7 +97,8 @@ def kubernetes(
         monitors=monitors,
     )
     path = find_recipe(recipe)
-    run = run_on_kubernetes(path, load_recipe(path, overrides or []), options)
+    loaded = load_recipe(path, overrides or [])
+    run = run_on_kubernetes(path, loaded, options, sizes_folder(path, loaded.model.path, model_config))
     files = render(run)
     objects = [one for group in files.values() for one in group]
     if wrong := list(check(objects, run, [] if replace else read(out))):
@@ -100,3 +107,5 @@ def kubernetes(
     key = f"kubectl -n {namespace} create secret generic {secret} --from-file={secret_key}=FILE"
     print(f"once, with a FILE that holds the API key:  {key}")
     print(f"kubectl apply -f {out}")
+    if engines == "leaderworkerset":
+        print(f"at the end, since nothing else ends the engines:  {_DELETE_ENGINES.format(namespace, run.name)}")

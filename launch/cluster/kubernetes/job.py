@@ -79,8 +79,13 @@ class RunOnKubernetes:
         return Metadata(name=name, namespace=self.options.namespace, labels=self.labels() | queue)
 
 
-def run_on_kubernetes(recipe_path: Path, recipe: Recipe, options: ClusterOptions) -> RunOnKubernetes:
-    """Work out names and sizes. Raises RecipeError when the recipe does not fit the cluster that was described."""
+def run_on_kubernetes(
+    recipe_path: Path, recipe: Recipe, options: ClusterOptions, sizes: Path | None = None
+) -> RunOnKubernetes:
+    """Work out names and sizes; `sizes`: a folder whose config.json is read instead of the model's.
+
+    Raises RecipeError when the recipe does not fit the cluster that was described.
+    """
     if recipe.weights.channel == "ipc":
         raise RecipeError(
             "weights.channel is ipc, which needs learner and engines in one place; on Kubernetes they have pods of "
@@ -91,7 +96,7 @@ def run_on_kubernetes(recipe_path: Path, recipe: Recipe, options: ClusterOptions
             "rollout.urls names engines that exist, and these files would start others; leave it out, or start "
             "learner and collector by `evenkeel role`"
         )
-    planner = planner_that_fits(recipe_path, recipe, gpu_gib=options.gpu_gib, disk_gb_s=options.disk_gb_s)
+    planner = planner_that_fits(recipe_path, recipe, gpu_gib=options.gpu_gib, disk_gb_s=options.disk_gb_s, sizes=sizes)
     learner_gpus, learner_nodes = _split(recipe.learner.num_processes, options, "the learner's processes")
     engine_gpus, engine_nodes = _split(recipe.rollout.tensor_parallel, options, "rollout.tensor_parallel")
     return RunOnKubernetes(

@@ -3,7 +3,7 @@
 An engine is up once /health answers: after version 0 was written and the weights were read. It is ready when it also
 serves the published version, which the kubelet cannot ask for (it has no key): `launch.cluster.probe` does, inside the
 container. It is alive while /health answers. That call samples nothing, so it is answered during a weight update and
-beside the longest prefill, and six refusals in a row mean that the server is gone.
+beside the longest prefill, and a minute of refusals means that the server is gone.
 
 Learner and collector have no liveness probe. Every wait of theirs has a deadline, and a restart costs the work since
 the last checkpoint.
@@ -18,6 +18,11 @@ from launch.cluster.kubernetes.job import ENGINE_PORT, RunOnKubernetes
 from launch.cluster.kubernetes.pods import ExecAction, HttpGetAction, Probe, TcpSocketAction
 
 _PERIOD_S = 10
+_GONE_S = 60
+"""Of silence, after which an engine is started again."""
+_EXEC_S = 20
+"""Timeout and period of probes that run a program: it ends by itself after `launch.cluster.probe.DEADLINE_S`, and a
+busy host takes seconds to start Python."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +45,27 @@ def engine_start_s(run: RunOnKubernetes) -> int:
 
 def engine_probes(run: RunOnKubernetes) -> Probes:
     """Of every pod of an engine. Only its first node answers HTTP, so of several each asks the program."""
-    health = HttpGetAction(path="/health", port="http")
-    alive = dict(exec=_ask(run, "--alive")) if run.engine_nodes > 1 else dict(http_get=health)
     return Probes(
-        startup=Probe(
-            **alive,
-            period_seconds=_PERIOD_S,
-            timeout_seconds=5,
-            failure_threshold=math.ceil(engine_start_s(run) / _PERIOD_S),
-        ),
-        readiness=Probe(exec=_ask(run), period_seconds=15, timeout_seconds=10, failure_threshold=2),
-        liveness=Probe(**alive, period_seconds=_PERIOD_S, timeout_seconds=5, failure_threshold=6),
+        startup=_alive(run, for_s=engine_start_s(run)),
+        readiness=Probe(exec=_ask(run), period_seconds=_EXEC_S, timeout_seconds=_EXEC_S, failure_threshold=2),
+        liveness=_alive(run, for_s=_GONE_S),
+    )
+
+
+def _alive(run: RunOnKubernetes, *, for_s: int) -> Probe:
+    """Fails once the engine has not answered for so long."""
+    if run.engine_nodes > 1:
+        return Probe(
+            exec=_ask(run, "--alive"),
+            period_seconds=_EXEC_S,
+            timeout_seconds=_EXEC_S,
+            failure_threshold=math.ceil(for_s / _EXEC_S),
+        )
+    return Probe(
+        http_get=HttpGetAction(path="/health", port="http"),
+        period_seconds=_PERIOD_S,
+        timeout_seconds=5,
+        failure_threshold=math.ceil(for_s / _PERIOD_S),
     )
 
 

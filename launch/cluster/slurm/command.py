@@ -62,6 +62,10 @@ def slurm(
             min=1, max=65532, help="/metrics for Prometheus: the supervisor here, the roles at the next ones."
         ),
     ] = None,
+    model_config: Annotated[
+        Path | None,
+        typer.Option(help="Folder with the model's config.json, where model.path is not on this machine."),
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
     ] = None,
@@ -77,6 +81,7 @@ def slurm(
     from launch.cluster.slurm.options import SlurmOptions
     from launch.cluster.slurm.render import SCRIPT, render
     from launch.plan.grace import stop_time
+    from launch.plan.sizes import sizes_folder
     from pipeline.config.loader import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
@@ -87,7 +92,7 @@ def slurm(
         learner_nodes=learner_nodes,
         spare=spare,
         time=time,
-        grace_s=grace or stop_time(recipe, loaded).grace_s,
+        grace_s=grace or stop_time(recipe, loaded, sizes=sizes_folder(recipe, loaded.model.path, model_config)).grace_s,
         partition=partition,
         account=account,
         resubmit=resubmit,

@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.errors import RecipeError
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+_PATH = re.compile(r"[^\s'\"\\$`%]+")
 _ONE_LINE = re.compile(r"[^\s'\"\\$`]+")
 
 
@@ -40,6 +41,7 @@ class SlurmOptions:
     """Further options of sbatch, such as `--qos=high`."""
 
     def __post_init__(self) -> None:
+        check_path("--workdir", self.workdir)
         if self.gpus_per_node < 0 or self.spare < 0 or self.grace_s < 1:
             raise RecipeError(
                 f"--gpus-per-node {self.gpus_per_node} --spare {self.spare} --grace {self.grace_s}: the first two must "
@@ -60,3 +62,12 @@ class SlurmOptions:
         for name, word in {**words, **{f"sbatch {one}": one for one in self.sbatch}}.items():
             if word is not None and not _ONE_LINE.fullmatch(word):
                 raise RecipeError(f"--{name.replace('_', '-')} is {word!r}; use no space, quote, $ or backslash in it")
+
+
+def check_path(option: str, path: Path) -> None:
+    """Paths stand in #SBATCH lines, where Slurm splits at spaces and fills in what follows a %. Raises RecipeError."""
+    if not _PATH.fullmatch(str(path)):
+        raise RecipeError(
+            f"{option} is {str(path)!r}; Slurm would misread it: use a folder without space, line break, quote, $, % "
+            "or backslash in its path"
+        )

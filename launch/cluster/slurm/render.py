@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.cluster.slurm.options import SlurmOptions
+from launch.cluster.slurm.options import SlurmOptions, check_path
 from launch.cluster.slurm.placement import Shape
 from pipeline.config.recipe import Recipe
 
@@ -20,6 +20,7 @@ SCRIPT, RECIPE, SETUP, README = "job.sbatch", "recipe.yaml", "setup.sh", "README
 
 def render(recipe: Recipe, options: SlurmOptions, folder: Path, setup: str = "") -> dict[str, str]:
     """Name → text of each file. `folder` is the absolute path under which every node will find them."""
+    check_path("--out", folder)
     shape = Shape.of(recipe, options.gpus_per_node, options.learner_nodes)
     return {
         SCRIPT: batch_script(recipe, options, shape, folder),

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from launch.cluster import probe
+from launch.cluster.kubernetes.probes import engine_probes
 from launch.cluster.probe import main
 from pipeline.data.run_directory import RunDirectory
+from tests.support.manifests.cases import run_of
 
 KEY = "key-of-the-test"
 
@@ -21,6 +25,12 @@ class Engine(ThreadingHTTPServer):
 
     weight_version = "3"
     health = 200
+    drips = False
+    """/model_info is answered without end, a byte at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.ends = threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -33,6 +43,14 @@ class Handler(BaseHTTPRequestHandler):
             status = 200 if known else 401
             body = json.dumps(dict(model_path="/m", weight_version=self.server.weight_version)).encode()
         self.send_response(status)
+        if self.server.drips and self.path == "/model_info":
+            self.send_header("Content-Length", "1000000")
+            self.end_headers()
+            with suppress(OSError):
+                while not self.server.ends.wait(0.02):
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+            return
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -43,10 +61,11 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with Engine(("127.0.0.1", 0), Handler) as server:
+    with Engine() as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
+        server.ends.set()
         server.shutdown()
         thread.join()
 
@@ -89,3 +108,23 @@ def test_not_ready_without_health_key_or_a_published_version(
 def test_other_pods_of_an_engine_do_not_answer_themselves(engine: Engine, run: RunDirectory) -> None:
     engine.health = 503
     assert ask(engine, run, node="1") == 0
+
+
+def test_one_deadline_holds_for_everything_that_a_probe_asks(
+    engine: Engine, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each byte comes in time, so that no timeout of a single read ends the call."""
+    monkeypatch.setattr(probe, "DEADLINE_S", 0.5)
+    engine.drips = True
+    assert ask(engine, run) == 1
+    assert "no answer within 0.5 s" in capsys.readouterr().out
+    assert ask(engine, run, "--alive") == 0
+
+
+@pytest.mark.parametrize("overrides", [(), ("rollout.engines=2", "rollout.tensor_parallel=16")])
+def test_pods_give_a_probe_longer_than_its_own_deadline(overrides: tuple[str, ...]) -> None:
+    found = engine_probes(run_of(*overrides))
+    programs = [one for one in (found.startup, found.readiness, found.liveness) if one and one.exec]
+    assert programs
+    for one in programs:
+        assert probe.DEADLINE_S < one.timeout_seconds <= one.period_seconds

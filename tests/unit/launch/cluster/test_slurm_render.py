@@ -97,6 +97,15 @@ def test_options_that_slurm_would_misread_are_refused(options: dict[str, Any], m
         files(**options)
 
 
+@pytest.mark.parametrize("name", ["two words", "two\nlines", "100%"])
+def test_folders_that_slurm_would_misread_are_refused(name: str) -> None:
+    with pytest.raises(RecipeError, match=r"--workdir is .*; Slurm would misread it") as refused:
+        files(workdir=Path("/shared") / name)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(RecipeError, match=r"--out is .*; Slurm would misread it"):
+        render(load_recipe(Path("qwen3_32b")), SlurmOptions(**OPTIONS), Path("/shared") / name)
+
+
 def test_submitting_without_slurm_says_where_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     done = evenkeel("launch", "slurm", "qwen3_32b", "--out", tmp_path / "job", "--submit")
