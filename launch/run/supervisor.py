@@ -136,7 +136,8 @@ class Supervisor:
         if status == FATAL_EXIT_CODE:
             raise FatalError(self.notes.message() or reason.removeprefix("error: "))
         gave_up = 0 < status < 128  # not killed
-        if unit.role == "engine" and gave_up and unit.index not in self.came_up:
+        leads = unit.role == "engine" and unit.node == 0  # other hosts of an engine end when they lose that one
+        if leads and gave_up and unit.index not in self.came_up:
             raise FatalError(f"{unit.name} never came up: {reason.removeprefix('error: ')}")
         self._spend(unit.name, reason)
         self._start(unit)

@@ -54,9 +54,16 @@ class Membership:
         """Make the router known."""
         self._write(_ROUTER, dict(url=url))
 
-    def withdraw_router(self) -> None:
-        """There is no router."""
-        (self.folder / _ROUTER).unlink(missing_ok=True)
+    def withdraw_router(self, url: str) -> None:
+        """Take back what `announce_router` made known, unless another one has been announced."""
+        if self.router() == url:
+            (self.folder / _ROUTER).unlink(missing_ok=True)
+
+    def lists(self, member: Member) -> bool:
+        """Whether this start of the engine is announced. A damaged announcement is none: the next one replaces it."""
+        with suppress(StoreError):
+            return self._read(f"{member.index:06d}.json") == member
+        return False
 
     def engines(self) -> Sequence[Member]:
         """All that are announced now, by index."""

@@ -33,12 +33,12 @@ from launch.cluster.roles.base import (
 from launch.cluster.roles.meeting import Meeting
 from launch.cluster.roles.starting_weights import hold_weights, release_weights
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import Epoch, claim
+from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineStartError, LayoutError
 from rollout_sglang.server.process import ServerProcess
-from rollout_sglang.server.start import server_url, start
+from rollout_sglang.server.start import EngineSpec, server_url, start
 
 DEFAULT_PORT = 30000
 """Of engine 0, where neither --port nor rollout.port says another; engine i has the i-th after it."""
@@ -87,14 +87,14 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
     member = Member(own.index, server_url(own.host, port), epoch.number)
     membership = own.run.membership()
     for earlier in membership.engines():
-        if earlier.index == own.index:
+        if earlier.index == own.index and earlier.started < epoch.number:
             membership.withdraw(earlier)  # of a start that is superseded
     place: dict[str, Any] = dict(host=address, metrics=own.metrics)
     if own.nodes > 1:
         Meeting(epoch.number, address, port + MEETING_PORTS, own.nodes).write(own.meeting)
         place |= dict(nodes=own.nodes, node=0, meeting=f"{address}:{port + MEETING_PORTS}")
     newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
-    spec = hold_weights(own.run, own.index, own.node, newest)
+    spec = hold_weights(own.run, own.index, own.node, epoch.number, newest)
     server = start(spec)
 
     def announce() -> None:
@@ -102,7 +102,8 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
         membership.announce(member)
 
     try:
-        serve(server, own.run, epoch, stop, recipe.rollout.start_deadline_s, announce)
+        deadline_s = recipe.rollout.start_deadline_s
+        serve(server, own.run, epoch, stop, deadline_s, announce, lambda: membership.lists(member))
     finally:
         membership.withdraw(member)
         release_weights(spec)
@@ -118,8 +119,12 @@ def serve(
     stop: Stop,
     start_deadline_s: float,
     announce: Callable[[], None],
+    is_listed: Callable[[], bool],
 ) -> None:
     """Announce the server once it answers, then watch it until the run is finished or this role is asked to end.
+
+    It is announced again when it is not listed: an earlier start, which does not know yet that it is superseded, may
+    have replaced the announcement.
 
     Raises EngineStartError when it does not come up or ends, SupersededError when a later start has begun.
     """
@@ -132,9 +137,10 @@ def serve(
             )
         if look():
             epoch.check()
-        if look_for_end() and run.is_finished():
+        if (due := look_for_end()) and run.is_finished():
             return
-        if not up and server.is_ready():
+        if (up and due and not is_listed()) or (not up and server.is_ready()):
+            epoch.check()
             up = True
             announce()
         if not up and time.monotonic() > ends:
@@ -153,34 +159,46 @@ def stop_server(server: ServerProcess, grace_s: float) -> None:
 
 
 def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop) -> int:
-    """A host that only adds GPUs: it joins node 0 and ends with it."""
-    meeting = wait_for(
-        stop,
-        lambda: Meeting.read(own.meeting),
-        f"node 0 of engine {own.index} (named in {own.meeting})",
-        recipe.rollout.start_deadline_s,
-    )
-    if meeting.nodes != own.nodes:
-        raise LayoutError(f"node 0 has --nodes {meeting.nodes}, this one {own.nodes}; give all the same number")
-    place = dict(host=address, nodes=own.nodes, node=own.node, meeting=f"{meeting.host}:{meeting.port}")
-    newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
-    spec = hold_weights(own.run, own.index, own.node, newest)
-    server = start(spec)
-    look, membership = Every(FINISHED_POLL_S), own.run.membership()
-    try:
-        while not stop.asked:
-            if (status := server.poll()) is not None:
-                raise EngineStartError(f"node {own.node} of engine {own.index} ended with status {status}")
-            if (now := Meeting.read(own.meeting)) is not None and now.epoch != meeting.epoch:
-                raise EngineStartError(f"node 0 of engine {own.index} was started again; this one has to be, too")
-            if look():
-                if own.run.is_finished():
-                    return 0
-                if any((one.index, one.started) == (own.index, meeting.epoch) for one in membership.engines()):
-                    release_weights(spec)  # node 0 is up, and so are all
-            time.sleep(POLL_S)
-    finally:
-        stop_server(server, 0.0)
-        release_weights(spec)
-    stop.check()
-    return 0
+    """A host that only adds GPUs: it joins node 0, and follows it when it is started again."""
+    starts = epoch_folder(own.run.path, "engine", own.index)
+
+    def newest_meeting() -> Meeting | None:
+        found = Meeting.read(own.meeting)
+        return None if found is None or Epoch(starts, found.epoch).is_superseded() else found
+
+    what = f"node 0 of engine {own.index} (named in {own.meeting})"
+    while True:
+        meeting = wait_for(stop, newest_meeting, what, recipe.rollout.start_deadline_s)
+        if meeting.nodes != own.nodes:
+            raise LayoutError(f"node 0 has --nodes {meeting.nodes}, this one {own.nodes}; give all the same number")
+        place = dict(host=address, nodes=own.nodes, node=own.node, meeting=f"{meeting.host}:{meeting.port}")
+        newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
+        spec = hold_weights(own.run, own.index, own.node, meeting.epoch, newest)
+        server = start(spec)
+        try:
+            if _serve_with_node_0(own, server, spec, Epoch(starts, meeting.epoch), stop):
+                return 0
+        finally:
+            stop_server(server, 0.0)
+            release_weights(spec)
+        stop.check()
+        print(f"start {meeting.epoch} of engine {own.index} is superseded; following the next", flush=True)
+
+
+def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec, epoch: Epoch, stop: Stop) -> bool:
+    """Watch this host's server. True once the run is finished; False when node 0 has begun another start, which this
+    server does not belong to, or when this role is asked to end. Raises EngineStartError when the server ends."""
+    look, look_for_end, membership = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S), own.run.membership()
+    while not stop.asked:
+        status = server.poll()
+        if (look() or status is not None) and epoch.is_superseded():
+            return False  # also for a server that has ended: it met nobody, or lost node 0's
+        if status is not None:
+            raise EngineStartError(f"node {own.node} of engine {own.index} ended with status {status}")
+        if look_for_end():
+            if own.run.is_finished():
+                return True
+            if any((one.index, one.started) == (own.index, epoch.number) for one in membership.engines()):
+                release_weights(spec)  # node 0 is up, and so are all
+        time.sleep(POLL_S)
+    return False

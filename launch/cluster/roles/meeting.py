@@ -11,7 +11,7 @@ from pipeline.data.files import write_atomically
 
 @dataclass(frozen=True)
 class Meeting:
-    """RUN/learner.json, or RUN/engines/000003-hosts.json."""
+    """RUN/learner.json, or RUN/engines/hosts-000003.json."""
 
     epoch: int
     """Of node 0, which made it; a later start has another one."""

@@ -30,11 +30,21 @@ def run_router(own: RouterRole, stop: Stop) -> int:
     rollout = wait_for_recipe(own.run, stop).rollout
     port = own.port or (rollout.port or DEFAULT_PORT) + rollout.engines
     epoch = claim(own.run.path, "router")
-    url = server_url(own.host, port)
+    url, membership = server_url(own.host, port), own.run.membership()
     server = start_router(port, key, log_file(), address, own.metrics_port)
     try:
-        serve(server, own.run, epoch, stop, rollout.start_deadline_s, lambda: own.run.membership().announce_router(url))
+        serve(
+            server,
+            own.run,
+            epoch,
+            stop,
+            rollout.start_deadline_s,
+            lambda: membership.announce_router(url),
+            lambda: membership.router() == url,
+        )
     finally:
+        if not epoch.is_superseded():  # the router of a later start may have the same URL
+            membership.withdraw_router(url)
         stop_server(server, min(grace_s(), 5.0) if stop.asked else 0.0)
     stop.check()
     return 0

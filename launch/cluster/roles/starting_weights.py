@@ -3,7 +3,9 @@
 A learner deletes old policies (weights.keep), and SGLang opens its files many seconds after it was started: in a run of
 fast steps they would be gone. So an engine starts from a folder of hard links of its own.
 
-    RUN/engines/starting/000003-0/   engine 3, its first host; replaced by its next start, removed once it is up
+    RUN/engines/starting/000003-0-000002/   engine 3, its first host, its second start; removed once it is up
+
+Each start has a folder of its own. A start that is superseded may end late, and must not take its successor's weights.
 """
 
 from __future__ import annotations
@@ -21,12 +23,17 @@ from rollout_sglang.server.start import EngineSpec
 _ATTEMPTS = 20
 
 
-def hold_weights(run: RunDirectory, index: int, node: int, newest: Callable[[], EngineSpec]) -> EngineSpec:
+def hold_weights(run: RunDirectory, index: int, node: int, start: int, newest: Callable[[], EngineSpec]) -> EngineSpec:
     """`newest()`, with a folder that no learner deletes; `release_weights` does once the engine is up.
 
-    Raises StoreError when every policy is deleted while it is linked.
+    `start` counts the starts of the engine. What earlier ones have left on this host is removed. Raises StoreError when
+    every policy is deleted while it is linked.
     """
-    folder = run.path / "engines" / "starting" / f"{numbered(index)}-{node}"
+    every = run.path / "engines" / "starting"
+    folder = every / f"{numbered(index)}-{node}-{numbered(start)}"
+    for left in every.glob(f"{numbered(index)}-{node}-*"):
+        if int(left.name.rpartition("-")[2]) < start:
+            shutil.rmtree(left, ignore_errors=True)
     for _ in range(_ATTEMPTS):
         spec = newest()
         if _link(spec.model, folder):

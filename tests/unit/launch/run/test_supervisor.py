@@ -147,6 +147,14 @@ def test_an_engine_that_never_came_up_ends_the_run(case: Case) -> None:
         case.supervisor.supervise()
 
 
+def test_another_host_of_an_engine_is_started_again(case: Case) -> None:
+    other_host = Unit("engine", 0, 1)
+    case.supervisor.units = [*case.supervisor.units, other_host]
+    case.script = [case.end(other_host, 1), case.finish]
+    case.supervisor.supervise()
+    assert len(case.starter.processes(other_host)) == 2
+
+
 @pytest.mark.parametrize("status", [-9, 137, 143])
 def test_an_engine_that_was_killed_while_it_started_is_started_again(case: Case, status: int) -> None:
     case.script = [case.end(ENGINE, status), case.finish]

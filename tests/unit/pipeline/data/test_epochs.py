@@ -98,6 +98,21 @@ def test_engines_join_and_leave(tmp_path: Path) -> None:
     assert membership.engines() == [other]
     membership.announce_router("http://r:1")
     assert membership.router() == "http://r:1"
+    membership.withdraw_router("http://earlier:1")
+    assert membership.router() == "http://r:1"
+    membership.withdraw_router("http://r:1")
+    assert membership.router() is None
+
+
+def test_a_start_sees_whether_it_is_listed(tmp_path: Path) -> None:
+    membership, own = Membership(tmp_path), Member(3, "http://b:1", 2)
+    assert not membership.lists(own)
+    membership.announce(own)
+    assert membership.lists(own)
+    membership.announce(Member(3, "http://a:1", 1))
+    assert not membership.lists(own)
+    (tmp_path / "000003.json").write_text("{")
+    assert not membership.lists(own), "damaged: it is announced again"
 
 
 def test_given_urls_are_the_engines(tmp_path: Path) -> None:

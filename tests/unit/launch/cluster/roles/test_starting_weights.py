@@ -30,12 +30,13 @@ def policy(run: RunDirectory, version: int) -> EngineSpec:
 def test_weights_outlive_the_policy_that_they_are_of(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     seven = policy(run, 7)
-    held = hold_weights(run, 3, 0, lambda: seven)
+    held = hold_weights(run, 3, 0, 1, lambda: seven)
     shutil.rmtree(seven.model)
     assert (held.model / "model.safetensors").read_text() == "weights 7"
     assert (held.version, held.port) == (7, 1)
-    eight = hold_weights(run, 3, 0, lambda: policy(run, 8))
+    eight = hold_weights(run, 3, 0, 2, lambda: policy(run, 8))
     assert sorted(path.read_text() for path in eight.model.iterdir()) == ["8", "weights 8"], "nothing of version 7"
+    assert not held.model.exists(), "a new start removes what an earlier one has left"
     assert run.membership().engines() == [], "the folder is no member"
     release_weights(eight)
     release_weights(eight)
@@ -43,12 +44,25 @@ def test_weights_outlive_the_policy_that_they_are_of(tmp_path: Path) -> None:
     assert (run.policy_directory(8) / "model.safetensors").exists()
 
 
+def test_a_superseded_start_leaves_its_successor_s_weights(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    seven = policy(run, 7)
+    old, new, other_host = (
+        hold_weights(run, 3, node, start, lambda: seven) for node, start in ((0, 1), (0, 2), (1, 1))
+    )
+    release_weights(old)
+    late = hold_weights(run, 3, 0, 1, lambda: seven)
+    release_weights(late)
+    assert (new.model / "model.safetensors").exists()
+    assert (other_host.model / "model.safetensors").exists()
+
+
 def test_a_policy_that_is_gone_is_replaced_by_a_newer_one(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     newest = iter([spec(tmp_path / "gone", 7), policy(run, 8)])
-    assert hold_weights(run, 0, 1, lambda: next(newest)).version == 8
+    assert hold_weights(run, 0, 1, 1, lambda: next(newest)).version == 8
 
 
 def test_policies_that_always_go_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"gone, and those before it.*raise weights\.keep"):
-        hold_weights(RunDirectory(tmp_path), 0, 0, lambda: spec(tmp_path / "gone", 7))
+        hold_weights(RunDirectory(tmp_path), 0, 0, 1, lambda: spec(tmp_path / "gone", 7))

@@ -1,0 +1,161 @@
+"""When an engine's role announces its server, and how the other hosts of an engine follow node 0. No SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.cluster.roles import engine as role
+from launch.cluster.roles.base import Stop
+from launch.cluster.roles.engine import EngineRole, run_engine, serve
+from launch.cluster.roles.meeting import Meeting
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import claim
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import EngineStartError, StoppedError, SupersededError
+from rollout_sglang.server.start import EngineSpec
+
+
+class Server:
+    """Ready at once; runs until it is killed."""
+
+    def __init__(self, spec: EngineSpec | None = None) -> None:
+        self.spec, self.status, self.killed = spec, None, False
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def is_ready(self) -> bool:
+        return True
+
+    def log_end(self) -> str:
+        return "no log"
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    data = dict(
+        run=dict(name="r", root=str(tmp_path), steps=1),
+        model=dict(path=str(tmp_path)),
+        task=dict(name="sort_digits"),
+        rollout=dict(tensor_parallel=2),
+    )
+    return recipe_from(data, source="test")
+
+
+@pytest.fixture
+def run(recipe: Recipe) -> RunDirectory:
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    run.set_published(0)
+    policy = run.policy_directory(0)
+    policy.mkdir(parents=True, exist_ok=True)
+    (policy / "model.safetensors").write_text("weights")
+    return run
+
+
+def finish(run: RunDirectory) -> None:
+    run.set_finished("learner")
+    run.set_finished("collector")
+
+
+@pytest.fixture(autouse=True)
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EPOCH_POLL_S", "FINISHED_POLL_S", "POLL_S"):
+        monkeypatch.setattr(role, name, 0.0)
+
+
+def at_each_look(monkeypatch: pytest.MonkeyPatch, *script: Callable[[], object]) -> None:
+    """What happens while the role sleeps."""
+    left = list(script)
+    monkeypatch.setattr(role.time, "sleep", lambda _: left.pop(0)())
+
+
+def test_an_engine_that_is_not_listed_any_more_announces_itself_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: set[str] = set()
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append("engine" in listed)
+
+    at_each_look(monkeypatch, look, listed.clear, look, lambda: finish(run))
+    epoch = claim(run.path, "engine", 0)
+    serve(Server(), run, epoch, Stop(), 60, lambda: listed.add("engine"), lambda: "engine" in listed)  # type: ignore[arg-type]
+    assert seen == [True, True]
+
+
+def test_a_superseded_engine_does_not_announce_itself(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(role, "EPOCH_POLL_S", 3600.0)
+    monkeypatch.setattr(role.Every, "__call__", lambda every: every.every_s == 0.0)
+    epoch = claim(run.path, "engine", 0)
+    claim(run.path, "engine", 0)
+    announced: list[int] = []
+    with pytest.raises(SupersededError):
+        serve(Server(), run, epoch, Stop(), 60, lambda: announced.append(0), lambda: False)  # type: ignore[arg-type]
+    assert not announced
+
+
+class OtherHost:
+    """Node 1 of engine 0, whose servers are doubles."""
+
+    def __init__(self, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.servers = run, list[Server]()
+        self.own = EngineRole(run, 0, nodes=2, node=1)
+        monkeypatch.setattr(role, "check_engines", lambda _: None)
+        monkeypatch.setattr(role, "start", self.start)
+
+    def start(self, spec: EngineSpec) -> Server:
+        assert (spec.model / "model.safetensors").exists()
+        self.servers.append(Server(spec))
+        return self.servers[-1]
+
+    def node_0_starts(self) -> None:
+        epoch = claim(self.run.path, "engine", 0)
+        Meeting(epoch.number, "n1", 40000 + epoch.number, 2).write(self.own.meeting)
+
+
+@pytest.mark.parametrize("status", [None, 1])
+def test_another_host_follows_node_0_s_next_start(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, status: int | None
+) -> None:
+    other = OtherHost(run, monkeypatch)
+    other.node_0_starts()
+
+    def node_0_starts_again() -> None:
+        other.servers[0].status = status
+        other.node_0_starts()
+
+    at_each_look(monkeypatch, node_0_starts_again, lambda: finish(run))
+    assert run_engine(other.own, Stop()) == 0
+    assert [one.spec.meeting for one in other.servers if one.spec] == ["n1:40001", "n1:40002"]
+    assert all(one.killed for one in other.servers)
+    assert not list((run.path / "engines" / "starting").iterdir())
+
+
+def test_another_host_ends_with_its_server(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = OtherHost(run, monkeypatch)
+    other.node_0_starts()
+    at_each_look(monkeypatch, lambda: setattr(other.servers[0], "status", 3))
+    with pytest.raises(EngineStartError, match="node 1 of engine 0 ended with status 3"):
+        run_engine(other.own, Stop())
+
+
+def test_another_host_waits_for_the_meeting_of_the_newest_start(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = OtherHost(run, monkeypatch)
+    other.node_0_starts()
+    claim(run.path, "engine", 0)  # it has not said yet where it listens
+    stop = Stop()
+    at_each_look(monkeypatch, lambda: setattr(stop, "asked", True))
+    with pytest.raises(StoppedError):
+        run_engine(other.own, stop)
+    assert not other.servers
