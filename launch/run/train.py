@@ -13,7 +13,7 @@ from launch.build.engines import check_engines
 from launch.cluster.metrics import RunMetrics, observers_of
 from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.starter import LocalStarter, units_of
-from launch.run.begin import preflight
+from launch.run.begin import preflight, seed_policy
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.supervisor import Outcome, Supervisor
@@ -38,6 +38,7 @@ def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]
         run.freeze(recipe)
         if not run.is_finished():
             check_engines(recipe)
+            seed_policy(run.under(epoch), recipe)  # the learner's agent would; engines can start beside it this way
             if _supervise(run, recipe, epoch, metrics_port) == "stopped":
                 print(f"stopped; the same command goes on from {run.path}", file=sys.stderr)
                 return dict(run=str(run.path), stopped=True)

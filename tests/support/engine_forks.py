@@ -4,8 +4,8 @@
                                        └──fork──▶ the server: argv, environment and log as the product gives them
 
 What is forked is what `rollout_sglang.server.start.start` would have started, and it dies with the test, like its
-model. The tests of whole runs start their engines as the product does; so do these where EVENKEEL_ROLLOUT_PYTHON names
-another Python.
+model. Where `evenkeel train` runs in the test's own process, its engine roles are forked the same way; each forks its
+server. Everything starts as the product does where EVENKEEL_ROLLOUT_PYTHON names another Python.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from unittest.mock import patch
 
 import psutil
 
+from launch.cluster import starter
+from launch.cluster.roles import base
+from launch.run.processes import end_tree
 from pipeline.child_process import die_with_parent
 from rollout_sglang.server import start as product
 from rollout_sglang.server.process import ServerProcess
@@ -32,6 +35,7 @@ from rollout_sglang.server.rollout_python import rollout_python
 
 ROOT = Path(__file__).parents[2]
 SERVER = "rollout_sglang.cpu.cpu_server"
+_OWN_PROCESS = starter._Child
 
 
 class ForkedServer(ServerProcess):
@@ -67,6 +71,70 @@ class ForkedServer(ServerProcess):
         self._server.wait(20)
 
 
+class ForkedRole:
+    """An engine's role that is a child of the fork server (launch.cluster.starter.Started)."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.log = log
+        self._status = log.with_suffix(".status")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        role = list(command[command.index("role") :])
+        order = dict(role=role, environment=dict(environment), log=str(log), status=str(self._status))
+        self._process = psutil.Process(_fork(order))
+
+    def poll(self) -> int | None:
+        """None while it runs."""
+        if self._process.is_running():
+            return None
+        return int(self._status.read_text()) if self._status.exists() else -signal.SIGKILL
+
+    def terminate(self) -> None:
+        with suppress(psutil.NoSuchProcess):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        end_tree(self._process.pid)
+        with suppress(psutil.NoSuchProcess):
+            self._process.kill()
+            self._process.wait(20)
+
+
+class ServerOfRole(ServerProcess):
+    """A server that is a child of a forked role, in which SGLang is loaded already."""
+
+    def __init__(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path | None, ready_url: str, secret: str
+    ) -> None:
+        assert log is not None, "a supervisor names the log of a role"
+        self.log = log
+        self._ready_url, self._secret = ready_url, secret
+        self._ended: int | None = None
+        self._child = os.fork()
+        if self._child == 0:
+            _become_server(list(command[4:]), dict(environment), str(log))
+
+    @property
+    def pid(self) -> int:
+        return self._child
+
+    def poll(self) -> int | None:
+        if self._ended is None and (found := os.waitpid(self._child, os.WNOHANG))[0]:
+            self._ended = os.waitstatus_to_exitcode(found[1])
+        return self._ended
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self._child, signal.SIGTERM)
+
+    def stop(self) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self._child, signal.SIGKILL)
+            self._ended = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+
+
 def start_engine(spec: product.EngineSpec) -> ServerProcess:
     """`rollout_sglang.server.start.start`, by a fork where that is possible."""
     with forked_engines():
@@ -75,12 +143,19 @@ def start_engine(spec: product.EngineSpec) -> ServerProcess:
 
 @contextmanager
 def forked_engines() -> Iterator[None]:
-    """While it is open, the product's `start` forks servers where that is possible."""
+    """While it is open, the product's `start` forks servers where that is possible, and `train` the engines' roles."""
     if rollout_python() is not None or product.has_cuda():
         yield
         return
-    with patch.object(product, "ServerProcess", _server):
+    with patch.object(product, "ServerProcess", _server), patch.object(starter, "_Child", _unit):
         yield
+
+
+def _unit(command: Sequence[str], log: Path, environment: Mapping[str, str], **settings: Any) -> starter.Started:
+    """The other roles start as ever."""
+    if command[command.index("role") + 1] == "engine":
+        return ForkedRole(command, log, environment)
+    return _OWN_PROCESS(command, log, environment, **settings)
 
 
 def _server(command: Sequence[str], **settings: Any) -> ServerProcess:
@@ -131,8 +206,43 @@ def serve_orders() -> None:
         if pid == 0:
             orders.close()
             answers.close()
-            _become_server(**json.loads(line))
+            order = json.loads(line)
+            (_become_role if "role" in order else _become_server)(**order)
         print(pid, file=answers)
+
+
+def _become_role(role: list[str], environment: dict[str, str], log: str, status: str) -> None:
+    from launch import cli
+
+    os.setsid()
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _write_to(log)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["evenkeel", *role]
+
+    def end(number: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        Path(status).write_text(str(number))
+        os._exit(number)
+
+    product.ServerProcess = ServerOfRole  # type: ignore[misc, assignment]
+    base.end_process = end  # type: ignore[assignment]
+    try:
+        cli.main()
+    except SystemExit as asked:
+        end(asked.code if isinstance(asked.code, int) else 1)
+    except BaseException:  # noqa: BLE001 - `os._exit` would discard it
+        traceback.print_exc()
+    end(1)
+
+
+def _write_to(log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
 
 
 def _become_server(arguments: list[str], environment: dict[str, str], log: str) -> None:
@@ -141,10 +251,9 @@ def _become_server(arguments: list[str], environment: dict[str, str], log: str) 
 
     os.setsid()
     die_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    _write_to(log)
     os.environ.clear()
     os.environ.update({**CPU_ENVIRONMENT, **environment})
     sys.argv = [SERVER, *arguments]
