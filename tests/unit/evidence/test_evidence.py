@@ -171,8 +171,10 @@ class TestResuming:
         finished, diverged, killed, _ = self.cells(tmp_path)
         begin(finished, ("finished", {}))
         begin(diverged)
-        note = dict(process="learner", error="NonFiniteError", message="loss is nan")
-        (diverged.directory / "logs" / "fatal.json").write_text(json.dumps(note))
+        note = dict(process="learner", error="NonFiniteError", message="loss is nan", time=1.0)
+        notes = diverged.directory / "logs" / "fatal"
+        notes.mkdir(parents=True, exist_ok=True)
+        (notes / "learner-000001.json").write_text(json.dumps(note))
         begin(killed)
         ran: list[str] = []
 
@@ -206,8 +208,10 @@ class TestResuming:
     def test_other_errors_than_divergence_are_tried_again(self, tmp_path: Path) -> None:
         cell = self.cells(tmp_path)[0]
         begin(cell)
-        note = dict(process="engine-0", error="EngineStartError", message="port taken")
-        (cell.directory / "logs" / "fatal.json").write_text(json.dumps(note))
+        note = dict(process="engine-0", error="EngineStartError", message="port taken", time=1.0)
+        notes = cell.directory / "logs" / "fatal"
+        notes.mkdir(parents=True, exist_ok=True)
+        (notes / "learner-000001.json").write_text(json.dumps(note))
         assert state_of(cell.directory) == ("failed", "port taken")
         assert not is_settled(cell)
 
