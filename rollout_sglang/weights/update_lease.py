@@ -83,9 +83,10 @@ class Updates:
             yield update
         finally:
             beat.cancel()
-            with suppress(asyncio.CancelledError):
-                await beat
-            write_atomically(self._path(update.number, _RELEASED), json.dumps(dict(version=update.given)) + "\n")
+            try:
+                await asyncio.gather(beat, return_exceptions=True)
+            finally:
+                write_atomically(self._path(update.number, _RELEASED), json.dumps(dict(version=update.given)) + "\n")
             self._prune()
 
     def newest(self) -> int:
@@ -146,9 +147,10 @@ class Updates:
         while True:
             await asyncio.sleep(min(_BEAT_S, self.stale_s / 4))
             beats += 1
-            await asyncio.to_thread(
-                write_atomically, self._path(update.number, _RECORD), self._record(update, kind, beats)
-            )
+            with suppress(OSError):  # the next one may succeed
+                await asyncio.to_thread(
+                    write_atomically, self._path(update.number, _RECORD), self._record(update, kind, beats)
+                )
 
     def _record(self, update: Update, kind: UpdateKind, beats: int) -> str:
         role = self.epoch.name if self.epoch is not None else "tool"

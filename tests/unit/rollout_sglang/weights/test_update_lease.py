@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.data.epochs import claim
+from pipeline.data.files import write_atomically
 from pipeline.errors import DeadlineExceededError, SupersededError
+from rollout_sglang.weights import update_lease
 from rollout_sglang.weights.update_lease import KEPT, Update, UpdateKind, Updates
 
 
@@ -90,6 +92,32 @@ def test_one_that_lives_is_waited_for_however_long_it_takes(tmp_path: Path) -> N
         assert await waiting > update.number
 
     asyncio.run(both())
+
+
+def test_a_heartbeat_that_cannot_be_written_neither_ends_nor_hides_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = updates_of(tmp_path, stale_s=0.2)
+    failed = 0
+
+    def fails_once_begun(path: Path, text: str) -> None:
+        nonlocal failed
+        if path.suffix == ".json":
+            failed += 1
+            raise OSError(116, "Stale file handle")
+        write_atomically(path, text)
+
+    async def publish() -> None:
+        async with updates.take("publish", 1.0) as update:
+            monkeypatch.setattr(update_lease, "write_atomically", fails_once_begun)
+            ends = time.monotonic() + 20
+            while failed < 2:
+                assert time.monotonic() < ends, "no second heartbeat was tried"
+                await asyncio.sleep(0.01)
+            update.given = 4
+
+    asyncio.run(publish())
+    assert (updates.under_way(), updates.given()) == (None, 4)
 
 
 def test_a_publish_does_not_wait_while_single_engines_are_mended(tmp_path: Path) -> None:
