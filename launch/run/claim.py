@@ -20,7 +20,7 @@ from pathlib import Path
 from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import RunConflictError
+from pipeline.errors import EvenKeelError, RunConflictError
 
 BEAT_S = 1.0
 WATCH_S = 4.0
@@ -63,9 +63,11 @@ def _refuse_a_second(run: RunDirectory, alive: Path) -> None:
 
 def _beat(alive: Path, epoch: Epoch, ended: threading.Event) -> None:
     number = 0
-    while not ended.wait(BEAT_S) and not epoch.is_superseded():
-        number += 1
-        with suppress(OSError):  # the next one may succeed
+    while not ended.wait(BEAT_S):
+        with suppress(OSError, EvenKeelError):  # the next one may succeed
+            if epoch.is_superseded():
+                return
+            number += 1
             _write(alive, epoch, number)
 
 

@@ -24,12 +24,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pipeline.data.files import create_exclusively, write_atomically
-from pipeline.errors import StoreError, SupersededError
+from pipeline.errors import DeadlineExceededError, StoreError, SupersededError
 
 Role = Literal["learner", "collector", "engine", "router", "supervisor"]
 ROLES: tuple[Role, ...] = get_args(Role)
 _NUMBER = re.compile(r"\d{6,}")
 _NEWEST = "NEWEST"
+_REREAD_S = 1.0
+"""How long a pointer that cannot be read is read again: file systems of several hosts may show it empty, or answer with
+an error, for a moment while it is replaced."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +103,22 @@ def who(folder: Path, number: int) -> str:
 
 
 def _pointer(folder: Path) -> int:
-    try:
-        return int((folder / _NEWEST).read_text())
-    except FileNotFoundError:
-        return 0
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{folder / _NEWEST} does not hold a number ({error}); remove it") from error
+    pointer, give_up = folder / _NEWEST, time.monotonic() + _REREAD_S
+    while True:
+        try:
+            text = pointer.read_text().strip()
+            if text:
+                return int(text)
+            trouble = "it is empty"
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            trouble = str(error)
+        except ValueError as error:
+            raise StoreError(f"{pointer} does not hold a number ({error}); remove it") from error
+        if time.monotonic() > give_up:
+            raise DeadlineExceededError(
+                f"{pointer} could not be read for {_REREAD_S:g} s ({trouble}); it is read again at the next start; "
+                "remove it if it stays so"
+            )
+        time.sleep(_REREAD_S / 20)

@@ -24,6 +24,8 @@ FIRST_POLL_S = 0.05
 _SLOWEST_POLL_S = 1.0
 VISIBLE_S = 90.0
 """Longest time, with margin, until a file that one host made is seen by another: attributes are cached up to 60 s."""
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+"""What file systems answer that have none. Other errors, such as a full disk, say themselves what is wrong."""
 _TEMPORARY = re.compile(r"\..+\.[\w-]+-[0-9a-f]{12}\.tmp")
 
 
@@ -123,19 +125,26 @@ def creating(path: Path, before: Callable[[], None] = lambda: None) -> Iterator[
         yield file
     try:
         before()
+        _link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    try:
         os.link(temporary, path)
     except FileExistsError:
         # Over NFS the answer to a link that succeeded may be lost, and asked again.
         if temporary.stat().st_nlink != 2:
             raise
     except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
         raise StoreError(
             f"{path} cannot be created by a hard link ({error.strerror}); put the run on a file system that has them "
             "(see `evenkeel doctor`)"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_directory(path.parent)
 
 
 @contextmanager

@@ -98,7 +98,7 @@ class BatchStore:
                 _write_zip(file, _encode(batch))
         except FileExistsError:
             self._refuse_second(path)
-        except StoreError:
+        except (StoreError, FileNotFoundError):
             self._fence()  # the collector that took over has removed our temporary file
             raise
         return path

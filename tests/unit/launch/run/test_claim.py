@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from launch.run import claim as claiming
 from launch.run.claim import claimed
-from pipeline.data.epochs import claim
+from pipeline.data.epochs import Epoch, claim
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import RunConflictError
+from pipeline.errors import RunConflictError, StoreError
 
 
 @pytest.fixture
@@ -42,3 +44,24 @@ def test_one_that_was_superseded_leaves_its_successor_alone(run: RunDirectory) -
     with claimed(run):
         claim(run.path, "supervisor")
     assert alive.exists()
+
+
+def test_a_pointer_that_cannot_be_read_does_not_end_the_heartbeat(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def fails_once(epoch: Epoch) -> bool:
+        if not failed.is_set():
+            failed.set()
+            raise StoreError("damaged")
+        return False
+
+    monkeypatch.setattr(Epoch, "is_superseded", fails_once)
+    alive = run.path / "epochs/supervisor/ALIVE"
+    with claimed(run):
+        assert failed.wait(20)
+        ends = time.monotonic() + 20
+        while alive.read_text().startswith("1.0,"):
+            assert time.monotonic() < ends, "no heartbeat followed"
+            time.sleep(0.01)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from pipeline.data import epochs
 from pipeline.data.epochs import claim, epoch_folder, newest
 from pipeline.data.files import create_exclusively, is_temporary, replacing, temporary_name, write_atomically
 from pipeline.data.membership import Member, Membership
-from pipeline.errors import StoreError, SupersededError
+from pipeline.errors import RetryableError, StoreError, SupersededError
 
 
 def test_a_later_start_supersedes_an_earlier_one(tmp_path: Path) -> None:
@@ -53,6 +56,50 @@ def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
     (epoch.folder / "NEWEST").write_text("?")
     with pytest.raises(StoreError, match="NEWEST does not hold a number"):
         epoch.check()
+
+
+def test_a_pointer_that_stays_empty_may_be_read_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epochs, "_REREAD_S", 0.1)
+    epoch = claim(tmp_path, "learner")
+    (epoch.folder / "NEWEST").write_text("")
+    with pytest.raises(RetryableError, match="it is empty"):
+        epoch.check()
+
+
+@pytest.mark.parametrize("trouble", ["", OSError(errno.ESTALE, "Stale file handle")])
+def test_a_pointer_that_cannot_be_read_while_it_is_replaced_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str | OSError
+) -> None:
+    epoch = claim(tmp_path, "learner")
+    read, times = Path.read_text, 0
+
+    def read_text(path: Path) -> str:
+        nonlocal times
+        times += 1
+        if times > 2:
+            return read(path)
+        if isinstance(trouble, OSError):
+            raise trouble
+        return trouble
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    epoch.check()
+    assert times == 3
+
+
+@pytest.mark.parametrize("code, raised", [(errno.EOPNOTSUPP, StoreError), (errno.ENOSPC, OSError)])
+def test_hard_links_are_blamed_only_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, raised: type[Exception]
+) -> None:
+    def link(source: Path, target: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(raised, match="hard link" if raised is StoreError else "No space"):
+        create_exclusively(tmp_path / "one", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_exclusive_creation_has_one_winner_whose_file_is_whole(tmp_path: Path) -> None:
