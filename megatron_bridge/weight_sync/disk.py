@@ -25,6 +25,9 @@ from precision.formats.quant_map import QuantMap
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
 
+CONTROL_S = 240.0
+"""What one phase of a publish may take beside the deadline of the engines: pausing, verifying, closing sessions."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightCheckPlan:
@@ -60,15 +63,16 @@ class DiskChannel:
         keep: int,
         deadline_s: float,
     ) -> None:
-        """`keep` older policies stay on disk beside the published one. `deadline_s` bounds how long the other ranks
-        wait for rank 0 to write and for the engines to load."""
+        """`keep` older policies stay on disk beside the published one. `deadline_s` is what the engines have for one load.
+
+        The other ranks wait longer for rank 0: beside the load there are its turn, a second attempt and verifying."""
         self._learner = learner
         self._engines = engines
         self._run = run
         self._quant = quant
         self._plan = plan
         self._keep = keep
-        self._rank_zero = RankZero(deadline_s)
+        self._rank_zero = RankZero(2 * deadline_s + CONTROL_S)
 
     def publish(self, version: int) -> dict[str, float]:
         """Give the engines the learner's present weights under the name `version`. Collective.

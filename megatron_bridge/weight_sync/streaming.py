@@ -29,7 +29,7 @@ from megatron_bridge.hf.writer import complete_policy
 from megatron_bridge.parallel.rank_sync import RankSync
 from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_manifests
 from megatron_bridge.weight_sync.buckets import pack
-from megatron_bridge.weight_sync.disk import WeightCheckPlan
+from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
 from megatron_bridge.weight_sync.export import prune
 from megatron_bridge.weight_sync.transport import WeightTransport
@@ -46,9 +46,6 @@ from precision.formats.quantize import quantize_block
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
-
-CONTROL_S = 240.0
-"""What one phase of a publish may take beside the deadline of the engines: pausing, verifying, closing sessions."""
 
 _log = logging.getLogger(__name__)
 Stream = Iterator[tuple[str, Tensor]]
