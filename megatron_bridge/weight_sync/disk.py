@@ -63,9 +63,8 @@ class DiskChannel:
         keep: int,
         deadline_s: float,
     ) -> None:
-        """`keep` older policies stay on disk beside the published one. `deadline_s` is what the engines have for one load.
-
-        The other ranks wait longer for rank 0: beside the load there are its turn, a second attempt and verifying."""
+        """`keep` older policies stay on disk beside the published one. `deadline_s` is what the engines have for one
+        load. The other ranks wait longer for rank 0: there are its turn, a second attempt and verifying beside it."""
         self._learner = learner
         self._engines = engines
         self._run = run

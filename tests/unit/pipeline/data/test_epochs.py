@@ -89,7 +89,7 @@ def test_a_pointer_that_cannot_be_read_while_it_is_replaced_is_read_again(
     assert times == 3
 
 
-@pytest.mark.parametrize("code, raised", [(errno.EOPNOTSUPP, StoreError), (errno.ENOSPC, OSError)])
+@pytest.mark.parametrize(("code", "raised"), [(errno.EOPNOTSUPP, StoreError), (errno.ENOSPC, OSError)])
 def test_hard_links_are_blamed_only_where_there_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, raised: type[Exception]
 ) -> None:
