@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.support.manifests.cases import rendered
+from tests.support.manifests.schemas import problems
 from tests.support.runs import evenkeel
 from tests.unit.house.test_operations_pages import CLUSTER, commands
 
@@ -28,3 +32,12 @@ def test_the_command_writes_its_files(command: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "--model-config FOLDER" in done.stderr
     assert list(Path(words[words.index("--out") + 1]).iterdir())
+
+
+def test_the_pod_of_the_page_is_one_that_kubernetes_takes_and_no_policy_closes() -> None:
+    text = CLUSTER.read_text().replace("sha256:…", "sha256:" + "1" * 64)
+    (pod,) = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    assert problems(pod) == []
+    assert pod["metadata"] == {"name": "shell"}
+    claim = rendered()["10-storage.yaml"][0]["metadata"]["name"]
+    assert pod["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim

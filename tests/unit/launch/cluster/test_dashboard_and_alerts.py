@@ -59,7 +59,9 @@ def test_a_name_inside_a_call_is_seen() -> None:
 def test_there_is_an_alert_for_each_thing_that_goes_wrong() -> None:
     names = {str(rule["alert"]).removeprefix("EvenKeel") for rule in alerts()}
     wanted = {"NoStep", "EssLow", "EngineQuarantined", "EngineBehind", "CollectorStuck", "Restarts"}
-    assert wanted | {"DiskFull", "NonFinite", "VerifierFailures", "LagHigh", "GaveUp", "LearnerGone"} <= names
+    assert (
+        wanted | {"DiskFull", "NonFinite", "VerifierFailures", "LagHigh", "GaveUp", "LearnerGone", "RunGone"} <= names
+    )
     for rule in alerts():
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"]
