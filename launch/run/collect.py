@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from launch.build.components import (
@@ -74,12 +75,13 @@ def _published(run: RunDirectory) -> tuple[int, Path]:
     return version, run.policy_directory(version)
 
 
-async def collect(run: RunDirectory, epoch: Epoch) -> None:
+async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None]) -> None:
     """Collect every batch that the run lacks. Raises StoppedError at SIGTERM and at Ctrl-C: what was in flight is asked
-    again by the next start."""
+    again by the next start. `check_stop` raises it for a signal that came before."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    check_stop()
     recipe = run.recipe()
     tokenizer = build_tokenizer(recipe)
     prompts = build_prompts(recipe, tokenizer)

@@ -14,7 +14,7 @@ from launch.build.algorithm import build_advantage_computer, build_objective
 from launch.build.components import build_contract, build_quant_map, build_tokenizer, require_engines_here
 from launch.build.weight_checks import build_weight_check_plan
 from launch.cluster.metrics import metrics_of, observers_of
-from launch.cluster.roles.base import EPOCH_VARIABLE, STOP_FILE_VARIABLE, Stop, rank_epoch, wait_for_engines
+from launch.cluster.roles.base import EPOCH_VARIABLE, Stop, rank_epoch, wait_for_engines
 from launch.cluster.roles.ranks import BEGUN
 from launch.run.collect import build_fleet, fleet_settings
 from launch.run.processes import run_child
@@ -31,7 +31,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.ports.weight_update import WeightChannel
-from pipeline.trainer.batch_source import BatchSource
+from pipeline.trainer.batch_source import STOP_FILE_VARIABLE, BatchSource
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs

@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import psutil
 
@@ -19,13 +19,13 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IF
 """By which torch's backends are told where to listen."""
 
 
-def bind_address(host: str, api_key: str | None) -> str:
+def bind_address(host: str, api_key: str | None, check: Callable[[], None] = lambda: None) -> str:
     """The address that `host` resolves to, for servers of this machine to bind to.
 
     Raises RecipeError when other hosts could not reach it, or when they could, and there is no API key; otherwise as
     `own_address` does.
     """
-    address = own_address(host)
+    address = own_address(host, check)
     if is_loopback(address):
         if host != "localhost" and not _is_address(host):
             raise RecipeError(
@@ -40,11 +40,12 @@ def bind_address(host: str, api_key: str | None) -> str:
     return address
 
 
-def own_address(host: str, deadline_s: float = NAME_DEADLINE_S) -> str:
+def own_address(host: str, check: Callable[[], None] = lambda: None, deadline_s: float = NAME_DEADLINE_S) -> str:
     """An address of this machine that `host` resolves to.
 
     The name of a pod appears in DNS a while after the pod has started, and until then it may lead to the pod before it.
-    Raises DeadlineExceededError, and RecipeError for a literal address that this machine does not have.
+    `check` is called while the name is waited for, and may raise. Raises DeadlineExceededError, and RecipeError for a
+    literal address that this machine does not have.
     """
     ends, told = time.monotonic() + deadline_s, False
     while True:
@@ -58,6 +59,7 @@ def own_address(host: str, deadline_s: float = NAME_DEADLINE_S) -> str:
             problem = f"cannot be resolved ({error.strerror})"
         if _is_address(host):
             raise RecipeError(f"--host {host} {problem}; give a name or an address of this machine")
+        check()
         if time.monotonic() > ends:
             raise DeadlineExceededError(
                 f"--host {host} {problem}, after {deadline_s:g} s; give a name or an address of this machine"

@@ -38,8 +38,6 @@ from pipeline.errors import (
 
 EPOCH_VARIABLE = "EVENKEEL_EPOCH"
 """Environment of a learner's ranks: the number of the learner's start that they belong to."""
-STOP_FILE_VARIABLE = "EVENKEEL_STOP_FILE"
-"""Environment of a learner's ranks: a file of this machine that appears when they are to save and end."""
 GRACE_VARIABLE = "EVENKEEL_GRACE_S"
 """How long a role that was asked to end lets its ranks save, or its engine answer what is in flight."""
 LOG_VARIABLE = "EVENKEEL_LOG"
@@ -128,15 +126,16 @@ def status_of(error: EvenKeelError) -> int:
 def wait_for(stop: Stop, found: Callable[[], T | None], what: str, deadline_s: float) -> T:
     """What `found` returns once it is not None. Raises DeadlineExceededError, or StoppedError."""
     ends, told = time.monotonic() + deadline_s, False
-    while (result := found()) is None:
+    while True:
         stop.check()
+        if (result := found()) is not None:
+            return result
         if time.monotonic() > ends:
             raise DeadlineExceededError(f"waited {deadline_s:g} s for {what}; see whether what should make it runs")
         if not told:
             print(f"waiting for {what}", flush=True)
             told = True
         time.sleep(POLL_S)
-    return result
 
 
 def wait_for_recipe(run: RunDirectory, stop: Stop) -> Recipe:
@@ -195,7 +194,10 @@ def log_file() -> Path | None:
     return Path(named) if named else None
 
 
-def show_metrics(port: int | None, host: str) -> None:
-    """Say in the environment where this role's process, or the learner's rank 0, shows its metrics."""
+def show_metrics(port: int | None, host: str, stop: Stop) -> None:
+    """Say in the environment where this role's process, or the learner's rank 0, shows its metrics.
+
+    Raises as `own_address` does, and StoppedError.
+    """
     if port is not None:
-        os.environ |= {METRICS_PORT_VARIABLE: str(port), METRICS_HOST_VARIABLE: own_address(host)}
+        os.environ |= {METRICS_PORT_VARIABLE: str(port), METRICS_HOST_VARIABLE: own_address(host, stop.check)}

@@ -19,6 +19,6 @@ def run_collector(run: RunDirectory, stop: Stop) -> int:
         return 0
     wait_for_policy(run, recipe, stop)
     wait_for_engines(run, recipe, stop, 1)
-    asyncio.run(collect(run, epoch))
+    asyncio.run(collect(run, epoch, stop.check))
     run.set_finished("collector")
     return 0

@@ -63,13 +63,17 @@ def learner(
 
         evenkeel role learner /shared/runs/a 1 --nodes 2 --host n2
     """
-    from launch.cluster.roles.base import run_role, show_metrics
+    from launch.cluster.roles.base import Stop, run_role, show_metrics
     from launch.cluster.roles.learner import LearnerNode, run_learner_node
     from pipeline.data.run_directory import RunDirectory
 
     own = LearnerNode(RunDirectory(run.absolute()), node, nodes, host, port, recipe)
-    show_metrics(metrics_port, host)
-    run_role(own.run, "learner" if node == 0 else f"learner-node-{node}", lambda stop: run_learner_node(own, stop))
+
+    def body(stop: Stop) -> int:
+        show_metrics(metrics_port, host, stop)
+        return run_learner_node(own, stop)
+
+    run_role(own.run, "learner" if node == 0 else f"learner-node-{node}", body)
 
 
 @role_app.command()
@@ -78,13 +82,17 @@ def collector(run: RunPath, host: Host = "127.0.0.1", metrics_port: MetricsPort 
 
     Waits for the run to begin and for an engine. What was in flight when it ended is asked again.
     """
-    from launch.cluster.roles.base import run_role, show_metrics
+    from launch.cluster.roles.base import Stop, run_role, show_metrics
     from launch.cluster.roles.collector import run_collector
     from pipeline.data.run_directory import RunDirectory
 
     directory = RunDirectory(run.absolute())
-    show_metrics(metrics_port, host)
-    run_role(directory, "collector", lambda stop: run_collector(directory, stop))
+
+    def body(stop: Stop) -> int:
+        show_metrics(metrics_port, host, stop)
+        return run_collector(directory, stop)
+
+    run_role(directory, "collector", body)
 
 
 @role_app.command()

@@ -68,7 +68,7 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
     if not 0 <= own.node < own.nodes:
         raise LayoutError(f"node {own.node} of --nodes {own.nodes}: nodes count from 0; correct one of them")
     key = read_api_key()
-    address = bind_address(own.host, key)
+    address = bind_address(own.host, key, stop.check)
     recipe = wait_for_recipe(own.run, stop)
     check_engines(recipe)
     if recipe.rollout.tensor_parallel % own.nodes:

@@ -73,9 +73,9 @@ class Peers:
         return len(self.joined) == self._nodes - 1
 
     def start_ranks(self) -> None:
-        """Tell all nodes to start their ranks; from now on none may leave or join."""
-        self._started = True
-        self._loop.run(self._tell(dict(go=True)))
+        """Tell all nodes to start their ranks; from now on none may leave or join. One that has left just before is
+        lost: the others are not told."""
+        self._loop.run(self._start_ranks())
 
     def end(self, verdict: Verdict) -> None:
         """Tell all nodes how it ended."""
@@ -96,6 +96,14 @@ class Peers:
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._serve, self._address, self._port)
 
+    async def _start_ranks(self) -> None:
+        # On the loop's thread, where nodes join and leave: none does between this look and the message.
+        self._started = True
+        if self.complete:
+            await self._tell(dict(go=True))
+        else:
+            self.lost = self.lost or "a node left before the ranks were started"
+
     async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
@@ -114,6 +122,8 @@ class Peers:
             return
         if self._started:
             self.lost = self.lost or f"node {node} was started again"
+            with suppress(OSError):  # it waits for the next start then
+                await line.send(dict(status=1, reason=self.lost))
             writer.close()
             return
         self._lines[node] = line

@@ -98,7 +98,7 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
     processes_a_node(recipe, own.nodes)
     key = read_api_key()
-    address = bind_address(own.host, key)
+    address = bind_address(own.host, key, stop.check)
     own.run.freeze(recipe)  # first: who comes with another recipe is refused, and takes over from nobody
     epoch = claim(own.run.path, "learner")
     run = own.run.under(epoch)
@@ -145,7 +145,7 @@ def follow(own: LearnerNode, stop: Stop) -> Verdict:
     """Node 1, 2, …: one start of the learner after the other, until it has ended for good."""
     recipe = wait_for_recipe(own.run, stop)
     processes_a_node(recipe, own.nodes)
-    address, seen = bind_address(own.host, read_api_key()), 0
+    address, seen = bind_address(own.host, read_api_key(), stop.check), 0
     while True:
         meeting, peer = _join(own, recipe, seen, stop)
         with peer:
@@ -153,7 +153,10 @@ def follow(own: LearnerNode, stop: Stop) -> Verdict:
         if verdict.status in (0, FATAL_EXIT_CODE) or (stop.asked and verdict.status == STOPPED_EXIT_CODE):
             return verdict
         print(f"start {meeting.epoch} of the learner has ended ({verdict.reason}); following the next", flush=True)
-        seen = meeting.epoch
+        if peer.go or peer.verdict is not None:
+            seen = meeting.epoch
+        else:
+            time.sleep(POLL_S)  # the connection was lost before the ranks were started: it may join the same start
 
 
 def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Meeting, Peer]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from launch.cluster.roles.base import STOP_FILE_VARIABLE, log_file
+from launch.cluster.roles.base import log_file
 from launch.run.processes import end_tree
 from pipeline.child_process import ChildProcess
+from pipeline.trainer.batch_source import STOP_FILE_VARIABLE
 
 BEGUN = "begun"
 """Beside the stop file; rank 0 makes it when it begins to train."""

@@ -26,7 +26,7 @@ class RouterRole:
 def run_router(own: RouterRole, stop: Stop) -> int:
     """The exit status: 0 once the run is finished."""
     key = read_api_key()
-    address = bind_address(own.host, key)
+    address = bind_address(own.host, key, stop.check)
     rollout = wait_for_recipe(own.run, stop).rollout
     port = own.port or (rollout.port or DEFAULT_PORT) + rollout.engines
     epoch = claim(own.run.path, "router")

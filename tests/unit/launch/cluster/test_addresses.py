@@ -10,7 +10,7 @@ import pytest
 
 from launch.cluster.roles import addresses
 from launch.cluster.roles.addresses import own_address
-from pipeline.errors import DeadlineExceededError, RecipeError
+from pipeline.errors import DeadlineExceededError, RecipeError, StoppedError
 
 OTHER_HOST = "203.0.113.7"
 
@@ -46,6 +46,15 @@ def test_a_name_that_never_leads_here_may_be_tried_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "getaddrinfo", names(answer))
     with pytest.raises(DeadlineExceededError, match="give a name or an address of this machine"):
         own_address("run-engine-0-0.run", deadline_s=0.0)
+
+
+def test_who_waits_for_a_name_notices_that_it_was_asked_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        raise StoppedError("asked to end")
+
+    monkeypatch.setattr(socket, "getaddrinfo", names(None))
+    with pytest.raises(StoppedError):
+        own_address("run-engine-0-0.run", check)
 
 
 def test_an_address_of_another_machine_is_refused_at_once() -> None:

@@ -93,6 +93,25 @@ def test_a_node_that_is_started_again_ends_the_epoch(peers: Peers, port: int) ->
     assert peers.lost == "node 2 was started again"
 
 
+def test_ranks_are_not_started_without_a_node_that_left_just_before(peers: Peers, port: int) -> None:
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY) as one:
+        until(lambda: peers.joined == {1})
+        peers.start_ranks()
+        assert peers.trouble() == Verdict(1, "a node left before the ranks were started")
+        peers.end(Verdict(1, "again"))
+        until(one.trouble)
+        assert not one.go
+
+
+def test_who_comes_too_late_hears_that_this_start_ends(peers: Peers, port: int) -> None:
+    with Peer(HOST, port, node=1, epoch=EPOCH, key=KEY), Peer(HOST, port, node=2, epoch=EPOCH, key=KEY):
+        until(lambda: peers.complete)
+        peers.start_ranks()
+        with Peer(HOST, port, node=2, epoch=EPOCH, key=KEY) as again:
+            until(again.trouble)
+            assert again.trouble() == Verdict(1, "node 2 was started again")
+
+
 def test_silence_counts_as_death_whatever_tcp_says(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "DEAD_S", 0.5)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)

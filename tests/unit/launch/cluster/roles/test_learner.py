@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from launch.cluster.roles.base import Stop
+from launch.cluster.roles.heartbeat import Peers, Verdict
 from launch.cluster.roles.learner import (
     LearnerNode,
+    follow,
     processes_a_node,
     rank_command,
     rank_environment,
@@ -20,6 +24,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import LayoutError, StoreError
+from rollout_sglang.server.process import free_port
 
 
 def a_recipe(root: Path, **learner: object) -> Recipe:
@@ -74,6 +79,29 @@ def test_ranks_know_the_epoch_and_only_rank_0_s_host_shows_metrics(
     assert first["EVENKEEL_EPOCH"] == second["EVENKEEL_EPOCH"] == "1"
     assert "EVENKEEL_METRICS_PORT" in first
     assert "EVENKEEL_METRICS_PORT" not in second
+
+
+def test_a_node_that_lost_node_0_before_the_ranks_started_joins_the_same_start_again(tmp_path: Path) -> None:
+    recipe, port = a_recipe(tmp_path, tensor_parallel=2), free_port()
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    own = LearnerNode(run, node=1, nodes=2)
+    Meeting(3, "127.0.0.1", port - 1, 2).write(own.meeting)
+    with ThreadPoolExecutor() as pool:
+        following, stop = None, Stop()
+        try:
+            for last in (False, True):
+                with Peers("127.0.0.1", port, nodes=2, epoch=3, key=None) as peers:
+                    following = following or pool.submit(follow, own, stop)
+                    ends = time.monotonic() + 20
+                    while not peers.complete:
+                        assert time.monotonic() < ends, "it has not joined"
+                        time.sleep(0.01)
+                    if last:
+                        peers.end(Verdict(0))
+                        assert following.result(20) == Verdict(0)
+        finally:
+            stop.asked = True
 
 
 def test_a_node_outside_the_learner_and_a_run_that_was_not_begun_are_refused(tmp_path: Path) -> None:
