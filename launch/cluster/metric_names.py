@@ -37,6 +37,7 @@ METRICS: tuple[MetricName, ...] = (
     MetricName("evenkeel_last_step", LEARNER, "Index of the newest trained step."),
     MetricName("evenkeel_last_step_timestamp_seconds", LEARNER, "When that step ended; before, when it started."),
     MetricName("evenkeel_steps_total", LEARNER, "Steps that this process has trained."),
+    MetricName("evenkeel_steps_left", LEARNER, "Steps of the recipe after the newest one; 0 after the last."),
     MetricName("evenkeel_tokens_total", LEARNER, "Response tokens that this process has trained on."),
     MetricName("evenkeel_ess_ratio", LEARNER, "Effective sample size of the step, as a share of its tokens."),
     MetricName("evenkeel_reward_mean", LEARNER, "Mean reward of the step's samples."),

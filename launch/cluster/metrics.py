@@ -79,6 +79,7 @@ class RunMetrics:
         """Of earlier starts: a run that was started again has not given up."""
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
+        self._planned: int | None = None
         self._fleet: Callable[[], Sequence[EngineState]] | None = None
         self._waiting: Callable[[], int] | None = None
         self._set("evenkeel_role_info", 1, role=role)
@@ -152,8 +153,17 @@ class RunMetrics:
         for field, name in COUNTED_OF_STEP.items():
             self._count(name, line.get(field))
         self._count("evenkeel_steps_total")
+        if isinstance(step := line.get("step"), int) and (planned := self._planned_steps()) is not None:
+            self._set("evenkeel_steps_left", planned - 1 - step)
         self._set_phases("evenkeel_phase_seconds", line.get("seconds"))
         self._set_phases("evenkeel_publish_phase_seconds", line.get("publish_seconds"))
+
+    def _planned_steps(self) -> int | None:
+        """Of the frozen recipe, read once; None where it cannot be read."""
+        if self._planned is None:
+            with suppress(OSError, EvenKeelError):
+                self._planned = RunDirectory(self._run_dir).recipe().run.steps
+        return self._planned
 
     def _observe_committed(self, event: Mapping[str, Any]) -> None:
         self._set("evenkeel_last_batch", event.get("batch"))

@@ -9,6 +9,8 @@ from typing import Any
 from prometheus_client import generate_latest
 
 from launch.cluster.metrics import RunMetrics
+from pipeline.config.loader import load_recipe
+from pipeline.data.run_directory import RunDirectory
 
 STEP: dict[str, Any] = dict(
     step=7,
@@ -81,7 +83,8 @@ def fed(role: str, run_dir: Path) -> RunMetrics:
 def run_with_every_file(folder: Path) -> Path:
     """A run directory with each file that a scrape reads."""
     run = folder / "demo"
-    (run / "policy").mkdir(parents=True)
-    (run / "logs" / "fatal").mkdir(parents=True)
+    RunDirectory(run).freeze(load_recipe(Path("demo"), ["run.steps=10"]))
+    for folder_of_run in ("policy", "logs/fatal"):
+        (run / folder_of_run).mkdir(parents=True, exist_ok=True)
     (run / "policy" / "PUBLISHED").write_text("8\n")
     return run

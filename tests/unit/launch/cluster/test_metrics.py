@@ -38,6 +38,7 @@ def test_the_page_holds_the_table() -> None:
         ("learner", 'evenkeel_last_step_timestamp_seconds{run="demo"} 1000.0'),
         ("learner", 'evenkeel_phase_seconds{phase="wait",run="demo"} 1.0'),
         ("learner", 'evenkeel_publish_phase_seconds{phase="load",run="demo"} 0.25'),
+        ("learner", 'evenkeel_steps_left{run="demo"} 2.0'),
         ("learner", 'evenkeel_tokens_total{run="demo"} 640.0'),
         ("learner", 'evenkeel_published_version{run="demo"} 8.0'),
         ("collector", 'evenkeel_engines_quarantined{run="demo"} 1.0'),
