@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pipeline.data.membership import Member, Membership
-from pipeline.errors import EngineUnavailableError, RetryableError
+from pipeline.errors import EngineUnavailableError, FatalError, RetryableError
 from rollout_sglang.client import EngineClient
 from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, claimed_version
 from rollout_sglang.router import RouterClient
@@ -58,6 +58,8 @@ class PooledEngine:
     answered: float = field(default_factory=time.monotonic)
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     """Requests in flight."""
+    refusal: FatalError | None = None
+    """What its server last refused as wrong, key or path; another server may have its address by now."""
     failures: int = 0
     """How often in a row it could not be mended."""
     try_at: float = 0.0
@@ -162,6 +164,18 @@ class EnginePool:
         if self.router is not None:
             await self._tell_router(self.router.remove(engine.url))
 
+    async def refused(self, engine: PooledEngine, error: FatalError) -> str:
+        """Quarantine an engine whose server refused a call as wrong: other engines need not suffer from an address that
+        is another server's by now. Returns the reason. Raises `error` when all engines refuse, or when the recipe names
+        their URLs."""
+        if self._membership.given:
+            raise error
+        engine.refusal = error
+        await self.quarantine(engine, str(error))
+        if all(one.refusal is not None for one in self.engines):
+            raise error
+        return str(error)
+
     def abandon(self, engine: PooledEngine, reason: str) -> None:
         """Give up its requests in flight; they are asked elsewhere. The router does not say which of its requests are
         with this engine, so all of those are given up."""
@@ -225,7 +239,10 @@ async def look(engine: PooledEngine) -> tuple[int | None, int | None]:
         name = (await engine.client.model_info(LOOK_DEADLINE_S)).weight_version
     except RetryableError:
         return None, None
-    engine.answered = time.monotonic()
+    except FatalError as error:
+        engine.refusal = error
+        return None, None
+    engine.answered, engine.refusal = time.monotonic(), None
     claimed = claimed_version(name)
     engine.served = None if name.startswith(UNVERIFIED) else claimed
     return engine.served, claimed

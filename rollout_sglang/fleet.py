@@ -24,7 +24,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from pipeline.data.membership import Member, Membership
 from pipeline.data.records import Completion
-from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
+from pipeline.errors import EngineUnavailableError, EngineVersionError, EvenKeelError, FatalError, RetryableError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
@@ -86,7 +86,7 @@ class Fleet:
         self._silent: set[Member] = set()
         """Engines that did not answer when the last update began."""
         self._verifier = WeightVerifier(self._load_deadline_s)
-        self._monitored = False
+        self._monitor: asyncio.Task[None] | None = None
         self._probe: asyncio.Task[None] | None = None
 
     def state(self) -> tuple[EngineState, ...]:
@@ -108,6 +108,10 @@ class Fleet:
             except (EngineUnavailableError, EngineVersionError) as error:
                 failures.append(str(error))
                 await self._mark_suspect(None if through_router else engine, str(error))
+            except FatalError as error:
+                if through_router or (await look(engine))[1] is not None:
+                    raise  # the server is the right one, the request is wrong
+                failures.append(await self._pool.refused(engine, error))
             await asyncio.sleep(_FIRST_RETRY_PAUSE_S * 2 ** len(failures))
         raise EngineUnavailableError(f"{ATTEMPTS} engines in a row failed one request; the last: {failures[-1]}")
 
@@ -142,18 +146,19 @@ class Fleet:
     @asynccontextmanager
     async def monitored(self, published: Callable[[], tuple[int, Path]]) -> AsyncIterator[None]:
         """While the block runs, engines that come, move, fail or come back are noticed within seconds. `published`
-        says which version is published, and where its folder lies."""
+        says which version is published, and where its folder lies. What ends the monitor, such as a later start of this
+        role, is raised by the next `generate`."""
 
         async def mend(engines: Sequence[PooledEngine]) -> None:
             self._target = await asyncio.to_thread(self._target_of, *published())
             await self._mend(engines)
 
         monitor = Monitor(self._pool, self._updates, mend, lambda: published()[0])
-        task, self._monitored = asyncio.create_task(monitor.run()), True
+        task = self._monitor = asyncio.create_task(monitor.run())
         try:
             yield
         finally:
-            self._monitored = False
+            self._monitor = None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -193,7 +198,9 @@ class Fleet:
     async def _admitted_engine(self, ends: float) -> PooledEngine:
         """The least busy admitted engine. Raises EngineUnavailableError at time `ends`."""
         while True:
-            if not self._pool.admitted and not self._monitored:
+            if self._monitor is not None and self._monitor.done():
+                self._monitor.result()
+            if not self._pool.admitted and self._monitor is None:
                 await self._share(self._readmit)
             if admitted := self._pool.admitted:
                 return min(admitted, key=lambda engine: len(engine.calls))
@@ -245,7 +252,7 @@ class Fleet:
             for engine, (served, _) in zip(admitted, found, strict=True):
                 if served is None or served < target.version:
                     await self._pool.quarantine(engine, f"it serves version {served}, expected {target.version}")
-        if not (self._monitored and self._pool.admitted) and self._pool.quarantined:
+        if not (self._monitor is not None and self._pool.admitted) and self._pool.quarantined:
             await self._mend(self._pool.quarantined)
         await self._pool.sync_router()
 
@@ -259,6 +266,12 @@ class Fleet:
             await all_of(self._resync_one(engine, target, update.number, superseded) for engine in engines)
 
     async def _resync_one(self, engine: PooledEngine, target: Target, number: int, superseded: bool) -> None:
+        try:
+            await self._bring_back(engine, target, number, superseded)
+        except FatalError as error:
+            await self._pool.refused(engine, error)
+
+    async def _bring_back(self, engine: PooledEngine, target: Target, number: int, superseded: bool) -> None:
         engine.client.take_part(number)
         served, claimed = await look(engine)
         if claimed == target.version and await self._holds(engine, target):
@@ -290,10 +303,7 @@ class Fleet:
         while True:
             await self._pool.refresh()
             engines = self._pool.engines
-            healthy = await all_of(
-                engine.client.health(AGAIN_DEADLINE_S if engine.member in self._silent else LOOK_DEADLINE_S)
-                for engine in engines
-            )
+            healthy = await all_of(self._is_well(engine) for engine in engines)
             if any(healthy):
                 break
             if time.monotonic() > ends:
@@ -304,9 +314,19 @@ class Fleet:
         absent = [engine for engine, well in zip(engines, healthy, strict=True) if not well]
         self._silent = {engine.member for engine in absent}
         for engine in absent:
-            await self._pool.quarantine(engine, "it does not answer")
-        left_out = {engine.index: f"engine {engine.index} at {engine.url} does not answer" for engine in absent}
+            await self._pool.quarantine(engine, str(engine.refusal or "it does not answer"))
+        left_out = {
+            engine.index: f"engine {engine.index} at {engine.url}: {engine.refusal or 'it does not answer'}"
+            for engine in absent
+        }
         return [engine for engine in engines if engine.index not in left_out], left_out
+
+    async def _is_well(self, engine: PooledEngine) -> bool:
+        try:
+            return await engine.client.health(AGAIN_DEADLINE_S if engine.member in self._silent else LOOK_DEADLINE_S)
+        except FatalError as error:
+            await self._pool.refused(engine, error)
+        return False
 
     async def _update_engine(
         self, engine: PooledEngine, target: Target, number: int, attempts_left: int = UPDATE_ATTEMPTS
@@ -326,6 +346,8 @@ class Fleet:
         except RetryableError as error:
             await self._pool.quarantine(engine, str(error))
             return str(error)
+        except FatalError as error:
+            return await self._pool.refused(engine, error)
         return seconds
 
     async def _update_engine_once(self, engine: PooledEngine, target: Target) -> dict[str, float]:
@@ -337,7 +359,7 @@ class Fleet:
             loading = client.update_from_disk(target.version, target.directory, deadline_s=self._load_deadline_s)
             await client.while_alive(loading)
             watch.lap("load_s")
-        except RetryableError:
+        except EvenKeelError:
             await invalidate(client)  # a load that failed may have changed part of the weights
             raise
         return watch.seconds | await client.while_alive(self._verify(engine, target))

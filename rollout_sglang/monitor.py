@@ -51,7 +51,7 @@ class Monitor:
                     await self.look()
                 except (SupersededError, asyncio.CancelledError):
                     raise
-                except EvenKeelError as error:
+                except (EvenKeelError, OSError) as error:
                     _log.warning("a look at the engines failed, the next one follows: %s", error)
                 await asyncio.sleep(PERIOD_S)
         finally:
@@ -60,7 +60,10 @@ class Monitor:
                 await asyncio.gather(self._mending, return_exceptions=True)
 
     async def look(self) -> None:
-        """Look once."""
+        """Look once. Raises what the last mending raised."""
+        if self._mending is not None and self._mending.done():
+            mending, self._mending = self._mending, None
+            mending.result()
         await self._pool.refresh()
         under_way, newest, expected = await asyncio.to_thread(self._expected)
         engines = self._pool.engines
@@ -70,7 +73,7 @@ class Monitor:
         for engine in engines:
             await self._judge(engine, expected if settled and engine.answered >= began else None)
         answering = [e for e in self._pool.quarantined if e.answered >= began and e.try_at <= time.monotonic()]
-        if answering and (self._mending is None or self._mending.done()):
+        if answering and self._mending is None:
             self._mending = asyncio.create_task(self._try_to_mend(answering))
         await self._pool.sync_router()
 
@@ -80,6 +83,12 @@ class Monitor:
         return self._updates.under_way(), self._updates.newest(), self._published() if given is None else given
 
     async def _judge(self, engine: PooledEngine, expected: int | None) -> None:
+        if engine.refusal is not None:
+            admitted, reason = engine.quarantined is None, str(engine.refusal)
+            if engine.quarantined != reason:
+                await self._pool.quarantine(engine, reason)
+            if admitted:
+                self._pool.abandon(engine, reason)
         if engine.quarantined is not None:
             return
         silent_s = time.monotonic() - engine.answered
@@ -95,9 +104,10 @@ class Monitor:
     async def _try_to_mend(self, engines: Sequence[PooledEngine]) -> None:
         try:
             await self._mend(engines)
-        except RetryableError as error:
+        except (RetryableError, OSError) as error:
             _log.warning("%d engines could not be mended, they are tried again: %s", len(engines), error)
-        for engine in engines:
-            if engine.quarantined is not None:
-                engine.failures += 1
-                engine.try_at = time.monotonic() + min(_LONGEST_PAUSE_S, 2.0 ** min(engine.failures, 6) / 2)
+        finally:
+            for engine in engines:
+                if engine.quarantined is not None:
+                    engine.failures += 1
+                    engine.try_at = time.monotonic() + min(_LONGEST_PAUSE_S, 2.0 ** min(engine.failures, 6) / 2)

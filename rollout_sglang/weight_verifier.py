@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from pipeline.errors import EngineVersionError, RetryableError
+from pipeline.errors import EngineVersionError, EvenKeelError, RetryableError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
 from rollout_sglang.client import EngineClient
@@ -105,10 +105,10 @@ async def invalidate(engine: EngineClient) -> None:
 
     An engine that does not answer is left as it is: it is unverified when it is started again.
     """
-    with suppress(RetryableError, TimeoutError):
+    with suppress(EvenKeelError, TimeoutError):
         async with asyncio.timeout(INVALIDATE_DEADLINE_S):
             await engine.invalidate()
-    with suppress(RetryableError, TimeoutError):
+    with suppress(EvenKeelError, TimeoutError):
         async with asyncio.timeout(INVALIDATE_DEADLINE_S):
             await engine.resume()
 

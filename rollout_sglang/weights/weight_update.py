@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Unpack
 
 from pipeline.data.membership import Member, Membership
-from pipeline.errors import RetryableError
+from pipeline.errors import EvenKeelError, FatalError, RetryableError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.ports.weight_update import ProcessGroupSpec, TensorSpec, WeightUpdateReport
 from pipeline.stopwatch import Stopwatch
@@ -70,7 +70,7 @@ class FleetUpdateSession(Fleet):
             self.attend(self._update.number, [engine.member for engine in self._engines])
             for engine in self._engines:
                 engine.client.take_part(self._update.number)
-            results = await all_of(_outcome(engine, self._ready) for engine in answering)
+            results = await all_of(self._outcome(engine, self._ready) for engine in answering)
             watch.lap("pause_s")
             self._open = stack.pop_all()
         return WeightUpdateReport(
@@ -136,7 +136,7 @@ class FleetUpdateSession(Fleet):
                 else:
                     measured[engine.index] = await self._verify_and_admit(engine, target)
 
-            results = await all_of(_outcome(engine, finish) for engine in self._engines)
+            results = await all_of(self._outcome(engine, finish) for engine in self._engines)
             failed = _failures(self._engines, results)
             failed_now = {index: reason for index, reason in failed.items() if index not in failures}
             lost = [engine for engine in self._engines if engine.index in failed_now]
@@ -170,23 +170,24 @@ class FleetUpdateSession(Fleet):
         await self._pool.admit(engine, target.version)
         return seconds
 
+    async def _outcome(self, engine: PooledEngine, action: Callable[[PooledEngine], Awaitable[None]]) -> str | None:
+        """Why the action failed for this engine."""
+        try:
+            await action(engine)
+        except RetryableError as error:
+            return str(error)
+        except FatalError as error:
+            return await self._pool.refused(engine, error)
+        return None
+
     async def _give_up(self, engine: PooledEngine, reason: str) -> None:
         """Quarantine the engine. If it still answers, its requests are aborted: other engines are then asked."""
         await self._pool.quarantine(engine, reason)
-        with suppress(RetryableError, TimeoutError):
+        with suppress(EvenKeelError, TimeoutError):
             async with asyncio.timeout(GIVE_UP_DEADLINE_S):
                 await engine.client.invalidate()
                 await self._receivers[engine.index].give_up()
                 await engine.client.resume()
-
-
-async def _outcome(engine: PooledEngine, action: Callable[[PooledEngine], Awaitable[None]]) -> str | None:
-    """Why the action failed for this engine."""
-    try:
-        await action(engine)
-    except RetryableError as error:
-        return str(error)
-    return None
 
 
 def _failures(engines: Sequence[PooledEngine], results: Sequence[str | None]) -> dict[int, str]:

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from pipeline.data.membership import Member, Membership
+from pipeline.errors import FatalError, SupersededError
 from pipeline.ports.engines import Sampling
+from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang import monitor, transport
 from rollout_sglang.fleet import Fleet
+from rollout_sglang.weights.update_lease import Updates
 from tests.doubles.sglang_double import EngineDouble, RouterDouble
 from tests.support.fleets import settings
 
@@ -118,6 +121,55 @@ def test_an_engine_that_was_started_again_unannounced_is_given_weights(tmp_path:
 
         monitored(tmp_path, act)
     assert engine.loads == 1
+
+
+def test_another_server_at_an_announced_address_stops_no_other_engine(tmp_path: Path) -> None:
+    with EngineDouble(3) as good, EngineDouble(3) as usurped:
+
+        async def act(fleet: Fleet, membership: Membership) -> None:
+            membership.announce(Member(0, usurped.url))
+            membership.announce(Member(1, good.url))
+            await until(lambda: [one.quarantined for one in fleet.state()] == [False, False])
+            usurped.api_key = "other"
+            groups = await asyncio.gather(*(fleet.generate([1], 1, SAMPLING) for _ in range(4)))
+            assert {group[0].engine for group in groups} == {1}
+            await until(lambda: "another API key" in str(fleet.state()[0].reason))
+            good.version = "unverified-0"
+            await until(lambda: good.version == "3")
+            await until(lambda: not fleet.state()[1].quarantined)
+            await fleet.load(4, tmp_path, WeightCheck(version=4, probe=None, digests=()))
+            assert [one.quarantined for one in fleet.state()] == [True, False]
+            good.api_key = "other"
+            with pytest.raises(FatalError, match="another API key"):
+                await fleet.load(5, tmp_path, WeightCheck(version=5, probe=None, digests=()))
+
+        monitored(tmp_path, act)
+
+
+def test_the_monitor_goes_on_after_an_error_of_the_file_system_and_its_end_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    troubles: list[Exception] = [OSError(116, "Stale file handle")] * 3
+    read = Updates.given
+
+    def given(updates: Updates) -> int | None:
+        if troubles:
+            raise troubles.pop()
+        return read(updates)
+
+    monkeypatch.setattr(Updates, "given", given)
+    with EngineDouble(3) as engine:
+
+        async def act(fleet: Fleet, membership: Membership) -> None:
+            membership.announce(Member(0, engine.url))
+            await fleet.generate([1], 1, SAMPLING)
+            troubles.append(SupersededError("a later start has taken over"))
+            await until(lambda: not troubles)
+            await asyncio.sleep(0.2)
+            with pytest.raises(SupersededError):
+                await fleet.generate([1], 1, SAMPLING)
+
+        monitored(tmp_path, act)
 
 
 def test_the_router_is_told_the_engines_again_after_it_lost_them(tmp_path: Path) -> None:
