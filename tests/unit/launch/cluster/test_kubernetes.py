@@ -96,3 +96,10 @@ def test_what_cannot_work_is_refused(render: Callable[[], object], message: str)
     with pytest.raises(RecipeError, match=message) as refused:
         render()
     assert "\n" not in str(refused.value)
+
+
+def test_engines_that_nothing_else_ends_come_with_the_command_that_does(tmp_path: Path) -> None:
+    options = ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE, "--engines", "leaderworkerset"]
+    done = evenkeel("launch", "kubernetes", "qwen3_32b", "--out", tmp_path, *options)
+    (engines,) = yaml.safe_load_all((tmp_path / "50-engines.yaml").read_text())
+    assert f"kubectl -n default delete leaderworkerset {engines['metadata']['name']}\n" in done.stdout
