@@ -41,6 +41,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 BUCKET_BYTES = 1 << 16
 DEADLINE_S = 30.0
+STALE_S = 8.0
+"""A sender that lives shows it every 5 s; the product waits longer for one that no other start has superseded."""
 PRECISIONS: tuple[RolloutPrecision, ...] = ("bf16", "fp8_block")
 SENDER = "from tests.integration.test_ipc import die_half_way; import sys; die_half_way(*sys.argv[1:])"
 
@@ -93,7 +95,7 @@ class Sender:
     def __init__(self, urls: Sequence[str], lock: Path, background: EventLoopThread) -> None:
         self.background = background
         membership = members(lock.parent, urls)
-        self.fleet = FleetUpdateSession(membership, **settings(lock.parent), ranks_per_engine=1)
+        self.fleet = FleetUpdateSession(membership, **settings(lock.parent, stale_s=STALE_S), ranks_per_engine=1)
         self.transport = IpcTransport(self.fleet, background, torch.device("cpu"), DEADLINE_S)
 
     def send(self, tensors: Iterator[tuple[str, Tensor]], before: Callable[[Bucket, int], None] | None = None) -> None:

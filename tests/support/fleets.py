@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.data.membership import Membership
 from rollout_sglang.fleet import Fleet, FleetSettings
-from rollout_sglang.weights.update_lease import Updates
+from rollout_sglang.weights.update_lease import STALE_S, Updates
 
 
 def members(folder: Path, urls: Sequence[str], router: str | None = None) -> Membership:
@@ -19,11 +19,16 @@ def members(folder: Path, urls: Sequence[str], router: str | None = None) -> Mem
 
 
 def settings(
-    folder: Path, *, key: str | None = None, deadline_s: float = 60.0, load_deadline_s: float = 60.0
+    folder: Path,
+    *,
+    key: str | None = None,
+    deadline_s: float = 60.0,
+    load_deadline_s: float = 60.0,
+    stale_s: float = STALE_S,
 ) -> FleetSettings:
     """Those of a fleet whose updates are numbered in `folder`/policy/updates."""
     return FleetSettings(
-        updates=Updates(folder / "policy" / "updates"),
+        updates=Updates(folder / "policy" / "updates", stale_s=stale_s),
         api_key=key,
         request_deadline_s=deadline_s,
         load_deadline_s=load_deadline_s,
