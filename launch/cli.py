@@ -12,6 +12,7 @@ import typer
 from launch.cluster.commands import launch_app
 from launch.cluster.roles.commands import role_app
 from launch.convert.commands import convert_app
+from launch.recipe_options import RECIPE_HELP, Overrides, RecipePath
 from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
 from launch.show.scaling import scaling_app
 from pipeline.child_process import see_own_classes
@@ -41,12 +42,7 @@ app.add_typer(verify_app, name="verify")
 
 LEARNER_STACK = ("torch", "megatron", "mbridge", "transformers")
 """What a machine that only plans and reads runs need not have."""
-RECIPE_HELP = "YAML file, or the name of a recipe that comes with Even Keel, such as demo."
-RecipePath = Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)]
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
-]
 
 
 @app.command()

@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from launch.recipe_options import Overrides, RecipePath, SizesFolder
 from pipeline.errors import RecipeError
 
-RECIPE_HELP = "YAML file, or the name of a recipe that comes with Even Keel, such as demo."
 _DELETE_ENGINES = "kubectl -n {} delete leaderworkerset {}-engine"
 
 
 def kubernetes(
-    recipe: Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)],
+    recipe: RecipePath,
     out: Annotated[Path, typer.Option(help="Folder for the files.", show_default=False)],
     learner_image: Annotated[str, typer.Option(help="Image of the learner, NAME@sha256:….", show_default=False)],
     rollout_image: Annotated[
@@ -51,13 +51,8 @@ def kubernetes(
     replace: Annotated[
         bool, typer.Option("--replace", help="The objects in --out are in no cluster: replace whatever differs.")
     ] = False,
-    model_config: Annotated[
-        Path | None,
-        typer.Option(help="Folder with the model's config.json, where model.path is not on this machine."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
-    ] = None,
+    model_config: SizesFolder = None,
+    overrides: Overrides = None,
 ) -> None:
     """Write the objects with which Kubernetes runs the recipe: a JobSet, and what it needs around it.
 

@@ -10,13 +10,12 @@ from typing import Annotated
 
 import typer
 
+from launch.recipe_options import Overrides, RecipePath, SizesFolder
 from pipeline.errors import RecipeError
-
-RECIPE_HELP = "YAML file, or the name of a recipe that comes with Even Keel, such as demo."
 
 
 def slurm(
-    recipe: Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)],
+    recipe: RecipePath,
     out: Annotated[Path, typer.Option(help="Folder for the files; every node must see it.", show_default=False)],
     submit: Annotated[bool, typer.Option("--submit", help="Submit the job as well.")] = False,
     gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of a node; 0: roles run on CPUs.")] = 8,
@@ -62,13 +61,8 @@ def slurm(
             min=1, max=65532, help="/metrics for Prometheus: the supervisor here, the roles at the next ones."
         ),
     ] = None,
-    model_config: Annotated[
-        Path | None,
-        typer.Option(help="Folder with the model's config.json, where model.path is not on this machine."),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
-    ] = None,
+    model_config: SizesFolder = None,
+    overrides: Overrides = None,
 ) -> None:
     """Write a batch job that runs the recipe under Slurm, and submit it with --submit.
 

@@ -18,7 +18,7 @@ from tests.support.runs import ROOT, evenkeel
 GOLDEN = ROOT / "tests/golden/slurm"
 FOLDER = Path("/shared/jobs/qwen")
 OPTIONS: dict[str, Any] = dict(
-    workdir=Path("/shared/work"),
+    workdir=Path("/shared/team"),
     python="/shared/venv/bin/python",
     time="24:00:00",
     grace_s=950,
