@@ -49,7 +49,7 @@ def engine_spec(
 
     That is the published version, or an older one while the folder behind a broadcast is still being written. A resync
     then gives the engine the published version before it gets requests. `place` is where it runs (EngineSpec: host,
-    nodes, node, meeting).
+    nodes, node, rendezvous).
     """
     rollout = recipe.rollout
     version = run.newest_policy(run.published_version())

@@ -45,7 +45,7 @@ class EngineSpec:
     """Hosts that share its tensor parallel ranks evenly; each has an EngineSpec of its own."""
     node: int = 0
     """Which of these hosts this is. Only node 0 answers requests."""
-    meeting: str | None = None
+    rendezvous: str | None = None
     """ADDRESS:PORT of node 0, where the hosts meet."""
     api_key: str | None = None
     tensor_parallel: int = 1
@@ -80,7 +80,7 @@ def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
     argv += ["--context-length", str(spec.context_tokens), "--weight-version", f"{UNVERIFIED}{spec.version}"]
     argv += ["--random-seed", str(spec.seed), "--sleep-on-idle", "--log-level-http", "warning"]
     if spec.nodes > 1:
-        argv += ["--nnodes", str(spec.nodes), "--node-rank", str(spec.node), "--dist-init-addr", str(spec.meeting)]
+        argv += ["--nnodes", str(spec.nodes), "--node-rank", str(spec.node), "--dist-init-addr", str(spec.rendezvous)]
     if spec.metrics:
         argv += ["--enable-metrics"]
     if spec.precision == "fp8_tensor":

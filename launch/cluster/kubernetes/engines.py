@@ -21,6 +21,9 @@ _JOB_NODE = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 _GROUP_INDEX = "metadata.labels['leaderworkerset.sigs.k8s.io/group-index']"
 _GROUP_NODE = "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"
 
+NODE = "kubernetes.io/hostname"
+"""Label that every node has for itself."""
+
 
 def engine_job_pod(run: RunOnKubernetes) -> PodTemplate:
     """A pod of an engine's Job."""
@@ -64,26 +67,27 @@ def _engine_pod(run: RunOnKubernetes, host: str, indices: dict[str, str], *, res
             probes=engine_probes(run),
             restart=restart,
             affinity=_close_together(run),
-            spread=(_on_few_nodes(run),),
+            # No more than a node of the described size holds, however large the node is.
+            spread=(at_most_on_a_node(run, "engine", run.options.gpus_per_node // run.engine_gpus),),
         ),
     )
 
 
 def _close_together(run: RunOnKubernetes) -> Affinity:
     """Engines fill nodes: half-empty ones would leave no whole node for a learner pod. All near the run's others."""
-    same_node = WeightedAffinityTerm(weight=100, pod_affinity_term=near(run, "engine", "kubernetes.io/hostname"))
+    same_node = WeightedAffinityTerm(weight=100, pod_affinity_term=near(run, "engine", NODE))
     same_zone = WeightedAffinityTerm(weight=50, pod_affinity_term=near(run, None, run.options.topology_key))
     fills_a_node = run.engine_gpus == run.options.gpus_per_node
     return Affinity(pod_affinity=PodAffinity(preferred=(same_zone,) if fills_a_node else (same_node, same_zone)))
 
 
-def _on_few_nodes(run: RunOnKubernetes) -> SpreadConstraint:
-    """No more engine pods on a node than a node of the described size holds, however large the node is."""
+def at_most_on_a_node(run: RunOnKubernetes, role: str, pods: int) -> SpreadConstraint:
+    """No more than so many pods of a role on one node."""
     return SpreadConstraint(
-        max_skew=run.options.gpus_per_node // run.engine_gpus,
-        topology_key="kubernetes.io/hostname",
+        max_skew=pods,
+        topology_key=NODE,
         when_unsatisfiable="DoNotSchedule",
-        label_selector=LabelSelector(match_labels=run.selector("engine")),
+        label_selector=LabelSelector(match_labels=run.selector(role)),
     )
 
 

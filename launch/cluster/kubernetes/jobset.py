@@ -12,7 +12,7 @@ What happens when a pod ends:
 from __future__ import annotations
 
 from launch.cluster.kubernetes.containers import Pod, pod_template, resources
-from launch.cluster.kubernetes.engines import engine_job_pod, near
+from launch.cluster.kubernetes.engines import at_most_on_a_node, engine_job_pod, near
 from launch.cluster.kubernetes.job import (
     HEARTBEAT_PORT,
     METRICS_PORT,
@@ -25,10 +25,8 @@ from launch.cluster.kubernetes.job import (
 )
 from launch.cluster.kubernetes.pods import (
     Affinity,
-    LabelSelector,
     PodAffinity,
     PodTemplate,
-    SpreadConstraint,
     WeightedAffinityTerm,
 )
 from launch.cluster.kubernetes.probes import collector_probes, router_probes
@@ -148,7 +146,7 @@ def _learner(run: RunOnKubernetes) -> PodTemplate:
             needs=run.needs.learner,
             resources=resources(run, run.needs.learner, run.learner_gpus),
             affinity=_close_together(run),
-            spread=(_one_a_node(run),),
+            spread=(at_most_on_a_node(run, "learner", 1),),  # two on one large node would be lost together
             reads_recipe=True,
         ),
     )
@@ -193,13 +191,3 @@ def _router(run: RunOnKubernetes) -> PodTemplate:
 def _close_together(run: RunOnKubernetes) -> Affinity:
     near_run = WeightedAffinityTerm(weight=50, pod_affinity_term=near(run, None, run.options.topology_key))
     return Affinity(pod_affinity=PodAffinity(preferred=(near_run,)))
-
-
-def _one_a_node(run: RunOnKubernetes) -> SpreadConstraint:
-    """Two learner pods on one large node would be lost together."""
-    return SpreadConstraint(
-        max_skew=1,
-        topology_key="kubernetes.io/hostname",
-        when_unsatisfiable="DoNotSchedule",
-        label_selector=LabelSelector(match_labels=run.selector("learner")),
-    )

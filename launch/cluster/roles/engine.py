@@ -30,7 +30,7 @@ from launch.cluster.roles.base import (
     wait_for_policy,
     wait_for_recipe,
 )
-from launch.cluster.roles.meeting import Meeting
+from launch.cluster.roles.rendezvous import Rendezvous
 from launch.cluster.roles.starting_weights import hold_weights, release_weights
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
@@ -42,7 +42,7 @@ from rollout_sglang.server.start import EngineSpec, server_url, start
 
 DEFAULT_PORT = 30000
 """Of engine 0, where neither --port nor rollout.port says another; engine i has the i-th after it."""
-MEETING_PORTS = 10_000
+RENDEZVOUS_PORTS = 10_000
 """The hosts of an engine meet at the port that lies so far above its own."""
 
 
@@ -59,7 +59,7 @@ class EngineRole:
     metrics: bool = False
 
     @property
-    def meeting(self) -> Path:
+    def rendezvous(self) -> Path:
         return self.run.path / "engines" / f"hosts-{self.index:06d}.json"
 
 
@@ -91,8 +91,8 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
             membership.withdraw(earlier)  # of a start that is superseded
     place: dict[str, Any] = dict(host=address, metrics=own.metrics)
     if own.nodes > 1:
-        Meeting(epoch.number, address, port + MEETING_PORTS, own.nodes).write(own.meeting)
-        place |= dict(nodes=own.nodes, node=0, meeting=f"{address}:{port + MEETING_PORTS}")
+        Rendezvous(epoch.number, address, port + RENDEZVOUS_PORTS, own.nodes).write(own.rendezvous)
+        place |= dict(nodes=own.nodes, node=0, rendezvous=f"{address}:{port + RENDEZVOUS_PORTS}")
     newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
     spec = hold_weights(own.run, own.index, own.node, epoch.number, newest)
     server = start(spec)
@@ -162,27 +162,27 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
     """A host that only adds GPUs: it joins node 0, and follows it when it is started again."""
     starts = epoch_folder(own.run.path, "engine", own.index)
 
-    def newest_meeting() -> Meeting | None:
-        found = Meeting.read(own.meeting)
+    def newest_rendezvous() -> Rendezvous | None:
+        found = Rendezvous.read(own.rendezvous)
         return None if found is None or Epoch(starts, found.epoch).is_superseded() else found
 
-    what = f"node 0 of engine {own.index} (named in {own.meeting})"
+    what = f"node 0 of engine {own.index} (named in {own.rendezvous})"
     while True:
-        meeting = wait_for(stop, newest_meeting, what, recipe.rollout.start_deadline_s)
-        if meeting.nodes != own.nodes:
-            raise LayoutError(f"node 0 has --nodes {meeting.nodes}, this one {own.nodes}; give all the same number")
-        place = dict(host=address, nodes=own.nodes, node=own.node, meeting=f"{meeting.host}:{meeting.port}")
+        rendezvous = wait_for(stop, newest_rendezvous, what, recipe.rollout.start_deadline_s)
+        if rendezvous.nodes != own.nodes:
+            raise LayoutError(f"node 0 has --nodes {rendezvous.nodes}, this one {own.nodes}; give all the same number")
+        place = dict(host=address, nodes=own.nodes, node=own.node, rendezvous=f"{rendezvous.host}:{rendezvous.port}")
         newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
-        spec = hold_weights(own.run, own.index, own.node, meeting.epoch, newest)
+        spec = hold_weights(own.run, own.index, own.node, rendezvous.epoch, newest)
         server = start(spec)
         try:
-            if _serve_with_node_0(own, server, spec, Epoch(starts, meeting.epoch), stop):
+            if _serve_with_node_0(own, server, spec, Epoch(starts, rendezvous.epoch), stop):
                 return 0
         finally:
             stop_server(server, 0.0)
             release_weights(spec)
         stop.check()
-        print(f"start {meeting.epoch} of engine {own.index} is superseded; following the next", flush=True)
+        print(f"start {rendezvous.epoch} of engine {own.index} is superseded; following the next", flush=True)
 
 
 def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec, epoch: Epoch, stop: Stop) -> bool:

@@ -33,8 +33,8 @@ from launch.cluster.roles.base import (
     wait_for_recipe,
 )
 from launch.cluster.roles.heartbeat import Peer, Peers, Verdict
-from launch.cluster.roles.meeting import Meeting
 from launch.cluster.roles.ranks import Ranks
+from launch.cluster.roles.rendezvous import Rendezvous
 from launch.run.begin import preflight, seed_policy
 from launch.run.fatal_notes import FatalNotes
 from launch.run.processes import child_environment, log_tail, torchrun
@@ -72,7 +72,7 @@ class LearnerNode:
     recipe: Path | None = None
 
     @property
-    def meeting(self) -> Path:
+    def rendezvous(self) -> Path:
         return self.run.path / "learner.json"
 
 
@@ -128,7 +128,7 @@ def _lead_others(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, s
             f"port {own.port + 1} of {own.host} is taken ({error.strerror}); stop what listens there or give --port"
         ) from None
     with peers:
-        Meeting(epoch.number, own.host, own.port, own.nodes).write(own.meeting)
+        Rendezvous(epoch.number, own.host, own.port, own.nodes).write(own.rendezvous)
         others = f"the other {own.nodes - 1} nodes of the learner"
         wait_for(stop, complete, others, recipe.rollout.start_deadline_s)
         peers.start_ranks()
@@ -147,37 +147,41 @@ def follow(own: LearnerNode, stop: Stop) -> Verdict:
     processes_a_node(recipe, own.nodes)
     address, seen = bind_address(own.host, read_api_key(), stop.check), 0
     while True:
-        meeting, peer = _join(own, recipe, seen, stop)
+        rendezvous, peer = _join(own, recipe, seen, stop)
         with peer:
-            verdict = _follow_one(own, recipe, address, meeting, stop, peer)
+            verdict = _follow_one(own, recipe, address, rendezvous, stop, peer)
         if verdict.status in (0, FATAL_EXIT_CODE) or (stop.asked and verdict.status == STOPPED_EXIT_CODE):
             return verdict
-        print(f"start {meeting.epoch} of the learner has ended ({verdict.reason}); following the next", flush=True)
+        print(f"start {rendezvous.epoch} of the learner has ended ({verdict.reason}); following the next", flush=True)
         if peer.go or peer.verdict is not None:
-            seen = meeting.epoch
+            seen = rendezvous.epoch
         else:
             time.sleep(POLL_S)  # the connection was lost before the ranks were started: it may join the same start
 
 
-def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Meeting, Peer]:
+def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Rendezvous, Peer]:
     """Node 0 of a start after `seen` that is alive: one that answers, and knows the key."""
 
-    def joined() -> tuple[Meeting, Peer] | None:
-        meeting = Meeting.read(own.meeting)
-        if meeting is None or meeting.epoch <= seen:
+    def joined() -> tuple[Rendezvous, Peer] | None:
+        rendezvous = Rendezvous.read(own.rendezvous)
+        if rendezvous is None or rendezvous.epoch <= seen:
             return None
-        if meeting.nodes != own.nodes:
-            raise LayoutError(f"node 0 has --nodes {meeting.nodes}, this one {own.nodes}; give all the same number")
+        if rendezvous.nodes != own.nodes:
+            raise LayoutError(f"node 0 has --nodes {rendezvous.nodes}, this one {own.nodes}; give all the same number")
         try:
             key = read_api_key()
-            return meeting, Peer(meeting.host, meeting.port + 1, node=own.node, epoch=meeting.epoch, key=key)
+            return rendezvous, Peer(
+                rendezvous.host, rendezvous.port + 1, node=own.node, epoch=rendezvous.epoch, key=key
+            )
         except (OSError, ValueError, KeyError, EOFError):
             return None  # it has ended, or has not begun: the file is read again
 
-    return wait_for(stop, joined, f"node 0 of the learner (named in {own.meeting})", recipe.rollout.start_deadline_s)
+    return wait_for(stop, joined, f"node 0 of the learner (named in {own.rendezvous})", recipe.rollout.start_deadline_s)
 
 
-def _follow_one(own: LearnerNode, recipe: Recipe, address: str, meeting: Meeting, stop: Stop, peer: Peer) -> Verdict:
+def _follow_one(
+    own: LearnerNode, recipe: Recipe, address: str, rendezvous: Rendezvous, stop: Stop, peer: Peer
+) -> Verdict:
     while not peer.go:
         if (found := peer.trouble()) is not None:
             return found
@@ -185,7 +189,7 @@ def _follow_one(own: LearnerNode, recipe: Recipe, address: str, meeting: Meeting
             return Verdict(STOPPED_EXIT_CODE, "asked to end before all nodes were there")
         time.sleep(POLL_S)
     try:
-        verdict = attend(own, recipe, address, Epoch(_epochs(own), meeting.epoch), stop, peer, master=meeting)
+        verdict = attend(own, recipe, address, Epoch(_epochs(own), rendezvous.epoch), stop, peer, master=rendezvous)
     except SupersededError as error:  # node 0's start, that is: this node is wanted by the next one
         verdict = Verdict(SUPERSEDED_EXIT_CODE, str(error))
     peer.end(verdict)
@@ -204,7 +208,7 @@ def attend(
     epoch: Epoch,
     stop: Stop,
     others: Peers | Peer | None,
-    master: Meeting | None = None,
+    master: Rendezvous | None = None,
 ) -> Verdict:
     """Run this node's ranks to their end. Raises SupersededError when a later start has begun."""
     notes, look, ends = FatalNotes(own.run), Every(EPOCH_POLL_S), None
@@ -250,10 +254,10 @@ def processes_a_node(recipe: Recipe, nodes: int) -> int:
     return processes // nodes
 
 
-def rank_command(own: LearnerNode, recipe: Recipe, address: str, master: Meeting | None) -> list[str]:
+def rank_command(own: LearnerNode, recipe: Recipe, address: str, master: Rendezvous | None) -> list[str]:
     """torchrun for this node's ranks; `master` is None on node 0."""
     host, port = (own.host, own.port) if master is None else (master.host, master.port)
-    rendezvous = (
+    place = (
         ()
         if own.nodes == 1
         else (
@@ -266,7 +270,7 @@ def rank_command(own: LearnerNode, recipe: Recipe, address: str, master: Meeting
         processes_a_node(recipe, own.nodes),
         "launch.run.learn_rank",
         str(own.run.path),
-        options=(*(rendezvous or ("--standalone",)), "--signals-to-handle", "SIGHUP", "--shutdown-timeout", "1"),
+        options=(*(place or ("--standalone",)), "--signals-to-handle", "SIGHUP", "--shutdown-timeout", "1"),
     )
 
 

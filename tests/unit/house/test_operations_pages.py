@@ -100,7 +100,7 @@ def test_ports_of_the_page_are_those_of_the_code() -> None:
         f"| {learner.DEFAULT_PORT} |",
         f"| {job.HEARTBEAT_PORT} |",
         f"| {engine.DEFAULT_PORT} + i |",
-        f"| {engine.DEFAULT_PORT + engine.MEETING_PORTS} + i |",
+        f"| {engine.DEFAULT_PORT + engine.RENDEZVOUS_PORTS} + i |",
         f"(Kubernetes: {job.ROUTER_PORT})",
         f"| {job.ROUTER_METRICS_PORT} (Kubernetes) |",
         f"(Kubernetes: {job.METRICS_PORT})",

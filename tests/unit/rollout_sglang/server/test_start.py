@@ -63,7 +63,7 @@ def test_the_command_says_what_the_spec_says(tmp_path: Path) -> None:
 
 def test_hosts_of_one_engine_meet_at_node_0(tmp_path: Path) -> None:
     argv = command(
-        spec(tmp_path, host="10.0.0.2", tensor_parallel=16, nodes=2, node=1, meeting="10.0.0.1:40000"), cuda=True
+        spec(tmp_path, host="10.0.0.2", tensor_parallel=16, nodes=2, node=1, rendezvous="10.0.0.1:40000"), cuda=True
     )
     told = [value_of(argv, flag) for flag in ("--host", "--nnodes", "--node-rank", "--dist-init-addr", "--tp-size")]
     assert told == ["10.0.0.2", "2", "1", "10.0.0.1:40000", "16"]

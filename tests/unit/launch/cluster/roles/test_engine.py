@@ -10,7 +10,7 @@ import pytest
 from launch.cluster.roles import engine as role
 from launch.cluster.roles.base import Stop
 from launch.cluster.roles.engine import EngineRole, run_engine, serve
-from launch.cluster.roles.meeting import Meeting
+from launch.cluster.roles.rendezvous import Rendezvous
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
@@ -119,7 +119,7 @@ class OtherHost:
 
     def node_0_starts(self) -> None:
         epoch = claim(self.run.path, "engine", 0)
-        Meeting(epoch.number, "n1", 40000 + epoch.number, 2).write(self.own.meeting)
+        Rendezvous(epoch.number, "n1", 40000 + epoch.number, 2).write(self.own.rendezvous)
 
 
 @pytest.mark.parametrize("status", [None, 1])
@@ -135,7 +135,7 @@ def test_another_host_follows_node_0_s_next_start(
 
     at_each_look(monkeypatch, node_0_starts_again, lambda: finish(run))
     assert run_engine(other.own, Stop()) == 0
-    assert [one.spec.meeting for one in other.servers if one.spec] == ["n1:40001", "n1:40002"]
+    assert [one.spec.rendezvous for one in other.servers if one.spec] == ["n1:40001", "n1:40002"]
     assert all(one.killed for one in other.servers)
     assert not list((run.path / "engines" / "starting").iterdir())
 
@@ -148,7 +148,7 @@ def test_another_host_ends_with_its_server(run: RunDirectory, monkeypatch: pytes
         run_engine(other.own, Stop())
 
 
-def test_another_host_waits_for_the_meeting_of_the_newest_start(
+def test_another_host_waits_for_the_rendezvous_of_the_newest_start(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = OtherHost(run, monkeypatch)

@@ -18,7 +18,7 @@ from launch.cluster.roles.learner import (
     rank_environment,
     run_learner_node,
 )
-from launch.cluster.roles.meeting import Meeting
+from launch.cluster.roles.rendezvous import Rendezvous
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
@@ -57,7 +57,7 @@ def test_one_host_needs_no_port(tmp_path: Path) -> None:
 
 def test_several_hosts_meet_at_node_0(tmp_path: Path) -> None:
     own = LearnerNode(RunDirectory(tmp_path), node=1, nodes=2, host="n2")
-    argv = rank_command(own, a_recipe(tmp_path, tensor_parallel=4), "10.0.0.2", Meeting(3, "n1", 29511, 2))
+    argv = rank_command(own, a_recipe(tmp_path, tensor_parallel=4), "10.0.0.2", Rendezvous(3, "n1", 29511, 2))
     assert "--standalone" not in argv
     told = {flag: value_of(argv, f"--{flag}") for flag in ("nnodes", "node-rank", "nproc-per-node", "rdzv-backend")}
     assert told == {"nnodes": "2", "node-rank": "1", "nproc-per-node": "2", "rdzv-backend": "static"}
@@ -86,7 +86,7 @@ def test_a_node_that_lost_node_0_before_the_ranks_started_joins_the_same_start_a
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
     own = LearnerNode(run, node=1, nodes=2)
-    Meeting(3, "127.0.0.1", port - 1, 2).write(own.meeting)
+    Rendezvous(3, "127.0.0.1", port - 1, 2).write(own.rendezvous)
     with ThreadPoolExecutor() as pool:
         following, stop = None, Stop()
         try:

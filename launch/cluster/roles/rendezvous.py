@@ -10,7 +10,7 @@ from pipeline.data.files import write_atomically
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """RUN/learner.json, or RUN/engines/hosts-000003.json."""
 
     epoch: int
@@ -25,7 +25,7 @@ class Meeting:
         write_atomically(path, json.dumps(vars(self)) + "\n")
 
     @classmethod
-    def read(cls, path: Path) -> Meeting | None:
+    def read(cls, path: Path) -> Rendezvous | None:
         """None when there is none that can be read now."""
         try:
             return cls(**json.loads(path.read_text()))
