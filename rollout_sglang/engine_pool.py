@@ -61,9 +61,9 @@ class PooledEngine:
     refusal: FatalError | None = None
     """What its server last refused as wrong, key or path; another server may have its address by now."""
     failures: int = 0
-    """How often in a row it could not be mended."""
+    """How often in a row it could not be resynced."""
     try_at: float = 0.0
-    """When it may be mended again."""
+    """When it may be resynced again."""
 
     @property
     def index(self) -> int:

@@ -149,11 +149,11 @@ class Fleet:
         says which version is published, and where its folder lies. What ends the monitor, such as a later start of this
         role, is raised by the next `generate`."""
 
-        async def mend(engines: Sequence[PooledEngine]) -> None:
+        async def resync(engines: Sequence[PooledEngine]) -> None:
             self._target = await asyncio.to_thread(self._target_of, *published())
-            await self._mend(engines)
+            await self._resync_engines(engines)
 
-        monitor = Monitor(self._pool, self._updates, mend, lambda: published()[0])
+        monitor = Monitor(self._pool, self._updates, resync, lambda: published()[0])
         task = self._monitor = asyncio.create_task(monitor.run())
         try:
             yield
@@ -253,14 +253,14 @@ class Fleet:
                 if served is None or served < target.version:
                     await self._pool.quarantine(engine, f"it serves version {served}, expected {target.version}")
         if not (self._monitor is not None and self._pool.admitted) and self._pool.quarantined:
-            await self._mend(self._pool.quarantined)
+            await self._resync_engines(self._pool.quarantined)
         await self._pool.sync_router()
 
-    async def _mend(self, engines: Sequence[PooledEngine]) -> None:
+    async def _resync_engines(self, engines: Sequence[PooledEngine]) -> None:
         """Bring quarantined engines back."""
         target = self._target
         assert target is not None, "the callers name it"
-        kind: UpdateKind = "mend" if self._pool.admitted else "resync"
+        kind: UpdateKind = "resync_single" if self._pool.admitted else "resync"
         async with self._updates.take(kind, self._load_deadline_s) as update:
             superseded = update.given not in (None, target.version)
             await all_of(self._resync_one(engine, target, update.number, superseded) for engine in engines)

@@ -2,7 +2,7 @@
 
     silent for SILENCE_S                quarantined, its requests in flight abandoned and asked elsewhere
     serves another version, or none     quarantined, unless weights are being given at this moment
-    quarantined, and answers            mended: verified, or given the published version, while the others go on
+    quarantined, and answers            resynced: verified, or given the published version, while the others go on
     the router was started again        it is told the admitted engines
 
 An engine answers to a look by its HTTP process alone. A long prefill delays no look, so it is not taken for silence.
@@ -22,7 +22,7 @@ from rollout_sglang.weights.update_lease import Updates
 
 PERIOD_S = 1.0
 _LONGEST_PAUSE_S = 30.0
-"""Between two attempts to mend an engine that fails each time; the first pauses are shorter."""
+"""Between two attempts to resync an engine that fails each time; the first pauses are shorter."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,15 +33,15 @@ class Monitor:
         self,
         pool: EnginePool,
         updates: Updates,
-        mend: Callable[[Sequence[PooledEngine]], Awaitable[None]],
+        resync: Callable[[Sequence[PooledEngine]], Awaitable[None]],
         published: Callable[[], int],
     ) -> None:
-        """`mend` gives the published version to engines and verifies them."""
+        """`resync` gives the published version to engines and verifies them."""
         self._pool = pool
         self._updates = updates
-        self._mend = mend
+        self._resync = resync
         self._published = published
-        self._mending: asyncio.Task[None] | None = None
+        self._resyncing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -55,15 +55,15 @@ class Monitor:
                     _log.warning("a look at the engines failed, the next one follows: %s", error)
                 await asyncio.sleep(PERIOD_S)
         finally:
-            if self._mending is not None:
-                self._mending.cancel()
-                await asyncio.gather(self._mending, return_exceptions=True)
+            if self._resyncing is not None:
+                self._resyncing.cancel()
+                await asyncio.gather(self._resyncing, return_exceptions=True)
 
     async def look(self) -> None:
-        """Look once. Raises what the last mending raised."""
-        if self._mending is not None and self._mending.done():
-            mending, self._mending = self._mending, None
-            mending.result()
+        """Look once. Raises what the last resync raised."""
+        if self._resyncing is not None and self._resyncing.done():
+            resyncing, self._resyncing = self._resyncing, None
+            resyncing.result()
         await self._pool.refresh()
         under_way, newest, expected = await asyncio.to_thread(self._expected)
         engines = self._pool.engines
@@ -73,8 +73,8 @@ class Monitor:
         for engine in engines:
             await self._judge(engine, expected if settled and engine.answered >= began else None)
         answering = [e for e in self._pool.quarantined if e.answered >= began and e.try_at <= time.monotonic()]
-        if answering and self._mending is None:
-            self._mending = asyncio.create_task(self._try_to_mend(answering))
+        if answering and self._resyncing is None:
+            self._resyncing = asyncio.create_task(self._try_to_resync(answering))
         await self._pool.sync_router()
 
     def _expected(self) -> tuple[int | None, int, int]:
@@ -101,11 +101,11 @@ class Monitor:
             await self._pool.quarantine(engine, reason)
             self._pool.abandon(engine, reason)  # a publish that lost it left it paused: it would not answer
 
-    async def _try_to_mend(self, engines: Sequence[PooledEngine]) -> None:
+    async def _try_to_resync(self, engines: Sequence[PooledEngine]) -> None:
         try:
-            await self._mend(engines)
+            await self._resync(engines)
         except (RetryableError, OSError) as error:
-            _log.warning("%d engines could not be mended, they are tried again: %s", len(engines), error)
+            _log.warning("%d engines could not be resynced, they are tried again: %s", len(engines), error)
         finally:
             for engine in engines:
                 if engine.quarantined is not None:

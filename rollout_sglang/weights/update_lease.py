@@ -10,7 +10,7 @@ goes on after its successor. The wait for one's turn is for speed alone; safety 
     while the newest update has not ended, wait; but no longer
         when a later start of its role has taken over,
         when its record has not changed for `stale_s`, by the waiting process' own clock (its owner rewrites it),
-        or when it mends single engines and a publish is to begin: the publish leaves those engines out
+        or when it resyncs single engines and a publish is to begin: the publish leaves those engines out
 
 A number is the time in milliseconds, or the newest number and one where clocks disagree: engines that served another
 run before have seen lower numbers.
@@ -34,9 +34,9 @@ from pipeline.data.epochs import Epoch, newest
 from pipeline.data.files import create_exclusively, write_atomically
 from pipeline.errors import DeadlineExceededError
 
-UpdateKind = Literal["publish", "resync", "mend"]
-"""publish: the learner gives a new version to all. resync: no engine serves the version, it is given to all. mend: the
-version is given to some engines, while others serve it."""
+UpdateKind = Literal["publish", "resync", "resync_single"]
+"""publish: the learner gives a new version to all. resync: no engine serves the version, it is given to all.
+resync_single: the version is given to some engines, while others serve it."""
 STALE_S = 60.0
 """Longer than file systems cache attributes (30 s are common)."""
 KEPT = 8
@@ -128,7 +128,7 @@ class Updates:
         since = 0.0
         while (number := self.under_way()) is not None:
             record = self._read(number, _RECORD)
-            if kind == "publish" and record.get("kind") == "mend":
+            if kind == "publish" and record.get("kind") == "resync_single":
                 return
             if (number, record) != seen:
                 seen, since = (number, record), time.monotonic()

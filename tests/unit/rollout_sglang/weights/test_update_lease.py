@@ -35,7 +35,7 @@ def begin_and_vanish(updates: Updates, kind: UpdateKind) -> int:
 def test_numbers_rise_and_the_version_given_last_survives_pruning(tmp_path: Path) -> None:
     updates = updates_of(tmp_path)
     numbers = [asyncio.run(number_of(updates, "publish", given=13))]
-    numbers += [asyncio.run(number_of(updates, "mend")) for _ in range(3 * KEPT)]
+    numbers += [asyncio.run(number_of(updates, "resync_single")) for _ in range(3 * KEPT)]
     assert numbers == sorted(set(numbers))
     assert updates.given() == 13
     assert len(list(updates.folder.iterdir())) == 2 * KEPT
@@ -120,6 +120,6 @@ def test_a_heartbeat_that_cannot_be_written_neither_ends_nor_hides_the_update(
     assert (updates.under_way(), updates.given()) == (None, 4)
 
 
-def test_a_publish_does_not_wait_while_single_engines_are_mended(tmp_path: Path) -> None:
-    mending = begin_and_vanish(updates_of(tmp_path, "collector"), "mend")
-    assert asyncio.run(number_of(updates_of(tmp_path, "learner"), "publish", 0.2)) > mending
+def test_a_publish_does_not_wait_while_single_engines_are_resynced(tmp_path: Path) -> None:
+    resyncing = begin_and_vanish(updates_of(tmp_path, "collector"), "resync_single")
+    assert asyncio.run(number_of(updates_of(tmp_path, "learner"), "publish", 0.2)) > resyncing
