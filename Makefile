@@ -26,10 +26,10 @@ demo: install  ## Fine-tune a tiny model, then train it with P3O on FP8 rollouts
 	    --set model.path=runs/models/demo-base --set learner.tensor_parallel=1 --set learner.data_parallel=2
 	@$(BIN)/evenkeel train $(DEMO)
 
-test: install  ## The loop, the learner and the engines, real ones, two files at a time (about 7 minutes).
+test: install  ## The loop, the learner and the engines, real ones, two files at a time (about 11 minutes).
 	@$(BIN)/python -m pytest $(SHARED) --durations 10 -m "not slow and not cluster"
 
-test-slow: install  ## What guards tools around training, and every example of the property tests.
+test-slow: install  ## Longer runs, tools around training, and every example of the property tests.
 	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $(SHARED) --durations 10 -m "(slow or hypothesis) and not cluster"
 
 test-cluster: install  ## Several hosts, out of namespaces: a run over four of them, faults, Slurm (as root; tests/cluster/README.md).

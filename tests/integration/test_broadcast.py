@@ -211,6 +211,7 @@ def test_torch_does_not_hear_of_the_groups(found: list[dict[str, Any]]) -> None:
         assert rank["registry_after"] == rank["registry"]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_dying_engine(tmp_path: Path) -> None:
     """The command line from start to end, with 128×128-block FP8 sent."""
     make_model(tmp_path / "model")

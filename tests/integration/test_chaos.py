@@ -17,6 +17,16 @@ from tests.support.runs import ROOT, environment, evenkeel_json, make_model, mak
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 STEPS = 11
+EVERYDAY = ((2, ["launch.run.learn_rank"], "learner"), (4, ["rollout_sglang", "--weight-version"], "engine-"))
+"""After so many steps, a process with these words in its command line is killed; restarts are counted by this name."""
+EVERY_PROCESS = (
+    (2, ["launch.run.learn_rank"], "learner"),
+    (4, ["role collector"], "collector"),
+    (5, ["rollout_sglang", "--weight-version"], "engine-"),
+    (6, ["role router"], "router"),
+    (7, ["role learner"], "learner"),
+    (8, ["role engine"], "engine-"),
+)
 
 
 @pytest.fixture
@@ -70,15 +80,11 @@ def restarts(run: Path, process: str) -> int:
     return sum(event["process"].startswith(process) for event in read_events(run, "restarted"))
 
 
-def test_every_process_may_die(run: Path, supervisor: psutil.Popen) -> None:
-    for steps, words, name in (
-        (2, ["launch.run.learn_rank"], "learner"),
-        (4, ["role collector"], "collector"),
-        (5, ["rollout_sglang", "--weight-version"], "engine-"),
-        (6, ["role router"], "router"),
-        (7, ["role learner"], "learner"),
-        (8, ["role engine"], "engine-"),
-    ):
+@pytest.mark.parametrize(
+    "kills", [pytest.param(EVERYDAY, id="two"), pytest.param(EVERY_PROCESS, id="every", marks=pytest.mark.slow)]
+)
+def test_processes_may_die(run: Path, supervisor: psutil.Popen, kills: tuple[tuple[int, list[str], str], ...]) -> None:
+    for steps, words, name in kills:
         wait_for(lambda steps=steps: len(read_metrics(run)) >= steps, f"step {steps}")
         victims = children(supervisor, *words)
         assert victims, f"no process to kill: {words}"

@@ -34,6 +34,7 @@ def test_a_recipe_for_a_cpu_fits_the_model_that_evenkeel_makes(path: Path, model
 
 
 @pytest.mark.loop
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_scalerl_runs(model: Path, tmp_path: Path) -> None:
     """Everything of the paper at once: CISPO, FP32 head, FP8 rollouts, lag 8, interruptions, groups left out."""
