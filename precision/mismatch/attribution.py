@@ -1,0 +1,196 @@
+"""Where the mismatch of a token comes from: its log-ratio as a sum of terms, each with statistics of its own.
+
+A token was sampled by an engine at policy version v and is trained on with weights theta. Between the learner's
+log-probability and the engine's stand others of the same token, each of which differs from the one before in one thing:
+
+    learner at theta                        now
+      - learner at v                        then        staleness
+      - … with the rollout's formats        quantized   quantization
+      - … with the engine's experts         routed      routing (mixtures only)
+      - engine at v, prefilled              prefill     kernels
+      - engine at v, as it sampled          decode      decoding
+
+    log pi_now - log pi_decode = staleness + quantization + routing + kernels + decoding
+
+The sum telescopes: it is an identity, token by token, and no model of the mismatch. Whatever the sampler does otherwise
+(KV cache, batching, temperature) is in the last term. A score that was not taken is None; its term is exactly 0, and
+what it would have held is in the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from precision.ess import ess_from_sums
+from precision.ratios import require_usable
+from precision.torch_on_use import Tensor, torch
+
+TERMS = ("staleness", "quantization", "routing", "kernels", "decoding")
+"""From the learner to the engine."""
+
+QUANTILES = (0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """Natural log-probabilities of the same sampled tokens, each float64 [tokens]; None where one was not taken."""
+
+    now: Tensor
+    """By the learner at the weights that are trained."""
+    then: Tensor | None = None
+    """By the learner at the version that sampled."""
+    quantized: Tensor | None = None
+    """That with the rollout's formats emulated; None: nothing is quantized, or it cannot be emulated."""
+    routed: Tensor | None = None
+    """That with the experts that the engine chose; None: a dense model, or they are not known."""
+    prefill: Tensor | None = None
+    """By the engine, all tokens of a row at once."""
+    decode: Tensor
+    """By the engine, as it sampled the token."""
+
+    def __post_init__(self) -> None:
+        known = [score for score in self._chain() if score is not None]
+        shapes = {tuple(score.shape) for score in known}
+        if len(shapes) != 1 or known[0].dim() != 1 or not known[0].numel():
+            raise ValueError(f"scores are of shapes {sorted(shapes)}, expected one [tokens] with tokens; score one set")
+        if any(score.dtype is not torch.float64 for score in known):
+            raise ValueError("scores are not float64, and differences of rounded numbers do not add up; use .double()")
+
+    @property
+    def total(self) -> Tensor:
+        """[tokens] log pi_now - log pi_decode, nats: what an objective sees."""
+        return self.now - self.decode
+
+    def terms(self) -> dict[str, Tensor]:
+        """Each of TERMS, [tokens], nats; they add up to `total`. Raises FloatingPointError naming a term with values
+        that are not finite or above MAX_LOG_RATIO."""
+        terms, upper = {}, self.now
+        for name, lower in zip(TERMS, self._chain()[1:], strict=True):
+            terms[name] = torch.zeros_like(upper) if lower is None else upper - lower
+            upper = upper if lower is None else lower
+            require_usable(terms[name], f"tokens of the term {name}")
+        return terms
+
+    def select(self, tokens: Tensor) -> TokenScores:
+        """The scores of some tokens alone; `tokens` is bool or int64."""
+
+        def some(score: Tensor | None) -> Tensor | None:
+            return None if score is None else score[tokens]
+
+        return TokenScores(
+            now=self.now[tokens],
+            then=some(self.then),
+            quantized=some(self.quantized),
+            routed=some(self.routed),
+            prefill=some(self.prefill),
+            decode=self.decode[tokens],
+        )
+
+    def _chain(self) -> tuple[Tensor | None, ...]:
+        return (self.now, self.then, self.quantized, self.routed, self.prefill, self.decode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermStatistics:
+    """One term over all tokens: what the mismatch would be if there were nothing else. Nats where not said."""
+
+    mean: float
+    mean_abs: float
+    max_abs: float
+    share: float
+    """E[term · total] / E[total²]. The shares of all terms add up to 1. A term that cancels others is below 0. It is 0
+    where the total is 0 for every token."""
+    ess: float
+    """Token ESS of exp(term), in [1/tokens, 1] (precision.ess)."""
+    k3: float
+    """Mean of exp(term) - 1 - term, as in precision.ratios. A KL divergence for the total, a size for a term."""
+    positive_share: float
+    """Of tokens, those to which the learner's side gives more probability."""
+    mean_positive: float
+    """Mean over all tokens of max(term, 0)."""
+    mean_negative: float
+    """Mean over all tokens of min(term, 0)."""
+    quantiles: Mapping[str, float]
+    """Exact, by their order in percent: "0.1" to "99.9"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """The mismatch of a set of tokens, term by term."""
+
+    num_tokens: int
+    total: TermStatistics
+    terms: Mapping[str, TermStatistics]
+    largest_error: float
+    """Nats. Largest |sum of terms - total| of a token: rounding of float64 alone."""
+
+
+def attribute(scores: TokenScores) -> Attribution:
+    """Statistics of each term and of the total. Raises as `TokenScores.terms`."""
+    terms, total = scores.terms(), scores.total
+    summed = torch.stack(list(terms.values())).sum(dim=0)
+    return Attribution(
+        num_tokens=total.numel(),
+        total=term_statistics(total, total),
+        terms={name: term_statistics(term, total) for name, term in terms.items()},
+        largest_error=float((summed - total).abs().max()),
+    )
+
+
+def term_statistics(term: Tensor, total: Tensor) -> TermStatistics:
+    """Statistics of one term beside the total, both float64 [tokens]."""
+    ratios = term.exp()
+    power = float(total.square().sum())
+    at = torch.tensor(QUANTILES, dtype=torch.float64, device=term.device)
+    return TermStatistics(
+        mean=float(term.mean()),
+        mean_abs=float(term.abs().mean()),
+        max_abs=float(term.abs().max()),
+        share=float((term * total).sum()) / power if power else 0.0,
+        ess=ess_from_sums(float(ratios.sum()), float(ratios.square().sum()), term.numel()),
+        k3=float((torch.expm1(term) - term).mean()),
+        positive_share=float((term > 0).double().mean()),
+        mean_positive=float(term.clamp(min=0).mean()),
+        mean_negative=float(term.clamp(max=0).mean()),
+        quantiles={
+            f"{100 * order:g}": value for order, value in zip(QUANTILES, _quantiles(term, at).tolist(), strict=True)
+        },
+    )
+
+
+def _quantiles(values: Tensor, at: Tensor) -> Tensor:
+    """Exact, by linear interpolation. (torch.quantile refuses more than 16 million values.)"""
+    ordered = values.sort().values
+    place = at * (len(ordered) - 1)
+    below = place.floor().long()
+    above = (below + 1).clamp(max=len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def split_by_layer(steps: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The term of each layer, [tokens] each, where formats were emulated one layer after the other.
+
+    `steps` are log-probabilities with none, the first, the first two, … all of the layers quantized. The terms add up
+    to the whole of the quantization term; a layer's own is what it adds to those below it.
+    """
+    for before, after in pairwise(steps):
+        yield before - after
+
+
+def by_bucket(terms: Mapping[str, Tensor], bucket: Tensor, num_buckets: int) -> dict[str, list[float]]:
+    """Term → mean absolute value in nats for each bucket, NaN for one without tokens; `bucket` is int64 [tokens]."""
+    counts = torch.bincount(bucket, minlength=num_buckets).double()
+    return {
+        name: [
+            total / count if count else math.nan
+            for total, count in zip(
+                torch.bincount(bucket, weights=term.abs(), minlength=num_buckets).tolist(),
+                counts.tolist(),
+                strict=True,
+            )
+        ]
+        for name, term in terms.items()
+    }

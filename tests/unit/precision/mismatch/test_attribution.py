@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from precision.mismatch.attribution import (
+    TERMS,
+    TokenScores,
+    attribute,
+    by_bucket,
+    split_by_layer,
+    term_statistics,
+)
+
+NAMES = ("now", "then", "quantized", "routed", "prefill", "decode")
+
+
+def random_scores(seed: int, tokens: int = 500, absent: tuple[str, ...] = ()) -> TokenScores:
+    """float32 numbers, as learners and engines give them, in float64."""
+    draw = torch.Generator().manual_seed(seed)
+    base = -3 * torch.rand(tokens, generator=draw)
+    noise = {name: (base + 0.1 * torch.randn(tokens, generator=draw)).double() for name in NAMES}
+    return TokenScores(**{name: value for name, value in noise.items() if name not in absent})
+
+
+@pytest.mark.parametrize("absent", [(), ("routed",), ("quantized", "routed"), ("then", "routed", "prefill")])
+def test_terms_add_up_token_by_token(absent: tuple[str, ...]) -> None:
+    scores = random_scores(0, absent=absent)
+    terms = scores.terms()
+    assert tuple(terms) == TERMS
+    summed = sum(terms.values(), torch.zeros_like(scores.now))
+    assert torch.equal(summed, scores.now - scores.decode)  # float32 inputs: not even the last bit differs
+    result = attribute(scores)
+    assert result.largest_error == 0.0
+    assert sum(term.mean for term in result.terms.values()) == pytest.approx(result.total.mean, abs=1e-12)
+    assert sum(term.share for term in result.terms.values()) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_a_score_that_was_not_taken_has_a_term_of_exactly_zero() -> None:
+    scores = random_scores(1, absent=("quantized", "routed"))
+    assert scores.then is not None
+    assert scores.prefill is not None
+    terms = scores.terms()
+    assert not terms["quantization"].any()
+    assert not terms["routing"].any()
+    assert torch.equal(terms["kernels"], scores.then - scores.prefill)
+    assert attribute(scores).terms["quantization"].ess == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("moved", range(1, 6))
+def test_one_cause_moves_one_term(moved: int) -> None:
+    same = random_scores(2).now
+    shift = 0.2 * torch.sin(torch.arange(500.0, dtype=torch.float64))
+    scores = TokenScores(**{name: same - shift if at >= moved else same for at, name in enumerate(NAMES)})
+    result = attribute(scores)
+    for at, (name, term) in enumerate(result.terms.items(), start=1):
+        assert (term.share, term.max_abs > 0) == pytest.approx((1.0, True) if at == moved else (0.0, False)), name
+
+
+def test_statistics_against_numpy() -> None:
+    term = random_scores(3).total
+    values = term.numpy()
+    total = random_scores(4).total
+    found = term_statistics(term, total)
+    ratios = np.exp(values)
+    assert found.ess == pytest.approx(ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum()), rel=1e-9)
+    assert found.k3 == pytest.approx((ratios - 1 - values).mean(), rel=1e-9)
+    assert found.share == pytest.approx((values * total.numpy()).sum() / (total.numpy() ** 2).sum(), rel=1e-12)
+    assert found.mean_positive + found.mean_negative == pytest.approx(found.mean, abs=1e-15)
+    assert found.mean_positive - found.mean_negative == pytest.approx(found.mean_abs, abs=1e-15)
+    assert found.positive_share == (values > 0).mean()
+    for order, value in found.quantiles.items():
+        assert value == pytest.approx(np.quantile(values, float(order) / 100), abs=1e-14)
+
+
+def test_one_token_and_agreement() -> None:
+    one = torch.tensor([-1.5], dtype=torch.float64)
+    result = attribute(TokenScores(now=one, decode=one.clone()))
+    assert (result.total.share, result.total.ess, result.total.k3) == (0.0, pytest.approx(1.0), 0.0)
+    assert result.total.quantiles["50"] == 0.0
+
+
+def test_what_is_refused() -> None:
+    one, two = torch.zeros(1, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="shapes"):
+        TokenScores(now=one, decode=two)
+    with pytest.raises(ValueError, match="shapes"):
+        TokenScores(now=one[:0], decode=one[:0])
+    with pytest.raises(ValueError, match="float64"):
+        TokenScores(now=one.float(), decode=one)
+    with pytest.raises(FloatingPointError, match="kernels"):
+        TokenScores(now=one, prefill=one - math.inf, decode=one - math.inf).terms()
+
+
+def test_layers_add_up_to_the_quantization_term() -> None:
+    steps: list[Tensor] = [random_scores(seed).now for seed in range(4)]
+    layers = list(split_by_layer(steps))
+    assert len(layers) == 3
+    assert torch.equal(sum(layers, torch.zeros_like(steps[0])), steps[0] - steps[-1])
+
+
+def test_buckets_by_hand() -> None:
+    term = torch.tensor([1.0, -3.0, 5.0], dtype=torch.float64)
+    found = by_bucket({"kernels": term}, torch.tensor([0, 0, 2]), 3)["kernels"]
+    assert (found[0], found[2]) == (2.0, 5.0)
+    assert math.isnan(found[1])
+
+
+def test_select() -> None:
+    scores = random_scores(5, absent=("routed",))
+    few = scores.select(torch.arange(500) < 7)
+    assert few.routed is None
+    assert torch.equal(few.total, scores.total[:7])
