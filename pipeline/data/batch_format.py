@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import FINISH_REASONS, Batch, DroppedGroup, LogprobContract
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 ADDED_IN_2 = ("loss_mask", "problem")
 """Arrays that files of schema 1 lack. There, engines sampled every token, and problems were not recorded."""
 NAMES_BEFORE_3 = {"rollout_logprobs": "sampler_logprobs", "loss_mask": "forced"}
@@ -44,6 +45,10 @@ PER_SAMPLE: dict[str, str] = {
 }
 """Arrays [n], with their dtypes. `reward_parts` is stored beside them as float32 [parts, n]."""
 
+KEPT = ("kept_offsets", "kept_tokens")
+"""Optional arrays since schema 4: the offsets and token ids of `Batch.kept`, int64 [responses + 1] and int32 [kept].
+The attribute `optional_arrays` names those that a file has."""
+
 
 def attributes_of(batch: Batch) -> dict[str, Any]:
     """What is stored as JSON beside the arrays."""
@@ -56,7 +61,12 @@ def attributes_of(batch: Batch) -> dict[str, Any]:
         "next_group": batch.next_group,
         "open_groups": _ranges(batch.open_groups),
         "reward_part_names": sorted(batch.reward_parts),
+        "optional_arrays": sorted(_optional_arrays(batch)),
     }
+
+
+def _optional_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
+    return {} if batch.kept is None else dict(zip(KEPT, (batch.kept.offsets, batch.kept.tokens), strict=True))
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
@@ -75,7 +85,7 @@ def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
     arrays = {name: getattr(batch, name) for name in (*PER_TOKEN, *PER_SAMPLE)}
     if batch.reward_parts:
         arrays["reward_parts"] = np.stack([batch.reward_parts[name] for name in sorted(batch.reward_parts)])
-    return arrays
+    return arrays | _optional_arrays(batch)
 
 
 def array_names(attributes: Mapping[str, Any]) -> list[str]:
@@ -89,7 +99,11 @@ def array_names(attributes: Mapping[str, Any]) -> list[str]:
     names = [name for name in (*PER_TOKEN, *PER_SAMPLE) if version > 1 or name not in ADDED_IN_2]
     if version < 3:
         names = [NAMES_BEFORE_3.get(name, name) for name in names]
-    return names + ["reward_parts"] * bool(attributes["reward_part_names"])
+    return [
+        *names,
+        *["reward_parts"] * bool(attributes["reward_part_names"]),
+        *attributes.get("optional_arrays", ()),  # since schema 4
+    ]
 
 
 def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Batch:
@@ -98,7 +112,10 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     parts = arrays["reward_parts"] if names else np.empty((0, 0), np.float32)
     if len(parts) != len(names):
         raise ValueError(f"reward_parts has {len(parts)} rows, expected one for each of {names}")
-    fields: dict[str, Any] = {name: array for name, array in arrays.items() if name != "reward_parts"}
+    optional = attributes.get("optional_arrays", ())
+    if unknown := set(optional) - set(KEPT):
+        raise ValueError(f"optional_arrays names {sorted(unknown)}, known are {list(KEPT)}")
+    fields: dict[str, Any] = {n: array for n, array in arrays.items() if n not in ("reward_parts", *optional)}
     dropped = attributes["dropped"]
     if attributes["schema_version"] < 3:
         fields = _upgraded(fields)
@@ -111,6 +128,7 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
         open_groups=tuple(group for start, stop in attributes.get("open_groups", ()) for group in range(start, stop)),
         recipe_sha256=attributes["recipe_sha256"],
         reward_parts=dict(zip(names, parts, strict=True)),
+        kept=KeptSets(offsets=arrays[KEPT[0]], tokens=arrays[KEPT[1]]) if optional else None,
         **fields,
     )
 
@@ -149,6 +167,17 @@ def check_batch(batch: Batch) -> None:
             raise ValueError(f"reward part {name} is {part.dtype.name}{part.shape}, expected float32 ({samples},)")
     _check_offsets(batch)
     _check_groups(batch)
+    _check_kept(batch)
+
+
+def _check_kept(batch: Batch) -> None:
+    if (batch.kept is not None) != batch.contract.kept_set:
+        raise ValueError(
+            f"the contract says kept_set {batch.contract.kept_set}, but the batch has "
+            f"{'none' if batch.kept is None else 'kept sets'}"
+        )
+    if batch.kept is not None:
+        batch.kept.check(batch.response_tokens, batch.loss_mask)
 
 
 def _check_offsets(batch: Batch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
@@ -20,7 +21,10 @@ class Response(NamedTuple):
 def given_batch(
     index: int, groups: Iterable[tuple[Sequence[int], Sequence[Response]]], contract: LogprobContract
 ) -> Batch:
-    """Batch `index` of (prompt tokens, responses), as if sampled with version `index`. Groups are numbered from 0."""
+    """Batch `index` of (prompt tokens, responses), as if sampled with version `index`. Groups are numbered from 0.
+
+    Its log-probabilities are over the whole vocabulary, whatever the contract says of kept sets: nothing was cut."""
+    contract = replace(contract, kept_set=False)
     built = [
         Group(
             prompt=Prompt(group=number, text="", answer="", tokens=tuple(prompt)),

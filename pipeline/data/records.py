@@ -12,6 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.kept_sets import KeptSets
+
 FINISH_REASONS = ("stop", "length", "abort")
 """`Batch.finish` holds indices into this tuple."""
 
@@ -29,8 +31,10 @@ problem is solved too often to be asked again."""
 class LogprobContract:
     """What a stored log-probability means. A learner refuses a batch whose contract is not its own.
 
-    The distribution is softmax(logits / temperature), before top-p and top-k cut it (SGLang's convention for scaled
-    logprobs); the token ids are those of the tokenizer with this digest.
+    The distribution is softmax(logits / temperature). With `kept_set` it is cut by top-p and top-k and renormalized
+    over what they left, which is stored beside it (Batch.kept): what the engine sampled from. Without, it is the one
+    over the whole vocabulary, before the cut (SGLang's convention for log-probabilities). The token ids are those of
+    the tokenizer with this digest.
     """
 
     temperature: float
@@ -38,6 +42,8 @@ class LogprobContract:
     top_k: int
     scaled: bool
     tokenizer_sha256: str
+    kept_set: bool = False
+    """Files that do not say are older than kept sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,8 @@ class Completion:
     generated_s: float
     loss_mask: tuple[bool, ...] = ()
     """One per token, False where no engine sampled it; empty means that all were sampled."""
+    kept: KeptSets | None = None
+    """What top-p and top-k left to choose from, for each token; None where the engine was not asked."""
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
@@ -166,6 +174,8 @@ class Batch:
     open_groups: tuple[int, ...] = ()
     """Ascending: groups below `next_group` that are neither in this batch nor in one before it. Later batches had them
     under way when this one was committed."""
+    kept: KeptSets | None = None
+    """[responses] sets of tokens over which the contract's distribution is renormalized; None: the whole vocabulary."""
 
     @property
     def num_samples(self) -> int:
@@ -196,6 +206,12 @@ class Batch:
         ends = np.concatenate([[0], np.cumsum(~self.loss_mask)])[self.response_offsets]
         return np.asarray(np.diff(ends) > 0)
 
+    @property
+    def response_tokens(self) -> NDArray[np.int32]:
+        """[responses] token ids."""
+        places = np.arange(len(self.tokens)) - np.repeat(self.sample_offsets[:-1], np.diff(self.sample_offsets))
+        return self.tokens[places >= np.repeat(self.prompt_lengths, np.diff(self.sample_offsets))]
+
     def sample_tokens(self, sample: int) -> NDArray[np.int32]:
         """Prompt and response tokens of one sample."""
         return self.tokens[self.sample_offsets[sample] : self.sample_offsets[sample + 1]]
@@ -216,6 +232,7 @@ class Batch:
             reward_parts={name: values[samples] for name, values in self.reward_parts.items()},
             **{name: getattr(self, name)[samples] for name in (*of_samples, *timings)},
             **{name: getattr(self, name)[responses] for name in of_responses},
+            kept=None if self.kept is None else self.kept.take(np.flatnonzero(responses)),
         )
 
     @staticmethod
@@ -259,5 +276,11 @@ class Batch:
             next_group=next_group,
             recipe_sha256=recipe_sha256,
             open_groups=tuple(open_groups),
+            kept=_kept([c for _, _, c in rows]) if contract.kept_set else None,
             **per_sample,
         )
+
+
+def _kept(completions: Sequence[Completion]) -> KeptSets:
+    """The sets of all tokens; empty ones where an engine was to say and did not, which no store commits."""
+    return KeptSets.joined([KeptSets.empty(len(c.tokens)) if c.kept is None else c.kept for c in completions])

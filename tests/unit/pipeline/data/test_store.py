@@ -41,7 +41,7 @@ from tests.support.examples import examples
 
 MakeBatch = Callable[..., Batch]
 GOLDEN = Path(__file__).parents[3] / "golden" / "store"
-SCHEMA_1, SCHEMA_2 = GOLDEN / "schema_1.zarr.zip", GOLDEN / "schema_2.zarr.zip"
+SCHEMA_1, SCHEMA_2, SCHEMA_3 = (GOLDEN / f"schema_{number}.zarr.zip" for number in (1, 2, 3))
 
 
 def assert_same(left: Batch, right: Batch) -> None:
@@ -272,11 +272,11 @@ def test_a_changed_attribute_fails_the_digest(tmp_path: Path, make_batch: MakeBa
 
 def test_another_schema_version_is_named(tmp_path: Path, make_batch: MakeBatch) -> None:
     def age(members: dict[str, bytes]) -> None:
-        members["zarr.json"] = members["zarr.json"].replace(b'"schema_version": 3', b'"schema_version": 7')
+        members["zarr.json"] = members["zarr.json"].replace(b'"schema_version": 4', b'"schema_version": 7')
 
     store = BatchStore(tmp_path)
     rewrite(store.commit(make_batch(0)), age)
-    with pytest.raises(CorruptBatchError, match="schema version 7, this program reads 1 to 3"):
+    with pytest.raises(CorruptBatchError, match="schema version 7, this program reads 1 to 4"):
         store.read(0, None)
 
 
@@ -310,6 +310,16 @@ def test_a_file_of_schema_2_is_read_and_checked(tmp_path: Path, make_batch: Make
     rewrite(store.path(6), lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}))
     with pytest.raises(CorruptBatchError, match="content digest"):
         store.read(6, None)
+
+
+def test_a_file_of_schema_3_is_read_and_checked(tmp_path: Path, make_batch: MakeBatch) -> None:
+    """Written before there were optional arrays, under a contract that says nothing of kept sets."""
+    store = BatchStore(tmp_path)
+    shutil.copy(SCHEMA_3, store.path(7))
+    assert_same(store.read(7, None), make_batch(7, dropped=(4,), next_group=20, open_groups=(5, 6, 9)))
+    rewrite(store.path(7), lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}))
+    with pytest.raises(CorruptBatchError, match="content digest"):
+        store.read(7, None)
 
 
 def test_forced_tokens_and_open_groups_come_back(tmp_path: Path, make_batch: MakeBatch) -> None:
