@@ -1,0 +1,37 @@
+"""Scores of fixed token rows under any quant map, by a running learner, as `precision.mismatch.sensitivity` asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_bridge.step.fp8_emulation import emulated
+from precision.formats.quant_map import QuantMap
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
+
+
+def row_scorer(learner: MegatronLearner, rows: Sequence[Sequence[int]]) -> Callable[[QuantMap | None], Tensor]:
+    """`score(quant_map)` → [tokens] float64, nats: tokens 1 … n-1 of each row, one row after another, with the map's
+    formats emulated (None, or a map of no modules: without).
+
+    Collective at every call: all ranks must ask for the same maps in the same order. Scores are the same on all ranks,
+    so that what is decided from them is. Raises as `emulated`.
+    """
+
+    def score(quant_map: QuantMap | None) -> Tensor:
+        if quant_map is None or not quant_map.formats:
+            return _flat(learner, rows)
+        with emulated(learner, quant_map):
+            return _flat(learner, rows)
+
+    return score
+
+
+def _flat(learner: MegatronLearner, rows: Sequence[Sequence[int]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(learner.score_tokens(rows)).astype(np.float64))

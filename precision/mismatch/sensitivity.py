@@ -1,0 +1,191 @@
+"""Which layers suffer most from the rollout's formats, and which of them to keep in full precision.
+
+    rank_groups       each layer group quantized alone, and each promoted alone      what a format costs, group by group
+    promote_greedily  the costliest group first, until the ESS reaches a floor       the map that a recipe takes
+
+Nothing here knows a model. `score(quant_map)` gives the log-probabilities of fixed tokens, [tokens] in nats: with None
+those of the unquantized model, with a map those of the model whose formats are emulated. The smallest unit that changes
+format is what an engine stacks: qkv, o, gate_up and down of a layer. The experts of a layer count as one.
+
+A group's log-ratio is log pi_unquantized - log pi_quantized, as if the engine had that format and nothing else
+differed. The ESS and k3 of tokens that another policy sampled are no expectations, but they order groups alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from precision.formats.quant_map import QuantMap
+from precision.mismatch.statistics import Gap, gap
+
+Score = Callable[[QuantMap | None], Tensor]
+"""Log-probabilities [tokens] of the same tokens, in nats, under a quant map, or (None) without quantization."""
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Modules that change format together."""
+
+    name: str
+    """Such as `model.layers.3.mlp.down_proj` or `model.layers.3.self_attn.q_proj+k_proj+v_proj`."""
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSensitivity:
+    """What the format of one group costs."""
+
+    group: LayerGroup
+    alone: Gap
+    """Only this group quantized, against nothing quantized."""
+    promoted: Gap | None
+    """Everything but this group quantized, against nothing quantized; None where that was not asked for."""
+
+    @property
+    def damage(self) -> float:
+        """KL (k3), nats, with the group alone quantized. Small ones add up over groups whose errors are independent,
+        and 1 - ESS is then twice their sum."""
+        return self.alone.k3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """One step of `promote_greedily`."""
+
+    group: LayerGroup
+    extra_bytes: int
+    """What keeping the group in full precision costs an engine."""
+    gap: Gap
+    """With this and all earlier promotions, the map applied as a whole, on the tokens that are held out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """A map that holds the floor, and the way to it."""
+
+    quant_map: QuantMap
+    start: Gap
+    """Before the first promotion."""
+    path: tuple[Promotion, ...]
+    reached: bool
+    """False when the floor is not held although nothing is quantized any more."""
+
+    @property
+    def gap(self) -> Gap:
+        """Of the suggested map as a whole."""
+        return self.path[-1].gap if self.path else self.start
+
+
+def layer_groups(quant_map: QuantMap) -> tuple[LayerGroup, ...]:
+    """The map's units, in its order: what engines stack, with a layer's experts taken together."""
+    members: dict[tuple[str, ...], list[str]] = {}
+    for group in quant_map.fused_groups:
+        kind = tuple(_EXPERT.sub(".experts.*.", module) for module in group)
+        members.setdefault(kind, []).extend(group)
+    return tuple(LayerGroup(name=_joined(kind), modules=tuple(modules)) for kind, modules in members.items())
+
+
+def whole_layers(quant_map: QuantMap) -> tuple[LayerGroup, ...]:
+    """Units as large as a decoder layer, named `model.layers.N`; fewer passes than `layer_groups`."""
+    members: dict[str, list[str]] = {}
+    for module in quant_map.formats:
+        found = re.match(r".*?\.layers\.\d+", module)
+        members.setdefault(found.group() if found else module, []).append(module)
+    return tuple(LayerGroup(name=name, modules=tuple(modules)) for name, modules in members.items())
+
+
+def without(quant_map: QuantMap, modules: Iterable[str]) -> QuantMap:
+    """The map with `modules` left unquantized. Raises ValueError when they cut through what the engine stacks."""
+    return quant_map.restricted(quant_map.formats.keys() - set(modules))
+
+
+def rank_groups(
+    score: Score,
+    quant_map: QuantMap,
+    *,
+    groups: Sequence[LayerGroup] | None = None,
+    promote: bool = True,
+    chosen: Tensor | None = None,
+) -> list[GroupSensitivity]:
+    """Sensitivities, the most damaging group first. Takes one pass, and one or (`promote`) two for each group.
+
+    `groups` are those of `layer_groups` by default. `chosen`, bool [tokens], are the tokens to judge by. Raises
+    ValueError when a group's modules are not in the map, FloatingPointError for scores that are not finite.
+    """
+    plain = score(None)
+    found = []
+    for group in layer_groups(quant_map) if groups is None else groups:
+        _require_known(group, quant_map)
+        alone = gap(plain, score(quant_map.restricted(group.modules)), chosen)
+        rest = gap(plain, score(without(quant_map, group.modules)), chosen) if promote else None
+        found.append(GroupSensitivity(group=group, alone=alone, promoted=rest))
+    return sorted(found, key=lambda one: -one.damage)
+
+
+def promote_greedily(
+    score: Score,
+    quant_map: QuantMap,
+    ranked: Sequence[GroupSensitivity],
+    *,
+    ess_floor: float,
+    extra_bytes: Mapping[str, int],
+    held_out: Tensor | None = None,
+) -> Suggestion:
+    """Promote group after group until the ESS of the whole map is at least `ess_floor`.
+
+    The next group is the one with the most damage for each byte that it costs (`extra_bytes`, by the group's name).
+    Every map on the way is scored as a whole. `held_out`, bool [tokens], selects the tokens that decide when to stop:
+    give tokens that `ranked` was not made from. Raises ValueError for a floor outside (0, 1] or a group without cost.
+    """
+    if not 0.0 < ess_floor <= 1.0:
+        raise ValueError(f"ess_floor is {ess_floor}, expected above 0 and at most 1; 0.98 is a usual one")
+    unpriced = [one.group.name for one in ranked if extra_bytes.get(one.group.name, 0) < 1]
+    if unpriced:
+        raise ValueError(f"{unpriced[0]} has no cost in bytes, expected a positive number for each group; add it")
+    plain = score(None)
+    start = gap(plain, score(quant_map), held_out)
+    order = sorted(ranked, key=lambda one: -one.damage / extra_bytes[one.group.name])
+    path: list[Promotion] = []
+    for promoted in _promotions(order):
+        if (path[-1].gap if path else start).ess >= ess_floor:
+            break
+        group = promoted[-1].group
+        smaller = without(quant_map, (module for one in promoted for module in one.group.modules))
+        reached = gap(plain, score(smaller if smaller.formats else None), held_out)
+        path.append(Promotion(group=group, extra_bytes=extra_bytes[group.name], gap=reached))
+    final = without(quant_map, (module for one in path for module in one.group.modules))
+    last = path[-1].gap if path else start
+    return Suggestion(quant_map=final, start=start, path=tuple(path), reached=last.ess >= ess_floor)
+
+
+def rank_agreement(ours: Sequence[str], theirs: Sequence[str]) -> float:
+    """Spearman's rank correlation of two orders of the same names, in [-1, 1]. Raises ValueError when the names differ
+    or are fewer than two."""
+    if set(ours) != set(theirs) or len(ours) != len(set(ours)) or len(ours) != len(theirs) or len(ours) < 2:
+        odd = sorted(set(ours) ^ set(theirs))[:4]
+        raise ValueError(f"rankings of {len(ours)} and {len(theirs)} names differ in {odd}; rank the same groups")
+    place = {name: index for index, name in enumerate(theirs)}
+    squares = sum((index - place[name]) ** 2 for index, name in enumerate(ours))
+    return 1.0 - 6.0 * squares / (len(ours) ** 3 - len(ours))
+
+
+def _promotions(order: Sequence[GroupSensitivity]) -> Iterator[Sequence[GroupSensitivity]]:
+    return (order[:count] for count in range(1, len(order) + 1))
+
+
+def _joined(kind: tuple[str, ...]) -> str:
+    """Members of one parent as `parent.first+second`."""
+    parent = kind[0].rpartition(".")[0]
+    return f"{parent}." + "+".join(module.removeprefix(f"{parent}.") for module in kind)
+
+
+def _require_known(group: LayerGroup, quant_map: QuantMap) -> None:
+    unknown = [module for module in group.modules if module not in quant_map.formats]
+    if unknown:
+        raise ValueError(f"group {group.name}: {unknown[0]} is not in the quant map; take groups of the same map")

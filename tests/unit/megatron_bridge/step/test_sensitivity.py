@@ -1,0 +1,69 @@
+"""Ranking layer groups of a real learner with a planted bad layer: a few channels that dwarf all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from launch.verify.layouts import write_model
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.parallel.layout import leave_layout
+from megatron_bridge.step.sensitivity import row_scorer
+from pipeline.config.recipe import LearnerSection
+from precision.formats.quant_map import QuantMap
+from precision.mismatch.sensitivity import promote_greedily, rank_groups
+from precision.supervised import Supervised
+from tests.support.outliers import plant_outlier_channels
+
+# Megatron-Core calls much of itself and of torch deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
+]
+
+BAD = {"model.layers.2.mlp.down_proj", "model.layers.2.mlp.gate_proj+up_proj"}
+"""Blocks of up_proj hold large rows beside small ones, too."""
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronLearner]:
+    model = tmp_path_factory.mktemp("models") / "planted"
+    write_model(model, experts=False)
+    plant_outlier_channels(model, layer=2)
+    try:
+        yield MegatronLearner.create(
+            model, LearnerSection(step_deadline_s=60), Supervised(), temperature=1.0, seed=0, total_steps=1
+        )
+    finally:
+        leave_layout()
+
+
+def rows(learner: MegatronLearner) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(0, learner.model_config.vocab_size, 33).tolist() for _ in range(8)]
+
+
+def test_a_planted_bad_layer_is_ranked_first_and_promoted_first(learner: MegatronLearner) -> None:
+    score = row_scorer(learner, rows(learner))
+    quant = QuantMap.for_decoder(learner.model_config.num_layers, "fp8_block")
+    ranked = rank_groups(score, quant)
+    assert {one.group.name for one in ranked[:2]} == BAD
+    assert ranked[1].damage > 10 * ranked[2].damage
+    promoted = sorted((one.promoted.k3, one.group.name) for one in ranked if one.promoted is not None)
+    assert promoted[0][1] in BAD
+    costs = {one.group.name: 1000 for one in ranked}
+    found = promote_greedily(score, quant, ranked, ess_floor=1 - 20 * ranked[2].damage, extra_bytes=costs)
+    assert found.reached
+    assert {step.group.name for step in found.path[:2]} == BAD
+    assert found.path[1].gap.k3 < found.start.k3 / 10
+
+
+def test_scores_are_restored_and_empty_maps_change_nothing(learner: MegatronLearner) -> None:
+    score = row_scorer(learner, rows(learner))
+    plain = score(None)
+    assert plain.shape == (8 * 32,)
+    assert not torch.equal(score(QuantMap.for_decoder(4, "fp8_tensor")), plain)
+    assert torch.equal(score(None), plain)
+    assert torch.equal(score(QuantMap({}, ())), plain)
