@@ -75,13 +75,23 @@ class EngineClient:
                     "top_k": sampling.top_k,
                 },
                 "return_logprob": True,
+                **({} if sampling.experts is None else {"return_routed_experts": True}),
             },
             expected=num_samples,
         )
         elapsed_s = time.monotonic() - started
         if samples is None:
             return [aborted_completion(self.index, elapsed_s)] * num_samples
-        return [completion_of(sample, engine=self.index, elapsed_s=elapsed_s) for sample in samples]
+        return [
+            completion_of(
+                sample,
+                engine=self.index,
+                elapsed_s=elapsed_s,
+                num_prompt=len(prompt_tokens),
+                experts=sampling.experts,
+            )
+            for sample in samples
+        ]
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Prefill scoring: for each row of n tokens, [n - 1] log-probabilities of tokens 1…n-1 given those before.

@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
 
 from pipeline.data.records import Completion, FinishReason
+from pipeline.data.routed_experts import ExpertShape, RoutedExperts, decode_engine_rows, rows_still_true
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 
 UNKNOWN_ENGINE = 2**16 - 1
@@ -55,6 +56,10 @@ class MetaInfo(Answer):
     """Seconds in the engine, its own queue included."""
     queue_time: float | None = None
     """Seconds in the engine's queue; only with --enable-metrics."""
+    routed_experts: str | None = None
+    """See pipeline.data.routed_experts.decode_engine_rows; only when asked for, with --enable-return-routed-experts."""
+    num_retractions: int | None = None
+    """How often the request lost its keys and values and was prefilled again, also for an update of the weights."""
 
 
 class Generated(Answer):
@@ -159,8 +164,11 @@ def token_versions(meta: MetaInfo, num_tokens: int) -> tuple[int, ...]:
     return versions
 
 
-def completion_of(sample: Generated, *, engine: int, elapsed_s: float) -> Completion:
-    """The record of one sample, for which the caller waited `elapsed_s`. Raises EngineUnavailableError on a bad one."""
+def completion_of(
+    sample: Generated, *, engine: int, elapsed_s: float, num_prompt: int = 0, experts: ExpertShape | None = None
+) -> Completion:
+    """The record of one sample, for which the caller waited `elapsed_s`. With `experts`, its routes too, of a prompt of
+    `num_prompt` tokens and of the response. Raises EngineUnavailableError on a bad one."""
     meta, tokens = sample.meta_info, sample.output_ids
     logprobs = meta.output_token_logprobs or ()
     values = tuple(value for value, _, _ in logprobs if value is not None)
@@ -170,15 +178,34 @@ def completion_of(sample: Generated, *, engine: int, elapsed_s: float) -> Comple
             "ask again"
         )
     generated_s = meta.e2e_latency - (meta.queue_time or 0.0)
+    versions = token_versions(meta, len(tokens))
     return Completion(
         tokens=tokens,
         logprobs=values,
-        versions=token_versions(meta, len(tokens)),
+        versions=versions,
         finish=_finish_reason(meta.finish_reason),
         engine=engine,
         queued_s=max(0.0, elapsed_s - generated_s),
         generated_s=generated_s,
+        experts=None if experts is None else _routes(meta, num_prompt, versions, experts),
     )
+
+
+def _routes(meta: MetaInfo, num_prompt: int, versions: tuple[int, ...], shape: ExpertShape) -> RoutedExperts:
+    """Of prompt and response. An aborted request comes without them: its routes are unknown."""
+    num_tokens = num_prompt + len(versions)
+    if meta.routed_experts is None and meta.finish_reason.type == "abort":
+        return RoutedExperts.unknown(num_tokens, shape)
+    if meta.routed_experts is None or meta.num_retractions is None:
+        raise EngineUnavailableError(
+            "engine did not say which experts its tokens went to; start it with --enable-return-routed-experts "
+            "(SGLang 0.5.23), or set rollout.replay_experts to false"
+        )
+    try:
+        rows = decode_engine_rows(meta.routed_experts, num_tokens, shape)
+    except ValueError as error:
+        raise EngineUnavailableError(f"engine answered {error}; ask again") from error
+    return rows_still_true(rows, num_prompt, versions, meta.num_retractions)
 
 
 def aborted_completion(engine: int, elapsed_s: float) -> Completion:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.kept_sets import KeptSets
+from pipeline.data.routed_experts import RoutedExperts
 
 FINISH_REASONS = ("stop", "length", "abort")
 """`Batch.finish` holds indices into this tuple."""
@@ -75,6 +76,8 @@ class Completion:
     """One per token, False where no engine sampled it; empty means that all were sampled."""
     kept: KeptSets | None = None
     """What top-p and top-k left to choose from, for each token; None where the engine was not asked."""
+    experts: RoutedExperts | None = None
+    """Of the prompt's tokens and of these; None where the engines were not asked."""
 
     @property
     def sampled(self) -> NDArray[np.bool_]:

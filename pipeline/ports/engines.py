@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pipeline.data.records import Completion
+from pipeline.data.routed_experts import ExpertShape
 from pipeline.ports.weight_check import WeightCheck
 
 
@@ -19,6 +20,8 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    experts: ExpertShape | None = None
+    """Of a mixture whose engines say which experts each token went to; None: they are not asked."""
 
 
 class Engines(Protocol):

@@ -1,8 +1,8 @@
 """Start stock SGLang on a machine without CUDA: `python -m rollout_sglang.cpu.cpu_server <SGLang's own arguments>`.
 
-What a CPU without SGLang's kernels needs: settings of the environment, stubs for missing GPU packages, and FP8 linear
-layers emulated. All of it happens while this module is run, so that a child that re-imports it (multiprocessing's
-`spawn` runs the module again as `__mp_main__`) is equipped like its parent.
+What a CPU without SGLang's kernels needs: settings of the environment, stubs for missing GPU packages, FP8 linear
+layers emulated, and memory for the record of routed experts. All of it happens while this module is run, so that a
+child that re-imports it (multiprocessing's `spawn` runs the module again as `__mp_main__`) is equipped like its parent.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def prepare() -> None:
     install_stubs()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from rollout_sglang.cpu import attention, fp8
+    from rollout_sglang.cpu import attention, fp8, routed_experts
 
     bound_groups()
     fp8.register_hooks()
     attention.register_hooks()
+    routed_experts.register_hooks()
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
 
 

@@ -3,11 +3,13 @@
 `EngineDouble` samples token t with version v and log-probability -(t + 1) / 8, one token each `token_s`. Paused by
 `retract` it holds; paused by `abort` it answers what it has first, and takes up nothing more. The checksum of its one
 parameter is its version's number. tests/integration/test_engine.py compares its answers, field by field, with those of
-the real server; with `sglang` 0.5.17 it answers as that one did (no spans, no sessions).
+the real server; with `sglang` 0.5.17 it answers as that one did (no spans, no sessions). With `experts` it says, when
+asked, that token t at place p went to the experts t + p, t + p + 1, … of each layer that has any.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 import time
@@ -18,7 +20,9 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 import httpx
+import numpy as np
 
+from pipeline.data.routed_experts import ExpertShape
 from rollout_sglang.server.update_fence import DRAIN_DEADLINE_S, UPDATE_HEADER, access
 
 GenerateFault = Literal["drop", "500", "hang", "garbage"]
@@ -138,6 +142,9 @@ class EngineDouble(_Double):
         self.model_path = "/initial"
         self.token_s = 0.0
         self.spans = sglang != "0.5.17"
+        self.experts: ExpertShape | None = None
+        self.retractions = 0
+        """Of each request, beside those by which it was paused."""
         self.generate_faults: list[GenerateFault] = []
         self.load_fault: LoadFault | None = None
         self.loads = 0
@@ -297,9 +304,13 @@ class EngineDouble(_Double):
             "input_token_logprobs": scored,
             "output_token_logprobs": [[-(token + 1) / 8, token, None] for token in tokens],
             "e2e_latency": seconds,
+            "num_retractions": self.retractions,
         }
         if self.spans:
             meta["weight_versions"] = _spans(versions or [self.version], len(versions))
+            meta["num_retractions"] = self.retractions + len(meta["weight_versions"]) - 1
+        if self.experts is not None and request.get("return_routed_experts"):
+            meta["routed_experts"] = _routes([*row, *tokens], self.experts)
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
 
@@ -307,6 +318,14 @@ def _spans(versions: list[str], num_tokens: int) -> list[dict[str, Any]]:
     starts = [place for place, version in enumerate(versions) if not place or version != versions[place - 1]]
     ends = [*starts[1:], num_tokens]
     return [{"version": versions[start], "start": start, "end": end} for start, end in zip(starts, ends, strict=True)]
+
+
+def _routes(tokens: list[int], shape: ExpertShape) -> str:
+    rows = np.zeros((len(tokens) - 1, shape.num_layers, shape.per_token), "<i4")
+    first = np.array(tokens[:-1]) + np.arange(len(tokens) - 1)
+    chosen = (first[:, None] + np.arange(shape.per_token)) % shape.num_experts
+    rows[:, list(shape.moe_layers)] = chosen[:, None]
+    return base64.b64encode(rows.tobytes()).decode()
 
 
 class RouterDouble(_Double):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient, _input_logprobs
@@ -52,6 +53,42 @@ def test_a_group_is_one_request_and_comes_back_token_by_token(engine: EngineDoub
     assert group[0].engine == 7
     assert 0 <= group[0].generated_s < 1
     assert 0 <= group[0].queued_s < 1
+
+
+EXPERTS = ExpertShape(num_layers=2, moe_layers=(1,), num_experts=16, per_token=2)
+
+
+def test_routed_experts_come_with_the_sample_when_asked_for(engine: EngineDouble) -> None:
+    engine.experts = EXPERTS
+    sampling = Sampling(max_new_tokens=3, experts=EXPERTS)
+    with_routes, without = client_of(engine), client_of(engine)
+    [sample] = run(with_routes, with_routes.generate([5, 6], 1, sampling))
+    assert sample.experts is not None
+    assert sample.experts.ids[:, 0].tolist() == [[5, 6], [7, 8], [2, 3], [4, 5], [0, 0]]
+    assert sample.experts.known.tolist() == [True, True, True, True, False]
+    [sample] = run(without, without.generate([5, 6], 1, SAMPLING))
+    assert sample.experts is None
+
+
+def test_routes_of_a_retracted_request_are_unknown(engine: EngineDouble) -> None:
+    engine.experts, engine.retractions = EXPERTS, 1
+    client = client_of(engine)
+    [sample] = run(client, client.generate([5, 6], 1, Sampling(max_new_tokens=3, experts=EXPERTS)))
+    assert sample.experts is not None
+    assert not sample.experts.known.any()
+
+
+def test_an_engine_that_does_not_record_experts_is_named(engine: EngineDouble) -> None:
+    client = client_of(engine)
+    with pytest.raises(EngineUnavailableError, match="start it with --enable-return-routed-experts"):
+        run(client, client.generate([5, 6], 1, Sampling(max_new_tokens=3, experts=EXPERTS)))
+
+
+def test_routes_of_another_model_are_refused(engine: EngineDouble) -> None:
+    engine.experts = ExpertShape(num_layers=3, moe_layers=(1,), num_experts=16, per_token=2)
+    client = client_of(engine)
+    with pytest.raises(EngineUnavailableError, match="characters of routed experts for 5 tokens"):
+        run(client, client.generate([5, 6], 1, Sampling(max_new_tokens=3, experts=EXPERTS)))
 
 
 def test_prefill_scores_leave_out_the_first_token(engine: EngineDouble) -> None:

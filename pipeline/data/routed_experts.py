@@ -1,0 +1,144 @@
+"""Which experts of a mixture an engine sent each token to.
+
+A router's logits are often nearly tied, so a learner whose numbers differ in the last bit sends some tokens to other
+experts than the engine did, and their log-probabilities jump. Replaying the engine's choice takes that jump away
+("Stabilizing MoE reinforcement learning by aligning training and inference routers", R3; peers.md, pain 8).
+
+Row i is about the forward pass over token i, whose result predicts token i + 1. A row is *unknown* where the engine
+cannot say what it did when it sampled; there the learner's own router decides.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """The mixture of a model, as far as records of its routes depend on it."""
+
+    num_layers: int
+    """All layers of the model, dense ones included."""
+    moe_layers: tuple[int, ...]
+    """The layers that have experts, ascending, counted from 0."""
+    num_experts: int
+    """In each of these layers."""
+    per_token: int
+    """How many of them a token is sent to."""
+
+    @property
+    def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
+        """The smallest that holds the number of any expert."""
+        return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype(np.uint16)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutedExperts:
+    """The experts of consecutive tokens: of one sample, or of all samples of a batch one after another."""
+
+    ids: NDArray[np.uint8] | NDArray[np.uint16]
+    """[tokens, MoE layers, per_token], distinct within a row; 0 where `known` is False."""
+    known: NDArray[np.bool_]
+    """[tokens]"""
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 3 or self.known.shape != self.ids.shape[:1]:
+            raise ValueError(
+                f"routed experts are {self.ids.shape} with {self.known.shape} marks, expected "
+                "[tokens, MoE layers, experts a token] with one mark for each token"
+            )
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def __getitem__(self, tokens: slice | NDArray[np.bool_]) -> RoutedExperts:
+        return RoutedExperts(ids=self.ids[tokens], known=self.known[tokens])
+
+    def forget(self, stop: int) -> RoutedExperts:
+        """The same with the first `stop` rows unknown."""
+        known = self.known.copy()
+        known[:stop] = False
+        return _blank_unknown(self.ids, known)
+
+    @staticmethod
+    def unknown(num_tokens: int, shape: ExpertShape) -> RoutedExperts:
+        """Of tokens about which no engine said anything."""
+        ids = np.zeros((num_tokens, len(shape.moe_layers), shape.per_token), shape.dtype)
+        return RoutedExperts(ids=ids, known=np.zeros(num_tokens, np.bool_))
+
+    @staticmethod
+    def joined(parts: Sequence[RoutedExperts]) -> RoutedExperts:
+        """One after another; all of the same layers, experts a token and dtype."""
+        return RoutedExperts(
+            ids=np.concatenate([part.ids for part in parts]), known=np.concatenate([part.known for part in parts])
+        )
+
+
+def decode_engine_rows(encoded: str, num_tokens: int, shape: ExpertShape) -> RoutedExperts:
+    """What SGLang answers about a sample of `num_tokens` tokens, prompt included, asked for from its first token.
+
+    The answer is base64 of little-endian int32 [num_tokens − 1, all layers, per_token]; dense layers hold zeros and are
+    left out here. Nothing follows the last token, so its row is unknown. Raises ValueError when the answer has another
+    size, is no base64, or names experts that do not exist or the same one twice; the size is checked before anything is
+    decoded.
+    """
+    rows = max(num_tokens - 1, 0)
+    expected = 4 * rows * shape.num_layers * shape.per_token
+    if len(encoded) != 4 * -(-expected // 3):
+        raise ValueError(
+            f"{len(encoded)} characters of routed experts for {num_tokens} tokens, expected {4 * -(-expected // 3)}: "
+            f"base64 of int32 [{rows}, {shape.num_layers} layers, {shape.per_token} experts]"
+        )
+    try:
+        raw = base64.b64decode(encoded, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"routed experts are not base64: {error}") from None
+    if len(raw) != expected:
+        raise ValueError(f"{len(raw)} bytes of routed experts for {num_tokens} tokens, expected {expected}")
+    rows_of_layers = np.frombuffer(raw, "<i4").reshape(rows, shape.num_layers, shape.per_token)
+    chosen = rows_of_layers[:, list(shape.moe_layers)]
+    if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < shape.num_experts:
+        raise ValueError(
+            f"routed experts lie between {chosen.min()} and {chosen.max()}, expected 0 to {shape.num_experts - 1}"
+        )
+    require_distinct(chosen)
+    ids = np.zeros((num_tokens, *chosen.shape[1:]), shape.dtype)
+    ids[:rows] = chosen
+    return RoutedExperts(ids=ids, known=np.arange(num_tokens) < rows)
+
+
+def require_distinct(ids: NDArray[np.integer]) -> None:
+    """Raises ValueError when a row names an expert twice: a dispatcher would send one copy of the token too few."""
+    twice = np.flatnonzero((np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any(axis=(1, 2)))
+    if len(twice):
+        raise ValueError(f"row {twice[0]} of the routed experts names one expert twice: {ids[twice[0]].tolist()}")
+
+
+def rows_still_true(
+    experts: RoutedExperts, num_prompt: int, versions: Sequence[int], num_retractions: int
+) -> RoutedExperts:
+    """The rows that describe what the engine did when it sampled; the others become unknown.
+
+    experts [prompt + response tokens], versions [response tokens] the policy version that sampled each. A retracted
+    request is prefilled again when it goes on, and the routes of that prefill replace the ones that it sampled with
+    (sgl-project/sglang#24001). After an update of the weights, the rows before the first token of the newest version
+    are such. A retraction that no update explains hit the same weights at a place that the answer does not tell:
+    nothing is known then.
+    """
+    changes = np.flatnonzero(np.diff(np.asarray(versions, np.int64)))
+    if num_retractions > len(changes):
+        return experts.forget(len(experts))
+    if not len(changes):
+        return experts
+    # The forward pass over the token before predicted the first one of the newest version.
+    return experts.forget(num_prompt + int(changes[-1]))
+
+
+def _blank_unknown(ids: NDArray[np.uint8] | NDArray[np.uint16], known: NDArray[np.bool_]) -> RoutedExperts:
+    return RoutedExperts(ids=np.where(known[:, None, None], ids, ids.dtype.type(0)), known=known)
