@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import FINISH_REASONS, Batch, DroppedGroup, LogprobContract
+from pipeline.data.routed_experts import RoutedExperts
 
 SCHEMA_VERSION = 4
 ADDED_IN_2 = ("loss_mask", "problem")
@@ -48,6 +49,8 @@ PER_SAMPLE: dict[str, str] = {
 KEPT = ("kept_offsets", "kept_tokens")
 """Optional arrays since schema 4: the offsets and token ids of `Batch.kept`, int64 [responses + 1] and int32 [kept].
 The attribute `optional_arrays` names those that a file has."""
+EXPERTS = ("routed_experts", "routed_experts_known")
+"""Optional too: `Batch.experts`, uint8 or uint16 [total, MoE layers, experts a token] and bool [total]."""
 
 
 def attributes_of(batch: Batch) -> dict[str, Any]:
@@ -66,7 +69,12 @@ def attributes_of(batch: Batch) -> dict[str, Any]:
 
 
 def _optional_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
-    return {} if batch.kept is None else dict(zip(KEPT, (batch.kept.offsets, batch.kept.tokens), strict=True))
+    found: dict[str, NDArray[Any]] = {}
+    if batch.kept is not None:
+        found |= zip(KEPT, (batch.kept.offsets, batch.kept.tokens), strict=True)
+    if batch.experts is not None:
+        found |= zip(EXPERTS, (batch.experts.ids, batch.experts.known), strict=True)
+    return found
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
@@ -106,6 +114,16 @@ def array_names(attributes: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def check_sizes(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Before the arrays of these shapes are read. Raises ValueError unless the records of experts, by far the largest,
+    are about the tokens that there are."""
+    total = shapes["tokens"]
+    for name, axes in zip(EXPERTS, (3, 1), strict=True):
+        shape = shapes.get(name)
+        if shape is not None and (shape[:1] != total or len(shape) != axes):
+            raise ValueError(f"{name} is {shape}, expected {axes} axes, the first of them the {total[0]} tokens")
+
+
 def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Batch:
     """The inverse of storing. Raises KeyError or TypeError when something is missing or of another kind."""
     names = attributes["reward_part_names"]
@@ -113,8 +131,8 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     if len(parts) != len(names):
         raise ValueError(f"reward_parts has {len(parts)} rows, expected one for each of {names}")
     optional = attributes.get("optional_arrays", ())
-    if unknown := set(optional) - set(KEPT):
-        raise ValueError(f"optional_arrays names {sorted(unknown)}, known are {list(KEPT)}")
+    if unknown := set(optional) - {*KEPT, *EXPERTS}:
+        raise ValueError(f"optional_arrays names {sorted(unknown)}, known are {[*KEPT, *EXPERTS]}")
     fields: dict[str, Any] = {n: array for n, array in arrays.items() if n not in ("reward_parts", *optional)}
     dropped = attributes["dropped"]
     if attributes["schema_version"] < 3:
@@ -128,7 +146,8 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
         open_groups=tuple(group for start, stop in attributes.get("open_groups", ()) for group in range(start, stop)),
         recipe_sha256=attributes["recipe_sha256"],
         reward_parts=dict(zip(names, parts, strict=True)),
-        kept=KeptSets(offsets=arrays[KEPT[0]], tokens=arrays[KEPT[1]]) if optional else None,
+        kept=KeptSets(offsets=arrays[KEPT[0]], tokens=arrays[KEPT[1]]) if KEPT[0] in optional else None,
+        experts=RoutedExperts(ids=arrays[EXPERTS[0]], known=arrays[EXPERTS[1]]) if EXPERTS[0] in optional else None,
         **fields,
     )
 
@@ -167,10 +186,10 @@ def check_batch(batch: Batch) -> None:
             raise ValueError(f"reward part {name} is {part.dtype.name}{part.shape}, expected float32 ({samples},)")
     _check_offsets(batch)
     _check_groups(batch)
-    _check_kept(batch)
+    _check_optional(batch)
 
 
-def _check_kept(batch: Batch) -> None:
+def _check_optional(batch: Batch) -> None:
     if (batch.kept is not None) != batch.contract.kept_set:
         raise ValueError(
             f"the contract says kept_set {batch.contract.kept_set}, but the batch has "
@@ -178,6 +197,8 @@ def _check_kept(batch: Batch) -> None:
         )
     if batch.kept is not None:
         batch.kept.check(batch.response_tokens, batch.loss_mask)
+    if batch.experts is not None:
+        batch.experts.check(len(batch.tokens))
 
 
 def _check_offsets(batch: Batch) -> None:

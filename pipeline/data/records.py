@@ -179,6 +179,8 @@ class Batch:
     under way when this one was committed."""
     kept: KeptSets | None = None
     """[responses] sets of tokens over which the contract's distribution is renormalized; None: the whole vocabulary."""
+    experts: RoutedExperts | None = None
+    """[total] where the engines sent each token, for a learner that replays it; None: they were not asked."""
 
     @property
     def num_samples(self) -> int:
@@ -236,6 +238,7 @@ class Batch:
             **{name: getattr(self, name)[samples] for name in (*of_samples, *timings)},
             **{name: getattr(self, name)[responses] for name in of_responses},
             kept=None if self.kept is None else self.kept.take(np.flatnonzero(responses)),
+            experts=None if self.experts is None else self.experts[tokens],
         )
 
     @staticmethod
@@ -280,6 +283,7 @@ class Batch:
             recipe_sha256=recipe_sha256,
             open_groups=tuple(open_groups),
             kept=_kept([c for _, _, c in rows]) if contract.kept_set else None,
+            experts=_experts([c for _, _, c in rows], lengths),
             **per_sample,
         )
 
@@ -287,3 +291,12 @@ class Batch:
 def _kept(completions: Sequence[Completion]) -> KeptSets:
     """The sets of all tokens; empty ones where an engine was to say and did not, which no store commits."""
     return KeptSets.joined([KeptSets.empty(len(c.tokens)) if c.kept is None else c.kept for c in completions])
+
+
+def _experts(completions: Sequence[Completion], lengths: Sequence[int]) -> RoutedExperts | None:
+    """The rows of all tokens, unknown for completions without any; None when all are without."""
+    given = next((c.experts for c in completions if c.experts is not None), None)
+    if given is None:
+        return None
+    parts = [given.blank(n) if c.experts is None else c.experts for c, n in zip(completions, lengths, strict=True)]
+    return RoutedExperts.joined(parts)

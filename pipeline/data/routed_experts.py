@@ -60,11 +60,38 @@ class RoutedExperts:
     def __getitem__(self, tokens: slice | NDArray[np.bool_]) -> RoutedExperts:
         return RoutedExperts(ids=self.ids[tokens], known=self.known[tokens])
 
+    def completed_by(self, later: RoutedExperts) -> RoutedExperts:
+        """The rows of `later`, which covers these tokens and more; its first ones replaced by those known here."""
+        known = np.zeros(len(later), np.bool_)
+        known[: len(self)] = self.known
+        ids = later.ids.copy()
+        ids[known] = self.ids[self.known]
+        return RoutedExperts(ids=ids, known=known | later.known)
+
+    def check(self, num_tokens: int) -> None:
+        """Raises ValueError unless there is a row for each of `num_tokens` tokens, of distinct experts where it is
+        known and of zeros where not."""
+        if self.ids.dtype not in (np.uint8, np.uint16) or self.known.dtype != np.bool_:
+            raise ValueError(
+                f"routed_experts is {self.ids.dtype}, marked by {self.known.dtype}; expected uint8 or uint16, and bool"
+            )
+        if len(self) != num_tokens:
+            raise ValueError(f"routed_experts has {len(self)} rows, expected one for each of {num_tokens} tokens")
+        if np.any(self.ids[~self.known]):
+            raise ValueError("a row of routed_experts is unknown, but not zero")
+        require_distinct(self.ids[self.known])
+
     def forget(self, stop: int) -> RoutedExperts:
         """The same with the first `stop` rows unknown."""
         known = self.known.copy()
         known[:stop] = False
         return _blank_unknown(self.ids, known)
+
+    def blank(self, num_tokens: int) -> RoutedExperts:
+        """Unknown rows of the same kind."""
+        return RoutedExperts(
+            ids=np.zeros((num_tokens, *self.ids.shape[1:]), self.ids.dtype), known=np.zeros(num_tokens, np.bool_)
+        )
 
     @staticmethod
     def unknown(num_tokens: int, shape: ExpertShape) -> RoutedExperts:

@@ -27,7 +27,15 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.core.buffer import Buffer
 from zarr.storage import MemoryStore, ZipStore
 
-from pipeline.data.batch_format import array_names, arrays_of, attributes_of, batch_from, check_batch, content_sha256
+from pipeline.data.batch_format import (
+    array_names,
+    arrays_of,
+    attributes_of,
+    batch_from,
+    check_batch,
+    check_sizes,
+    content_sha256,
+)
 from pipeline.data.files import FIRST_POLL_S, await_visible, creating, remove_leftovers, slower
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory, numbered, unfenced
@@ -220,7 +228,9 @@ def _decode(path: Path) -> Batch:
         group = zarr.open_group(store, mode="r", zarr_format=3)
         attributes = dict(group.attrs)
         expected = attributes.pop("content_sha256", None)
-        arrays = {name: _read_array(group, name) for name in array_names(attributes)}
+        members = {name: _member(group, name) for name in array_names(attributes)}
+        check_sizes({name: member.shape for name, member in members.items()})
+        arrays = {name: np.asarray(member[...]) for name, member in members.items()}
     batch = batch_from(attributes, arrays)
     check_batch(batch)
     if content_sha256(attributes, arrays) != expected:
@@ -228,8 +238,8 @@ def _decode(path: Path) -> Batch:
     return batch
 
 
-def _read_array(group: zarr.Group, name: str) -> np.ndarray[Any, Any]:
+def _member(group: zarr.Group, name: str) -> zarr.Array[Any]:
     member = group.get(name)
     if not isinstance(member, zarr.Array):
         raise ValueError(f"array {name} is missing")
-    return np.asarray(member[...])
+    return member

@@ -11,6 +11,7 @@ import hashlib
 from dataclasses import dataclass
 
 from pipeline.data.records import Completion
+from pipeline.data.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,4 +43,13 @@ class Interruption:
             queued_s=thought.queued_s + answer.queued_s,
             generated_s=thought.generated_s + answer.generated_s,
             loss_mask=(*(True,) * len(thought.tokens), *(False,) * said, *(True,) * len(answer.tokens)),
+            experts=_routes(thought, answer),
         )
+
+
+def _routes(thought: Completion, answer: Completion) -> RoutedExperts | None:
+    """Those with which each part was sampled. The second request prefilled the thought again, or found it in the cache;
+    what it says of the thought counts only where the first does not know."""
+    if thought.experts is None or answer.experts is None:
+        return None
+    return thought.experts.completed_by(answer.experts)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.records import Completion
+from pipeline.data.routed_experts import RoutedExperts
 from pipeline.rollout.interruption import Interruption
 
 
@@ -53,3 +55,20 @@ def test_join() -> None:
         generated_s=3.0,
         loss_mask=(True, True, True, False, False, True),
     )
+
+
+def test_each_part_keeps_the_routes_that_it_was_sampled_with() -> None:
+    """A prompt of one token, two of the thought, the phrase, one of the answer. The routes of the thought say 1, those
+    of the answer 2; the answer's do not know the prompt."""
+
+    def routes(value: int, known: list[bool]) -> RoutedExperts:
+        ids = np.full((len(known), 1, 1), value, np.uint8)
+        return RoutedExperts(ids=np.where(np.array(known)[:, None, None], ids, 0), known=np.array(known))
+
+    thought = replace(Completion.given((1, 2), (-0.1, -0.2)), experts=routes(1, [True, True, False]))
+    answer = replace(Completion.given((9,), (-0.4,)), experts=routes(2, [False, True, True, True, True, False]))
+    joined = interruption().join(thought, answer).experts
+    assert joined is not None
+    assert joined.ids[:, 0, 0].tolist() == [1, 1, 2, 2, 2, 0]
+    assert joined.known.tolist() == [True] * 5 + [False]
+    assert interruption().join(replace(thought, experts=None), answer).experts is None
