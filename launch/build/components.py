@@ -19,6 +19,7 @@ from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.tasks import Problem, Task, build_task
 from pipeline.tasks.order import PromptOrder
 from pipeline.tasks.tokenizer import Tokenizer
+from precision.formats.quant_map_file import QuantMapFile
 
 if TYPE_CHECKING:
     from precision.formats.quant_map import QuantMap
@@ -130,15 +131,25 @@ def build_sampling(recipe: Recipe, temperature: float | None = None) -> Sampling
 
 
 def build_quant_map(recipe: Recipe) -> QuantMap | None:
-    """Which weights the engines hold in FP8, or None for unquantized rollouts."""
+    """Which weights the engines of a run hold in FP8 when it begins, or None for unquantized rollouts.
+
+    Raises RecipeError when rollout.quant_map names layers that the model does not have.
+    """
+    rollout = recipe.rollout
+    if rollout.precision not in ("fp8_tensor", "fp8_block"):
+        return None
+    return quant_map_of(recipe, rollout.quant_map or QuantMapFile(base=rollout.precision))
+
+
+def quant_map_of(recipe: Recipe, file: QuantMapFile) -> QuantMap:
+    """The map of the run's model that a file describes. Raises RecipeError when it does not fit the model."""
     from precision.formats.quant_map import QuantMap
 
-    if recipe.rollout.precision not in ("fp8_tensor", "fp8_block"):
-        return None
     shape = ModelConfig.from_hf(read_hf_config(recipe.model.path))
-    return QuantMap.for_decoder(
-        shape.num_layers, recipe.rollout.precision, None if shape.experts is None else shape.experts.count
-    )
+    try:
+        return QuantMap.from_file(file, shape.num_layers, None if shape.experts is None else shape.experts.count)
+    except ValueError as error:
+        raise RecipeError(f"rollout.quant_map: {error}") from error
 
 
 def require_engines_here(urls: Sequence[str]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from launch.build.components import quant_map_of
 from pipeline.config.recipe import Recipe
+from pipeline.data.quant_maps import read_quant_map
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
+from precision.formats.quant_map_file import QuantMapFile
 from rollout_sglang.server.capacity import option
 from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.sglang_compat import ServerInfo, dialect_of
@@ -53,11 +56,11 @@ def engine_spec(
     """
     rollout = recipe.rollout
     version = run.newest_policy(run.published_version())
+    folder = run.policy_directory(version)
     fp32_head = ("--enable-fp32-lm-head",) if recipe.model.fp32_lm_head else ()
     return EngineSpec(
-        model=run.policy_directory(version),
+        model=folder,
         port=port,
-        precision=rollout.precision,
         dtype=engine_dtype(recipe),
         log=log,
         version=version,
@@ -67,8 +70,34 @@ def engine_spec(
         seed=recipe.run.seed + index,
         extra_args=(*fp32_head, *rollout.extra_args),
         update_floor=Updates(run.updates).newest(),
+        **served_formats(recipe, folder),
         **place,
     )
+
+
+def served_formats(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """What an engine that serves the policy in `folder` is told about formats (EngineSpec: precision, full_precision).
+
+    The folder says it, not the recipe: a later version may have another map than the run began with. Raises
+    RecipeError for a map that the engine or the model does not fit.
+    """
+    precision = recipe.rollout.precision
+    file = read_quant_map(folder)
+    if file is None:
+        return dict(precision=precision)
+    quant_map = quant_map_of(recipe, file)
+    check_map_dtype(recipe, file)
+    if quant_map.rollout_format is None:
+        return dict(precision="fp32" if engine_dtype(recipe) == "float32" else "bf16")
+    return dict(precision=precision, full_precision=quant_map.ignored_layers())
+
+
+def check_map_dtype(recipe: Recipe, file: QuantMapFile) -> None:
+    """Raises RecipeError when the map names a dtype that the run's engines do not compute in."""
+    try:
+        file.check_dtype(engine_dtype(recipe))
+    except ValueError as error:
+        raise RecipeError(f"rollout.{error}") from error
 
 
 def engine_dtype(recipe: Recipe) -> Literal["float32", "bfloat16"]:

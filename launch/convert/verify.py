@@ -165,7 +165,9 @@ def _dequantized_model(hf_config: Any, folder: Path, quant: Any) -> Any:
 
 
 def _quantize_input(rollout_format: Any) -> Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]:
-    return lambda _, inputs: (rollout_format.fake_quantize_activation(inputs[0]), *inputs[1:])
+    from precision.formats.formats import fake_quantize_activation_as
+
+    return lambda _, inputs: (fake_quantize_activation_as(inputs[0], rollout_format), *inputs[1:])
 
 
 def _gaps(ours: Scores, theirs: Scores) -> NDArray[np.float64]:

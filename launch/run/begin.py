@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from launch.build.components import build_prompts, build_quant_map, build_tokenizer
+from launch.build.engines import check_map_dtype
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
@@ -20,6 +21,9 @@ def preflight(recipe: Recipe) -> None:
     check_longest_sample(recipe.learner, recipe.rollout.context_tokens)
     if recipe.rollout.precision == "fp8_block":
         check_block_shapes(config, recipe.rollout.tensor_parallel)
+    build_quant_map(recipe)
+    if recipe.rollout.quant_map is not None:
+        check_map_dtype(recipe, recipe.rollout.quant_map)
     tokenizer = build_tokenizer(recipe)
     check_weights(recipe.model.path, ModelConfig.from_hf(config))
     prompts = build_prompts(recipe, tokenizer)

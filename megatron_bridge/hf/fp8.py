@@ -23,8 +23,9 @@ from megatron_bridge.hf.shard_writer import SHARD_BYTES, Manifest, Pieces, write
 from megatron_bridge.hf.tensor_folder import PIECE_BYTES, TensorFolder
 from megatron_bridge.hf.tensor_specs import num_bytes, torch_dtype
 from pipeline.ports.weight_update import TensorSpec
-from precision.formats.formats import BLOCK, E4M3, RolloutFormat, dequantize_block, quantize_block, scale_of, to_e4m3
+from precision.formats.formats import E4M3, dequantize_block, quantize_block, scale_of, to_e4m3
 from precision.formats.quant_map import QuantMap
+from precision.formats.rollout_format import BLOCK, RolloutFormat
 
 _E4M3_NAME = str(E4M3).removeprefix("torch.")
 
@@ -86,7 +87,7 @@ def dequantized_tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str,
 class _Quantizer:
     """What becomes of each tensor of the source.
 
-    A publish quantizes whole matrices (`precision.formats.quant_map.quantize_state`), which it has in memory anyway.
+    A publish quantizes whole matrices (`precision.formats.streams.quantize_state`), which it has in memory anyway.
     Here a matrix is read in rows of blocks, or twice in pieces where it has a single scale.
     """
 

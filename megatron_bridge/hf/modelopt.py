@@ -24,8 +24,9 @@ from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.hf.tensor_specs import torch_dtype
 from pipeline.errors import ModelError
 from pipeline.ports.weight_update import TensorSpec
-from precision.formats.formats import BLOCK, E4M3
+from precision.formats.formats import E4M3
 from precision.formats.quant_map import QuantMap
+from precision.formats.rollout_format import BLOCK
 
 FORMATS = {"fp8": "FP8_DEFAULT_CFG", "fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"}
 SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "k_scale", "v_scale")

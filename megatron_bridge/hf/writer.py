@@ -15,10 +15,12 @@ from megatron_bridge.hf.folders import complete_folder, replace_folder
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.hf.shard_writer import SHARD_BYTES, whole_tensors, write_shards
 from pipeline.data.files import temporary_name
+from pipeline.data.quant_maps import write_quant_map
 from pipeline.data.run_directory import unfenced
 from pipeline.ports.weight_check import ChecksumRecorder
-from precision.formats.quant_map import QuantMap, quantize_state
+from precision.formats.quant_map import QuantMap
 from precision.formats.quantize import quantize_block
+from precision.formats.streams import quantize_state
 
 
 def write_policy(
@@ -55,6 +57,9 @@ def complete_policy(
     fence: Callable[[], None] = unfenced,
 ) -> None:
     """Add everything but the weights to a folder that holds the shards of `manifest`, sync it, give it its name."""
-    quantization = None if quant is None else quant.to_hf_quantization_config()
+    quantization = None
+    if quant is not None:
+        quantization = quant.to_hf_quantization_config()
+        write_quant_map(temporary, quant.to_file())
     complete_folder(temporary, source_folder, read_hf_config(source_folder), manifest, quantization)
     replace_folder(temporary, target, fence)

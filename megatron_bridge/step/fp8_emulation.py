@@ -23,8 +23,10 @@ from torch import Tensor
 from megatron_bridge.weights.convert import load_named
 from megatron_bridge.weights.name_map import NameMap, ShardCoords, layers_of
 from pipeline.errors import ModelError
-from precision.formats.formats import RolloutFormat
-from precision.formats.quant_map import QuantMap, fake_quantize_state
+from precision.formats.formats import fake_quantize_activation_as
+from precision.formats.quant_map import QuantMap
+from precision.formats.rollout_format import RolloutFormat
+from precision.formats.streams import fake_quantize_state
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
@@ -81,7 +83,7 @@ def _quantize_input(rollout_format: RolloutFormat) -> Callable[[Any, tuple[Any, 
         # Channels are divided over the (expert) tensor parallel ranks.
         split = isinstance(linear, RowParallelLinear) and linear.tp_group.size() > 1
         whole = gather_from_tensor_model_parallel_region(hidden, group=linear.tp_group) if split else hidden
-        quantized = rollout_format.fake_quantize_activation(whole)
+        quantized = fake_quantize_activation_as(whole, rollout_format)
         if split:
             start = linear.tp_group.rank() * hidden.shape[-1]
             quantized = quantized.narrow(-1, start, hidden.shape[-1]).contiguous()

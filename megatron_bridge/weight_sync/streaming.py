@@ -41,8 +41,9 @@ from pipeline.errors import EngineUnavailableError, NonFiniteError
 from pipeline.ports.weight_check import ChecksumRecorder, WeightCheck
 from pipeline.ports.weight_update import WeightUpdateReport, WeightUpdateSession
 from pipeline.stopwatch import Stopwatch
-from precision.formats.quant_map import QuantMap, quantize_state
+from precision.formats.quant_map import QuantMap
 from precision.formats.quantize import quantize_block
+from precision.formats.streams import quantize_state
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner

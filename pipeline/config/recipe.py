@@ -33,9 +33,11 @@ from pipeline.config.algorithm import (
     check_wiring,
     with_paper_aggregation,
 )
-from pipeline.config.section import Probability, Section
+from pipeline.config.section import Section
+from pipeline.config.task_sections import TaskSection
 from pipeline.schedule import Schedule
 from precision.corrections.none import NoCorrection
+from precision.formats.quant_map_file import QuantMapFile
 from precision.objectives.p3o import P3O
 
 
@@ -61,40 +63,6 @@ class RewardSection(Section):
     workers: PositiveInt = Field(1, description="Verifier processes.")
     deadline_s: PositiveFloat = Field(10.0, description="A verifier that takes longer is killed; its sample gets 0.")
 
-
-class DigitsTask(Section):
-    """What the generated digit tasks share."""
-
-    min_digits: PositiveInt = 4
-    max_digits: PositiveInt = 16
-    num_prompts: PositiveInt = Field(100_000, description="Prompts of an epoch.")
-    demonstration_noise: Probability = Field(0.1, description="sft only: chance that a target digit is off by one.")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min_digits > self.max_digits:
-            raise ValueError(f"min_digits {self.min_digits} is above max_digits {self.max_digits}; lower it")
-        return self
-
-
-class SortDigitsTask(DigitsTask):
-    name: Literal["sort_digits"] = "sort_digits"
-
-
-class SpellDigitsTask(DigitsTask):
-    name: Literal["spell_digits"]
-    misspelt_share: Probability = Field(0.6, description="sft only: how often 3, 6 and 8 get a wrong letter.")
-
-
-class JsonlTask(Section):
-    name: Literal["jsonl"]
-    path: Path = Field(description='One JSON object a line: {"prompt": …, "answer": …}.')
-    held_out_path: Path | None = Field(None, description="Evaluation prompts; otherwise 1 in 16 lines is held out.")
-    reward: str = Field("math_verify", description="math_verify or package.module:function(prompt, response, answer).")
-    chat_template: bool = Field(False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
-
-
-TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | JsonlTask, Field(discriminator="name")]
 
 RolloutPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block"]
 LearnerPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "fp8_delayed"]
@@ -127,6 +95,11 @@ class RolloutSection(Section):
         description="fp8_block: e4m3 weights with a scale for each 128×128 block, made by the learner; activations in "
         "1×128 groups. fp8_tensor: SGLang quantizes the weights; one scale a matrix on a CPU, one a row on a GPU.",
     )
+    quant_map: QuantMapFile | None = Field(
+        None,
+        description="Which layers are held in which format; a YAML file, which becomes a part of the recipe (`evenkeel "
+        "recipe` shows it). Default: every linear layer of the decoder in `precision`.",
+    )
     prompts_per_batch: PositiveInt = 32
     group_size: PositiveInt = Field(8, description="Samples of a prompt.")
     max_new_tokens: PositiveInt = 22
@@ -143,6 +116,23 @@ class RolloutSection(Section):
     start_deadline_s: PositiveFloat = Field(600.0, description="An engine that is not up by then ends the run.")
     interruption: InterruptionSection | None = None
     extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are.")
+
+    @field_validator("quant_map", mode="before")
+    @classmethod
+    def _read(cls, named: object) -> object:
+        """A run must not need a file outside its directory."""
+        return QuantMapFile.read(Path(named)) if isinstance(named, str | Path) else named
+
+    @model_validator(mode="after")
+    def _one_quantized_format(self) -> Self:
+        if self.quant_map is not None:
+            mine = {self.precision} if self.precision in ("fp8_tensor", "fp8_block") else set()
+            if (named := self.quant_map.rollout_formats()) != mine:
+                raise ValueError(
+                    f"quant_map names {', '.join(sorted(named)) or 'no quantized format'}, but precision is "
+                    f"{self.precision}; an engine serves one quantized format: set rollout.precision to the map's"
+                )
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.recipe import JsonlTask, SortDigitsTask, SpellDigitsTask
+from pipeline.config.task_sections import JsonlTask, SortDigitsTask, SpellDigitsTask
 from pipeline.tasks.base import Problem, Task
 from pipeline.tasks.jsonl import Jsonl
 from pipeline.tasks.order import PromptOrder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.config.recipe import JsonlTask
+from pipeline.config.task_sections import JsonlTask
 from pipeline.errors import RecipeError
 from pipeline.tasks.base import HELD_OUT_ONE_IN, Problem, check_index, is_held_out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pipeline.config.recipe import SortDigitsTask
+from pipeline.config.task_sections import SortDigitsTask
 from pipeline.tasks.base import GeneratedTask, Problem, uniform_int
 
 

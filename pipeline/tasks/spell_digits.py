@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 
-from pipeline.config.recipe import SpellDigitsTask
+from pipeline.config.task_sections import SpellDigitsTask
 from pipeline.tasks.base import GeneratedTask, Problem, uniform_int
 from pipeline.tasks.sort_digits import move_digit
 

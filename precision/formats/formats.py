@@ -12,41 +12,18 @@ Input is checked to be finite besides. Layouts are those of Hugging Face checkpo
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from precision.formats.rollout_format import BLOCK, RolloutFormat
+
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 SCALE_FLOOR = 1e-12
 """Keeps tensors of zeros from dividing by zero."""
-BLOCK = (128, 128)
-"""Rows and columns that share a weight scale in fp8_block."""
-ACTIVATION_GROUP = 128
-"""Channels of a token that share an activation scale in fp8_block."""
-
-
-class RolloutFormat(StrEnum):
-    """How an engine stores and multiplies a linear layer.
-
-    fp8_tensor: one weight scale for each matrix the engine multiplies by, one activation scale a token.
-    fp8_block: one weight scale a 128x128 block, one activation scale a token and 128 channels.
-    """
-
-    FP8_TENSOR = "fp8_tensor"
-    FP8_BLOCK = "fp8_block"
-
-    @property
-    def activation_group(self) -> int | None:
-        """`group` of `fake_quantize_activation`."""
-        return ACTIVATION_GROUP if self is RolloutFormat.FP8_BLOCK else None
-
-    def fake_quantize_activation(self, activation: Tensor) -> Tensor:
-        """`activation` [..., channels] as the engine's matrix product sees it, same dtype."""
-        return fake_quantize_activation(activation, self.activation_group)
 
 
 def to_e4m3(values: Tensor) -> Tensor:
@@ -146,6 +123,11 @@ def fake_quantize_activation(activation: Tensor, group: int | None = None) -> Te
     scale = scale_of(groups.abs().amax(dim=-1, keepdim=True))
     restored = (to_e4m3(groups / scale).float() * scale).flatten(-2)[..., :channels]
     return straight_through(activation, restored)
+
+
+def fake_quantize_activation_as(activation: Tensor, rollout_format: RolloutFormat) -> Tensor:
+    """`activation` [..., channels] as the matrix product of an engine with that format sees it, same dtype."""
+    return fake_quantize_activation(activation, rollout_format.activation_group)
 
 
 def straight_through(original: Tensor, quantized: Tensor) -> Tensor:

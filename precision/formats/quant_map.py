@@ -1,33 +1,22 @@
-"""The quant map: which module of the model is held in which format, by exact Hugging Face name.
+"""The quant map: which module of the model is held in which format, by exact Hugging Face name. Needs no torch.
 
-One map serves both sides. `quantize_state` makes the tensors that the engine is given. `fake_quantize_state` makes the
-weights that the engine then computes with, for the learner's emulation of it. Both work on streams. At the end both
-check that every module of the map came: one that did not would be served in another format than the map says.
+One map serves both sides: what a publish sends and what the learner emulates (precision.formats.streams), and what an
+engine is told about its checkpoint.
 
-Engines stack q, k and v, and gate and up, into one matrix each. Block scales stay the same (the rows of each part are a
-multiple of 128, as SGLang requires of stacked parts). With fp8_tensor the stacked matrix has a single scale, so the
-members of a fused group share their largest magnitude. That holds for an engine of tensor parallel size 1; a sharded
-engine has a scale for each shard. Each expert of a mixture is stacked by itself.
+Engines stack q, k and v, and gate and up, into one matrix each, which has one format. So has a whole mixture: engines
+hold the experts of a layer as one module. These are the groups, the smallest units that change their format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from precision.formats.formats import (
-    BLOCK,
-    RolloutFormat,
-    fake_quantize_block,
-    fake_quantize_tensor,
-    quantize_block,
-    scale_of,
-)
+from precision.formats.quant_map_file import ModuleFormat, QuantMapFile, rollout_format_of
+from precision.formats.rollout_format import BLOCK, RolloutFormat
 from precision.formats.stacks import STACKS
 
 FUSED_ATTENTION = (tuple(f"self_attn.{part}" for part in STACKS["qkv_proj"]), ("self_attn.o_proj",))
@@ -35,37 +24,36 @@ FUSED_MLP = (STACKS["gate_up_proj"], ("down_proj",))
 """The linear layers of a Qwen3, Qwen2 or Llama decoder layer, grouped as engines stack them; `FUSED_MLP` is below `mlp`
 in dense layers, below `mlp.experts.N` in a mixture."""
 
-_WEIGHT = ".weight"
-
-BlockQuantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""An implementation of `precision.formats.formats.quantize_block` for 128x128 blocks, the same bit for bit."""
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
+_STACK_OF = {parts: stack for stack, parts in STACKS.items()}
+FULL: ModuleFormat = "full"
 
 
 @dataclass(frozen=True)
 class QuantMap:
-    """Formats by module name, such as `model.layers.0.self_attn.q_proj`; a module not named here is not quantized."""
+    """Formats by module name, such as `model.layers.0.self_attn.q_proj`; what is not named is not quantized."""
 
     formats: Mapping[str, RolloutFormat]
     fused_groups: tuple[tuple[str, ...], ...]
-    """Modules that the engine stacks, every quantized module in exactly one group."""
+    """Every module that can be quantized, in exactly one group: those that the engine stacks into one matrix."""
 
     def __post_init__(self) -> None:
-        grouped = sorted(module for group in self.fused_groups for module in group)
-        if grouped != sorted(self.formats):
-            odd = sorted(set(grouped) ^ set(self.formats)) or grouped
-            raise ValueError(f"fused groups and formats name different modules: {odd[:4]}; give each exactly one group")
+        modules = [module for group in self.fused_groups for module in group]
+        if len(set(modules)) < len(modules):
+            twice = next(module for module in modules if modules.count(module) > 1)
+            raise ValueError(f"{twice} is in two fused groups of the quant map; give each module exactly one")
+        self._require_known(self.formats)
         for group in self.fused_groups:
-            if len({self.formats[module] for module in group}) > 1:
-                raise ValueError(f"{', '.join(group)} are stacked by the engine but differ in format; give them one")
+            self._require_one_format(group, "are stacked by the engine")
 
     @classmethod
     def for_decoder(
-        cls, num_layers: int, rollout_format: RolloutFormat | str, num_experts: int | None = None
+        cls, num_layers: int, rollout_format: RolloutFormat | str | None, num_experts: int | None = None
     ) -> QuantMap:
         """All attention and MLP projections of a decoder; embeddings, norms, routers and lm_head stay as they are.
 
-        With `num_experts`, the MLP of every layer is a mixture of so many. Raises ValueError for an unknown format, no
-        layers or no experts.
+        None for a map that quantizes nothing yet. With `num_experts`, the MLP of every layer is a mixture of so many.
+        Raises ValueError for an unknown format, no layers or no experts.
         """
         if num_layers < 1:
             raise ValueError(f"num_layers is {num_layers}, expected at least 1; read it from the model's config.json")
@@ -79,126 +67,170 @@ class QuantMap:
             for layer in range(num_layers)
             for group in layer_groups
         )
-        chosen = _format(rollout_format)
+        if rollout_format is None:
+            return cls(formats={}, fused_groups=groups)
+        chosen = RolloutFormat.named(rollout_format)
         return cls(formats={module: chosen for group in groups for module in group}, fused_groups=groups)
 
-    def restricted(self, modules: Iterable[str]) -> QuantMap:
-        """The map of a share of the model, such as one pipeline stage; unquantized modules may be named as well.
+    @classmethod
+    def from_file(cls, file: QuantMapFile, num_layers: int, num_experts: int | None = None) -> QuantMap:
+        """The file's map of a model. Raises ValueError for names that the model does not have, with the nearest that
+        it has, and when an engine could not give a group's modules the formats that they are named with."""
+        whole = cls.for_decoder(num_layers, rollout_format_of(file.base), num_experts)
+        formats = dict(whole.formats)
+        mixtures = {name: modules for name, modules in whole.groups.items() if name.endswith(".experts")}
+        whole._require_known(name for name in file.exceptions if name not in mixtures)
+        for name, module_format in file.exceptions.items():
+            _give(formats, mixtures.get(name, (name,)), rollout_format_of(module_format))
+        made = replace(whole, formats=formats)
+        for modules in mixtures.values():
+            made._require_one_format(modules, "are one module of the engine")
+        return made
 
-        The audit of `quantize_state` and `fake_quantize_state` then demands this share, all of it and no more. Raises
+    def to_file(self) -> QuantMapFile:
+        """The map as a file that `from_file` makes the same map of."""
+        counts = {name: list(self.formats.values()).count(name) for name in RolloutFormat}
+        base = max(RolloutFormat, key=lambda name: counts[name])
+        if not counts[base]:
+            return QuantMapFile(base=FULL)
+        exceptions: dict[str, ModuleFormat] = {}
+        for name, modules in self.groups.items():
+            found = self.formats.get(modules[0])
+            if found is not base:
+                names = (name,) if name.endswith(".experts") else modules
+                exceptions |= dict.fromkeys(names, FULL if found is None else found.value)
+        return QuantMapFile(base=base.value, exceptions=exceptions)
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """The engine's name of each module that it multiplies by → the Hugging Face modules in it, in their order.
+
+        Such as `model.layers.0.self_attn.qkv_proj`, `….o_proj`, `….mlp.gate_up_proj`, `….mlp.down_proj`, and
+        `….mlp.experts` for all experts of a layer.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for group in self.fused_groups:
+            name = _engine_name(group)
+            found[name] = found.get(name, ()) + group
+        return found
+
+    @property
+    def unquantized(self) -> tuple[str, ...]:
+        """The modules that could be quantized, and are not."""
+        return tuple(module for group in self.fused_groups for module in group if module not in self.formats)
+
+    @property
+    def rollout_format(self) -> RolloutFormat | None:
+        """The quantized format of the map; None when nothing is quantized. Raises ValueError when there are several,
+        which no engine serves at once."""
+        found = sorted(set(self.formats.values()))
+        if len(found) > 1:
+            raise ValueError(
+                f"the map mixes formats ({', '.join(found)}), but an engine serves a single one beside full precision; "
+                "use one format"
+            )
+        return found[0] if found else None
+
+    def promoted(self, modules: Iterable[str], to: RolloutFormat | str | None = None) -> QuantMap:
+        """Another map, in which the groups of `modules` have the format `to`; None: they are not quantized.
+
+        `modules` are names of modules or of `groups`; one module stands for its whole group. Raises ValueError for
+        unknown names, with the nearest known one.
+        """
+        formats = dict(self.formats)
+        _give(formats, self._whole_groups(modules), None if to is None else RolloutFormat.named(to))
+        return replace(self, formats=formats)
+
+    def only(self, modules: Iterable[str]) -> QuantMap:
+        """Another map, in which the groups of `modules` keep their formats and nothing else is quantized. Names as in
+        `promoted`."""
+        kept = set(self._whole_groups(modules))
+        return replace(self, formats={module: name for module, name in self.formats.items() if module in kept})
+
+    def restricted(self, modules: Iterable[str]) -> QuantMap:
+        """The map of a share of the model, such as one pipeline stage; other modules may be named as well.
+
+        The check of `quantize_state` and `fake_quantize_state` then demands this share, all of it and no more. Raises
         ValueError when the share cuts through a group that the engine stacks.
         """
-        share = self.formats.keys() & set(modules)
-        groups = tuple(group for group in self.fused_groups if not share.isdisjoint(group))
+        named = set(modules)
+        groups = tuple(group for group in self.fused_groups if not named.isdisjoint(group))
         for group in groups:
-            if not share.issuperset(group):
+            if not named.issuperset(group):
                 raise ValueError(
                     f"{', '.join(group)} are stacked by the engine, but the share has only "
-                    f"{', '.join(sorted(share & set(group)))}; keep them together"
+                    f"{', '.join(sorted(named & set(group)))}; keep them together"
                 )
-        return QuantMap({module: self.formats[module] for group in groups for module in group}, groups)
+        share = (module for group in groups for module in group if module in self.formats)
+        return QuantMap({module: self.formats[module] for module in share}, groups)
 
     def to_hf_quantization_config(self) -> dict[str, Any] | None:
         """`quantization_config` for config.json, next to what `quantize_state` yields.
 
         None for fp8_tensor: the folder holds plain weights, and SGLang quantizes them on loading (--quantization fp8).
-        Raises ValueError when the map mixes formats, which no such config can say.
+        None as well when nothing is quantized. Raises ValueError when the map mixes formats, which no such config can
+        say.
         """
-        if len(set(self.formats.values())) > 1:
-            raise ValueError("the map mixes formats, one quantization_config knows a single one; use one format")
-        if RolloutFormat.FP8_TENSOR in self.formats.values():
+        if self.rollout_format is not RolloutFormat.FP8_BLOCK:
             return None
-        return {
+        config = {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "weight_block_size": list(BLOCK),
         }
+        ignored = list(self.ignored_layers())
+        # SGLang and vLLM read the first of the two, transformers the second.
+        return config | ({"ignored_layers": ignored, "modules_to_not_convert": ignored} if ignored else {})
+
+    def ignored_layers(self) -> tuple[str, ...]:
+        """The names of `unquantized` as engines take them: exact, a mixture by the name of all its experts.
+
+        Raises ValueError when the experts of a layer differ. SGLang compares names at their dots (0.5.23,
+        layers/quantization/utils.py `_module_path_match`); older releases look for substrings. Whole names are safe
+        with both: none of them is a part of another one.
+        """
+        names: list[str] = []
+        for name, modules in self.groups.items():
+            self._require_one_format(modules, "are one module of the engine")
+            if modules[0] not in self.formats:
+                names += (name,) if name.endswith(".experts") else modules
+        return tuple(names)
+
+    def _whole_groups(self, names: Iterable[str]) -> list[str]:
+        members = {module: modules for name, modules in self.groups.items() for module in (name, *modules)}
+        named = list(names)
+        self._require_known(name for name in named if name not in members)
+        return [module for name in named for module in members[name]]
+
+    def _require_known(self, names: Iterable[str]) -> None:
+        known = {module for group in self.fused_groups for module in group}
+        for name in names:
+            if name not in known:
+                near = get_close_matches(name, [*known, *self.groups], n=1, cutoff=0.0)[0]
+                raise ValueError(
+                    f"quant map: the model has no linear layer {name!r}, the nearest name is {near}; "
+                    "name layers exactly, as in the model's safetensors without .weight"
+                )
+
+    def _require_one_format(self, modules: tuple[str, ...], why: str) -> None:
+        if len({self.formats.get(module) for module in modules}) > 1:
+            named = (f"{module} ({self.formats.get(module, FULL)})" for module in modules[:8])
+            raise ValueError(f"{', '.join(named)} {why} but differ in format; give them one")
 
 
-def quantize_state(
-    named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap, quantizer: BlockQuantizer = quantize_block
-) -> Iterator[tuple[str, Tensor]]:
-    """Stream HF (name, tensor) pairs into what the engine loads, in the same order.
-
-    fp8_block modules yield `<module>.weight` (e4m3) and `<module>.weight_scale_inv` (f32); everything else, fp8_tensor
-    weights included, passes unchanged. Raises FloatingPointError naming a non-finite weight, ValueError at the end when
-    a module of the map never came.
-    """
-    missing = set(quant_map.formats)
-    for name, tensor in named_tensors:
-        module = name.removesuffix(_WEIGHT)
-        if name.endswith(_WEIGHT):
-            missing.discard(module)
-        if name.endswith(_WEIGHT) and quant_map.formats.get(module) is RolloutFormat.FP8_BLOCK:
-            with _naming(name):
-                quantized, scale_inv = quantizer(tensor)
-            yield name, quantized
-            yield f"{module}.weight_scale_inv", scale_inv
-        else:
-            yield name, tensor
-    _require_all(missing)
-
-
-def fake_quantize_state(
-    named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap
-) -> Iterator[tuple[str, Tensor]]:
-    """Stream HF (name, tensor) pairs into the values that the engine computes with, each in its own dtype.
-
-    Pass tensors in the dtype that the engine loads. Members of a fused fp8_tensor group are held back until the group
-    is whole; all else keeps its order. Raises as `quantize_state`.
-    """
-    groups = {module: group for group in quant_map.fused_groups for module in group}
-    waiting: dict[str, Tensor] = {}
-    missing = set(quant_map.formats)
-    for name, tensor in named_tensors:
-        module = name.removesuffix(_WEIGHT)
-        rollout_format = quant_map.formats.get(module) if name.endswith(_WEIGHT) else None
+def _give(formats: dict[str, RolloutFormat], modules: Iterable[str], rollout_format: RolloutFormat | None) -> None:
+    for module in modules:
         if rollout_format is None:
-            yield name, tensor
-            continue
-        missing.discard(module)
-        if rollout_format is RolloutFormat.FP8_BLOCK:
-            with _naming(name):
-                quantized = fake_quantize_block(tensor)
-            yield name, quantized
-            continue
-        waiting[module] = tensor
-        if all(member in waiting for member in groups[module]):
-            yield from _fake_quantize_group({member: waiting.pop(member) for member in groups[module]})
-    _require_all(missing)
+            formats.pop(module, None)
+        else:
+            formats[module] = rollout_format
 
 
-def _fake_quantize_group(group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    amaxes = []
-    for module, tensor in group.items():
-        amaxes.append(tensor.detach().abs().amax().float())
-        with _naming(module + _WEIGHT):
-            scale_of(amaxes[-1])
-    shared = torch.stack(amaxes).amax()
-    for module, tensor in group.items():
-        yield module + _WEIGHT, fake_quantize_tensor(tensor, shared)
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    try:
-        yield
-    except FloatingPointError as error:
-        raise FloatingPointError(f"{name}: {error}") from error
-
-
-def _require_all(missing: set[str]) -> None:
-    if missing:
-        raise ValueError(
-            f"{len(missing)} modules of the quant map had no weight, the first {min(missing)}; expected a weight for "
-            "each; compare num_layers and the module names with the model"
-        )
-
-
-def _format(rollout_format: RolloutFormat | str) -> RolloutFormat:
-    try:
-        return RolloutFormat(rollout_format)
-    except ValueError:
-        known = ", ".join(RolloutFormat)
-        raise ValueError(f"unknown rollout format {rollout_format!r}, expected one of {known}") from None
+def _engine_name(group: tuple[str, ...]) -> str:
+    """The engine's name of what it stacks `group` into."""
+    if match := _EXPERT.fullmatch(group[0]):
+        return match[1]
+    before, _, _ = group[0].rpartition(".")
+    stack = _STACK_OF.get(tuple(module.rpartition(".")[2] for module in group))
+    return group[0] if stack is None else f"{before}.{stack}"

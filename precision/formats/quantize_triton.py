@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precision.formats import formats
+from precision.formats.rollout_format import BLOCK
 
 _SIGN = tl.constexpr(-(1 << 31))
 _MAGNITUDE = tl.constexpr((1 << 31) - 1)
@@ -37,7 +38,7 @@ _SCALE_FLOOR = tl.constexpr(formats.SCALE_FLOOR)
 WARPS = 8
 
 
-def quantize_block(weight: Tensor, block: tuple[int, int] = formats.BLOCK) -> tuple[Tensor, Tensor]:
+def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
     """formats.quantize_block of a bfloat16, float16 or float32 `weight` [N, K]: (q e4m3, scale_inv f32)."""
     formats.require_values(weight)
     formats.require_matrix(weight)

@@ -18,6 +18,8 @@ from rollout_sglang.server.update_fence import FLOOR_VARIABLE
 __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", "router_command", "start"]
 
 HOST = "127.0.0.1"
+IGNORED_LAYERS_VARIABLE = "SGLANG_FP8_IGNORED_LAYERS"
+"""SGLang reads from it which layers `--quantization fp8` leaves as they are (layers/quantization/fp8.py)."""
 CPU_CONTEXTS = 64
 """Contexts of full length whose keys and values a CPU engine has room for. SGLang would take most of the memory."""
 
@@ -54,6 +56,8 @@ class EngineSpec:
     metrics: bool = False
     """Whether it shows SGLang's /metrics, without a key, on the port that it serves on."""
     extra_args: tuple[str, ...] = ()
+    full_precision: tuple[str, ...] = ()
+    """fp8_tensor: linear layers that SGLang must not quantize, by exact name, a mixture by that of its experts."""
     update_floor: int = 0
     """The newest number of a weight update of the run: lower ones are refused (rollout_sglang.server.update_fence)."""
 
@@ -105,6 +109,8 @@ def start(spec: EngineSpec) -> ServerProcess:
         # /health says whether the server is up; a probe that must sample would wait behind a long prefill.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         FLOOR_VARIABLE: str(spec.update_floor),
+        # Always set: layers named in the user's environment would be served in another format than the map says.
+        IGNORED_LAYERS_VARIABLE: ",".join(spec.full_precision),
     }
     return ServerProcess(
         command(spec, cuda=has_cuda()),

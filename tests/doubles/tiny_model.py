@@ -17,7 +17,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from precision.formats.formats import RolloutFormat, fake_quantize_block, fake_quantize_tensor, quantize_block
+from precision.formats.formats import (
+    fake_quantize_activation_as,
+    fake_quantize_block,
+    fake_quantize_tensor,
+    quantize_block,
+)
+from precision.formats.rollout_format import RolloutFormat
 
 VOCABULARY = 512
 END = "<|im_end|>"
@@ -104,7 +110,7 @@ class _QuantizedForward:
         self._layer, self._format = layer, rollout_format
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(self._format.fake_quantize_activation(x), self._layer.weight, self._layer.bias)
+        return F.linear(fake_quantize_activation_as(x, self._format), self._layer.weight, self._layer.bias)
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:

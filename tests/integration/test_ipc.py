@@ -25,7 +25,8 @@ from pipeline.config.recipe import RolloutPrecision
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.ports.weight_update import WeightUpdateReport
-from precision.formats.quant_map import QuantMap, quantize_state
+from precision.formats.quant_map import QuantMap
+from precision.formats.streams import quantize_state
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, free_port
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.build.components import TaskPrompts
-from pipeline.config.recipe import SortDigitsTask
+from pipeline.config.task_sections import SortDigitsTask
 from pipeline.data.event_log import EventLog
 from pipeline.data.records import Batch, Completion, FinishReason, LogprobContract
 from pipeline.data.run_directory import RunDirectory

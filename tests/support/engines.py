@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.recipe import RolloutPrecision
-from precision.formats.formats import RolloutFormat
+from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, free_port

@@ -18,8 +18,9 @@ from megatron_bridge.step.fp8_emulation import _quantize_input, emulated
 from megatron_bridge.weights.convert import export_hf, export_stage, load_hf, load_named, stage_tensors
 from megatron_bridge.weights.name_map import NameMap, ShardCoords, parameter_names
 from pipeline.config.recipe import LearnerSection
-from precision.formats.formats import RolloutFormat
+from precision.formats.formats import fake_quantize_activation_as
 from precision.formats.quant_map import QuantMap
+from precision.formats.rollout_format import RolloutFormat
 from precision.supervised import Supervised
 from tests.support.name_bijection import RankParameters
 
@@ -65,7 +66,7 @@ def expert_inputs_are_quantized_whole(chunk: torch.nn.Module) -> bool:
     mine = whole.chunk(group.size(), -1)[group.rank()]
     for name in RolloutFormat:
         quantized = _quantize_input(name)(linear, (mine,))[0]
-        if not torch.equal(quantized, name.fake_quantize_activation(whole).chunk(group.size(), -1)[group.rank()]):
+        if not torch.equal(quantized, fake_quantize_activation_as(whole, name).chunk(group.size(), -1)[group.rank()]):
             return False
     return True
 

@@ -26,7 +26,7 @@ from megatron_bridge.hf.modelopt import check_scales
 from megatron_bridge.hf.shard_writer import check_written
 from pipeline.errors import CorruptCheckpointError, EvenKeelError, LayoutError, ModelError, NonFiniteError
 from precision.formats.formats import quantize_tensor
-from precision.formats.quant_map import fake_quantize_state, quantize_state
+from precision.formats.streams import fake_quantize_state, quantize_state
 
 WEIGHTS = "model.safetensors"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.recipe import SortDigitsTask
+from pipeline.config.task_sections import SortDigitsTask
 from pipeline.data.run_directory import RunDirectory
 from pipeline.rewards.pool import Verifiers
 from pipeline.tasks import build_task

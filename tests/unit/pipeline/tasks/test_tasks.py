@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.recipe import JsonlTask, SortDigitsTask, SpellDigitsTask
+from pipeline.config.task_sections import JsonlTask, SortDigitsTask, SpellDigitsTask
 from pipeline.errors import RecipeError
 from pipeline.rewards.verifiers import exact_match, resolve
 from pipeline.tasks import Problem, PromptOrder, Task, build_task

@@ -14,16 +14,17 @@ from precision.formats.formats import (
     E4M3,
     E4M3_MAX,
     SCALE_FLOOR,
-    RolloutFormat,
     dequantize_block,
     dequantize_tensor,
     fake_quantize_activation,
+    fake_quantize_activation_as,
     fake_quantize_block,
     fake_quantize_tensor,
     quantize_block,
     quantize_tensor,
     to_e4m3,
 )
+from precision.formats.rollout_format import RolloutFormat
 from tests.support.examples import examples
 
 HALF_ULP = 2.0**-4
@@ -188,6 +189,8 @@ def test_shared_amax_is_the_scale_of_the_stacked_matrix() -> None:
 def test_rollout_formats() -> None:
     activation = gaussian(2, 260) * torch.logspace(-3, 3, 260)
     tensor, block = RolloutFormat("fp8_tensor"), RolloutFormat("fp8_block")
-    assert torch.equal(tensor.fake_quantize_activation(activation), fake_quantize_activation(activation, None))
-    assert torch.equal(block.fake_quantize_activation(activation), fake_quantize_activation(activation, 128))
-    assert not torch.equal(tensor.fake_quantize_activation(activation), block.fake_quantize_activation(activation))
+    assert torch.equal(fake_quantize_activation_as(activation, tensor), fake_quantize_activation(activation, None))
+    assert torch.equal(fake_quantize_activation_as(activation, block), fake_quantize_activation(activation, 128))
+    assert not torch.equal(
+        fake_quantize_activation_as(activation, tensor), fake_quantize_activation_as(activation, block)
+    )

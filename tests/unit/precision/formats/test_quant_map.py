@@ -10,14 +10,15 @@ from torch import Tensor
 
 from precision.formats.formats import (
     E4M3,
-    RolloutFormat,
     dequantize_block,
     dequantize_tensor,
     fake_quantize_block,
     fake_quantize_tensor,
     quantize_tensor,
 )
-from precision.formats.quant_map import QuantMap, fake_quantize_state, quantize_state
+from precision.formats.quant_map import QuantMap
+from precision.formats.rollout_format import RolloutFormat
+from precision.formats.streams import fake_quantize_state, quantize_state
 
 SHAPES = {
     "self_attn.q_proj": (256, 130),
@@ -121,14 +122,41 @@ def test_hf_config() -> None:
         "weight_block_size": [128, 128],
     }
     assert QuantMap.for_decoder(1, "fp8_tensor").to_hf_quantization_config() is None
+    ignored = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
+    config = QuantMap.for_decoder(1, "fp8_block").promoted(ignored).to_hf_quantization_config()
+    assert config is not None
+    assert config["ignored_layers"] == config["modules_to_not_convert"] == ignored
     mixed = QuantMap({"a": RolloutFormat.FP8_TENSOR, "b": RolloutFormat.FP8_BLOCK}, (("a",), ("b",)))
     with pytest.raises(ValueError, match="mixes formats"):
         mixed.to_hf_quantization_config()
 
 
+@pytest.mark.parametrize("rollout_format", ["fp8_tensor", "fp8_block"])
+def test_exceptions_pass_both_streams_unchanged(rollout_format: str) -> None:
+    full = ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.k_proj")
+    quant_map = QuantMap.for_decoder(2, rollout_format).promoted(full)
+    for stream in (quantize_state, fake_quantize_state):
+        made = dict(stream(state().items(), quant_map))
+        for module in quant_map.unquantized:
+            assert torch.equal(made[module + ".weight"], state()[module + ".weight"])
+        assert {name for name in made if name.endswith("_scale_inv")} <= {
+            f"{module}.weight_scale_inv" for module in quant_map.formats
+        }
+    changed = dict(fake_quantize_state(state().items(), quant_map))
+    for module in quant_map.formats:
+        assert not torch.equal(changed[module + ".weight"], state()[module + ".weight"])
+    without = {name: tensor for name, tensor in state().items() if "1.mlp.down" not in name}
+    with pytest.raises(ValueError, match=r"first model\.layers\.1\.mlp\.down_proj"):
+        list(quantize_state(without.items(), quant_map))
+
+
 def test_maps_that_contradict_themselves_are_refused() -> None:
-    with pytest.raises(ValueError, match="different modules: \\['b'\\]"):
+    with pytest.raises(ValueError, match=r"a \(fp8_block\), b \(full\) are stacked by the engine but differ"):
         QuantMap({"a": RolloutFormat.FP8_BLOCK}, (("a", "b"),))
+    with pytest.raises(ValueError, match="a is in two fused groups"):
+        QuantMap({}, (("a", "b"), ("a",)))
+    with pytest.raises(ValueError, match="no linear layer 'down', the nearest name is down_proj"):
+        QuantMap({"down": RolloutFormat.FP8_BLOCK}, (("a", "b"), ("down_proj",)))
     with pytest.raises(ValueError, match="differ in format"):
         QuantMap({"a": RolloutFormat.FP8_BLOCK, "b": RolloutFormat.FP8_TENSOR}, (("a", "b"),))
     with pytest.raises(ValueError, match="'fp4', expected one of fp8_tensor, fp8_block"):

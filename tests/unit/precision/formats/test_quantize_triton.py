@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from precision.formats import formats, quantize
-from precision.formats.quant_map import QuantMap, quantize_state
+from precision.formats.quant_map import QuantMap
+from precision.formats.streams import quantize_state
 from tests.support.triton_folder import run_with_triton
 from tests.support.weight_cases import NON_FINITE, OTHER_BLOCKS, WEIGHTS, gaussian, grid_and_ties, small
 

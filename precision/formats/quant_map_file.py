@@ -1,0 +1,70 @@
+"""The YAML file of a quant map: a base format, and the modules that are held in another one. Needs no torch.
+
+    base: fp8_block
+    exceptions:
+      model.layers.0.mlp.down_proj: full
+      model.layers.3.mlp.experts: full
+
+Names are exact Hugging Face names of linear layers; the experts of a mixture, which have one format together, may be
+named as one. `full` is the dtype in which the engine computes. bf16, fp16 and fp32 are the same, and are refused when
+the engine computes in another one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from precision.formats.rollout_format import RolloutFormat
+from precision.settings import Settings
+
+ModuleFormat = Literal["full", "bf16", "fp16", "fp32", "fp8_tensor", "fp8_block"]
+ENGINE_DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""The formats that name a dtype, and that dtype as SGLang calls it."""
+
+
+class QuantMapFile(Settings):
+    """What the file says, before the names are compared with a model (precision.formats.quant_map.QuantMap)."""
+
+    base: ModuleFormat = Field(description="Format of every linear layer of the decoder that is not an exception.")
+    exceptions: dict[str, ModuleFormat] = Field(default_factory=dict, description="Exact module name → its format.")
+
+    @classmethod
+    def read(cls, path: Path) -> QuantMapFile:
+        """Raises ValueError, in one line, for a file that cannot be read or says something else."""
+        try:
+            return cls.model_validate(yaml.safe_load(path.read_text()))
+        except OSError as error:
+            raise ValueError(f"cannot read quant map {path}: {error.strerror}; give the path of a YAML file") from error
+        except yaml.YAMLError as error:
+            raise ValueError(f"quant map {path} is not YAML: {' '.join(str(error).split())}") from error
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in details)
+            raise ValueError(f"quant map {path}: {problems}; expected `base` and `exceptions`") from None
+
+    def to_yaml(self) -> str:
+        """The file's text."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    def rollout_formats(self) -> frozenset[RolloutFormat]:
+        """The quantized formats that it names."""
+        named = {self.base, *self.exceptions.values()}
+        return frozenset(RolloutFormat(name) for name in named if name in tuple(RolloutFormat))
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raises ValueError when a module is to be held in another dtype than the engine's (`--dtype`)."""
+        for module, name in (("base", self.base), *self.exceptions.items()):
+            if ENGINE_DTYPES.get(name, dtype) != dtype:
+                raise ValueError(
+                    f"quant map: {module} is {name}, but the engines of this run compute in {dtype}, which is the only "
+                    "dtype they hold beside FP8; write full, or change learner.precision"
+                )
+
+
+def rollout_format_of(name: ModuleFormat) -> RolloutFormat | None:
+    """None for what is not quantized."""
+    return RolloutFormat(name) if name in tuple(RolloutFormat) else None

@@ -1,0 +1,108 @@
+"""Streams of (Hugging Face name, tensor) in the formats of a quant map.
+
+`quantize_state` makes the tensors that the engine is given, `fake_quantize_state` the weights that the engine then
+computes with, for the learner's emulation of it. At the end both check that every module of the map came: one that did
+not would be served in another format than the map says.
+
+Block scales are the same whether or not the engine stacks matrices (the rows of each part are a multiple of 128, as
+SGLang requires of stacked parts). With fp8_tensor the stacked matrix has a single scale, so the members of a fused
+group share their largest magnitude. That holds for an engine of tensor parallel size 1; a sharded engine has a scale
+for each shard. Each expert of a mixture is stacked by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from precision.formats.formats import fake_quantize_block, fake_quantize_tensor, quantize_block, scale_of
+from precision.formats.quant_map import QuantMap
+from precision.formats.rollout_format import RolloutFormat
+
+_WEIGHT = ".weight"
+
+BlockQuantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""An implementation of `precision.formats.formats.quantize_block` for 128x128 blocks, the same bit for bit."""
+
+
+def quantize_state(
+    named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap, quantizer: BlockQuantizer = quantize_block
+) -> Iterator[tuple[str, Tensor]]:
+    """Stream HF (name, tensor) pairs into what the engine loads, in the same order.
+
+    fp8_block modules yield `<module>.weight` (e4m3) and `<module>.weight_scale_inv` (f32); everything else, fp8_tensor
+    weights included, passes unchanged. Raises FloatingPointError naming a non-finite weight, ValueError at the end when
+    a module of the map never came.
+    """
+    missing = {module for group in quant_map.fused_groups for module in group}
+    for name, tensor in named_tensors:
+        module = name.removesuffix(_WEIGHT)
+        if name.endswith(_WEIGHT):
+            missing.discard(module)
+        if name.endswith(_WEIGHT) and quant_map.formats.get(module) is RolloutFormat.FP8_BLOCK:
+            with _naming(name):
+                quantized, scale_inv = quantizer(tensor)
+            yield name, quantized
+            yield f"{module}.weight_scale_inv", scale_inv
+        else:
+            yield name, tensor
+    _require_all(missing)
+
+
+def fake_quantize_state(
+    named_tensors: Iterable[tuple[str, Tensor]], quant_map: QuantMap
+) -> Iterator[tuple[str, Tensor]]:
+    """Stream HF (name, tensor) pairs into the values that the engine computes with, each in its own dtype.
+
+    Pass tensors in the dtype that the engine loads. Members of a fused fp8_tensor group are held back until the group
+    is whole; all else keeps its order. Raises as `quantize_state`.
+    """
+    groups = {module: group for group in quant_map.fused_groups for module in group}
+    waiting: dict[str, Tensor] = {}
+    missing = {module for group in quant_map.fused_groups for module in group}
+    for name, tensor in named_tensors:
+        module = name.removesuffix(_WEIGHT)
+        rollout_format = quant_map.formats.get(module) if name.endswith(_WEIGHT) else None
+        if rollout_format is None:
+            yield name, tensor
+            continue
+        missing.discard(module)
+        if rollout_format is RolloutFormat.FP8_BLOCK:
+            with _naming(name):
+                quantized = fake_quantize_block(tensor)
+            yield name, quantized
+            continue
+        waiting[module] = tensor
+        if all(member in waiting for member in groups[module]):
+            yield from _fake_quantize_group({member: waiting.pop(member) for member in groups[module]})
+    _require_all(missing)
+
+
+def _fake_quantize_group(group: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    amaxes = []
+    for module, tensor in group.items():
+        amaxes.append(tensor.detach().abs().amax().float())
+        with _naming(module + _WEIGHT):
+            scale_of(amaxes[-1])
+    shared = torch.stack(amaxes).amax()
+    for module, tensor in group.items():
+        yield module + _WEIGHT, fake_quantize_tensor(tensor, shared)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FloatingPointError as error:
+        raise FloatingPointError(f"{name}: {error}") from error
+
+
+def _require_all(missing: set[str]) -> None:
+    if missing:
+        raise ValueError(
+            f"{len(missing)} modules of the quant map had no weight, the first {min(missing)}; expected a weight for "
+            "each; compare num_layers and the module names with the model"
+        )
