@@ -65,11 +65,12 @@ def fake_quantize_state(
     missing = {module for group in quant_map.fused_groups for module in group}
     for name, tensor in named_tensors:
         module = name.removesuffix(_WEIGHT)
+        if name.endswith(_WEIGHT):
+            missing.discard(module)
         rollout_format = quant_map.formats.get(module) if name.endswith(_WEIGHT) else None
         if rollout_format is None:
             yield name, tensor
             continue
-        missing.discard(module)
         if rollout_format is RolloutFormat.FP8_BLOCK:
             with _naming(name):
                 quantized = fake_quantize_block(tensor)
