@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.logprobs import vocab_parallel_logprobs
+from megatron_bridge.model.logprobs_kept import KeptRows
 from megatron_bridge.model.packed_attention import PackedAttention
 from megatron_bridge.model.te_precision import Layers, fp8_arguments, is_fp8, require_fp8
 from megatron_bridge.parallel.layout import Layout
@@ -67,6 +68,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     """
 
     temperature: float = 1.0
+    kept: KeptRows | None = None
+    """The kept sets of the micro-batch that is run next, one for each label; None: the whole vocabulary."""
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> TokenScores:
         """`labels` int64 [batch, sequence]; `logits` [sequence, batch, vocab/tp], overwritten by the backward pass."""
@@ -76,6 +79,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             temperature=self.temperature,
             group=parallel_state.get_tensor_model_parallel_group(),
             overwrite_logits=True,
+            kept=self.kept,
         )
         return TokenScores(logprobs.transpose(0, 1).contiguous(), entropy.transpose(0, 1).contiguous())
 

@@ -11,7 +11,9 @@ tensor parallel group make that the statistics of the whole row:
     peak     max z / T                       sums[0]  Σ exp(z / T - peak)
     sums[1]  z_t / T - peak, 0 elsewhere     sums[2]  Σ exp(z / T - peak) (z / T - peak)
 
-Back ends: `logprobs_triton` on a GPU, `logprobs_torch` on a CPU and for float64. A logit of -inf is a token that
+Back ends: `logprobs_triton` on a GPU, `logprobs_torch` on a CPU and for float64. Where an engine's top-p or top-k cut
+the distribution, `logprobs_kept` on either: all sums, and with them p and H, then run over the tokens that were kept,
+so that p is the probability with which such a sampler draws. A logit of -inf is a token that
 cannot be sampled; a row of nothing else has no distribution, and its results are NaN. NaN and +inf among the logits of
 a row make its results NaN.
 """
@@ -26,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bridge.model import logprobs_torch
+from megatron_bridge.model import logprobs_kept, logprobs_torch
+from megatron_bridge.model.logprobs_kept import KeptRows
 
 
 def vocab_parallel_logprobs(
@@ -36,6 +39,7 @@ def vocab_parallel_logprobs(
     temperature: float,
     group: dist.ProcessGroup | None,
     overwrite_logits: bool = False,
+    kept: KeptRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `tokens` and entropy of the distribution, both [sequence, batch], natural log.
 
@@ -43,9 +47,12 @@ def vocab_parallel_logprobs(
     global ids; results are float32 (float64 for float64 logits) and the same on every rank of `group` (None: one rank).
     The entropy carries no gradient. With `overwrite_logits` the backward pass writes the gradient over the logits: only
     for logits that nothing else reads. (Autograd refuses a second backward pass.)
+
+    With `kept`, one set for each of the sequence × batch rows and the row's token in it, both are of the distribution
+    renormalized over the set; 0, without a gradient, where the set is empty.
     """
     logprobs, entropy = _LogProbs.apply(  # type: ignore[no-untyped-call]
-        logits, tokens, temperature, group, overwrite_logits
+        logits, tokens, temperature, group, overwrite_logits, kept
     )
     return logprobs, entropy
 
@@ -67,17 +74,27 @@ class _Saved:
     temperature: float
     first_token: int
     overwrite: bool
+    kept: KeptRows | None
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, group: dist.ProcessGroup | None, overwrite: bool
+        ctx: Any,
+        logits: Tensor,
+        tokens: Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        overwrite: bool,
+        kept: KeptRows | None,
     ) -> tuple[Tensor, Tensor]:
         vocab = logits.shape[-1]
         first = 0 if group is None else dist.get_rank(group) * vocab
         rows, wanted = _rows(logits), tokens.reshape(-1) - first
-        peak, sums = _back_end(logits).statistics(rows, wanted, temperature)
+        if kept is None:
+            peak, sums = _back_end(logits).statistics(rows, wanted, temperature)
+        else:
+            peak, sums = logprobs_kept.statistics(rows, wanted, temperature, kept, first)
         if group is not None and dist.get_world_size(group) > 1:
             top = peak.clone()
             dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
@@ -85,21 +102,28 @@ class _LogProbs(torch.autograd.Function):
             dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=group)
             peak = top
         log_sum = sums[0].log()
-        entropy = (log_sum - sums[2] / sums[0]).view(tokens.shape)
+        logprobs, entropy = sums[1] - log_sum, log_sum - sums[2] / sums[0]
+        if kept is not None:
+            logprobs, entropy = (torch.where(kept.counts > 0, values, 0) for values in (logprobs, entropy))
         ctx.save_for_backward(logits, tokens, peak + log_sum)
-        ctx.settings = _Saved(temperature, first, overwrite)
+        ctx.settings = _Saved(temperature, first, overwrite, kept)
+        entropy = entropy.view(tokens.shape)
         ctx.mark_non_differentiable(entropy)
-        return (sums[1] - log_sum).view(tokens.shape), entropy
+        return logprobs.view(tokens.shape), entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         logits, tokens, normalizer = ctx.saved_tensors
         settings: _Saved = ctx.settings
         rows, wanted = _rows(logits), tokens.reshape(-1) - settings.first_token
         target = rows if settings.overwrite else torch.empty_like(rows, memory_format=torch.contiguous_format)
         scale = (grads[0] / settings.temperature).reshape(-1)
-        _back_end(logits).write_gradient(rows, wanted, normalizer, scale, settings.temperature, target)
-        return target.view_as(logits), None, None, None, None
+        arguments = (rows, wanted, normalizer, scale, settings.temperature, target)
+        if settings.kept is None:
+            _back_end(logits).write_gradient(*arguments)
+        else:
+            logprobs_kept.write_gradient(*arguments, settings.kept, settings.first_token)
+        return target.view_as(logits), None, None, None, None, None
 
 
 def _rows(logits: Tensor) -> Tensor:

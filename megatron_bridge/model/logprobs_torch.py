@@ -21,7 +21,7 @@ _CHUNK_ELEMENTS = 1 << 22
 def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """What `logprobs` asks of a back end: `rows` [tokens, vocab/tp] and `wanted` int64 [tokens]."""
     vocab = rows.shape[-1]
-    peak = (rows.amax(-1).to(_full(rows)) / temperature).clamp_(min=LOWEST)
+    peak = (rows.amax(-1).to(full_precision(rows)) / temperature).clamp_(min=LOWEST)
     sums = peak.new_zeros(3, len(rows))
     for part in _chunks(len(rows), vocab):
         shifted = _copied(rows[part]).div_(temperature).sub_(peak[part, None])
@@ -53,12 +53,13 @@ def is_local(wanted: Tensor, vocab: int) -> Tensor:
     return (wanted >= 0) & (wanted < vocab)
 
 
-def _full(rows: Tensor) -> torch.dtype:
+def full_precision(rows: Tensor) -> torch.dtype:
+    """What sums over these logits are taken in: float32, or float64 for float64."""
     return torch.promote_types(rows.dtype, torch.float32)
 
 
 def _copied(rows: Tensor) -> Tensor:
-    return rows.to(_full(rows), copy=True)
+    return rows.to(full_precision(rows), copy=True)
 
 
 def _pick(shifted: Tensor, wanted: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_bridge.model.logprobs_kept import KeptRows
+from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Batch
 from pipeline.errors import RecipeError
 
@@ -38,12 +40,14 @@ class TokenRows:
     """[rows] of [length] token ids."""
     starts: NDArray[np.int64]
     """[rows] index of the first predicted token, at least 1."""
+    kept: KeptSets | None = None
+    """The set over which the distribution of each predicted token is renormalized; None: the whole vocabulary."""
 
     @staticmethod
     def of_batch(batch: Batch) -> TokenRows:
         """Every sample, its response predicted."""
         rows = [batch.sample_tokens(i) for i in range(batch.num_samples)]
-        return TokenRows(tokens=rows, starts=batch.prompt_lengths.astype(np.int64))
+        return TokenRows(tokens=rows, starts=batch.prompt_lengths.astype(np.int64), kept=batch.kept)
 
     @staticmethod
     def whole(rows: Sequence[Sequence[int]]) -> TokenRows:
@@ -64,7 +68,7 @@ class TokenRows:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Packed rows. Tensors are [1, tokens] (of this context parallel rank) but for `row_ends`."""
+    """Packed rows. Tensors are [1, tokens] (of this context parallel rank) but for `row_ends` and `kept`."""
 
     tokens: Tensor
     """int64; 0 where padded."""
@@ -78,6 +82,8 @@ class MicroBatch:
     """int64, place of the label in the flat order; 0 where `mask` is False."""
     row_ends: Tensor
     """int32 [rows + 1], where the rows begin and end over all context parallel ranks together, from 0."""
+    kept: KeptRows | None = None
+    """A kept set for each of this rank's labels, empty where `mask` is False."""
 
     @property
     def longest(self) -> int:
@@ -96,7 +102,8 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on another device; `row_ends` too, for that is where the kernels read it."""
-        return MicroBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+        tensors = {name: getattr(self, name).to(device) for name in self.__dataclass_fields__ if name != "kept"}
+        return MicroBatch(**tensors, kept=None if self.kept is None else self.kept.to(device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,4 +242,5 @@ def _micro_batch(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64
     return MicroBatch(
         **dict(zip(("tokens", "labels", "positions", "mask", "index"), mine, strict=True)),
         row_ends=torch.from_numpy(ends.astype(np.int32)),
+        kept=None if rows.kept is None else KeptRows.of(rows.kept.take(np.where(mask, index, -1)[columns.numpy()])),
     )

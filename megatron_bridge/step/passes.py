@@ -222,6 +222,7 @@ def _run(
     def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         on_host = next(batches)
         micro_batch = on_host.to(device)
+        chunk.module.kept = micro_batch.kept  # read in this very call, whatever the schedule runs next
         output = chunk(
             micro_batch.tokens,
             micro_batch.positions,

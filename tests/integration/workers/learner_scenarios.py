@@ -11,11 +11,13 @@ import torch
 
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.logprobs import vocab_parallel_logprobs
+from megatron_bridge.model.logprobs_kept import KeptRows
 from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.step.fp8_emulation import emulated
 from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
@@ -195,6 +197,33 @@ class Worker:
         torch.testing.assert_close(logprobs, picked)
         torch.testing.assert_close(entropy, -(reference.exp() * reference).sum(-1))
         torch.testing.assert_close(mine.grad, whole.grad.chunk(size, -1)[rank])
+        self.kept_sets(whole.detach(), tokens, weight)
+
+    def kept_sets(self, whole: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor) -> None:
+        """The same over kept sets, of which one is within a single rank's slice and one is empty."""
+        random = np.random.default_rng(0)
+        sets = [sorted({token, *random.integers(0, 32, 9).tolist()}) for token in tokens.reshape(-1).tolist()]
+        sets[3], sets[4] = [int(tokens.reshape(-1)[3])], []
+        kept = KeptRows.of(KeptSets.of(sets))
+        outside = torch.ones(tokens.numel(), 32, dtype=torch.bool)
+        outside[kept.owner, kept.tokens] = False
+        outside[4] = False
+        exact = whole.clone().requires_grad_()
+        reference = torch.log_softmax((exact / TEMPERATURE).masked_fill(outside.view_as(exact), -torch.inf), -1)
+        some = (kept.counts > 0).view_as(tokens)
+        picked = torch.where(some, reference.gather(-1, tokens[..., None])[..., 0], 0)
+        (picked * weight).sum().backward()
+        size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        mine = whole.chunk(size, -1)[rank].contiguous().requires_grad_()
+        logprobs, entropy = vocab_parallel_logprobs(
+            mine, tokens, temperature=TEMPERATURE, group=torch.distributed.group.WORLD, kept=kept
+        )
+        (logprobs * weight).sum().backward()
+        assert exact.grad is not None
+        plogp = (reference.exp() * reference.clamp(min=-1e300)).sum(-1)
+        torch.testing.assert_close(logprobs, picked)
+        torch.testing.assert_close(entropy, torch.where(some, -plogp, 0))
+        torch.testing.assert_close(mine.grad, exact.grad.chunk(size, -1)[rank])
 
 
 def measure(layout: Layout, models: Path, out: Path, reshard: Path | None) -> None:

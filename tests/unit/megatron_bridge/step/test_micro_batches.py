@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, plan_micro_batches, zigzag_columns
+from pipeline.data.kept_sets import KeptSets
 from pipeline.errors import RecipeError
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=40)
@@ -201,3 +204,31 @@ def test_rows_left_out_leave_the_places_of_the_others(
     expected = np.flatnonzero(np.repeat(chosen, np.diff(rows.offsets))).tolist()
     assert sorted(places) == expected
     assert [flat[place] for place in places] == labels
+
+
+@given(lengths=LENGTHS, ranks=st.integers(1, 3), context=st.sampled_from([1, 2]), seed=st.integers(0, 2**16))
+def test_each_label_has_its_own_kept_set(lengths: list[tuple[int, int]], ranks: int, context: int, seed: int) -> None:
+    """Over all ranks, every set is where its token is predicted, and nowhere else."""
+    rows = rows_of(lengths)
+    random = np.random.default_rng(seed)
+    sets = [random.integers(0, 50, random.integers(0, 4)).tolist() for _ in range(rows.offsets[-1])]
+    sets = [sorted(set(one)) for one in sets]
+    found: list[list[int] | None] = [None] * len(sets)
+    for plan in plans(replace(rows, kept=KeptSets.of(sets)), 64, ranks, context_ranks=context):
+        for micro in plan.micro_batches:
+            assert micro.kept is not None
+            assert micro.to("cpu").kept is not None
+            held = [part.tolist() for part in micro.kept.tokens.split(micro.kept.counts.tolist())]
+            assert len(held) == micro.labels.numel()
+            assert micro.kept.owner.tolist() == [row for row, one in enumerate(held) for _ in one]
+            for one, masked, place in zip(held, micro.mask[0].tolist(), micro.index[0].tolist(), strict=True):
+                assert masked or not one
+                if masked:
+                    found[place] = one
+    assert found == sets
+
+
+def test_without_kept_sets_there_are_none() -> None:
+    (plan,) = plans(rows_of([(2, 2)]), 64, 1)
+    assert plan.micro_batches[0].kept is None
+    assert plan.micro_batches[0].to("cpu").kept is None
