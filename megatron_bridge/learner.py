@@ -1,6 +1,6 @@
 """The trained policy on Megatron-Core: implements pipeline.ports.learner.Learner.
 
-    logprobs:  plan ─▶ forward only ─▶ gather ─▶ ratio statistics
+    logprobs:  plan ─▶ forward only ─▶ gather
     update:    prepare ─▶ plan ─▶ forward + backward ─▶ gather ─▶ all finite? ─▶ clip ─▶ AdamW
 
 Every method is collective. What a method returns is the same on every rank.
@@ -30,6 +30,7 @@ from megatron_bridge.parallel.layout_checks import check_layout
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.step import passes
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, plan_micro_batches
+from megatron_bridge.step.mismatch import measure_mismatch
 from megatron_bridge.step.optimizer import (
     learning_rate,
     reduced_gradient_norm,
@@ -45,7 +46,7 @@ from pipeline.data.run_directory import unfenced
 from pipeline.errors import NonFiniteError
 from pipeline.ports.learner import Update
 from precision.objectives.base import Objective, Prepared, ScoredStep
-from precision.ratios import MAX_LOG_RATIO, RatioSums
+from precision.ratios import MAX_LOG_RATIO
 
 Result = TypeVar("Result")
 
@@ -158,7 +159,7 @@ class MegatronLearner:
         """One optimizer step on the whole batch; see pipeline.ports.learner.Learner.
 
         The metrics hold loss, grad_norm (before clipping), lr, entropy (nats per token), padding_share, num_tokens (the
-        loss's denominator), the mean of each of the objective's sums, what it prepared, and the ratio statistics of the
+        loss's denominator), the mean of each of the objective's sums, what it prepared, and mismatch statistics of the
         training pass. Means of the passes are over the tokens that were run through the model; the loss is divided by
         num_tokens, and what was prepared is a mean over the same tokens, those that `trained` leaves out included.
         Raises NonFiniteError before any parameter or optimizer state is changed, and ValueError when the objective
@@ -180,7 +181,8 @@ class MegatronLearner:
         )
         grad_norm = self._finite_gradient_norm(gathered, batch.index)
         seen = _seen_tokens(batch, trained)
-        ratios = _ratio_sums(gathered.logprobs.cpu(), batch, seen)
+        given = _by_token(batch, advantages)
+        mismatch = _finite_or_refused(lambda: measure_mismatch(gathered, batch, given, seen), batch)
         section = self.section.optimizer
         lr = learning_rate(self.step, section, self._total_steps)
         set_learning_rate(self.optimizer, lr, section.weight_decay)
@@ -188,8 +190,9 @@ class MegatronLearner:
         self.step += 1
         measured = {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share, **prepared.measured}
         return Update(
-            metrics=ratios.statistics() | self._metrics(gathered, num_tokens, seen) | measured,
-            histogram=ratios.histogram.tolist(),
+            metrics=mismatch.statistics() | self._metrics(gathered, num_tokens, seen) | measured,
+            histogram=mismatch.group().histogram.tolist(),
+            mismatch=mismatch,
             logprobs=_known_logprobs(gathered, batch, trained, scored),
         )
 
@@ -362,8 +365,3 @@ def _known_logprobs(
         return found
     otherwise = np.float32(np.nan) if scored is None else scored
     return np.where(np.repeat(trained, batch.response_lengths), found, otherwise)
-
-
-def _ratio_sums(logprobs: Tensor, batch: Batch, mask: Tensor) -> RatioSums:
-    rollout = torch.from_numpy(batch.rollout_logprobs)
-    return _finite_or_refused(lambda: RatioSums.from_logprobs(logprobs, rollout, mask), batch)

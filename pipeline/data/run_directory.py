@@ -7,6 +7,7 @@
       policy/000012/           HF safetensors of version 12; policy/PUBLISHED names the version that the engines serve
       logprobs/000012.npy      the learner's log-probabilities of batch 12 before it trained on it (float32 [responses])
       logprobs/000012-old.npy  … and when the batch's stage began, where pi_old is needed
+      mismatch/000012.zarr.zip learner against engine on batch 12, in all detail (pipeline.data.mismatch_files)
       evaluations/000012.json  held-out pass@k of version 12
       checkpoints/000012/      Megatron distributed checkpoint + COMMIT, written last
       model/                   the final policy in full precision
@@ -85,6 +86,10 @@ class RunDirectory:
     @property
     def logprobs(self) -> Path:
         return self.path / "logprobs"
+
+    @property
+    def mismatch(self) -> Path:
+        return self.path / "mismatch"
 
     @property
     def evaluations(self) -> Path:
@@ -198,7 +203,8 @@ class RunDirectory:
 
     def make_folders(self) -> None:
         """Create what is missing of the folders."""
-        for folder in (self.batches, self.policies, self.logprobs, self.evaluations, self.checkpoints, self.logs):
+        written = (self.batches, self.policies, self.logprobs, self.mismatch, self.evaluations, self.checkpoints)
+        for folder in (*written, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
 
     def freeze(self, recipe: Recipe) -> Recipe:

@@ -14,18 +14,15 @@ from __future__ import annotations
 import os
 import re
 import time
-import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import zarr
-from zarr.codecs import Crc32cCodec, ZstdCodec
-from zarr.core.buffer import Buffer
-from zarr.storage import MemoryStore, ZipStore
+from zarr.storage import ZipStore
 
 from pipeline.data.batch_format import (
     array_names,
@@ -39,6 +36,7 @@ from pipeline.data.batch_format import (
 from pipeline.data.files import FIRST_POLL_S, await_visible, creating, remove_leftovers, slower
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory, numbered, unfenced
+from pipeline.data.zarr_zip import write_zarr_zip
 from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
@@ -48,9 +46,6 @@ from pipeline.errors import (
 )
 
 _NAME = re.compile(r"^(\d{6,})\.zarr\.zip$")
-
-_CHUNK_ELEMENTS = 1 << 20
-_ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 class BatchStore:
@@ -103,7 +98,7 @@ class BatchStore:
             ) from error
         try:
             with creating(path, before=self._fence) as file:
-                _write_zip(file, _encode(batch))
+                _write(file, batch)
         except FileExistsError:
             self._refuse_second(path)
         except (StoreError, FileNotFoundError):
@@ -192,34 +187,9 @@ def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobCon
     )
 
 
-def _encode(batch: Batch) -> dict[str, bytes]:
-    """Zarr keys and values of one batch."""
-    content: dict[str, Buffer] = {}
+def _write(file: BinaryIO, batch: Batch) -> None:
     attributes, arrays = attributes_of(batch), arrays_of(batch)
-    group = zarr.create_group(
-        MemoryStore(content),
-        zarr_format=3,
-        attributes={**attributes, "content_sha256": content_sha256(attributes, arrays)},
-    )
-    for name, array in arrays.items():
-        _add_array(group, name, array)
-    return {key: buffer.to_bytes() for key, buffer in sorted(content.items())}
-
-
-def _add_array(group: zarr.Group, name: str, data: np.ndarray[Any, Any]) -> None:
-    group.create_array(
-        name,
-        data=data,
-        chunks=tuple(min(max(size, 1), _CHUNK_ELEMENTS) for size in data.shape),
-        compressors=[ZstdCodec(level=1), Crc32cCodec()],
-    )
-
-
-def _write_zip(file: Any, content: dict[str, bytes]) -> None:
-    """The same content gives the same bytes: keys are sorted and the dates are constant."""
-    with zipfile.ZipFile(file, "w", compression=zipfile.ZIP_STORED) as archive:
-        for key, value in content.items():
-            archive.writestr(zipfile.ZipInfo(key, date_time=_ZIP_EPOCH), value)
+    write_zarr_zip(file, {**attributes, "content_sha256": content_sha256(attributes, arrays)}, arrays)
 
 
 def _decode(path: Path) -> Batch:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import unfenced
+from precision.mismatch.statistics import Mismatch
 
 T = TypeVar("T")
 
@@ -21,12 +22,14 @@ class Update:
     """What an optimizer step measured, or all those of a batch; the same on every rank."""
 
     metrics: dict[str, float]
-    """loss, grad_norm, lr, entropy, num_tokens, padding_share, the objective's sums as means, ratio statistics."""
+    """loss, grad_norm, lr, entropy, num_tokens, padding_share, the objective's sums as means, mismatch statistics."""
     histogram: list[float]
     """Tokens counted by log-ratio, in the bins of precision.histogram."""
     logprobs: NDArray[np.float32] = field(repr=False)
     """[responses] the learner's log-probabilities at the weights before the step that trained on them, in the batch's
     order; NaN where no step looked."""
+    mismatch: Mismatch | None = field(default=None, repr=False)
+    """Learner against engine, in all detail; None from a learner that does not measure it."""
 
 
 class Learner(Protocol):

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
+from pipeline.data.mismatch_files import write_mismatch
 from pipeline.data.records import SOLVED_REWARD, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoppedError
@@ -65,7 +67,8 @@ class Trainer:
     def train(self) -> None:
         """Train on every batch that the newest checkpoint has not seen, then export the final policy. Asked to stop, it
         saves what is trained and raises StoppedError, on every rank."""
-        self.learner.tell(lambda: remove_leftovers(self.run.policies, self.run.fence))
+        for folder in (self.run.policies, self.run.mismatch):
+            self.learner.tell(partial(remove_leftovers, folder, self.run.fence))
         first, state = self.checkpoints.restore(self.learner)
         self._saved = first
         self.advantage_computer.estimator.restore(state)
@@ -97,6 +100,8 @@ class Trainer:
     ) -> None:
         """What the step leaves behind (rank 0)."""
         self.run.write_learner_logprobs(step, update.logprobs)
+        if update.mismatch is not None:
+            write_mismatch(self.run, step, update.mismatch)
         self.event_log.event("consumed", step=step)
         self.event_log.metrics(
             step,
@@ -104,6 +109,7 @@ class Trainer:
             **measured,
             **self.advantage_computer.estimator.measured(),
             log_ratio_histogram=update.histogram,
+            mismatch={} if update.mismatch is None else update.mismatch.by_split(),
             seconds=watch.seconds | {"save": self._save_s},
             publish_seconds={name: value for name, value in published.items() if name.endswith("_s")},
             **{name: value for name, value in published.items() if not name.endswith("_s")},

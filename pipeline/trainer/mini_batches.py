@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.data.records import Batch
 from pipeline.ports.learner import Update
+from precision.mismatch.statistics import Mismatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class MiniBatch:
     """[responses of the mini-batch]"""
     trained: NDArray[np.bool_] | None
     """[samples of the mini-batch] as Learner.update takes it."""
+    samples: NDArray[np.bool_]
+    """[samples of the whole batch] True on those of the mini-batch."""
     responses: NDArray[np.bool_]
     """[responses of the whole batch] True on those of the mini-batch."""
 
@@ -55,6 +58,7 @@ def mini_batches(computer: AdvantageComputer, batch: Batch, count: int) -> list[
                 advantages=computer.by_token(part, computed.values[samples]).astype(np.float32),
                 # Where no sample has an advantage, the step is made of all of them: it needs some token.
                 trained=through_model if through_model.any() and not through_model.all() else None,
+                samples=samples,
                 responses=np.repeat(samples, batch.response_lengths),
             )
         )
@@ -76,21 +80,27 @@ _OVER_UPDATES: dict[str, Callable[[Sequence[float]], float]] = {
     "ratio_max": max,
     "ratio_max_negative": max,
     "ratio_min": min,
+    "sequence_log_ratio_max": max,
+    "sequence_log_ratio_min": min,
 }
 """How a metric of several updates becomes that of the batch; the mean for all others."""
 
 
 def merge_updates(parts: Sequence[MiniBatch], updates: Sequence[Update]) -> Update:
     """One Update for the batch. Metrics are means over the updates, but for the tokens, which add up, and the extremes.
-    Log-probabilities are those before the sample's own update; NaN for samples that no update looked at."""
+    Log-probabilities are those before the sample's own update; NaN for samples that no update looked at. Mismatch
+    statistics stay apart, by update."""
     if len(updates) == 1 and parts[0].responses.all():
         return updates[0]
     logprobs = np.full(len(parts[0].responses), np.nan, np.float32)
     for part, update in zip(parts, updates, strict=True):
         logprobs[part.responses] = update.logprobs
-    values = {name: [update.metrics[name] for update in updates] for name in updates[0].metrics}
+    common = [name for name in updates[0].metrics if all(name in update.metrics for update in updates)]
+    values = {name: [update.metrics[name] for update in updates] for name in common}
+    measured = [update.mismatch for update in updates if update.mismatch is not None]
     return Update(
         metrics={name: float(_OVER_UPDATES.get(name, np.mean)(each)) for name, each in values.items()},
         histogram=np.sum([update.histogram for update in updates], axis=0).tolist(),
         logprobs=logprobs,
+        mismatch=Mismatch.stack(measured, [part.samples for part in parts]) if measured else None,
     )
