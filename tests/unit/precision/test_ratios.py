@@ -15,8 +15,10 @@ from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 from precision.ratios import MAX_LOG_RATIO, RatioSums, masked_log_ratios
 
 # Metrics and dashboards read these names.
-NAMES = ["ess", "chi2", "k3_kl", "log_ratio_mean", "log_ratio_abs_mean", "ratio_mean", "ratio_max", "ratio_min"]
-NAMES += ["num_tokens"]
+NAMES = ["ess", "chi2", "k1_kl", "k2_kl", "k3_kl", "log_ratio_mean", "log_ratio_abs_mean"]
+NAMES += ["ratio_mean", "ratio_max", "ratio_min", "ratio_above_2_share", "ratio_below_half_share"]
+NAMES += ["ratio_above_10_share", "ratio_below_tenth_share", "probability_error", "probability_gap_abs_mean"]
+NAMES += ["logprob_pearson", "probability_pearson", "num_tokens"]
 
 
 def sums_of(log_ratios: list[float]) -> RatioSums:
@@ -29,20 +31,42 @@ def test_statistics_by_hand() -> None:
     # ess = 6.25 / 8.5; chi2 = 2.125 - 1; k3 = (2 - 1 - ln 2 + .5 - 1 + ln 2) / 2 = .25
     learner = torch.tensor([[-1.0 + math.log(2.0), -3.0 - math.log(2.0), math.nan]], dtype=torch.float64)
     rollout = torch.tensor([[-1.0, -3.0, -math.inf]], dtype=torch.float64)
+    # p = 2/e, e^-3/2 and q = 1/e, e^-3: both rise from the second token to the first, so with two tokens r = 1.
     statistics = RatioSums.from_logprobs(learner, rollout, torch.tensor([[True, True, False]])).statistics()
     expected = {
         "ess": 6.25 / 8.5,
         "chi2": 1.125,
+        "k1_kl": 0.0,
+        "k2_kl": math.log(2.0) ** 2 / 2,
         "k3_kl": 0.25,
         "log_ratio_mean": 0.0,
         "log_ratio_abs_mean": math.log(2.0),
         "ratio_mean": 1.25,
         "ratio_max": 2.0,
         "ratio_min": 0.5,
+        "ratio_above_10_share": 0.0,
+        "ratio_below_tenth_share": 0.0,
+        "probability_error": 2.0,
+        "probability_gap_abs_mean": (math.exp(-1.0) + math.exp(-3.0) / 2) / 2,
+        "logprob_pearson": 1.0,
+        "probability_pearson": 1.0,
         "num_tokens": 2.0,
     }
     assert list(statistics) == NAMES
-    assert statistics == pytest.approx(expected, abs=1e-8)
+    at_a_bound = ("ratio_above_2_share", "ratio_below_half_share")  # which side of it, rounding decides
+    known = {name: value for name, value in statistics.items() if name not in at_a_bound}
+    assert known == pytest.approx(expected, abs=1e-8)
+
+
+def test_shares_beyond_a_factor() -> None:
+    statistics = sums_of([math.log(3), math.log(11), -math.log(3), -math.log(11), 0.0]).statistics()
+    assert statistics["ratio_above_2_share"] == statistics["ratio_below_half_share"] == 0.4
+    assert statistics["ratio_above_10_share"] == statistics["ratio_below_tenth_share"] == 0.2
+
+
+def test_a_side_that_does_not_vary_has_no_correlation() -> None:
+    statistics = sums_of([0.25, 0.5]).statistics()  # the rollout side is 0 throughout
+    assert not {"logprob_pearson", "probability_pearson"} & statistics.keys()
 
 
 def test_k3_keeps_its_digits_when_the_sides_nearly_agree() -> None:

@@ -489,11 +489,11 @@ if moment == "loop":
         store.commit(batch(index))
 store.commit(batch(0))
 if moment == "half a write":
-    def half(file, content):
+    def half(file, *content):
         file.write(b"PK" + bytes(1000))
         file.flush()
         die()
-    pipeline.data.store._write_zip = half
+    pipeline.data.store.write_zarr_zip = half
 else:
     setattr(os, moment, die)
 store.commit(batch(1))
