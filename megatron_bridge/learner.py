@@ -29,6 +29,7 @@ from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.parallel.layout_checks import check_layout
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.step import passes
+from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulating, require_emulation, weights_changed
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, plan_micro_batches
 from megatron_bridge.step.mismatch import measure_mismatch
 from megatron_bridge.step.optimizer import (
@@ -45,6 +46,7 @@ from pipeline.data.records import Batch
 from pipeline.data.run_directory import unfenced
 from pipeline.errors import NonFiniteError
 from pipeline.ports.learner import Update
+from precision.formats.quant_map import QuantMap
 from precision.objectives.base import Objective, Prepared, ScoredStep
 from precision.ratios import MAX_LOG_RATIO
 
@@ -64,8 +66,10 @@ class MegatronLearner:
         total_steps: int,
         fp32_lm_head: bool = False,
         layers: Layers | None = None,
+        emulate: QuantMap | None = None,
     ) -> None:
         """Build model and optimizer in the parallel state as it is: use `create`, which makes that state too."""
+        require_emulation(learner, layers, emulate)
         self.model_folder = model_folder
         self.section = learner
         self.model_config = ModelConfig.from_hf(read_hf_config(model_folder))
@@ -75,7 +79,7 @@ class MegatronLearner:
         self.layout = Layout.of(learner)
         """The parallel sizes in use."""
         dtype = torch.float32 if learner.precision == "fp32" else torch.bfloat16
-        self.layers = choose_layers(layers, dtype)
+        self.layers = choose_layers(layers if emulate is None else "megatron", dtype)
         """Whose layers the model is built from."""
         chunks = build_chunks(
             self.model_config,
@@ -89,6 +93,9 @@ class MegatronLearner:
         )
         convert.load_hf(chunks, self.model_config, model_folder)
         self.model, self.optimizer = wrap_and_optimize(chunks, learner)
+        self.emulation: Fp8Emulation | None = None
+        """The formats that every pass, of scoring and of training, emulates; see `emulate`."""
+        self.emulate(emulate)
         self.step = 0
         """Optimizer steps taken."""
         self._total_steps = total_steps
@@ -108,11 +115,13 @@ class MegatronLearner:
         total_steps: int,
         fp32_lm_head: bool = False,
         layers: Layers | None = None,
+        emulate: QuantMap | None = None,
     ) -> MegatronLearner:
         """Join the process group, load the HF folder, build the optimizer.
 
         `temperature` is that of the sampling: log-probabilities are log_softmax(logits / temperature). `layers` as in
-        `model.choose_layers`. Raises ModelError (learner.precision FP8 without what it needs, too) or LayoutError.
+        `model.choose_layers`; `emulate` as in the method, given where `learner.fp8_emulation` is set. Raises ModelError
+        (learner.precision FP8 without what it needs, too) or LayoutError.
         """
         check_layout(read_hf_config(model_folder), learner)
         initialize(Layout.of(learner), seed, learner.step_deadline_s)
@@ -124,7 +133,13 @@ class MegatronLearner:
             total_steps=total_steps,
             fp32_lm_head=fp32_lm_head,
             layers=layers,
+            emulate=emulate,
         )
+
+    def emulate(self, quant_map: QuantMap | None) -> None:
+        """From now on, score and train with these formats emulated; None: with none. The weights do not change, and the
+        next pass rounds them. Raises ModelError with layers or modules that cannot be emulated."""
+        self.emulation = None if quant_map is None else Fp8Emulation.of(self, quant_map)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -170,15 +185,16 @@ class MegatronLearner:
             raise ValueError(f"batch {batch.index} has no response tokens to train on")
         prepared, inputs = self._prepare(batch, advantages, scored, old_logprobs)
         plan = self._plan(TokenRows.of_batch(batch), trained)
-        gathered = passes.train(
-            self.model,
-            plan,
-            inputs,
-            self._runner,
-            num_tokens=num_tokens,
-            step_ess=prepared.step_ess,
-            device=self.device,
-        )
+        with emulating(self.emulation):
+            gathered = passes.train(
+                self.model,
+                plan,
+                inputs,
+                self._runner,
+                num_tokens=num_tokens,
+                step_ess=prepared.step_ess,
+                device=self.device,
+            )
         grad_norm = self._finite_gradient_norm(gathered, batch.index)
         seen = _seen_tokens(batch, trained)
         given = _by_token(batch, advantages)
@@ -187,6 +203,7 @@ class MegatronLearner:
         lr = learning_rate(self.step, section, self._total_steps)
         set_learning_rate(self.optimizer, lr, section.weight_decay)
         step_with_clipping(self.optimizer, grad_norm, section.clip_grad)
+        weights_changed(self.emulation)
         self.step += 1
         measured = {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share, **prepared.measured}
         return Update(
@@ -203,6 +220,7 @@ class MegatronLearner:
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, whatever layout wrote it. Raises CorruptCheckpointError."""
         self.step = training_state.load(directory, self.model, self.optimizer, layout=self.layout)
+        weights_changed(self.emulation)
         self._warm_ups = warm_up_passes(self.section.precision)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -260,7 +278,8 @@ class MegatronLearner:
         while self._warm_ups:
             passes.warm_up(self.model, plan, num_predicted, self.device)
             self._warm_ups -= 1
-        return passes.score(self.model, plan, num_predicted, self.device)
+        with emulating(self.emulation):
+            return passes.score(self.model, plan, num_predicted, self.device)
 
     def _prepare(
         self,

@@ -12,7 +12,7 @@ Bytes a parameter: bfloat16 2, gradients always float32 4, and float32 main copy
 two moments alone 8 in float32, the last part divided by the data parallel ranks with the distributed optimizer. In
 bfloat16 that is 18, or 6 + 12/DP: the same as Megatron-LM's theoretical memory usage with its default gradients. FP8
 training adds 2 for each number in a layer's matrices: TE keeps them quantized by rows and by columns from one step to
-the next.
+the next. Emulated FP8 keeps a rounded copy of them, as wide as they are.
 
 Activations count every tensor that autograd keeps: see `layer_activations`. What is not counted: uneven loads of
 experts, NCCL's and cuBLAS's own buffers and fragmentation (the allowance stands for these).
@@ -160,7 +160,7 @@ def _footprint(config: ModelConfig, learner: LearnerSection, work: Workload, sta
     whole = _largest_tensor(config) * size
     found = dict(
         parameters=own.total * size,
-        quantized=2 * own.matrices if is_fp8(learner.precision) else 0,
+        quantized=own.matrices * _quantized_bytes(learner),
         gradients=own.total * 4,
         optimizer=_optimizer_bytes(own, learner, layout),
         activations=_activations(config, learner, work, stage),
@@ -224,6 +224,12 @@ def _split(name: str, layout: Layout) -> int:
     if ".experts" in name:
         return layout.expert * layout.expert_tensor
     return 1 if "norm" in name or name == "mlp.gate.weight" else layout.tensor
+
+
+def _quantized_bytes(learner: LearnerSection) -> int:
+    if learner.fp8_emulation:
+        return learner.parameter_bytes
+    return 2 if is_fp8(learner.precision) else 0
 
 
 def _optimizer_bytes(own: HeldParameters, learner: LearnerSection, layout: Layout) -> int:

@@ -115,6 +115,7 @@ class Planner:
                 tokens=learner.micro_batch_tokens,
                 count=self.traffic().num_micro_batches(learner.data_parallel),
             ),
+            kernels="local" if learner.fp8_emulation else "fused",  # in Megatron's own layers, on a GPU too
             fp32_lm_head=recipe.model.fp32_lm_head,
             bucket_bytes=recipe.weights.bucket_mib << 20 if recipe.weights.channel != "disk" else 0,
         )

@@ -49,6 +49,7 @@ def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearn
         total_steps=recipe.run.steps * recipe.learner.updates_per_batch,
         fp32_lm_head=recipe.model.fp32_lm_head,
         layers=layers,
+        emulate=build_quant_map(recipe) if recipe.learner.fp8_emulation else None,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.build.components import build_contract, build_tokenizer
+from launch.build.components import build_contract, build_quant_map, build_tokenizer
 from launch.progress import counted
 from launch.run.claim import claimed
 from launch.run.processes import child_environment, run_child, run_ranks, torchrun
@@ -122,6 +122,7 @@ def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
         temperature=1.0,
         seed=recipe.run.seed,
         total_steps=recipe.run.steps,
+        emulate=build_quant_map(recipe) if recipe.learner.fp8_emulation else None,
     )
     event_log, checkpoints = EventLog(run.path, SFT_SOURCE), Checkpoints(run.checkpoints, keep=1)
     first, _ = checkpoints.restore(learner)

@@ -105,12 +105,18 @@ def _whole_tensors(names: NameMap, name: str, shard: Tensor, coords: ShardCoords
         slices, shards = slices[:1], [shard]
     else:
         expert = names.is_expert(name)
-        shards = _gather(
+        shards = gather_shards(
             shard,
             parallel_state.get_expert_tensor_and_model_parallel_group()
             if expert
             else parallel_state.get_tensor_model_parallel_group(),
         )
+    yield from join_slices(names, slices, shards).items()
+
+
+def join_slices(names: NameMap, slices: Sequence[Sequence[TensorSlice]], shards: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The whole HF tensors, by name, of which shard i is the stack of `slices[i]`. Views of a shard where one holds a
+    tensor whole."""
     whole: dict[str, Tensor] = {}
     for held, tensor in zip(slices, shards, strict=True):
         row = 0
@@ -123,7 +129,7 @@ def _whole_tensors(names: NameMap, name: str, shard: Tensor, coords: ShardCoords
                 if tensor_slice.name not in whole:
                     whole[tensor_slice.name] = part.new_empty(names.tensors[tensor_slice.name])
                 whole[tensor_slice.name][tensor_slice.index] = part
-    yield from whole.items()
+    return whole
 
 
 def _is_copy(names: NameMap, name: str) -> bool:
@@ -147,7 +153,8 @@ def _sharing(names: NameMap, name: str, coords: ShardCoords) -> list[ShardCoords
     return [ShardCoords(tensor_rank=rank, tensor_size=coords.tensor_size) for rank in range(coords.tensor_size)]
 
 
-def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def gather_shards(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's shard, in the order of the group. Collective."""
     shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, shard.contiguous(), group=group)
     return shards

@@ -43,7 +43,7 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         tokens=int(tokens),
         tokens_per_s=tokens / run_log.wall_s if run_log.wall_s > 0 else None,
         learner_layout=layout_name(recipe.learner).replace("one", "one process"),
-        learner_precision=recipe.learner.precision,
+        learner_precision=recipe.learner.precision + (", FP8 emulated" if recipe.learner.fp8_emulation else ""),
         engines=f"{recipe.rollout.engines} × TP{recipe.rollout.tensor_parallel}",
         rollout_precision=recipe.rollout.precision,
         objective=describe_choice(recipe.objective),

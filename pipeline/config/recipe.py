@@ -33,6 +33,7 @@ from pipeline.config.algorithm import (
     check_wiring,
     with_paper_aggregation,
 )
+from pipeline.config.formats import check_emulation
 from pipeline.config.section import Section
 from pipeline.config.task_sections import TaskSection
 from pipeline.schedule import Schedule
@@ -215,6 +216,12 @@ class LearnerSection(Section):
         "Scales: fp8_tensor one a tensor; fp8_block 128×128 for weights, 1×128 for activations, as engines have them; "
         "fp8_delayed one a tensor, from earlier micro-batches.",
     )
+    fp8_emulation: bool = Field(
+        False,
+        description="Score and train with the rollout's FP8 formats emulated, on a CPU or with Megatron's own layers: "
+        "weights and activations are rounded as the engines round them, gradients pass straight through, and the "
+        "optimizer's weights keep their precision. On GPUs that have FP8, learner.precision fp8_* does it in hardware.",
+    )
     micro_batch_tokens: PositiveInt = Field(8192, description="Padded tokens of a micro-batch, at most.")
     updates_per_batch: PositiveInt = Field(
         1,
@@ -323,6 +330,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _choices_go_together(self) -> Self:
         check_wiring(self.objective, self.correction, self.advantage)
+        check_emulation(self.learner.fp8_emulation, self.learner.precision, self.rollout.precision)
         check_sampler(self.objective, self.correction, top_p=self.rollout.top_p, top_k=self.rollout.top_k)
         return self
 

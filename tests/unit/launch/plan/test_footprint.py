@@ -243,6 +243,17 @@ def test_fp8_training_keeps_two_copies_of_matrices_and_inputs_in_one_byte() -> N
         assert getattr(plain, name) == getattr(quantized, name)
 
 
+def test_emulated_fp8_keeps_a_rounded_copy_of_matrices() -> None:
+    work = Workload(micro_batches=MicroBatches(tokens=4096, count=4), kernels="local")
+    for precision, width in (("bf16", 2), ("fp32", 4)):
+        plain, emulated = (
+            footprints(QWEN3_32B, LearnerSection(precision=precision, fp8_emulation=on), work)[0]
+            for on in (False, True)
+        )
+        assert emulated.static - plain.static == width * plain.held.matrices
+        assert emulated.activations == plain.activations
+
+
 def test_fp8_training_sends_experts_one_byte() -> None:
     work = Workload(micro_batches=MicroBatches(tokens=1024, count=1))
     plain, quantized = (

@@ -58,6 +58,11 @@ def data(**changes: Any) -> dict[str, Any]:
             dict(objective=dict(name="gspo", anchor="old"), correction=dict(name="icepop", low=5.0)),
             ["low 5.0", "high 5.0"],
         ),
+        (dict(learner=dict(fp8_emulation=True)), ["rollout.precision is fp32", "rollout.precision to fp8_block"]),
+        (
+            dict(learner=dict(fp8_emulation=True, precision="fp8_block"), rollout=dict(precision="fp8_block")),
+            ["learner.precision is fp8_block", "learner.precision to bf16 or fp32"],
+        ),
         (dict(objective=dict(name="topr", clip_low=2.0)), ["clip_low 2.0", "clip_high 1.0"]),
     ],
 )
