@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.parallel.layout_checks import check_layout
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.step import passes
+from megatron_bridge.step.expert_replay import replayer
 from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulating, require_emulation, weights_changed
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, plan_micro_batches
 from megatron_bridge.step.mismatch import measure_mismatch
@@ -43,6 +45,7 @@ from megatron_bridge.weight_sync.export import export_policy
 from megatron_bridge.weights import convert
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.records import Batch
+from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import unfenced
 from pipeline.errors import NonFiniteError
 from pipeline.ports.learner import Update
@@ -96,6 +99,7 @@ class MegatronLearner:
         self.emulation: Fp8Emulation | None = None
         """The formats that every pass, of scoring and of training, emulates; see `emulate`."""
         self.emulate(emulate)
+        self._replaying = replayer(self.model, self.model_config, self.layout, self.device)
         self.step = 0
         """Optimizer steps taken."""
         self._total_steps = total_steps
@@ -147,17 +151,23 @@ class MegatronLearner:
         return dist.get_rank() == 0
 
     def logprobs(self, batch: Batch) -> NDArray[np.float32]:
-        """[responses] natural log-probability of every response token at the present weights, in the batch's order."""
+        """[responses] natural log-probability of every response token at the present weights, in the batch's order. The
+        engine's experts are replayed where the batch has them; `replace(batch, experts=None)` has none."""
         gathered = self._score(TokenRows.of_batch(batch))
         logprobs: NDArray[np.float32] = gathered.logprobs.cpu().numpy()
         return logprobs
 
     def score_tokens(
-        self, rows: Sequence[Sequence[int]], *, temperature: float | None = None
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        temperature: float | None = None,
+        experts: RoutedExperts | None = None,
     ) -> list[NDArray[np.float32]]:
         """For each row of n tokens, [n - 1] natural log-probabilities of tokens 1 … n-1 given those before; at
-        `temperature`, or at that of the sampling."""
-        whole = TokenRows.whole(rows)
+        `temperature`, or at that of the sampling; with the `experts` [tokens of all rows], or with the learner's
+        own."""
+        whole = TokenRows.whole(rows, experts)
         with self._tempered(temperature):
             flat = self._score(whole).logprobs.cpu().numpy()
         return np.split(flat, whole.offsets[1:-1]) if rows else []
@@ -184,8 +194,10 @@ class MegatronLearner:
         if num_tokens == 0:
             raise ValueError(f"batch {batch.index} has no response tokens to train on")
         prepared, inputs = self._prepare(batch, advantages, scored, old_logprobs)
-        plan = self._plan(TokenRows.of_batch(batch), trained)
-        with emulating(self.emulation):
+        rows = TokenRows.of_batch(batch)
+        plan = self._plan(rows, trained)
+        recomputes = self.section.recompute != "none"
+        with emulating(self.emulation), self._replaying(rows, chosen=trained, recomputes=recomputes) as replay:
             gathered = passes.train(
                 self.model,
                 plan,
@@ -194,6 +206,7 @@ class MegatronLearner:
                 num_tokens=num_tokens,
                 step_ess=prepared.step_ess,
                 device=self.device,
+                replay=replay,
             )
         grad_norm = self._finite_gradient_norm(gathered, batch.index)
         seen = _seen_tokens(batch, trained)
@@ -206,6 +219,7 @@ class MegatronLearner:
         weights_changed(self.emulation)
         self.step += 1
         measured = {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share, **prepared.measured}
+        measured |= asdict(replay.found) if replay and replay.found else {}
         return Update(
             metrics=mismatch.statistics() | self._metrics(gathered, num_tokens, seen) | measured,
             histogram=mismatch.group().histogram.tolist(),
@@ -278,8 +292,8 @@ class MegatronLearner:
         while self._warm_ups:
             passes.warm_up(self.model, plan, num_predicted, self.device)
             self._warm_ups -= 1
-        with emulating(self.emulation):
-            return passes.score(self.model, plan, num_predicted, self.device)
+        with emulating(self.emulation), self._replaying(rows) as replay:
+            return passes.score(self.model, plan, num_predicted, self.device, replay)
 
     def _prepare(
         self,

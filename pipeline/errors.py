@@ -11,6 +11,7 @@ EvenKeelError
 │   │   ├── CorruptCheckpointError
 │   │   └── ContractMismatchError   the batch was sampled under another logprob contract
 │   ├── PromptsExhaustedError  every problem of the task is solved: nothing is left to ask
+│   ├── ExpertReplayError      recorded routes do not fit the model, or were not used exactly once
 │   ├── NonFiniteError         a NaN or infinity was about to reach the optimizer
 │   ├── SupersededError        a later start of the same role has taken over
 │   ├── PortInUseError
@@ -77,6 +78,10 @@ class ContractMismatchError(StoreError):
 
 class PromptsExhaustedError(FatalError):
     """Every problem of the task is solved (prompts.solved_pass_rate): nothing is left to ask."""
+
+
+class ExpertReplayError(FatalError):
+    """Routed experts of a batch do not fit the model, or a pass did not use each of them exactly once."""
 
 
 class NonFiniteError(FatalError, FloatingPointError):

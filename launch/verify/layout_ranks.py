@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from launch.run.processes import run_child
 from launch.verify.layouts import MAX_ROW
-from megatron_bridge.hf.model_config import read_hf_config
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
 from megatron_bridge.parallel.layout_checks import check_layout
@@ -21,6 +21,7 @@ from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.given_batch import Response, given_batch
 from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
 from precision.objectives.p3o import P3O
 
@@ -83,6 +84,16 @@ def make_batch(seed: int, vocabulary: int) -> Batch:
         lengths[0] = MAX_ROW + 1 - len(prompt)
         groups.append((prompt, [_response(random, vocabulary, length) for length in lengths]))
     return given_batch(seed, groups, CONTRACT)
+
+
+def random_experts(batch: Batch, model: ModelConfig, *, seed: int, unknown: float) -> RoutedExperts:
+    """Experts at random for every token, as an engine might choose; the share `unknown` of the rows is unknown."""
+    assert model.experts is not None
+    random = np.random.default_rng(seed)
+    drawn = random.random((len(batch.tokens), model.num_layers, model.experts.count))
+    known = random.random(len(batch.tokens)) >= unknown
+    ids = np.argsort(drawn, axis=-1)[..., : model.experts.per_token].astype(np.uint8)
+    return RoutedExperts(ids=np.where(known[:, None, None], ids, np.uint8(0)), known=known)
 
 
 def _response(random: np.random.Generator, vocabulary: int, length: int) -> Response:

@@ -240,6 +240,9 @@ def _experts(model_config: ModelConfig) -> dict[str, Any]:
         # A policy must stay where its reward puts it: no pull towards even loads.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        # Routers ask megatron_bridge.step.expert_replay, which Megatron's fused router would never do.
+        "moe_enable_routing_replay": True,
+        "moe_router_fusion": False,
     }
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_bridge.model.logprobs_kept import KeptRows
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Batch
+from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import RecipeError
 
 
@@ -42,22 +43,31 @@ class TokenRows:
     """[rows] index of the first predicted token, at least 1."""
     kept: KeptSets | None = None
     """The set over which the distribution of each predicted token is renormalized; None: the whole vocabulary."""
+    experts: RoutedExperts | None = None
+    """[tokens of all rows] to replay; None: routers choose."""
 
     @staticmethod
     def of_batch(batch: Batch) -> TokenRows:
         """Every sample, its response predicted."""
         rows = [batch.sample_tokens(i) for i in range(batch.num_samples)]
-        return TokenRows(tokens=rows, starts=batch.prompt_lengths.astype(np.int64), kept=batch.kept)
+        starts = batch.prompt_lengths.astype(np.int64)
+        return TokenRows(tokens=rows, starts=starts, kept=batch.kept, experts=batch.experts)
 
     @staticmethod
-    def whole(rows: Sequence[Sequence[int]]) -> TokenRows:
+    def whole(rows: Sequence[Sequence[int]], experts: RoutedExperts | None = None) -> TokenRows:
         """Every token but the first predicted."""
-        return TokenRows(tokens=[np.asarray(row, np.int32) for row in rows], starts=np.ones(len(rows), np.int64))
+        tokens = [np.asarray(row, np.int32) for row in rows]
+        return TokenRows(tokens=tokens, starts=np.ones(len(rows), np.int64), experts=experts)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """[rows] tokens."""
         return np.array([len(row) for row in self.tokens], np.int64)
+
+    @cached_property
+    def token_offsets(self) -> NDArray[np.int64]:
+        """[rows + 1] where each row starts when all are laid end to end."""
+        return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -80,6 +90,8 @@ class MicroBatch:
     """bool, True where the label is a predicted (response) token."""
     index: Tensor
     """int64, place of the label in the flat order; 0 where `mask` is False."""
+    places: Tensor
+    """int64, place of the token among the tokens of all rows, laid end to end; -1 where padded."""
     row_ends: Tensor
     """int32 [rows + 1], where the rows begin and end over all context parallel ranks together, from 0."""
     kept: KeptRows | None = None
@@ -226,6 +238,7 @@ def _micro_batch(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64
     padded = _padded_widths(group, widths, split)
     ends = np.concatenate([[0], np.cumsum(padded)])
     tokens, labels, index = (np.zeros(ends[-1], np.int64) for _ in range(3))
+    places = np.full(ends[-1], -1, np.int64)
     mask = np.zeros(ends[-1], np.bool_)
     for row, first in zip(group, ends, strict=False):
         ids, start, end = rows.tokens[row], int(rows.starts[row]), int(rows.lengths[row])
@@ -233,14 +246,15 @@ def _micro_batch(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64
             raise ValueError(f"row {row} predicts from token {start}; the first token has nothing before it")
         tokens[first : first + end - 1] = ids[:-1]
         labels[first : first + end - 1] = ids[1:]
+        places[first : first + end - 1] = rows.token_offsets[row] + np.arange(end - 1)
         if end > start:
             mask[first + start - 1 : first + end - 1] = True
             index[first + start - 1 : first + end - 1] = np.arange(rows.offsets[row], rows.offsets[row + 1])
     positions = np.concatenate([np.arange(width) for width in padded])
     columns = zigzag_columns(padded, split.context_ranks, split.context_rank)
-    mine = [torch.from_numpy(values)[columns][None] for values in (tokens, labels, positions, mask, index)]
+    whole = dict(tokens=tokens, labels=labels, positions=positions, mask=mask, index=index, places=places)
     return MicroBatch(
-        **dict(zip(("tokens", "labels", "positions", "mask", "index"), mine, strict=True)),
+        **{name: torch.from_numpy(values)[columns][None] for name, values in whole.items()},
         row_ends=torch.from_numpy(ends.astype(np.int32)),
         kept=None if rows.kept is None else KeptRows.of(rows.kept.take(np.where(mask, index, -1)[columns.numpy()])),
     )

@@ -8,6 +8,7 @@ every statistic computed from them is the same on every rank, whatever the layou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_bridge.step.expert_replay import ExpertReplay
 from megatron_bridge.step.micro_batches import MicroBatch, Plan
 from precision.objectives.base import Objective, StepContext, TokenBatch
 
@@ -68,8 +70,15 @@ def _share(tensor: Tensor) -> None:
 
 
 @torch.no_grad()
-def score(model: Sequence[Any], plan: Plan, num_predicted: int, device: torch.device | str) -> Gathered:
-    """Log-probabilities and entropies of the predicted tokens at the present weights.
+def score(
+    model: Sequence[Any],
+    plan: Plan,
+    num_predicted: int,
+    device: torch.device | str,
+    replay: ExpertReplay | None = None,
+) -> Gathered:
+    """Log-probabilities and entropies of the predicted tokens at the present weights, with the engine's experts where
+    `replay` has them.
 
     In evaluation mode: there is nothing to compute again, and under delayed scaling Transformer Engine would keep the
     scales of layers to be computed again for a backward pass that never comes, and use them up in that of another.
@@ -83,7 +92,7 @@ def score(model: Sequence[Any], plan: Plan, num_predicted: int, device: torch.de
     for chunk in model:
         chunk.eval()
     try:
-        _run(model, plan, collect, device, forward_only=True)
+        _run(model, plan, collect, device, forward_only=True, replay=replay)
     finally:
         for chunk in model:
             chunk.train()
@@ -163,6 +172,7 @@ def train(
     num_tokens: int,
     step_ess: float | None,
     device: torch.device | str,
+    replay: ExpertReplay | None = None,
 ) -> Gathered:
     """Forward and backward over the plan; gradients end up reduced in Megatron's buffers.
 
@@ -192,7 +202,7 @@ def train(
         return loss, torch.zeros((), dtype=torch.int, device=device), {}
 
     _prepare_gradients(model)
-    _run(model, plan, loss_function, device, forward_only=False)
+    _run(model, plan, loss_function, device, forward_only=False, replay=replay)
     gathered.share()
     return gathered
 
@@ -217,19 +227,26 @@ def packed_rows(micro_batch: MicroBatch, device: torch.device | str = "cpu") -> 
 
 
 def _run(
-    model: Sequence[Any], plan: Plan, on_output: Callable[..., Any], device: torch.device | str, *, forward_only: bool
+    model: Sequence[Any],
+    plan: Plan,
+    on_output: Callable[..., Any],
+    device: torch.device | str,
+    *,
+    forward_only: bool,
+    replay: ExpertReplay | None = None,
 ) -> None:
     def forward_step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Callable[..., Any]]:
         on_host = next(batches)
         micro_batch = on_host.to(device)
         chunk.module.kept = micro_batch.kept  # read in this very call, whatever the schedule runs next
-        output = chunk(
-            micro_batch.tokens,
-            micro_batch.positions,
-            None,
-            labels=micro_batch.labels,
-            packed_seq_params=packed_rows(on_host, device),
-        )
+        with replay.forward(chunk, on_host) if replay else nullcontext():
+            output = chunk(
+                micro_batch.tokens,
+                micro_batch.positions,
+                None,
+                labels=micro_batch.labels,
+                packed_seq_params=packed_rows(on_host, device),
+            )
         return output, partial(on_output, micro_batch)
 
     get_forward_backward_func()(

@@ -1,0 +1,294 @@
+"""The experts that an engine chose, used again by the learner's routers (R3: "Stabilizing MoE reinforcement learning by
+aligning training and inference routers").
+
+    batch.experts ──this stage's layers, this rank's rows──▶ a target for each router and micro-batch
+    router: the target where it is known, its own best where not ──▶ weights from its own scores, so gradients flow
+
+Megatron-Core 0.16.1 asks `RouterReplay.get_replay_topk` for the experts of each token (its fused router would not).
+Megatron's own class replays all rows or none; the one here replays the known rows. Under recompute a router is asked
+twice for each micro-batch: in its forward pass, where the target is also queued, and in the backward pass, which takes
+targets from the queue. Each model chunk sees its micro-batches in one order in both passes, also when pipeline stages
+are interleaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_bridge.hf.model_config import ModelConfig
+from megatron_bridge.parallel.layout import Layout
+from megatron_bridge.step.micro_batches import MicroBatch, TokenRows
+from pipeline.data.routed_experts import RoutedExperts
+from pipeline.errors import ExpertReplayError
+
+UNKNOWN = -1
+"""In a target: the router's own choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """What a pass found, over all ranks. The names are those of metrics."""
+
+    experts_known_share: float
+    """Rows (a token in a layer) whose experts the engine had recorded, of all that were run."""
+    expert_rows_differ_share: float
+    """Of the known ones, those in which the learner would have chosen other experts."""
+    expert_tokens_differ_share: float
+    """Of the known tokens, those with such a row in any layer."""
+
+
+class ReplayedRouter(RouterReplay):  # type: ignore[misc]
+    """Stands in a router for Megatron's own RouterReplay. Without an action the router is as it always was."""
+
+    def __init__(self, layer: int) -> None:
+        """`layer` counts the model's layers with experts from 0."""
+        super().__init__()
+        self.layer = layer
+        self.on_choice: Callable[[Tensor, Tensor], None] | None = None
+        """Called in forward passes with the target and with what the router would have chosen, int64 [tokens, k]."""
+        self.target_topk_idx: Tensor | None
+        self.replay_backward_list: list[Tensor]
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores [tokens, experts] → (the chosen ones [tokens, topk], which experts int64 [tokens, topk])."""
+        if self.router_replay_action in (None, RouterReplayAction.RECORD):
+            found: tuple[Tensor, Tensor] = super().get_replay_topk(
+                scores, topk, num_groups, group_topk, default_compute_topk
+            )
+            return found
+        assert default_compute_topk is not None  # Megatron always gives it
+        target = self._next_target()
+        if target.shape != (len(scores), topk):
+            raise ExpertReplayError(
+                f"layer {self.layer} routes {len(scores)} tokens to {topk} experts, but its target is "
+                f"{tuple(target.shape)}; the micro-batch and its routes belong together: this is a bug, report it"
+            )
+        with torch.no_grad():
+            _, live = default_compute_topk(scores.detach(), topk, num_groups, group_topk)
+            target = target.to(scores.device, torch.int64)
+            if self.on_choice is not None and self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
+                self.on_choice(target, live)
+            chosen = torch.where(target == UNKNOWN, live, target)
+        return scores.gather(1, chosen), chosen
+
+    def _next_target(self) -> Tensor:
+        """Each is given out once in forward passes, and once more in backward passes where there is recompute."""
+        if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
+            target, self.target_topk_idx = self.target_topk_idx, None
+            if target is None:
+                raise ExpertReplayError(f"layer {self.layer} routes a micro-batch twice in one forward pass")
+            return target
+        if not self.replay_backward_list:
+            raise ExpertReplayError(f"layer {self.layer} routes again more micro-batches than it has routed")
+        return self.replay_backward_list.pop(0)
+
+
+def install_replay(chunks: Sequence[Any], model_config: ModelConfig) -> dict[int, list[ReplayedRouter]]:
+    """Give every router of these model chunks a ReplayedRouter. Returns them by the identity of the chunk; nothing for
+    a model without experts."""
+    found: dict[int, list[ReplayedRouter]] = {}
+    if model_config.experts is None:
+        return found
+    for chunk in chunks:
+        routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+        for router in routers:
+            # Every layer has experts. Megatron counts them from 1 over all pipeline stages.
+            router.router_replay = ReplayedRouter(int(router.layer_number) - 1)
+        found[id(chunk)] = [router.router_replay for router in routers]
+    RouterReplay.clear_global_router_replay_instances()  # Megatron would keep all routers of all models there
+    return found
+
+
+def replayer(
+    chunks: Sequence[Any], model_config: ModelConfig, layout: Layout, device: torch.device | str
+) -> Callable[..., AbstractContextManager[ExpertReplay | None]]:
+    """`replaying` for the routers of these model chunks, which get what it needs here."""
+    return partial(
+        replaying, install_replay(chunks, model_config), model_config, sequence_parallel=layout.sequence, device=device
+    )
+
+
+@contextmanager
+def replaying(
+    routers: Mapping[int, Sequence[ReplayedRouter]],
+    model_config: ModelConfig,
+    rows: TokenRows,
+    *,
+    chosen: NDArray[np.bool_] | None = None,
+    recomputes: bool = False,
+    sequence_parallel: bool,
+    device: torch.device | str,
+) -> Iterator[ExpertReplay | None]:
+    """Around one pass over `rows`, of which `chosen` [rows] go through the model; None when they have no record.
+
+    `recomputes`: every router routes again in backward passes. Collective: at its end all ranks compare what was
+    routed. Raises ExpertReplayError when the record is of another model, or was not used exactly once.
+    """
+    if rows.experts is None:
+        yield None
+        return
+    _require_fit(rows.experts, model_config)
+    replay = ExpertReplay(
+        routers,
+        rows.experts,
+        num_layers=model_config.num_layers,
+        recomputes=recomputes,
+        sequence_parallel=sequence_parallel,
+        device=device,
+    )
+    try:
+        yield replay
+        replay.finish(routed_rows(rows, chosen))
+    finally:
+        replay.close()
+
+
+class ExpertReplay:
+    """The replay of one pass over one batch: `forward` around each micro-batch, `finish` at the end, `close` always."""
+
+    def __init__(
+        self,
+        routers: Mapping[int, Sequence[ReplayedRouter]],
+        experts: RoutedExperts,
+        *,
+        num_layers: int,
+        recomputes: bool,
+        sequence_parallel: bool,
+        device: torch.device | str,
+    ) -> None:
+        self._routers = routers
+        self._experts = experts
+        self._num_layers = num_layers
+        self._recomputes = recomputes
+        self._sequence_parallel = sequence_parallel
+        self._device = device
+        self._places = torch.zeros(0, dtype=torch.int64)
+        # int32 [2, tokens]: how many routers have routed the token, and how many of them would have chosen otherwise.
+        self._counts = torch.zeros(2, len(experts), dtype=torch.int32, device=device)
+        self.found: Replayed | None = None
+        """Once `finish` has run."""
+
+    @contextmanager
+    def forward(self, chunk: Any, micro_batch: MicroBatch) -> Iterator[None]:
+        """Around the forward pass of one chunk over one micro-batch (on the host)."""
+        routers = self._routers[id(chunk)]
+        places = self._split(micro_batch.places[0])
+        targets = self._targets(places, [router.layer for router in routers])
+        self._places = places.to(self._device)
+        for router, target in zip(routers, targets, strict=True):
+            router.on_choice = self._count
+            router.set_target_indices(target)
+            if not self._recomputes:
+                router.replay_backward_list.clear()
+            router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        try:
+            yield
+        finally:
+            for router in routers:  # backward passes come between two forward passes
+                router.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        left = [router.layer for router in routers if router.target_topk_idx is not None]
+        if left:
+            raise ExpertReplayError(f"layers {left} did not route a micro-batch; their routers do not ask for replay")
+
+    def close(self) -> None:
+        """Let routers be as they always were; whatever a pass that failed has left is dropped."""
+        for routers in self._routers.values():
+            for router in routers:
+                router.clear_indices()
+                router.clear_router_replay_action()
+                router.on_choice = None
+
+    def finish(self, expected: NDArray[np.bool_]) -> None:
+        """Collective over all ranks. Raises ExpertReplayError, on all of them, unless each row marked in `expected`
+        [tokens] was routed exactly once in every layer and no other row was, and each was routed again where there is
+        recompute."""
+        waiting = sum(len(router.replay_backward_list) for routers in self._routers.values() for router in routers)
+        numbers = torch.tensor([waiting], dtype=torch.int32, device=self._device)
+        flat = torch.cat([self._counts.flatten(), numbers])
+        dist.all_reduce(flat)
+        counts = flat[:-1].view(2, -1).cpu().numpy()
+        copies = self._num_layers * self._ranks_with_the_same_rows()
+        wrong = np.flatnonzero(counts[0] != np.where(expected, copies, 0))
+        if len(wrong) or int(flat[-1]):
+            raise ExpertReplayError(
+                f"{len(wrong)} of {len(expected)} rows were not routed exactly once in each of {self._num_layers} "
+                f"layers (the first is row {wrong[0] if len(wrong) else None}), and {int(flat[-1])} micro-batches were "
+                "not routed again; nothing is trained on them: this is a bug, report it"
+            )
+        known = self._experts.known & expected
+        num_known = max(1, int(known.sum()))
+        self.found = Replayed(
+            experts_known_share=float(known.sum() / max(1, expected.sum())),
+            expert_rows_differ_share=float(counts[1].sum() / (copies * num_known)),
+            expert_tokens_differ_share=float(np.count_nonzero(counts[1]) / num_known),
+        )
+
+    def _targets(self, places: Tensor, layers: Sequence[int]) -> list[Tensor]:
+        """int16 [tokens, k] for each of `layers`; UNKNOWN where padded or not recorded."""
+        rows = places.numpy()
+        known = (rows >= 0) & self._experts.known[rows]
+        chosen = self._experts.ids[rows][:, layers].astype(np.int16)
+        chosen[~known] = UNKNOWN
+        targets = torch.from_numpy(chosen).to(self._device)
+        return list(targets.unbind(1))
+
+    def _count(self, target: Tensor, live: Tensor) -> None:
+        routed = (self._places >= 0).to(torch.int32)
+        known = target[:, 0] != UNKNOWN
+        differs = known & (target.sort(dim=1).values != live.sort(dim=1).values).any(dim=1)
+        places = self._places.clamp(min=0)
+        self._counts[0].index_add_(0, places, routed)
+        self._counts[1].index_add_(0, places, differs.to(torch.int32))
+
+    def _split(self, places: Tensor) -> Tensor:
+        """The tokens that this rank's routers see: all of the micro-batch, or one of the equal pieces of them."""
+        if not self._sequence_parallel:
+            return places
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        return places.view(ranks, -1)[parallel_state.get_tensor_model_parallel_rank()]
+
+    def _ranks_with_the_same_rows(self) -> int:
+        return 1 if self._sequence_parallel else int(parallel_state.get_tensor_model_parallel_world_size())
+
+
+def routed_rows(rows: TokenRows, chosen: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    """bool [tokens of all rows]: those that go through the model. The last of a row predicts nothing and does not; nor
+    do rows that `chosen` [rows] leaves out."""
+    ends = np.cumsum(rows.lengths)
+    routed = np.repeat(np.ones(len(rows.lengths), np.bool_) if chosen is None else chosen, rows.lengths)
+    routed[ends - 1] = False
+    return routed
+
+
+def _require_fit(experts: RoutedExperts, model_config: ModelConfig) -> None:
+    mixture = model_config.experts
+    if mixture is None:
+        raise ExpertReplayError("the batch has routed experts, but the model has none; train the model that sampled it")
+    found, wanted = experts.ids.shape[1:], (model_config.num_layers, mixture.per_token)
+    highest = int(experts.ids.max(initial=0))
+    if found != wanted or highest >= mixture.count:
+        raise ExpertReplayError(
+            f"the batch routes over {found[0]} layers to {found[1]} experts a token, the highest is number {highest}; "
+            f"the model has {wanted[0]} layers, {wanted[1]} of {mixture.count} experts a token: train the model that "
+            "sampled it"
+        )
