@@ -37,6 +37,7 @@ from pipeline.config.formats import check_emulation
 from pipeline.config.section import Section
 from pipeline.config.task_sections import TaskSection
 from pipeline.schedule import Schedule
+from precision.controller.settings import ControllerSettings
 from precision.corrections.none import NoCorrection
 from precision.formats.quant_map_file import QuantMapFile
 from precision.objectives.p3o import P3O
@@ -308,6 +309,7 @@ class Recipe(Section):
     advantage: AdvantageSection = Field(default_factory=GRPO, validate_default=True)
     schedule: ScheduleSection = Field(default_factory=SyncSchedule)
     weights: WeightsSection = Field(default_factory=WeightsSection)
+    controller: ControllerSettings | None = None
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
 

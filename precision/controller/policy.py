@@ -1,0 +1,363 @@
+"""The controller: one trained batch in, at most one decision out. A pure function, so that a run can be replayed.
+
+    window ──▶ loss > allowed? ──▶ one engine alone? ─▶ start it again
+     of 3           │              what is to blame? ─▶ staleness    ─▶ next rung against it
+    batches         │                                └▶ quantization ─▶ promote the most damaging groups
+                    └▶ loss < comfortable? ──▶ give back what costs most and is not needed any more
+
+*Allowed* is the loss -ln ESS at the floor, *comfortable* a part of it (ControllerSettings.headroom): between the two
+nothing moves. What counts is the median of the latest batches, so that a single odd one moves nothing.
+
+It climbs the cheapest rung that can help. A rung can help when its cause alone explains what is too much; where only
+both causes together do, the larger one comes first. Where they do not either (kernels, decoding), no rung would raise
+the ESS to the floor: then nothing is done, and `State.cannot_help` says so.
+
+It comes down when there is room. What a promoted group would cost is measured beforehand, by emulation. What staleness
+would cost is not known, so it is tried. What was given back too early is tried again only after a pause that doubles
+with each failure: a run that rests ends at the cheapest rung that holds, and one whose causes swing does not follow
+each swing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+from precision.controller.ladder import Ladder
+from precision.controller.records import (
+    Cause,
+    Decision,
+    Evidence,
+    Failure,
+    Observation,
+    Outcome,
+    State,
+    Trial,
+)
+from precision.controller.settings import ControllerSettings
+
+WINDOW = 3
+"""Batches whose median counts."""
+FIRST_PAUSE = 4
+"""Cool-downs in which what has failed is not tried again. It doubles with each failure."""
+TRIAL = 4
+"""Pauses. What was given back, and is needed again within so many of its next pause, has failed."""
+MOST_OF_A_TERM = 0.9
+"""Of what quantization does: the groups that do the rest are many, and do little."""
+LONGEST_PAUSE = 64
+"""Cool-downs; a pause does not double beyond it."""
+
+
+def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence) -> Outcome:
+    """What follows from the batch of `evidence`, the one after that which made `state`.
+
+    Where the outcome `needs` a measurement, measure it on this batch, put it into the evidence, and ask again with the
+    same state. Decisions are at least `settings.cooldown_steps` steps apart.
+    """
+    seen = _observed(settings, ladder, state, evidence)
+    if len(seen.window) < WINDOW or _is_cooling(settings, seen, evidence.step):
+        return Outcome(state=seen)
+    seen = _settled(settings, seen, evidence.step)
+    loss = _typical(seen)
+    if loss > settings.allowed_loss:
+        return _climb(settings, ladder, seen, evidence, loss)
+    seen = seen.model_copy(update=dict(cannot_help=False))
+    if loss < settings.comfortable_loss:
+        return _descend(settings, ladder, seen, evidence, loss)
+    return Outcome(state=seen)
+
+
+def _observed(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence) -> State:
+    """The state with this batch in its window, when the batch shows the configuration that is in force."""
+    step = evidence.step
+    if evidence.in_transition:
+        quiet = max(state.quiet_until, step + 1 + _batches_under_way(ladder, state))
+        return state.model_copy(update=dict(window=(), quiet_until=quiet))
+    if step < state.quiet_until:
+        return state.model_copy(update=dict(window=()))
+    observation = Observation(loss=_loss_but_for_suspects(settings, state, evidence), engines=evidence.engines)
+    return state.model_copy(update=dict(window=(*state.window, observation)[-WINDOW:]))
+
+
+def _loss_but_for_suspects(settings: ControllerSettings, state: State, evidence: Evidence) -> float:
+    """A bad engine that was started again, and is bad still, must not move the others until it is its turn again."""
+    waiting = [
+        engine
+        for index, engine in evidence.engines.items()
+        if index in state.suspects and evidence.step < state.suspects[index].retry_at
+    ]
+    bad = [engine for engine in waiting if engine.loss > settings.allowed_loss]
+    return min([evidence.loss, *(engine.loss_of_others for engine in bad)])
+
+
+def _is_cooling(settings: ControllerSettings, state: State, step: int) -> bool:
+    return state.acted is not None and step - state.acted < settings.cooldown_steps
+
+
+def _settled(settings: ControllerSettings, state: State, step: int) -> State:
+    """Failures are forgotten: of what was given back long enough ago and is not missed, of engines that are well."""
+    well = [
+        i for i, one in state.window[-1].engines.items() if one.loss <= settings.allowed_loss and i in state.suspects
+    ]
+    if any(step >= state.suspects[index].retry_at for index in well):
+        kept = {i: suspect for i, suspect in state.suspects.items() if i not in well or step < suspect.retry_at}
+        state = state.model_copy(update=dict(suspects=kept))
+    over = [key for key, trial in state.trials.items() if step > trial.until]
+    return _without(state, over, over) if over else state
+
+
+def _without(state: State, trials: Iterable[str], failures: Iterable[str]) -> State:
+    """The state that has forgotten some trials and some failures."""
+    left = {key: trial for key, trial in state.trials.items() if key not in set(trials)}
+    failed = {key: failure for key, failure in state.failures.items() if key not in set(failures)}
+    return state.model_copy(update=dict(trials=left, failures=failed))
+
+
+def _typical(state: State) -> float:
+    return median(observation.loss for observation in state.window)
+
+
+def _batches_under_way(ladder: Ladder, state: State) -> int:
+    """Batches that may have begun under the configuration before."""
+    return 1 + ladder.in_force(state).lag
+
+
+def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, loss: float) -> Outcome:
+    if (engine := _one_bad_engine(settings, state)) is not None:
+        return _restart(settings, ladder, state, evidence, engine, loss)
+    if evidence.quantization is None and not evidence.unmeasurable:
+        return Outcome(state=state, needs="quantization")
+    excess = loss - settings.allowed_loss
+    terms = _terms(ladder, evidence, loss)
+    able = {
+        "staleness": state.staleness + 1 < len(ladder.staleness) and evidence.age > 0,
+        "quantization": len(state.promoted) < len(ladder.groups),
+    }
+    possible = {cause: terms[cause] for cause, is_able in able.items() if is_able and terms[cause] > 0}
+    alone = [cause for cause, term in possible.items() if term >= excess]
+    relief = 0.0  # what the other cause is left to give
+    tried = next((trial.cause for trial in reversed([*state.trials.values()])), None)
+    if alone:
+        # What was given back last is taken back. Otherwise staleness comes first: its rungs cost less.
+        cause = tried if tried in alone else alone[0]
+    elif sum(possible.values()) >= excess:
+        cause = max(possible, key=possible.__getitem__)
+        relief = sum(possible.values()) - possible[cause]
+    else:
+        return Outcome(state=state.model_copy(update=dict(cannot_help=True)))
+    said = f"ESS {_ess(loss)} is below the floor {settings.ess_floor:g}; {_shares(terms, loss)}"
+    if cause == "staleness":
+        return _climb_staleness(settings, ladder, state, evidence, said)
+    return _promote(settings, ladder, state, evidence, said, loss - relief)
+
+
+def _terms(ladder: Ladder, evidence: Evidence, loss: float) -> dict[str, float]:
+    """How much of the loss each cause explains, at most. Where quantization cannot be measured, each may be all of
+    it."""
+    if evidence.unmeasurable:
+        return dict(staleness=loss if evidence.age > 0 else 0.0, quantization=loss if ladder.groups else 0.0)
+    quantization = min(loss, evidence.quantization or 0.0)
+    return dict(staleness=loss - quantization if evidence.age > 0 else 0.0, quantization=quantization)
+
+
+def _climb_staleness(
+    settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, said: str
+) -> Outcome:
+    failed = _failed(settings, state, evidence.step, (_staleness_key(state.staleness),))
+    climbed = failed.model_copy(update=dict(staleness=state.staleness + 1))
+    # What is under way was sampled by the rung before.
+    after = _acted(climbed, evidence.step, _batches_under_way(ladder, state))
+    rung = ladder.in_force(climbed).name
+    return Outcome(state=after, decision=Decision(action="climb", cause="staleness", rung=rung, because=f"{said}."))
+
+
+def _promote(
+    settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, said: str, loss: float
+) -> Outcome:
+    left = [group for group in ladder.groups if group not in state.promoted]
+    if evidence.unmeasurable:
+        chosen = left
+    elif evidence.groups is None:
+        return Outcome(state=state, needs="groups", groups=tuple(left))
+    else:
+        term = evidence.quantization or 0.0
+        # To the comfortable loss, or as far as nearly all of the term goes where other causes stand in the way.
+        needed = min(loss - settings.comfortable_loss, max(loss - settings.allowed_loss, MOST_OF_A_TERM * term))
+        chosen = _most_damaging({group: evidence.groups[group] for group in left}, needed, term)
+    failed = _failed(settings, state, evidence.step, chosen)
+    promoted = failed.model_copy(update=dict(promoted=(*state.promoted, *chosen), quant_map=state.quant_map + 1))
+    after = _acted(promoted, evidence.step, _batches_under_way(ladder, state))
+    decision = Decision(
+        action="climb",
+        cause="quantization",
+        rung=ladder.rungs_of(after)[-1],
+        groups=tuple(chosen),
+        because=f"{said}. {_damage_of(chosen, evidence.groups)}",
+    )
+    return Outcome(state=after, decision=decision)
+
+
+def _most_damaging(damage: Mapping[str, float], needed: float, whole: float) -> list[str]:
+    """The fewest groups that take `needed` off the loss; all, where that is not enough. Each group's share of the
+    `whole` term is its share of the sum of all."""
+    total = sum(damage.values())
+    scale = whole / total if total > 0 else 0.0
+    chosen: list[str] = []
+    for group in sorted(damage, key=lambda group: (-damage[group], group)):
+        if needed <= 0:
+            break
+        chosen.append(group)
+        needed -= scale * damage[group]
+    return chosen
+
+
+def _one_bad_engine(settings: ControllerSettings, state: State) -> int | None:
+    """The engine without which the floor would hold, where that is so in most batches of the window."""
+    count: dict[int, int] = {}
+    for observation in state.window:
+        bad = [
+            index
+            for index, engine in observation.engines.items()
+            if engine.loss > settings.allowed_loss >= engine.loss_of_others
+        ]
+        if len(bad) == 1:
+            count[bad[0]] = count.get(bad[0], 0) + 1
+    often = [index for index, times in count.items() if 2 * times > WINDOW]
+    return often[0] if often else None
+
+
+def _restart(
+    settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, index: int, loss: float
+) -> Outcome:
+    engine = next(seen.engines[index] for seen in reversed(state.window) if index in seen.engines)
+    known = state.suspects.get(index)
+    times = 1 + (0 if known is None else known.times)
+    suspect = Failure(times=times, retry_at=evidence.step + _pause(settings, times))
+    after = _acted(
+        state.model_copy(update=dict(suspects={**state.suspects, index: suspect})),
+        evidence.step,
+        _batches_under_way(ladder, state),
+    )
+    decision = Decision(
+        action="restart_engine",
+        cause="engine",
+        rung=f"engine {index}",
+        engine=index,
+        engine_start=engine.start,
+        because=(
+            f"ESS {_ess(loss)} is below the floor {settings.ess_floor:g}: that of engine {index}'s tokens is "
+            f"{_ess(engine.loss)}, that of all others {_ess(engine.loss_of_others)}."
+        ),
+    )
+    return Outcome(state=after, decision=decision)
+
+
+def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, loss: float) -> Outcome:
+    step = evidence.step
+    if state.acted is not None and step - state.acted < 2 * settings.cooldown_steps:
+        return Outcome(state=state)
+    ready = [group for group in state.promoted if _may_try(state, group, step)]
+    room = settings.comfortable_loss - loss
+    if ready and (step - (state.acted or 0)) % settings.cooldown_steps == 0:  # it costs passes over the model
+        if evidence.unmeasurable:
+            return _demote(settings, ladder, state, evidence, loss, ready)
+        if evidence.groups is None:
+            return Outcome(state=state, needs="groups", groups=tuple(ready))
+        if chosen := _least_damaging({group: evidence.groups[group] for group in ready}, room):
+            return _demote(settings, ladder, state, evidence, loss, chosen)
+    if state.staleness > 0 and _may_try(state, _staleness_key(state.staleness - 1), step):
+        left = ladder.in_force(state)
+        lower = state.model_copy(update=dict(staleness=state.staleness - 1))
+        tried = _tried(settings, lower, step, "staleness", (_staleness_key(lower.staleness),))
+        after = _acted(tried, step, _batches_under_way(ladder, lower))
+        decision = Decision(
+            action="descend",
+            cause="staleness",
+            rung=ladder.in_force(lower).name,
+            because=f"ESS {_ess(loss)} leaves room above the floor {settings.ess_floor:g}; {left.name} is given back.",
+        )
+        return Outcome(state=after, decision=decision)
+    return Outcome(state=state)
+
+
+def _demote(
+    settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, loss: float, chosen: Iterable[str]
+) -> Outcome:
+    given_back = tuple(chosen)
+    kept = tuple(group for group in state.promoted if group not in given_back)
+    lower = state.model_copy(update=dict(promoted=kept, quant_map=state.quant_map + 1))
+    tried = _tried(settings, lower, evidence.step, "quantization", given_back)
+    after = _acted(tried, evidence.step, _batches_under_way(ladder, lower))
+    decision = Decision(
+        action="descend",
+        cause="quantization",
+        rung=next(iter(reversed(ladder.rungs_of(after))), ladder.staleness[0].name),
+        groups=given_back,
+        because=(
+            f"ESS {_ess(loss)} leaves room above the floor {settings.ess_floor:g}. "
+            f"{_damage_of(given_back, evidence.groups)}"
+        ),
+    )
+    return Outcome(state=after, decision=decision)
+
+
+def _least_damaging(damage: Mapping[str, float], room: float) -> list[str]:
+    """The most groups that add no more than `room` to the loss."""
+    chosen: list[str] = []
+    for group in sorted(damage, key=lambda group: (damage[group], group)):
+        room -= damage[group]
+        if room < 0:
+            break
+        chosen.append(group)
+    return chosen
+
+
+def _tried(settings: ControllerSettings, state: State, step: int, cause: Cause, keys: Iterable[str]) -> State:
+    """The state after these were given back."""
+    times = {key: 1 + (state.failures[key].times if key in state.failures else 0) for key in keys}
+    trials = {key: Trial(cause=cause, until=step + TRIAL * _pause(settings, count)) for key, count in times.items()}
+    earlier = {key: trial for key, trial in state.trials.items() if key not in trials}
+    return state.model_copy(update=dict(trials=earlier | trials))
+
+
+def _may_try(state: State, key: str, step: int) -> bool:
+    failure = state.failures.get(key)
+    return failure is None or step >= failure.retry_at
+
+
+def _failed(settings: ControllerSettings, state: State, step: int, keys: Iterable[str]) -> State:
+    """The state in which what was given back a short while ago is taken back."""
+    failed = [key for key in keys if key in state.trials]
+    times = {key: 1 + (state.failures[key].times if key in state.failures else 0) for key in failed}
+    failures = {key: Failure(times=count, retry_at=step + _pause(settings, count)) for key, count in times.items()}
+    left = _without(state, failed, ())
+    return left.model_copy(update=dict(failures={**left.failures, **failures}))
+
+
+def _pause(settings: ControllerSettings, times: int) -> int:
+    return settings.cooldown_steps * min(LONGEST_PAUSE, FIRST_PAUSE << (times - 1))
+
+
+def _acted(state: State, step: int, batches_under_way: int) -> State:
+    return state.model_copy(update=dict(acted=step, quiet_until=step + 1 + batches_under_way, window=()))
+
+
+def _staleness_key(rung: int) -> str:
+    return f"staleness {rung}"
+
+
+def _ess(loss: float) -> str:
+    return f"{Evidence(step=0, loss=loss).ess:.4f}"
+
+
+def _shares(terms: Mapping[str, float], loss: float) -> str:
+    rest = max(0.0, loss - sum(terms.values()))
+    parts = [f"{name} {value / loss:.0%}" for name, value in (*terms.items(), ("the rest", rest))]
+    return f"of the loss: {', '.join(parts)}"
+
+
+def _damage_of(groups: Iterable[str], damage: Mapping[str, float] | None) -> str:
+    """What each group alone does to the ESS."""
+    if damage is None:
+        return "What single groups do could not be measured."
+    return "Quantized alone: " + ", ".join(f"{group} ESS {_ess(damage[group])}" for group in groups) + "."

@@ -1,0 +1,35 @@
+"""What a recipe says about the controller."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import Field, PositiveInt
+
+from precision.settings import Settings
+
+
+class ControllerSettings(Settings):
+    """Keeps the token ESS of the batches above a floor. Without this section nothing is controlled."""
+
+    ess_floor: float = Field(0.95, gt=0.0, lt=1.0, description="Lowest token ESS of a batch that is accepted.")
+    cooldown_steps: PositiveInt = Field(5, description="Steps between two decisions, at least.")
+    headroom: float = Field(
+        0.3,
+        gt=0.0,
+        lt=1.0,
+        description="Share of the allowed loss -ln(ess_floor) that must be free before a rung is given back.",
+    )
+    evidence_tokens: PositiveInt = Field(
+        4096, description="Response tokens of a batch that are scored again to see what quantization does to them."
+    )
+
+    @property
+    def allowed_loss(self) -> float:
+        """-ln of the floor, nats."""
+        return -math.log(self.ess_floor)
+
+    @property
+    def comfortable_loss(self) -> float:
+        """The loss below which there is the headroom to come down, nats."""
+        return (1.0 - self.headroom) * self.allowed_loss

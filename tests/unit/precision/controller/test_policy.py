@@ -1,0 +1,199 @@
+"""Single decisions of the controller, with the numbers worked out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from precision.controller.ladder import Ladder, lr_factor
+from precision.controller.policy import WINDOW, decide
+from precision.controller.records import EngineEvidence, Evidence, Outcome, State
+from precision.controller.settings import ControllerSettings
+
+FLOOR = ControllerSettings(ess_floor=math.exp(-0.05), cooldown_steps=4, headroom=0.4)  # allowed .05, comfortable .03
+GROUPS = ("a", "b", "c", "d")
+ASYNC = Ladder(lag=4, lag_may_change=True, has_age=True, groups=GROUPS)
+SYNC = Ladder(groups=GROUPS)
+
+
+def follow(ladder: Ladder, losses: list[float], state: State | None = None, first: int = 0, **known: Any) -> Outcome:
+    """The outcome of the last of several batches."""
+    outcome = Outcome(state=state or State())
+    for step, loss in enumerate(losses, start=first):
+        outcome = decide(FLOOR, ladder, outcome.state, Evidence(step=step, loss=loss, **known))
+        assert (outcome.decision is None and outcome.needs is None) or step == first + len(losses) - 1
+    return outcome
+
+
+def test_nothing_moves_above_the_floor_nor_for_one_odd_batch() -> None:
+    assert follow(ASYNC, [0.049] * 20, age=4.0) == Outcome(state=follow(ASYNC, [0.049] * 20, age=4.0).state)
+    after = follow(ASYNC, [0.02, 0.02, 0.9, 0.02, 0.02, 0.02], age=4.0)
+    assert (after.decision, after.needs, after.state.staleness, after.state.promoted) == (None, None, 0, ())
+
+
+def test_two_bad_batches_of_three_ask_what_is_to_blame() -> None:
+    outcome = follow(ASYNC, [0.02, 0.06, 0.07], age=4.0)
+    assert (outcome.needs, outcome.decision) == ("quantization", None)
+
+
+@pytest.mark.parametrize(
+    ("loss", "quantization", "rung"),
+    [
+        pytest.param(0.07, 0.01, "learning rate by age", id="staleness .06, too much .02"),
+        pytest.param(0.06, 0.045, "learning rate by age", id="either alone would do: the cheaper"),
+        pytest.param(0.07, 0.051, "groups", id="staleness .019 cannot reach the floor"),
+    ],
+)
+def test_the_cheapest_rung_that_can_help_is_climbed(loss: float, quantization: float, rung: str) -> None:
+    outcome = follow(ASYNC, [loss] * WINDOW, age=4.0, quantization=quantization)
+    assert (outcome.needs or (outcome.decision and outcome.decision.rung)) == rung
+
+
+def test_promotion_takes_the_fewest_groups_by_name() -> None:
+    damage = dict(a=0.01, b=0.12, c=0.002, d=0.06)
+    outcome = follow(SYNC, [0.2, 0.2, 0.2], quantization=0.192, groups=damage)
+    decision = outcome.decision
+    assert decision is not None
+    assert (decision.action, decision.cause, decision.groups) == ("climb", "quantization", ("b", "d"))
+    assert decision.rung == "2 groups promoted"
+    assert "b ESS 0.8869, d ESS 0.9418" in decision.because
+    assert "quantization 96%" in decision.because
+    assert (outcome.state.promoted, outcome.state.quant_map) == (("b", "d"), 1)
+
+
+def test_all_groups_promoted_are_unquantized_rollouts() -> None:
+    outcome = follow(SYNC, [0.2] * 3, quantization=0.2, groups=dict.fromkeys(GROUPS, 0.05))
+    assert outcome.decision is not None
+    assert outcome.decision.rung == "unquantized rollouts"
+
+
+def test_without_an_emulation_all_groups_go_at_once() -> None:
+    outcome = follow(SYNC, [0.2] * 3, unmeasurable=True)
+    assert outcome.decision is not None
+    assert outcome.decision.groups == GROUPS
+
+
+def test_kernels_are_no_reason_to_climb() -> None:
+    outcome = follow(SYNC, [0.2] * 3, quantization=0.01)
+    assert (outcome.decision, outcome.needs, outcome.state.cannot_help) == (None, None, True)
+    better = decide(FLOOR, SYNC, outcome.state, Evidence(step=3, loss=0.01))
+    better = decide(FLOOR, SYNC, better.state, Evidence(step=4, loss=0.01))
+    assert not better.state.cannot_help
+
+
+def test_staleness_climbs_one_rung_at_a_time_to_lag_0() -> None:
+    names = [rung.name for rung in ASYNC.staleness]
+    assert names == ["objective's cap", "learning rate by age", "lag 2", "lag 1", "lag 0"]
+    state, climbed = State(), []
+    for step in range(200):
+        age = float(ASYNC.in_force(state).lag)
+        outcome = decide(FLOOR, ASYNC, state, Evidence(step=step, loss=0.2, age=age, quantization=0.0))
+        state = outcome.state
+        if outcome.decision:
+            climbed.append((step, outcome.decision.rung))
+    assert [rung for _, rung in climbed] == names[1:]
+    # Batches that began under the rung before (one, and as many as the lag) show nothing of the new one.
+    assert [later - earlier for (earlier, _), (later, _) in itertools.pairwise(climbed)] == [8, 8, 6]
+    assert state.cannot_help
+
+
+def test_sync_runs_have_no_rung_against_staleness() -> None:
+    assert [rung.name for rung in SYNC.staleness] == ["objective's cap"]
+    staged = Ladder(lag=7, has_age=True)
+    assert [rung.name for rung in staged.staleness] == ["objective's cap", "learning rate by age"]
+    assert lr_factor(3.0) == 0.5
+
+
+def test_while_engines_change_over_nothing_counts() -> None:
+    state = State(promoted=("b",), quant_map=1, acted=0, quiet_until=2)
+    outcome = Outcome(state=state)
+    for step in range(1, 30):
+        evidence = Evidence(step=step, loss=0.5, in_transition=step < 20)
+        outcome = decide(FLOOR, SYNC, outcome.state, evidence)
+        if outcome.needs:
+            break
+    assert step == 20 + WINDOW  # one batch may have been sampled by an engine that had not changed over yet
+
+
+def engines(bad: float, index: int = 1, start: int = 7) -> dict[int, EngineEvidence]:
+    good = EngineEvidence(loss=0.01, loss_of_others=bad / 2)
+    return {0: good, index: EngineEvidence(loss=bad, loss_of_others=0.01, start=start)}
+
+
+def test_one_bad_engine_is_suspected_and_no_rung_climbed() -> None:
+    outcome = follow(ASYNC, [0.1] * 3, engines=engines(0.2), age=4.0)
+    decision = outcome.decision
+    assert decision is not None
+    assert (decision.action, decision.engine, decision.engine_start) == ("restart_engine", 1, 7)
+    assert (outcome.state.staleness, outcome.state.promoted) == (0, ())
+    state, acted = outcome.state, [2]
+    for step in range(3, 200):
+        outcome = decide(FLOOR, ASYNC, state, Evidence(step=step, loss=0.1, engines=engines(0.2), age=4.0))
+        state = outcome.state
+        assert outcome.needs is None
+        if outcome.decision:
+            assert outcome.decision.action == "restart_engine"
+            acted.append(step)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(acted)]
+    assert pauses == sorted(pauses), "it is tried again less and less often"
+    assert pauses[-1] >= 2 * pauses[0]
+
+
+def test_a_fault_that_all_engines_share_is_not_one_engine_s() -> None:
+    shared = {index: EngineEvidence(loss=0.1, loss_of_others=0.1) for index in range(3)}
+    assert follow(ASYNC, [0.1] * 3, engines=shared, age=4.0).needs == "quantization"
+
+
+def test_what_was_promoted_is_given_back_once_it_would_cost_little() -> None:
+    state = State(promoted=("b", "d"), quant_map=1, acted=0, quiet_until=2)
+    outcome, asked = Outcome(state=state), []
+    for step in range(1, 40):
+        damage = dict(b=0.001, d=0.3) if step >= 20 else dict(b=0.2, d=0.3)
+        evidence = Evidence(step=step, loss=0.01)
+        outcome = decide(FLOOR, SYNC, outcome.state, evidence)
+        if outcome.needs:
+            asked.append(step)
+            assert outcome.groups == ("b", "d")
+            outcome = decide(FLOOR, SYNC, outcome.state, evidence.model_copy(update=dict(groups=damage)))
+        if outcome.decision:
+            break
+    assert asked == [8, 12, 16, 20], "measured once a cool-down, from two cool-downs on"
+    assert outcome.decision is not None
+    assert (outcome.decision.action, outcome.decision.groups) == ("descend", ("b",))
+    assert (outcome.state.promoted, outcome.state.quant_map) == (("d",), 2)
+
+
+def test_between_comfortable_and_allowed_nothing_is_given_back() -> None:
+    state = State(staleness=2, promoted=("a",), quant_map=1, acted=0)
+    assert follow(ASYNC, [0.04] * 50, state, first=1, age=2.0).state.staleness == 2
+    assert follow(ASYNC, [0.02] * 8, state, first=1).needs == "groups"
+
+
+def test_what_failed_is_tried_again_ever_later() -> None:
+    """Staleness costs .06 at the run's own setting and .01 one rung up: it is given back, missed, and taken again."""
+    ladder = Ladder(lag=1, has_age=True)
+    state, tried = State(), []
+    for step in range(400):
+        loss = 0.01 if state.staleness else 0.06
+        outcome = decide(FLOOR, ladder, state, Evidence(step=step, loss=loss, age=1.0, quantization=0.0))
+        state = outcome.state
+        if outcome.decision and outcome.decision.action == "descend":
+            tried.append(step)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert len(tried) == 5
+    assert all(later > 1.5 * earlier for earlier, later in itertools.pairwise(pauses)), pauses
+
+
+def test_records_survive_json_bit_by_bit() -> None:
+    outcome = follow(ASYNC, [0.1] * 3, engines=engines(0.2 + 1e-17 / 3), age=4.0)
+    assert Outcome.model_validate_json(outcome.model_dump_json()) == outcome
+
+
+@pytest.mark.parametrize("wrong", [dict(ess_floor=1.0), dict(headroom=0.0), dict(cooldown_steps=0), dict(floor=0.9)])
+def test_settings_are_checked(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValidationError):
+        ControllerSettings(**wrong)  # type: ignore[arg-type]
