@@ -5,7 +5,7 @@
 
 Nothing here knows a model. `score(quant_map)` gives the log-probabilities of fixed tokens, [tokens] in nats: with None
 those of the unquantized model, with a map those of the model whose formats are emulated. The smallest unit that changes
-format is what an engine stacks: qkv, o, gate_up and down of a layer. The experts of a layer count as one.
+format is what an engine holds as one module: qkv, o, gate_up and down of a layer, or all experts of it.
 
 A group's log-ratio is log pi_unquantized - log pi_quantized, as if the engine had that format and nothing else
 differed. The ESS and k3 of tokens that another policy sampled are no expectations, but they order groups alike.
@@ -14,7 +14,7 @@ differed. The ESS and k3 of tokens that another policy sampled are no expectatio
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,7 +25,7 @@ from precision.mismatch.statistics import Gap, gap
 Score = Callable[[QuantMap | None], Tensor]
 """Log-probabilities [tokens] of the same tokens, in nats, under a quant map, or (None) without quantization."""
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_LAYER = re.compile(r".*?\.layers\.\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class LayerGroup:
     """Modules that change format together."""
 
     name: str
-    """Such as `model.layers.3.mlp.down_proj` or `model.layers.3.self_attn.q_proj+k_proj+v_proj`."""
+    """Of `QuantMap.groups`, such as `model.layers.3.self_attn.qkv_proj`; or of a layer."""
     modules: tuple[str, ...]
 
 
@@ -83,26 +83,20 @@ class Suggestion:
 
 
 def layer_groups(quant_map: QuantMap) -> tuple[LayerGroup, ...]:
-    """The map's units, in its order: what engines stack, with a layer's experts taken together."""
-    members: dict[tuple[str, ...], list[str]] = {}
-    for group in quant_map.fused_groups:
-        kind = tuple(_EXPERT.sub(".experts.*.", module) for module in group)
-        members.setdefault(kind, []).extend(group)
-    return tuple(LayerGroup(name=_joined(kind), modules=tuple(modules)) for kind, modules in members.items())
+    """The map's quantized units, in its order."""
+    quantized = quant_map.formats
+    return tuple(
+        LayerGroup(name=name, modules=modules) for name, modules in quant_map.groups.items() if modules[0] in quantized
+    )
 
 
 def whole_layers(quant_map: QuantMap) -> tuple[LayerGroup, ...]:
     """Units as large as a decoder layer, named `model.layers.N`; fewer passes than `layer_groups`."""
     members: dict[str, list[str]] = {}
     for module in quant_map.formats:
-        found = re.match(r".*?\.layers\.\d+", module)
+        found = _LAYER.match(module)
         members.setdefault(found.group() if found else module, []).append(module)
     return tuple(LayerGroup(name=name, modules=tuple(modules)) for name, modules in members.items())
-
-
-def without(quant_map: QuantMap, modules: Iterable[str]) -> QuantMap:
-    """The map with `modules` left unquantized. Raises ValueError when they cut through what the engine stacks."""
-    return quant_map.restricted(quant_map.formats.keys() - set(modules))
 
 
 def rank_groups(
@@ -122,8 +116,8 @@ def rank_groups(
     found = []
     for group in layer_groups(quant_map) if groups is None else groups:
         _require_known(group, quant_map)
-        alone = gap(plain, score(quant_map.restricted(group.modules)), chosen)
-        rest = gap(plain, score(without(quant_map, group.modules)), chosen) if promote else None
+        alone = gap(plain, score(quant_map.only(group.modules)), chosen)
+        rest = gap(plain, score(quant_map.promoted(group.modules)), chosen) if promote else None
         found.append(GroupSensitivity(group=group, alone=alone, promoted=rest))
     return sorted(found, key=lambda one: -one.damage)
 
@@ -151,17 +145,16 @@ def promote_greedily(
     plain = score(None)
     start = gap(plain, score(quant_map), held_out)
     order = sorted(ranked, key=lambda one: -one.damage / extra_bytes[one.group.name])
-    path: list[Promotion] = []
+    suggested, path = quant_map, list[Promotion]()
     for promoted in _promotions(order):
         if (path[-1].gap if path else start).ess >= ess_floor:
             break
         group = promoted[-1].group
-        smaller = without(quant_map, (module for one in promoted for module in one.group.modules))
-        reached = gap(plain, score(smaller if smaller.formats else None), held_out)
+        suggested = quant_map.promoted(module for one in promoted for module in one.group.modules)
+        reached = gap(plain, score(suggested), held_out)
         path.append(Promotion(group=group, extra_bytes=extra_bytes[group.name], gap=reached))
-    final = without(quant_map, (module for one in path for module in one.group.modules))
     last = path[-1].gap if path else start
-    return Suggestion(quant_map=final, start=start, path=tuple(path), reached=last.ess >= ess_floor)
+    return Suggestion(quant_map=suggested, start=start, path=tuple(path), reached=last.ess >= ess_floor)
 
 
 def rank_agreement(ours: Sequence[str], theirs: Sequence[str]) -> float:
@@ -177,12 +170,6 @@ def rank_agreement(ours: Sequence[str], theirs: Sequence[str]) -> float:
 
 def _promotions(order: Sequence[GroupSensitivity]) -> Iterator[Sequence[GroupSensitivity]]:
     return (order[:count] for count in range(1, len(order) + 1))
-
-
-def _joined(kind: tuple[str, ...]) -> str:
-    """Members of one parent as `parent.first+second`."""
-    parent = kind[0].rpartition(".")[0]
-    return f"{parent}." + "+".join(module.removeprefix(f"{parent}.") for module in kind)
 
 
 def _require_known(group: LayerGroup, quant_map: QuantMap) -> None:
