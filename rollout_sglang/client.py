@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from pipeline.config.recipe import MOST_KEPT
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
@@ -62,7 +63,8 @@ class EngineClient:
 
     async def generate(self, prompt_tokens: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Sample a group in one request. Log-probabilities are of softmax(logits / temperature), before top-p and
-        top-k. Samples of a request that was aborted have as many tokens as there were, or none."""
+        top-k; with `sampling.kept_set` they are of what these left, renormalized, and each completion holds its kept
+        sets. Samples of a request that was aborted have as many tokens as there were, or none."""
         started = time.monotonic()
         samples = await self._generate(
             {
@@ -72,10 +74,11 @@ class EngineClient:
                     "max_new_tokens": sampling.max_new_tokens,
                     "temperature": sampling.temperature,
                     "top_p": sampling.top_p,
-                    "top_k": sampling.top_k,
+                    "top_k": MOST_KEPT if sampling.kept_set and sampling.top_k == -1 else sampling.top_k,
                 },
                 "return_logprob": True,
                 **({} if sampling.experts is None else {"return_routed_experts": True}),
+                **({"return_sampling_mask": True} if sampling.kept_set else {}),
             },
             expected=num_samples,
         )
@@ -89,6 +92,7 @@ class EngineClient:
                 elapsed_s=elapsed_s,
                 num_prompt=len(prompt_tokens),
                 experts=sampling.experts,
+                kept_set=sampling.kept_set,
             )
             for sample in samples
         ]

@@ -70,7 +70,7 @@ class FleetSettings(TypedDict):
 
 class Fleet:
     """Implements pipeline.ports.engines.Engines over the engines of a membership; with a router in it, requests go
-    there while it answers.
+    there while it answers, but for those that ask for records of the engine (Sampling.asks_for_records).
 
     One process may use it from one event loop after another, but not from two at once.
     """
@@ -102,7 +102,9 @@ class Fleet:
         failures: list[str] = []
         while len(failures) < ATTEMPTS:
             engine = await self._admitted_engine(ends)
-            through_router = self._pool.entrance is not None and not self._pool.router_is_suspect
+            # The router (0.3.2) drops fields of a request that it does not know, such as those that ask for records.
+            routed = self._pool.entrance is not None and not sampling.asks_for_records
+            through_router = routed and not self._pool.router_is_suspect
             try:
                 return await self._ask(None if through_router else engine, prompt, num_samples, sampling)
             except (EngineUnavailableError, EngineVersionError) as error:

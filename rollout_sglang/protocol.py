@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, get_args
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter
 
+from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Completion, FinishReason
 from pipeline.data.routed_experts import ExpertShape, RoutedExperts, decode_engine_rows, rows_still_true
 from pipeline.errors import EngineUnavailableError, EngineVersionError
@@ -58,6 +60,10 @@ class MetaInfo(Answer):
     """Seconds in the engine's queue; only with --enable-metrics."""
     routed_experts: str | None = None
     """See pipeline.data.routed_experts.decode_engine_rows; only when asked for, with --enable-return-routed-experts."""
+    output_token_sampling_mask: tuple[tuple[int, ...], ...] | None = None
+    """The kept set of each response token, most likely token first; only when asked for (return_sampling_mask)."""
+    output_token_sampling_logprobs: tuple[float, ...] | None = None
+    """Natural log of each response token's probability, renormalized over its kept set; with the former."""
     num_retractions: int | None = None
     """How often the request lost its keys and values and was prefilled again, also for an update of the weights."""
 
@@ -165,10 +171,17 @@ def token_versions(meta: MetaInfo, num_tokens: int) -> tuple[int, ...]:
 
 
 def completion_of(
-    sample: Generated, *, engine: int, elapsed_s: float, num_prompt: int = 0, experts: ExpertShape | None = None
+    sample: Generated,
+    *,
+    engine: int,
+    elapsed_s: float,
+    num_prompt: int = 0,
+    experts: ExpertShape | None = None,
+    kept_set: bool = False,
 ) -> Completion:
     """The record of one sample, for which the caller waited `elapsed_s`. With `experts`, its routes too, of a prompt of
-    `num_prompt` tokens and of the response. Raises EngineUnavailableError on a bad one."""
+    `num_prompt` tokens and of the response. With `kept_set`, its kept sets and the log-probabilities over them. Raises
+    EngineUnavailableError on a bad one."""
     meta, tokens = sample.meta_info, sample.output_ids
     logprobs = meta.output_token_logprobs or ()
     values = tuple(value for value, _, _ in logprobs if value is not None)
@@ -177,6 +190,9 @@ def completion_of(
             f"engine answered {len(tokens)} tokens, but {len(values)} log-probabilities that do not belong to them; "
             "ask again"
         )
+    kept = None
+    if kept_set:
+        values, kept = _kept(meta, tokens)
     generated_s = meta.e2e_latency - (meta.queue_time or 0.0)
     versions = token_versions(meta, len(tokens))
     return Completion(
@@ -188,7 +204,31 @@ def completion_of(
         queued_s=max(0.0, elapsed_s - generated_s),
         generated_s=generated_s,
         experts=None if experts is None else _routes(meta, num_prompt, versions, experts),
+        kept=kept,
     )
+
+
+def _kept(meta: MetaInfo, tokens: tuple[int, ...]) -> tuple[tuple[float, ...], KeptSets]:
+    """Log-probabilities over the kept sets, and these. An aborted request without tokens comes without them."""
+    masks, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if not tokens:
+        return (), KeptSets.empty(0)
+    if masks is None or logprobs is None:
+        raise EngineUnavailableError(
+            "engine did not say which tokens top_p and top_k left; serve with SGLang 0.5.23, or set rollout.kept_set "
+            "to false"
+        )
+    if len(masks) != len(tokens) or len(logprobs) != len(tokens):
+        raise EngineUnavailableError(
+            f"engine answered {len(masks)} kept sets and {len(logprobs)} log-probabilities for {len(tokens)} response "
+            "tokens; ask again"
+        )
+    kept = KeptSets.of(masks)
+    try:
+        kept.check(np.array(tokens, np.int32), np.ones(len(tokens), np.bool_))
+    except ValueError as error:
+        raise EngineUnavailableError(f"engine answered kept sets that cannot be: {error}; ask again") from error
+    return logprobs, kept
 
 
 def _routes(meta: MetaInfo, num_prompt: int, versions: tuple[int, ...], shape: ExpertShape) -> RoutedExperts:

@@ -114,6 +114,7 @@ def build_contract(recipe: Recipe, tokenizer: Tokenizer) -> LogprobContract:
         top_k=rollout.top_k,
         scaled=True,
         tokenizer_sha256=tokenizer.sha256,
+        kept_set=rollout.asks_for_kept_sets,
     )
 
 
@@ -127,6 +128,7 @@ def build_sampling(recipe: Recipe, temperature: float | None = None) -> Sampling
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        kept_set=rollout.asks_for_kept_sets,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.config.recipe import Recipe, StagedSchedule
+from pipeline.config.recipe import Recipe
+from pipeline.config.schedule_sections import StagedSchedule
 
 
 def advice(recipe: Recipe) -> list[str]:

@@ -58,11 +58,12 @@ def check_wiring(objective: Objective, correction: Correction, advantage: Advant
 
 
 def check_sampler(objective: Objective, correction: Correction, *, top_p: float, top_k: int) -> None:
-    """Raises ValueError where the engine samples from a part of the vocabulary and a weight divides by what it stored.
+    """Raises ValueError where the engine samples from a part of the vocabulary, does not say which part, and a weight
+    divides by what it stored.
 
-    An engine stores log-probabilities over the whole vocabulary. With top_p or top_k it samples from the most likely
-    tokens only, each with more than its stored probability. So the mean of pi / pi_engine over samples is not 1, as an
-    importance weight's must be: it was .755 in a check at top_p .8.
+    Without kept sets an engine stores log-probabilities over the whole vocabulary. With top_p or top_k it samples from
+    the most likely tokens only, each with more than its stored probability. So the mean of pi / pi_engine over samples
+    is not 1, as an importance weight's must be: it was .755 in a check at top_p .8.
     """
     if (top_p >= 1.0 and top_k == -1) or not correction.applied_to(objective).weighs_by_rollout_ratio:
         return
@@ -71,8 +72,8 @@ def check_sampler(objective: Objective, correction: Correction, *, top_p: float,
     raise ValueError(
         f"rollout.{key} is {value}, but {who} weighs by the engine's stored probabilities, which are those over the "
         "whole vocabulary and not those that the cut samples with: every weight would be biased (a mean ratio of .755 "
-        f"instead of 1 was found at top_p .8); set rollout.{key}={whole}, or use objective {_with_anchor()} with "
-        "anchor old and no correction"
+        "instead of 1 was found at top_p .8); set rollout.kept_set=true (SGLang 0.5.23), or "
+        f"rollout.{key}={whole}, or use objective {_with_anchor()} with anchor old and no correction"
     )
 
 

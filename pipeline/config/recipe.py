@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 import yaml
 from pydantic import (
@@ -34,8 +34,9 @@ from pipeline.config.algorithm import (
     with_paper_aggregation,
 )
 from pipeline.config.formats import check_emulation
+from pipeline.config.schedule_sections import ScheduleSection, StagedSchedule, SyncSchedule
 from pipeline.config.section import Section
-from pipeline.config.task_sections import TaskSection
+from pipeline.config.task_sections import PromptsSection, TaskSection
 from pipeline.schedule import Schedule
 from precision.controller.settings import ControllerSettings
 from precision.corrections.none import NoCorrection
@@ -67,6 +68,9 @@ class RewardSection(Section):
 
 
 RolloutPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block"]
+MOST_KEPT = 3072
+"""Largest top_k with kept sets. SGLang names at most 4096 tokens and ends a request that keeps more; tokens exactly as
+likely as the last one are kept too, however many they are."""
 LearnerPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "fp8_delayed"]
 
 
@@ -108,6 +112,11 @@ class RolloutSection(Section):
     temperature: PositiveFloat = 1.0
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = -1
+    kept_set: bool = Field(
+        True,
+        description="Where top_p or top_k cut: engines (SGLang 0.5.23) say which tokens they left, and both sides' "
+        f"probabilities are renormalized over these (top_k -1 is {MOST_KEPT} then). False: over the whole vocabulary.",
+    )
     context_tokens: PositiveInt = Field(512, description="Longest prompt + response that an engine accepts.")
     concurrent_prompts: PositiveInt = Field(64, description="Prompts under way at once over all engines.")
     urls: tuple[str, ...] = Field(
@@ -118,6 +127,11 @@ class RolloutSection(Section):
     start_deadline_s: PositiveFloat = Field(600.0, description="An engine that is not up by then ends the run.")
     interruption: InterruptionSection | None = None
     extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are.")
+
+    @property
+    def asks_for_kept_sets(self) -> bool:
+        """Whether there is a cut, and engines are to say what it left."""
+        return self.kept_set and (self.top_p < 1.0 or self.top_k != -1)
 
     @field_validator("quant_map", mode="before")
     @classmethod
@@ -140,6 +154,11 @@ class RolloutSection(Section):
     def _fits(self) -> Self:
         if self.top_k == 0 or self.top_k < -1:
             raise ValueError(f"top_k is {self.top_k}; use -1 (whole vocabulary) or a positive number")
+        if self.asks_for_kept_sets and self.top_k > MOST_KEPT:
+            raise ValueError(
+                f"top_k is {self.top_k}, but engines name at most {MOST_KEPT} tokens that a cut leaves; lower "
+                "rollout.top_k, or set rollout.kept_set=false"
+            )
         foreign = [url for url in self.urls if not re.fullmatch(r"https?://[^\s/@?#]+", url)]
         if foreign or len(set(self.urls)) < len(self.urls):
             raise ValueError(
@@ -156,24 +175,6 @@ class RolloutSection(Section):
                 f"{self.context_tokens}; raise rollout.context_tokens"
             )
         return self
-
-
-class PromptsSection(Section):
-    """Which prompts are asked."""
-
-    refill: bool = Field(
-        False, description="Dynamic sampling (DAPO): groups of equal rewards are dropped and further prompts asked."
-    )
-    max_refills: PositiveInt = Field(3, description="refill: at most so many times prompts_per_batch further prompts.")
-    solved_pass_rate: float | None = Field(
-        None,
-        gt=0.0,
-        le=1.0,
-        description="Prompts solved at least this often so far are never asked again (ScaleRL .9).",
-    )
-    solved_min_samples: PositiveInt | None = Field(
-        None, description="Samples of a prompt before its pass rate counts; default one group."
-    )
 
 
 class OptimizerSection(Section):
@@ -243,23 +244,6 @@ class LearnerSection(Section):
     @property
     def num_processes(self) -> int:
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.data_parallel
-
-
-class SyncSchedule(Section):
-    kind: Literal["sync"] = "sync"
-
-
-class AsyncSchedule(Section):
-    kind: Literal["async"]
-    lag: PositiveInt = Field(1, description="Versions that a batch may be behind when it starts.")
-
-
-class StagedSchedule(Section):
-    kind: Literal["staged"]
-    updates_per_stage: PositiveInt = Field(8, description="mu: batches that are trained on between two publishes.")
-
-
-ScheduleSection = Annotated[SyncSchedule | AsyncSchedule | StagedSchedule, Field(discriminator="kind")]
 
 
 class WeightsSection(Section):
@@ -333,7 +317,8 @@ class Recipe(Section):
     def _choices_go_together(self) -> Self:
         check_wiring(self.objective, self.correction, self.advantage)
         check_emulation(self.learner.fp8_emulation, self.learner.precision, self.rollout.precision)
-        check_sampler(self.objective, self.correction, top_p=self.rollout.top_p, top_k=self.rollout.top_k)
+        if not self.rollout.asks_for_kept_sets:
+            check_sampler(self.objective, self.correction, top_p=self.rollout.top_p, top_k=self.rollout.top_k)
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,5 @@
-"""The recipe's `task` section: where prompts and rewards come from. Tasks themselves are in pipeline.tasks."""
+"""The recipe's `task` and `prompts` sections: where prompts and rewards come from, and which prompts are asked. Tasks
+themselves are in pipeline.tasks."""
 
 from __future__ import annotations
 
@@ -43,3 +44,21 @@ class JsonlTask(Section):
 
 
 TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | JsonlTask, Field(discriminator="name")]
+
+
+class PromptsSection(Section):
+    """Which prompts are asked."""
+
+    refill: bool = Field(
+        False, description="Dynamic sampling (DAPO): groups of equal rewards are dropped and further prompts asked."
+    )
+    max_refills: PositiveInt = Field(3, description="refill: at most so many times prompts_per_batch further prompts.")
+    solved_pass_rate: float | None = Field(
+        None,
+        gt=0.0,
+        le=1.0,
+        description="Prompts solved at least this often so far are never asked again (ScaleRL .9).",
+    )
+    solved_min_samples: PositiveInt | None = Field(
+        None, description="Samples of a prompt before its pass rate counts; default one group."
+    )

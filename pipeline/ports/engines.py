@@ -14,7 +14,8 @@ from pipeline.ports.weight_check import WeightCheck
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How an engine samples. `top_k` of -1 means the whole vocabulary."""
+    """How an engine samples. `top_k` of -1 means the whole vocabulary; with `kept_set`, as many of its likeliest tokens
+    as an engine can name (pipeline.config.recipe.MOST_KEPT)."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -22,6 +23,13 @@ class Sampling:
     top_k: int = -1
     experts: ExpertShape | None = None
     """Of a mixture whose engines say which experts each token went to; None: they are not asked."""
+    kept_set: bool = False
+    """Whether engines say which tokens top_p and top_k left; log-probabilities are then renormalized over them."""
+
+    @property
+    def asks_for_records(self) -> bool:
+        """Whether an answer must hold more than tokens and log-probabilities."""
+        return self.kept_set or self.experts is not None
 
 
 class Engines(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Completion
 from pipeline.data.routed_experts import RoutedExperts
 
@@ -44,7 +45,14 @@ class Interruption:
             generated_s=thought.generated_s + answer.generated_s,
             loss_mask=(*(True,) * len(thought.tokens), *(False,) * said, *(True,) * len(answer.tokens)),
             experts=_routes(thought, answer),
+            kept=self._kept(thought, answer),
         )
+
+    def _kept(self, thought: Completion, answer: Completion) -> KeptSets | None:
+        """The phrase was not chosen from anything."""
+        if thought.kept is None or answer.kept is None:
+            return None
+        return KeptSets.joined([thought.kept, KeptSets.empty(len(self.phrase)), answer.kept])
 
 
 def _routes(thought: Completion, answer: Completion) -> RoutedExperts | None:

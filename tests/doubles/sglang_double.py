@@ -4,7 +4,8 @@
 `retract` it holds; paused by `abort` it answers what it has first, and takes up nothing more. The checksum of its one
 parameter is its version's number. tests/integration/test_engine.py compares its answers, field by field, with those of
 the real server; with `sglang` 0.5.17 it answers as that one did (no spans, no sessions). With `experts` it says, when
-asked, that token t at place p went to the experts t + p, t + p + 1, … of each layer that has any.
+asked, that token t at place p went to the experts t + p, t + p + 1, … of each layer that has any. Asked for kept sets,
+it says that token t was chosen from itself and the next one, at half the log-probability.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ Damage = Literal["weights", "answers"]
 """A load that ends well but leaves another checksum than it should, or other log-probabilities."""
 
 
+LARGEST_MASK = 4096
+"""SGLang's --sampling-mask-max-tokens where nobody sets it."""
 PARAMETER = "model.layers.0.self_attn.qkv_proj.weight"
 
 
@@ -311,6 +314,11 @@ class EngineDouble(_Double):
             meta["num_retractions"] = self.retractions + len(meta["weight_versions"]) - 1
         if self.experts is not None and request.get("return_routed_experts"):
             meta["routed_experts"] = _routes([*row, *tokens], self.experts)
+        if self.sglang != "0.5.17" and request.get("return_sampling_mask"):
+            assert 1 <= request["sampling_params"]["top_k"] <= LARGEST_MASK  # SGLang answers 400
+            meta["output_token_sampling_mask"] = [[token + 1, token] for token in tokens]
+            meta["output_token_sampling_logprobs"] = [-(token + 1) / 16 for token in tokens]
+            meta["output_token_sampling_mask_length"] = len(tokens)
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
 
@@ -329,7 +337,12 @@ def _routes(tokens: list[int], shape: ExpertShape) -> str:
 
 
 class RouterDouble(_Double):
-    """SGLang's router: passes /generate on to its members in turn, without looking at their health."""
+    """SGLang's router: passes /generate on to its members in turn, without looking at their health.
+
+    It drops fields that it does not know, as the real one (0.3.2) was seen to do with these two.
+    """
+
+    UNKNOWN = ("return_sampling_mask", "return_routed_experts")
 
     def __init__(self, urls: list[str], *, api_key: str | None = None) -> None:
         super().__init__(api_key)
@@ -356,6 +369,7 @@ class RouterDouble(_Double):
         if not self.members:
             return 503, {"error": {"code": "no_available_workers"}}
         self._turn += 1
+        request = {name: value for name, value in request.items() if name not in self.UNKNOWN}
         url = self.members[self._turn % len(self.members)]
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         try:

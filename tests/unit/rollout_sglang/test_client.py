@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from pipeline.config.recipe import MOST_KEPT
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient, _input_logprobs
 from rollout_sglang.protocol import MetaInfo, policy_version, token_versions
-from tests.doubles.sglang_double import PARAMETER, EngineDouble, GenerateFault, checksum_of
+from tests.doubles.sglang_double import LARGEST_MASK, PARAMETER, EngineDouble, GenerateFault, checksum_of
 
 T = TypeVar("T")
 SAMPLING = Sampling(max_new_tokens=3)
@@ -89,6 +90,66 @@ def test_routes_of_another_model_are_refused(engine: EngineDouble) -> None:
     client = client_of(engine)
     with pytest.raises(EngineUnavailableError, match="characters of routed experts for 5 tokens"):
         run(client, client.generate([5, 6], 1, Sampling(max_new_tokens=3, experts=EXPERTS)))
+
+
+KEPT = Sampling(max_new_tokens=3, top_p=0.8, kept_set=True)
+
+
+def test_kept_sets_come_with_the_probabilities_over_them(engine: EngineDouble) -> None:
+    client, again = client_of(engine), client_of(engine)
+    _, sample = run(client, client.generate([5, 6], 2, KEPT))
+    assert (sample.tokens, sample.logprobs) == ((1, 2, 3), (-2 / 16, -3 / 16, -4 / 16))
+    assert sample.kept is not None
+    assert sample.kept.offsets.tolist() == [0, 2, 4, 6]
+    assert sample.kept.tokens.tolist() == [1, 2, 2, 3, 3, 4]
+    [sample] = run(again, again.generate([5, 6], 1, SAMPLING))
+    assert (sample.kept, sample.logprobs) == (None, (-1 / 8, -2 / 8, -3 / 8))
+
+
+def test_a_cut_by_top_p_alone_is_asked_for_within_what_an_engine_can_name(
+    engine: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(engine, "_sample", lambda request: asked.append(request["sampling_params"]["top_k"]) or [])
+    for top_k, kept_set in ((-1, True), (20, True), (-1, False)):
+        client = client_of(engine)
+        sampling = Sampling(max_new_tokens=3, top_p=0.8, top_k=top_k, kept_set=kept_set)
+        with pytest.raises(EngineUnavailableError, match="answered 0 samples"):
+            run(client, client.generate([5, 6], 1, sampling))
+    assert asked == [MOST_KEPT, 20, -1]
+    assert MOST_KEPT < LARGEST_MASK
+
+
+def test_an_engine_that_names_no_kept_sets_is_named() -> None:
+    with EngineDouble(version=4, api_key="key", sglang="0.5.17") as old:
+        client = client_of(old)
+        with pytest.raises(
+            EngineUnavailableError, match=r"serve with SGLang 0\.5\.23, or set rollout.kept_set to false"
+        ):
+            run(client, client.generate([5, 6], 1, KEPT))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(output_token_sampling_mask=[[0], [1]]), "2 kept sets and 3 log-probabilities for 3 response tokens"),
+        (dict(output_token_sampling_logprobs=[0.0]), "3 kept sets and 1 log-probabilities for 3 response tokens"),
+        (dict(output_token_sampling_mask=[[0], [2], [2]]), "not in their own kept set, the first is response token 1"),
+    ],
+)
+def test_kept_sets_that_do_not_fit_are_refused(
+    engine: EngineDouble, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    answer_of = engine._answer_of
+
+    def damaged(*arguments: Any) -> dict[str, Any]:
+        answer = answer_of(*arguments)
+        return answer | {"meta_info": answer["meta_info"] | changes}
+
+    monkeypatch.setattr(engine, "_answer_of", damaged)
+    client = client_of(engine)
+    with pytest.raises(EngineUnavailableError, match=message):
+        run(client, client.generate([5, 6], 1, KEPT))
 
 
 def test_prefill_scores_leave_out_the_first_token(engine: EngineDouble) -> None:

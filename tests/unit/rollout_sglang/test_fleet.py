@@ -204,6 +204,15 @@ def test_the_router_answers_for_an_engine_it_does_not_name(
     assert all("POST /generate" in engine.calls for engine in engines)
 
 
+def test_a_request_for_kept_sets_goes_past_the_router_which_would_not_pass_it_on(tmp_path: Path) -> None:
+    with EngineDouble() as engine, RouterDouble([engine.url]) as router:
+        ask = Sampling(max_new_tokens=2, top_p=0.8, kept_set=True)
+        [sample] = with_fleet(tmp_path, [engine], lambda fleet: fleet.generate([1], 1, ask), router=router)
+        assert sample.kept is not None
+        assert (sample.engine, len(sample.kept)) == (0, 2)
+        assert "POST /generate" not in router.calls
+
+
 def test_the_router_forgets_a_dead_engine_until_it_is_resynced(
     tmp_path: Path, engines: list[EngineDouble], router: RouterDouble
 ) -> None:

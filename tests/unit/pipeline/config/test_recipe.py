@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipeline.config.loader import SHIPPED, differing_keys, find_recipe, load_recipe, recipe_from
-from pipeline.config.recipe import Recipe
+from pipeline.config.recipe import MOST_KEPT, Recipe
 from pipeline.errors import RecipeError
 
 RECIPES = sorted((Path(__file__).parents[4] / "pipeline" / "recipes").glob("*.yaml"))
@@ -225,9 +225,10 @@ def test_a_cut_vocabulary_is_refused_where_stored_probabilities_weigh(
     sections: dict[str, Any], who: str, cut: dict[str, Any]
 ) -> None:
     with pytest.raises(RecipeError) as caught:
-        recipe_from(data(rollout=cut, **sections), source="t")
+        recipe_from(data(rollout=cut | {"kept_set": False}, **sections), source="t")
     key, value = next(iter(cut.items()))
-    for part in (f"rollout.{key} is {value}", who, "biased", f"set rollout.{key}=", "clipped or gspo with anchor old"):
+    remedies = ("set rollout.kept_set=true", f"rollout.{key}=", "clipped or gspo with anchor old")
+    for part in (f"rollout.{key} is {value}", who, "biased", *remedies):
         assert part in str(caught.value)
 
 
@@ -235,7 +236,24 @@ def test_a_cut_vocabulary_is_refused_where_stored_probabilities_weigh(
 @pytest.mark.parametrize("name", ["clipped", "gspo"])
 def test_a_cut_vocabulary_is_fine_where_none_weighs(name: str, cut: dict[str, Any]) -> None:
     """The ratio to pi_old does not know the engine; p3o's is fine over the whole vocabulary."""
-    assert recipe_from(data(rollout=cut, objective=dict(name=name, anchor="old")), source="t")
+    rollout = cut | {"kept_set": False}
+    assert recipe_from(data(rollout=rollout, objective=dict(name=name, anchor="old")), source="t")
+
+
+@pytest.mark.parametrize("cut", [dict(top_p=0.8), dict(top_k=20), dict(top_p=0.9, top_k=MOST_KEPT)])
+@pytest.mark.parametrize("sections", [dict(), dict(objective=OLD, correction=dict(name="tis"))])
+def test_a_cut_vocabulary_is_fine_with_kept_sets(sections: dict[str, Any], cut: dict[str, Any]) -> None:
+    assert recipe_from(data(rollout=cut, **sections), source="t").rollout.asks_for_kept_sets
+
+
+def test_kept_sets_are_only_asked_for_where_something_is_cut() -> None:
+    assert not recipe_from(data(), source="t").rollout.asks_for_kept_sets
+
+
+def test_more_than_an_engine_can_name_is_refused() -> None:
+    with pytest.raises(RecipeError, match=f"top_k is {MOST_KEPT + 1}, but engines name at most {MOST_KEPT} tokens"):
+        recipe_from(data(rollout=dict(top_k=MOST_KEPT + 1)), source="t")
+    assert recipe_from(data(rollout=dict(top_k=MOST_KEPT + 1, kept_set=False), objective=OLD), source="t")
 
 
 @pytest.mark.parametrize(

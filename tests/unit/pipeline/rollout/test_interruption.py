@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Completion
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.rollout.interruption import Interruption
@@ -72,3 +73,13 @@ def test_each_part_keeps_the_routes_that_it_was_sampled_with() -> None:
     assert joined.ids[:, 0, 0].tolist() == [1, 1, 2, 2, 2, 0]
     assert joined.known.tolist() == [True] * 5 + [False]
     assert interruption().join(replace(thought, experts=None), answer).experts is None
+
+
+def test_the_phrase_has_no_kept_sets() -> None:
+    thought = replace(Completion.given((1, 2), (-0.1, -0.2)), kept=KeptSets.of([[1, 4], [2]]))
+    answer = replace(Completion.given((9,), (-0.4,)), kept=KeptSets.of([[9, 3]]))
+    joined = interruption().join(thought, answer).kept
+    assert joined is not None
+    assert joined.counts.tolist() == [2, 1, 0, 0, 2]
+    assert joined.tokens.tolist() == [1, 4, 2, 3, 9]
+    assert interruption().join(thought, replace(answer, kept=None)).kept is None
