@@ -1,4 +1,4 @@
-"""The recipe's `schedule` section: how far batches may be behind the weights. What that means is in pipeline.schedule."""
+"""The recipe's `schedule` section: how far batches may be behind the weights. See pipeline.schedule."""
 
 from __future__ import annotations
 
