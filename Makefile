@@ -45,7 +45,7 @@ check: install  ## Format, lint and types.
 
 bench: install  ## The loop beside TRL, the learner beside Megatron-Core, publishes beside a copy (TRL: .venv-bench).
 	@./ops/install_bench.sh $(BIN) .venv-bench
-	@for what in "loop --json" "learner step" "learner memory" "publish --json"; do \
+	@for what in "loop --json" "learner step" "learner mismatch" "learner memory" "publish --json"; do \
 	    echo "tests.bench.$$what"; PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.$$what || exit 1; \
 	done
 

@@ -1,6 +1,7 @@
 """What the learner adds to Megatron-Core, and what a scoring pass holds beside the logits. Prints ratios.
 
     step      MegatronLearner.update  ÷  Megatron's own forward-backward and optimizer step on the same packed rows
+    mismatch  mismatch statistics of a step, and their file  ÷  the scoring pass and the update that it is part of
     memory    largest growth of resident memory during logprobs  ÷  bytes of one micro-batch's logits
 
 The bare side gets its micro-batches ready-made and computes Megatron's own cross-entropy; the learner plans them, runs
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,10 +29,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from launch.convert.new_model import new_model
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
+from megatron_bridge.step.mismatch import measure_mismatch
 from megatron_bridge.step.passes import packed_rows
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.mismatch_files import write_mismatch
 from pipeline.data.records import Batch, LogprobContract
+from pipeline.data.run_directory import RunDirectory
+from precision.mismatch.statistics import Mismatch
 from precision.objectives.p3o import P3O
 
 CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
@@ -77,6 +83,45 @@ def step_overhead(learner: MegatronLearner) -> dict[str, float]:
         bare_s=statistics.median(right for _, right in pairs),
         tokens=float(batch.num_response_tokens),
     )
+
+
+def mismatch_overhead(learner: MegatronLearner) -> dict[str, float]:
+    """Median over rounds of what statistics and file take of the step around them; the rest of it is a real step."""
+    batch = make_batch(learner.model_config.vocab_size, prompts=16, lengths=(32, 160))
+    advantages = (batch.reward - batch.reward.mean()).astype(np.float32)
+    spent: list[float] = []
+
+    def timed(*arguments: Any) -> Mismatch:
+        started = time.perf_counter()
+        found = measure_mismatch(*arguments)
+        found.statistics()  # once more than the step does it: what is within the update cannot be timed apart
+        spent.append(time.perf_counter() - started)
+        return found
+
+    shares, written = [], []
+    with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
+        run = RunDirectory(Path(scratch))
+        run.make_folders()
+        with patch("megatron_bridge.learner.measure_mismatch", timed):
+            for number in range(ROUNDS + 1):
+                started = time.perf_counter()
+                mismatch = learner.update(batch, advantages, learner.logprobs(batch)).mismatch
+                step_s = time.perf_counter() - started
+                assert mismatch is not None
+                written.append(seconds(partial(record, run, number, mismatch)))
+                shares.append((spent[-1] + written[-1]) / (step_s + written[-1]))
+    return dict(
+        ratio=statistics.median(shares[1:]),
+        statistics_s=statistics.median(spent[1:]),
+        file_s=statistics.median(written[1:]),
+        tokens=float(batch.num_response_tokens),
+    )
+
+
+def record(run: RunDirectory, step: int, mismatch: Mismatch) -> None:
+    """What the loop does with the statistics of a step."""
+    mismatch.by_split()
+    write_mismatch(run, step, mismatch)
 
 
 def bare_step(learner: MegatronLearner, micro_batches: tuple[MicroBatch, ...]) -> None:
@@ -136,14 +181,16 @@ def resident(field: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("step", "memory"))
+    parser.add_argument("what", choices=("step", "mismatch", "memory"))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
         folder = Path(scratch) / "model"
-        if parser.parse_args().what == "step":
-            found = step_overhead(build(folder, 2000, hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=768))
-        else:
+        what = parser.parse_args().what
+        if what == "memory":
             found = logprob_memory(build(folder, 20000, hidden=64, layers=1, heads=2, kv_heads=2, head_dim=32, ffn=96))
+        else:
+            learner = build(folder, 2000, hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=768)
+            found = step_overhead(learner) if what == "step" else mismatch_overhead(learner)
     print(json.dumps(found))
 
 
