@@ -24,9 +24,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_serv
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 
 from launch.cluster.metric_names import BY_NAME, METRICS
+from pipeline.analysis.alarm_history import samples_coarser
+from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import LogName, Observer
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EvenKeelError, PortInUseError
+from precision.mismatch.alarms import RULES, alarms
 
 PORT_VARIABLE = "EVENKEEL_METRICS_PORT"
 """Environment of a role's process: where it shows its metrics. Without it, it shows none."""
@@ -37,6 +40,11 @@ OF_STEP = {
     "step": "evenkeel_last_step",
     "time": "evenkeel_last_step_timestamp_seconds",
     "ess": "evenkeel_ess_ratio",
+    "sequence_ess": "evenkeel_sequence_ess_ratio",
+    "k1_kl": "evenkeel_k1_kl_nats",
+    "k3_kl": "evenkeel_k3_kl_nats",
+    "log_ratio_abs_mean": "evenkeel_log_ratio_abs_nats_mean",
+    "ratio_mean": "evenkeel_ratio_mean",
     "reward_mean": "evenkeel_reward_mean",
     "solve_rate": "evenkeel_solved_ratio",
     "lag_mean": "evenkeel_lag_versions_mean",
@@ -47,6 +55,12 @@ OF_STEP = {
     "grad_norm": "evenkeel_gradient_norm",
 }
 """Field of a line of metrics.jsonl → gauge."""
+OF_BUCKET = {
+    "share": "evenkeel_bucket_token_ratio",
+    "ess": "evenkeel_bucket_ess_ratio",
+    "k3_kl": "evenkeel_bucket_k3_kl_nats",
+}
+"""Statistic of a bucket in a line's `mismatch` → gauge."""
 COUNTED_OF_STEP = {"num_tokens": "evenkeel_tokens_total", "verifier_failures": "evenkeel_verifier_failures_total"}
 SINCE_START = tuple(metric.name for metric in METRICS if metric.name.endswith("_timestamp_seconds"))
 """Before the first step or batch they show when the process started: one that never gets there has no other sign."""
@@ -79,7 +93,7 @@ class RunMetrics:
         """Of earlier starts: a run that was started again has not given up."""
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
-        self._planned: int | None = None
+        self._recipe: Recipe | None = None
         self._fleet: Callable[[], Sequence[EngineState]] | None = None
         self._waiting: Callable[[], int] | None = None
         self._set("evenkeel_role_info", 1, role=role)
@@ -153,17 +167,38 @@ class RunMetrics:
         for field, name in COUNTED_OF_STEP.items():
             self._count(name, line.get(field))
         self._count("evenkeel_steps_total")
-        if isinstance(step := line.get("step"), int) and (planned := self._planned_steps()) is not None:
-            self._set("evenkeel_steps_left", planned - 1 - step)
+        recipe = self._frozen_recipe()
+        if isinstance(step := line.get("step"), int) and recipe is not None:
+            self._set("evenkeel_steps_left", recipe.run.steps - 1 - step)
+        self._set_buckets(line.get("mismatch"))
+        self._set_alarms(line, quantized=recipe is not None and samples_coarser(recipe))
         self._set_phases("evenkeel_phase_seconds", line.get("seconds"))
         self._set_phases("evenkeel_publish_phase_seconds", line.get("publish_seconds"))
 
-    def _planned_steps(self) -> int | None:
-        """Of the frozen recipe, read once; None where it cannot be read."""
-        if self._planned is None:
+    def _frozen_recipe(self) -> Recipe | None:
+        """Read once; None where it cannot be read."""
+        if self._recipe is None:
             with suppress(OSError, EvenKeelError):
-                self._planned = RunDirectory(self._run_dir).recipe().run.steps
-        return self._planned
+                self._recipe = RunDirectory(self._run_dir).recipe()
+        return self._recipe
+
+    def _set_buckets(self, splits: Any) -> None:
+        """Those of the newest step alone: a bucket without tokens shows nothing."""
+        for name in OF_BUCKET.values():
+            self._clear(name)
+        for split, buckets in splits.items() if isinstance(splits, Mapping) else ():
+            for bucket, statistics in buckets.items() if isinstance(buckets, Mapping) else ():
+                for field, name in OF_BUCKET.items():
+                    value = statistics.get(field) if isinstance(statistics, Mapping) else None
+                    self._set(name, value, split=str(split), bucket=str(bucket))
+
+    def _set_alarms(self, line: Mapping[str, Any], *, quantized: bool) -> None:
+        self._clear("evenkeel_alarm_value")
+        broken = {alarm.rule.name for alarm in alarms(line, quantized=quantized)}
+        for rule in RULES:
+            self._set("evenkeel_alarm", float(rule.name in broken), alarm=rule.name)
+            self._set("evenkeel_alarm_bound", rule.bound_for(quantized=quantized), alarm=rule.name)
+            self._set("evenkeel_alarm_value", rule.value(line), alarm=rule.name)
 
     def _observe_committed(self, event: Mapping[str, Any]) -> None:
         self._set("evenkeel_last_batch", event.get("batch"))
@@ -203,6 +238,10 @@ class RunMetrics:
         if name not in self._gauges:
             self._gauges[name] = Gauge(name, BY_NAME[name].help, all_labels(name), registry=self.registry)
         self._gauges[name].labels(run=self._run_dir.name, **labels).set(value)
+
+    def _clear(self, name: str) -> None:
+        if name in self._gauges:
+            self._gauges[name].clear()
 
     def _count(self, name: str, more: Any = 1, **labels: str) -> None:
         if not isinstance(more, int | float) or more < 0:

@@ -24,6 +24,7 @@ from pipeline.analysis.bottleneck import WINDOW_STEPS, bottleneck, phase_shares
 from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
 from pipeline.data.event_log import log_files, parse_line
+from precision.mismatch.alarms import Alarm, alarms
 
 PHASE_STYLES = {"wait": "bright_black", "logprobs": "cyan", "update": "magenta", "publish": "yellow", "save": "green"}
 BAR_CELLS = 40
@@ -72,10 +73,15 @@ class Progress:
     evaluation: dict[str, Any] | None = None
     restarts: int = 0
     doing: str = "starting"
+    quantized: bool = False
+    """Whether engines sample in a coarser format than the learner trains in."""
+    alarms: list[Alarm] = field(default_factory=list)
+    """Of the newest step."""
 
     def take_metrics(self, line: dict[str, Any]) -> None:
         """One step has ended."""
         self.recent.append(line)
+        self.alarms = alarms(line, quantized=self.quantized)
         self.doing = f"step {line['step'] + 1} of {self.steps}"
 
     def take_event(self, event: dict[str, Any]) -> None:
@@ -116,13 +122,23 @@ class Progress:
 class LiveView:
     """Context manager; the supervisor calls `refresh` about twice a second.
 
-    On a terminal it redraws one block; elsewhere it prints a line every `every_steps` steps, on each evaluation and on
-    each restart. Lines that were written before it started are read without being printed.
+    On a terminal it redraws one block; elsewhere it prints a line every `every_steps` steps, on each evaluation, on
+    each restart, and when an alarm begins or ends. Lines that were written before it started are read without being
+    printed.
     """
 
-    def __init__(self, run_dir: Path, steps: int, *, console: Console | None = None, every_steps: int = 10) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        steps: int,
+        *,
+        quantized: bool = False,
+        console: Console | None = None,
+        every_steps: int = 10,
+    ) -> None:
+        """`quantized`: engines sample in a coarser format than the learner trains in, and alarms allow for it."""
         self.console = console or Console(stderr=True)
-        self.progress = Progress(steps)
+        self.progress = Progress(steps, quantized=quantized)
         self._metrics, self._events = LogTail(run_dir, "metrics"), LogTail(run_dir, "events")
         self._every_steps = every_steps
         self._live = Live(console=self.console, auto_refresh=False) if self.console.is_terminal else None
@@ -152,10 +168,24 @@ class LiveView:
             if says and event.get("kind") in ("evaluated", "restarted"):
                 self._say(event_line(event))
         for line in self._metrics.new_lines():
+            before = {alarm.rule.name: alarm for alarm in self.progress.alarms}
             self.progress.take_metrics(line)
+            if says:
+                self._say_alarms(before)
             done = self.progress.num_steps
             if says and (done == 1 or done % self._every_steps == 0 or done == self.progress.steps):
                 self._say(step_line(self.progress))
+
+    def _say_alarms(self, before: dict[str, Alarm]) -> None:
+        """Those that begin, with what to do, and those that end."""
+        now = {alarm.rule.name: alarm for alarm in self.progress.alarms}
+        step = self.progress.num_steps - 1
+        for name, alarm in now.items():
+            if name not in before:
+                self._say(f"alarm at step {step}: {alarm.text}; {alarm.rule.to_do}")
+        for name, alarm in before.items():
+            if name not in now:
+                self._say(f"no longer at step {step}: {alarm.text}")
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -171,6 +201,8 @@ def render(progress: Progress) -> RenderableType:
     for pairs in _numbers(progress):
         numbers.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in pairs))
     blocks: list[RenderableType] = [head, Text(), numbers]
+    if progress.alarms:
+        blocks += [Text(), *(_alarm(alarm) for alarm in progress.alarms)]
     if shares := phase_shares(list(progress.recent)):
         blocks += [Text(), _phases(shares, progress.step_s), Text(bottleneck(list(progress.recent)), style="italic")]
     return Padding(Group(*blocks), (1, 1))
@@ -220,6 +252,10 @@ def _numbers(progress: Progress) -> Sequence[Sequence[tuple[str, str]]]:
             ("restarts", str(progress.restarts)),
         ),
     )
+
+
+def _alarm(alarm: Alarm) -> Text:
+    return Text.assemble(("alarm ", "bold red"), (alarm.text, "red"), (f"; {alarm.rule.to_do}", "dim"))
 
 
 def _phases(shares: dict[str, float], step_s: float | None) -> Text:

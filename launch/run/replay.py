@@ -14,6 +14,7 @@ from typing import Any
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.processes import child_environment, run_ranks, torchrun
+from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
@@ -31,7 +32,7 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
         command = torchrun(
             recipe.learner.num_processes, "launch.run.learn_rank", str(run.path), "--replay", str(source)
         )
-        with LiveView(run.path, recipe.run.steps) as view:
+        with LiveView(run.path, recipe.run.steps, quantized=samples_coarser(recipe)) as view:
             run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)
     found = manifest(run)
     differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))

@@ -17,6 +17,7 @@ from launch.run.begin import preflight, seed_policy
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.supervisor import Outcome, Supervisor
+from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
 from pipeline.config.advice import advice
@@ -52,7 +53,7 @@ def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: in
         metrics.serve(metrics_port)
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24), metrics_port)
-    with stop_requested() as stop, LiveView(run.path, recipe.run.steps) as view:
+    with stop_requested() as stop, LiveView(run.path, recipe.run.steps, quantized=samples_coarser(recipe)) as view:
         with Supervisor(run, recipe, view, event_log, starter, units_of(recipe), epoch, stop) as supervisor:
             outcome = supervisor.supervise()
         if outcome == "finished":

@@ -14,6 +14,7 @@ from typing import Any
 import jinja2
 
 from pipeline.analysis import figures
+from pipeline.analysis.alarm_history import alarm_history
 from pipeline.analysis.bottleneck import phase_shares
 from pipeline.analysis.objective_figures import advantage_figures, advantage_text, objective_figures
 from pipeline.analysis.run_log import RunLog
@@ -47,6 +48,7 @@ def render_page(run_log: RunLog) -> str:
         summary=summarize(run_log),
         sections=sections(run_log),
         shares=figures.share_bar(phase_shares(run_log.metrics)),
+        alarms=alarm_rows(run_log),
         events=listed[-MAX_LISTED_EVENTS:],
         num_events=len(listed),
         recipe=run_log.recipe.to_yaml(),
@@ -120,6 +122,26 @@ def _learning(run_log: RunLog) -> list[tuple[str, str | None]]:
         ("Truncated responses", share("truncated", "truncated_share", "pink")),
         ("Padding in micro-batches", share("padding", "padding_share", "gray")),
     ]
+
+
+def alarm_rows(run_log: RunLog) -> list[dict[str, str]]:
+    """What was out of bounds, over which steps, and what to do about it."""
+    rows = []
+    for history in alarm_history(run_log):
+        first, last = history.first_step, history.last_step
+        steps = f"step {first}" if first == last else f"{history.num_steps} of steps {first} to {last}"
+        rule, worst = history.worst.rule, history.worst
+        text = f"{rule.what} was {worst.value:.3g} at worst, {rule.wrong} {worst.bound:g}"
+        rows.append(
+            dict(
+                when=f"{steps}{', until now' if history.lasts else ''}",
+                name=rule.name.replace("_", " "),
+                text=f"{text[0].upper()}{text[1:]}.",
+                to_do=f"{rule.to_do[0].upper()}{rule.to_do[1:]}.",
+                source=rule.source,
+            )
+        )
+    return rows
 
 
 def event_rows(run_log: RunLog) -> list[dict[str, str]]:

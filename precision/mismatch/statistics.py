@@ -275,6 +275,7 @@ def _told(sums: RatioSums, total: int) -> dict[str, float]:
         "log_ratio_mean": sums.mean_log_ratio,
         "log_ratio_abs_mean": sums.mean_abs_log_ratio,
         "ratio_max": sums.max_ratio,
+        "probability_error": sums.probability_error,
     }
 
 

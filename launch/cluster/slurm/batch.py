@@ -35,6 +35,7 @@ from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.processes import child_environment
 from launch.run.supervisor import Outcome, Supervisor
+from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.analysis.html_report import write_report
 from pipeline.config.loader import load_recipe
 from pipeline.data.epochs import Epoch, claim
@@ -185,7 +186,7 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
         event_log = EventLog(run.path, epoch.name, observers_of(metrics))
         try:
             with (
-                LiveView(run.path, recipe.run.steps) as view,
+                LiveView(run.path, recipe.run.steps, quantized=samples_coarser(recipe)) as view,
                 Supervisor(run, recipe, view, event_log, starter, shape.units(), epoch, asked, logs) as supervisor,
             ):
                 outcome = supervisor.supervise()

@@ -13,6 +13,7 @@ import pytest
 
 from launch.cluster.metric_names import ALL, BY_NAME
 from launch.cluster.metrics import all_labels
+from precision.mismatch.alarms import RULES
 from tests.support.metric_feed import fed, run_with_every_file, scraped
 from tests.support.promql import DASHBOARD, alerts, expressions, selectors, shown
 
@@ -65,6 +66,18 @@ def test_there_is_an_alert_for_each_thing_that_goes_wrong() -> None:
     for rule in alerts():
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert rule["annotations"]["summary"]
+
+
+def test_every_alarm_has_its_alert_and_no_alert_asks_for_another() -> None:
+    """The bounds stand in precision.mismatch.alarms alone; the alerts read what the learner makes of them."""
+    asked: dict[str, set[str]] = {}
+    for rule in alerts():
+        for selector in selectors(str(rule["expr"])):
+            if selector.name.startswith("evenkeel_alarm"):
+                (label,) = [matcher.value for matcher in selector.matchers.matchers if matcher.name == "alarm"]
+                asked.setdefault(label, set()).add(str(rule["alert"]))
+    named = {rule.name: {"EvenKeel" + "".join(part.title() for part in rule.name.split("_"))} for rule in RULES}
+    assert asked == named
 
 
 def test_panels_do_not_overlap_and_have_their_own_numbers() -> None:

@@ -35,6 +35,12 @@ def test_the_page_holds_the_table() -> None:
     ("role", "line"),
     [
         ("learner", 'evenkeel_ess_ratio{run="demo"} 0.93'),
+        ("learner", 'evenkeel_k1_kl_nats{run="demo"} -0.25'),
+        ("learner", 'evenkeel_bucket_ess_ratio{bucket="0",run="demo",split="age"} 0.96'),
+        ("learner", 'evenkeel_alarm{alarm="kl_high",run="demo"} 1.0'),
+        ("learner", 'evenkeel_alarm_value{alarm="kl_high",run="demo"} 0.25'),
+        ("learner", 'evenkeel_alarm{alarm="ess_low",run="demo"} 0.0'),
+        ("learner", 'evenkeel_alarm_bound{alarm="fresh_kl_high",run="demo"} 0.01'),
         ("learner", 'evenkeel_last_step_timestamp_seconds{run="demo"} 1000.0'),
         ("learner", 'evenkeel_phase_seconds{phase="wait",run="demo"} 1.0'),
         ("learner", 'evenkeel_publish_phase_seconds{phase="load",run="demo"} 0.25'),
@@ -54,6 +60,17 @@ def test_the_page_holds_the_table() -> None:
 def test_values(tmp_path: Path, role: str, line: str) -> None:
     shown_lines = {_sorted_labels(text) for text in scraped(fed(role, run_with_every_file(tmp_path))).splitlines()}
     assert _sorted_labels(line) in shown_lines
+
+
+def test_a_bucket_that_a_step_lacks_is_shown_no_more(tmp_path: Path) -> None:
+    metrics = fed("learner", run_with_every_file(tmp_path))
+    metrics.observe("metrics", dict(step=8, ess=0.2, mismatch={"age": {"3-4": dict(share=1.0, ess=0.2)}}))
+    text = scraped(metrics)
+    assert 'bucket="0"' not in text
+    assert 'evenkeel_bucket_ess_ratio{bucket="3-4"' in text
+    assert 'evenkeel_alarm_value{alarm="kl_high"' not in text
+    assert 'evenkeel_alarm{alarm="kl_high",run="demo"} 0.0' in text
+    assert 'evenkeel_alarm{alarm="ess_low",run="demo"} 1.0' in text
 
 
 def test_a_version_that_nobody_knows_is_not_shown_as_a_number(tmp_path: Path) -> None:

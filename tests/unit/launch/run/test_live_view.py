@@ -134,3 +134,26 @@ def test_memory_is_bounded(tmp_path: Path, steps: int) -> None:
     view.refresh()
     assert view.progress.num_steps == steps
     assert len(view.progress.recent) == min(steps, 21)
+
+
+def test_alarms_are_said_when_they_begin_and_end(tmp_path: Path) -> None:
+    event_log = EventLog(tmp_path, "learner-000001")
+    console, out = plain_console()
+    with LiveView(tmp_path, 20, console=console, every_steps=100) as view:
+        for step, ess in enumerate([0.9, 0.2, 0.25, 0.9]):
+            event_log.metrics(step, ess=ess, reward_mean=0.5)
+            view.refresh()
+            shown = io.StringIO()
+            Console(file=shown, width=200).print(render(view.progress))
+            assert ("alarm the effective sample size" in shown.getvalue()) == (ess < 0.3)
+    said = [line for line in out.getvalue().splitlines() if "alarm" in line or "no longer" in line]
+    assert len(said) == 2
+    assert said[0].startswith("alarm at step 1: the effective sample size is 0.2, below 0.3; ")
+    assert said[1] == "no longer at step 3: the effective sample size is 0.25, below 0.3"
+
+
+def test_bounds_are_those_of_the_rollouts_format(tmp_path: Path) -> None:
+    EventLog(tmp_path, "learner-000001").metrics(0, mismatch={"age": {"0": {"k3_kl": 5e-3}}})
+    for quantized in (False, True):
+        with LiveView(tmp_path, 20, quantized=quantized, console=plain_console()[0]) as view:
+            assert bool(view.progress.alarms) != quantized

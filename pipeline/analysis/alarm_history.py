@@ -1,0 +1,52 @@
+"""The alarms of a whole run: since when, until when, how bad."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.analysis.run_log import RunLog
+from pipeline.config.recipe import Recipe
+from precision.mismatch.alarms import Alarm, alarms
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmHistory:
+    """All steps of a run that broke one rule."""
+
+    worst: Alarm
+    """Where the statistic was furthest beyond its bound."""
+    first_step: int
+    last_step: int
+    num_steps: int
+    """Steps that broke it, of those between the two."""
+    lasts: bool
+    """Whether the newest step broke it."""
+
+
+def samples_coarser(recipe: Recipe) -> bool:
+    """Whether engines sample in FP8 while the learner trains without it: what the bounds of some alarms depend on."""
+    learner = recipe.learner
+    trains_in_fp8 = learner.fp8_emulation or learner.precision.startswith("fp8")
+    return recipe.rollout.precision.startswith("fp8") and not trains_in_fp8
+
+
+def alarm_history(run_log: RunLog) -> list[AlarmHistory]:
+    """One entry for each rule that any step broke, those that last first, then the newest."""
+    quantized = samples_coarser(run_log.recipe)
+    by_rule: dict[str, list[tuple[int, Alarm]]] = {}
+    for line in run_log.metrics:
+        for alarm in alarms(line, quantized=quantized):
+            by_rule.setdefault(alarm.rule.name, []).append((int(line["step"]), alarm))
+    found = [_history(steps, run_log.num_steps - 1) for steps in by_rule.values()]
+    return sorted(found, key=lambda history: (not history.lasts, -history.last_step, -history.num_steps))
+
+
+def _history(steps: list[tuple[int, Alarm]], newest: int) -> AlarmHistory:
+    sign = 1.0 if steps[0][1].rule.wrong == "above" else -1.0
+    return AlarmHistory(
+        worst=max((alarm for _, alarm in steps), key=lambda alarm: sign * alarm.value),
+        first_step=steps[0][0],
+        last_step=steps[-1][0],
+        num_steps=len(steps),
+        lasts=steps[-1][0] == newest,
+    )

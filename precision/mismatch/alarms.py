@@ -1,0 +1,151 @@
+"""Which statistics of a step are out of bounds, what that means, and what to do: the alarms of the live view, of the
+report and of Prometheus. A pure function of one line of metrics; no torch here.
+
+Bounds are those that others warn at or train within, each named with its source. They say that somebody should look,
+not that a run is lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One statistic with its bound."""
+
+    name: str
+    what: str
+    """The statistic, as the subject of a sentence."""
+    path: tuple[str, ...]
+    """Where a line of metrics holds it."""
+    wrong: Literal["above", "below"]
+    bound: float
+    bound_if_quantized: float | None = None
+    """Where engines sample in a coarser format than the learner trains in; None: the same."""
+    distance_from: float | None = None
+    """What is compared is the distance of the statistic from this number; None: the statistic."""
+    to_do: str
+    source: str
+
+    def bound_for(self, *, quantized: bool) -> float:
+        """The bound of a run."""
+        return self.bound_if_quantized if quantized and self.bound_if_quantized is not None else self.bound
+
+    def value(self, metrics: Mapping[str, Any]) -> float | None:
+        """What is compared with the bound; None where the step has no such statistic."""
+        found: Any = metrics
+        for key in self.path:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+            return None
+        return float(found) if self.distance_from is None else abs(found - self.distance_from)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """A rule that a step broke."""
+
+    rule: Rule
+    value: float
+    bound: float
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        return f"{self.rule.what} is {self.value:.3g}, {self.rule.wrong} {self.bound:g}"
+
+
+FRESH = ("mismatch", "age", "0")
+"""Tokens of the version that trains on them: what sets the two sides apart there is not age."""
+
+RULES = (
+    Rule(
+        name="ess_low",
+        what="the effective sample size",
+        path=("ess",),
+        wrong="below",
+        bound=0.3,
+        to_do="if fresh tokens have a high ESS, lower schedule.lag; else see what the engines compute otherwise "
+        "(`evenkeel verify parity`), and sample in a higher rollout.precision",
+        source="verl warns below 0.3 (rollout correction)",
+    ),
+    Rule(
+        name="kl_high",
+        what="|k1|, the KL from engine to learner in nats a token,",
+        path=("k1_kl",),
+        wrong="above",
+        bound=0.1,
+        distance_from=0.0,
+        to_do="as for a low effective sample size: age first, then what the engines compute otherwise",
+        source="verl warns above 0.1 (rollout correction)",
+    ),
+    Rule(
+        name="fresh_kl_high",
+        what="the KL (k3) of tokens that are not old, in nats a token,",
+        path=(*FRESH, "k3_kl"),
+        wrong="above",
+        bound=1e-3,
+        bound_if_quantized=1e-2,
+        to_do="the engines compute otherwise than the learner: run `evenkeel verify parity`; sample in a higher "
+        "rollout.precision, set model.fp32_lm_head, or learner.fp8_emulation with FP8 rollouts",
+        source="NeMo-RL calls gen_kl_error below 1e-3 acceptable (guides/grpo); verl's rejection by k3 begins at 1e-2, "
+        "which is the bound where rollouts are quantized",
+    ),
+    Rule(
+        name="fresh_probability_error_high",
+        what="the mean factor between the two sides' probabilities, on tokens that are not old,",
+        path=(*FRESH, "probability_error"),
+        wrong="above",
+        bound=1.05,
+        to_do="if it rises from publish to publish, weights arrive wrong: see the weight checks of the fleet; else as "
+        "for the KL of fresh tokens",
+        source="NeMo-RL plots what is above 1.05 (token_mult_prob_error)",
+    ),
+    Rule(
+        name="ratio_mean_off",
+        what="the distance of the mean ratio from 1",
+        path=("ratio_mean",),
+        wrong="above",
+        bound=0.05,
+        distance_from=1.0,
+        to_do="the mean is 1 where the engine can sample whatever the learner gives a chance: see whether "
+        "rollout.top_p or rollout.top_k cut its distribution; else as for the KL of fresh tokens",
+        source="NeMo-RL: sampling_importance_ratio hovers around 1 (guides/grpo); the width is ours",
+    ),
+    Rule(
+        name="truncated_high",
+        what="the share of truncated responses",
+        path=("truncated_share",),
+        wrong="above",
+        bound=0.1,
+        to_do="raise rollout.max_new_tokens, or end long answers by rollout.interruption",
+        source="ScaleRL (arXiv 2510.13786): 10 to 15 % went before instability",
+    ),
+    Rule(
+        name="lag_high",
+        what="the age of the oldest token, in versions,",
+        path=("lag_max",),
+        wrong="above",
+        bound=16.0,
+        to_do="fewer prompts under way (rollout.concurrent_prompts), a lower schedule.lag, or rollout.interruption",
+        source="twice the lag that ScaleRL trains with (PipelineRL-8)",
+    ),
+)
+
+
+def alarms(metrics: Mapping[str, Any], *, quantized: bool) -> list[Alarm]:
+    """The rules that a step broke, in the order of RULES; a statistic that the step lacks breaks none.
+
+    `metrics` is the step's line of metrics, `quantized` whether engines sample in a coarser format than the learner
+    trains in.
+    """
+    found = []
+    for rule in RULES:
+        value, bound = rule.value(metrics), rule.bound_for(quantized=quantized)
+        if value is not None and (value > bound if rule.wrong == "above" else value < bound):
+            found.append(Alarm(rule=rule, value=value, bound=bound))
+    return found

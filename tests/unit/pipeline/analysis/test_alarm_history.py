@@ -1,0 +1,61 @@
+"""Alarms over a run, and how the report tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.analysis.alarm_history import alarm_history, samples_coarser
+from pipeline.analysis.html_report import render_page
+from pipeline.analysis.run_log import RunLog
+from pipeline.config.recipe import Recipe
+
+WriteRun = Callable[..., Path]
+
+
+def with_ess(run_log: RunLog, values: dict[int, float]) -> RunLog:
+    """The same run with other values of the ESS at some steps."""
+    lines = [line | ({"ess": values[line["step"]]} if line["step"] in values else {}) for line in run_log.metrics]
+    return replace(run_log, metrics=lines)
+
+
+def test_one_entry_a_rule_with_its_steps_and_its_worst(write_run: WriteRun) -> None:
+    run_log = RunLog.read(write_run(12))
+    assert alarm_history(run_log) == []
+    ended = alarm_history(with_ess(run_log, {3: 0.25, 4: 0.1, 7: 0.29}))
+    assert [(h.first_step, h.last_step, h.num_steps, h.lasts) for h in ended] == [(3, 7, 3, False)]
+    assert ended[0].worst.value == 0.1
+    assert alarm_history(with_ess(run_log, {11: 0.2}))[0].lasts
+
+
+def test_the_report_lists_them_with_what_to_do(write_run: WriteRun) -> None:
+    run_log = RunLog.read(write_run(12))
+    calm = render_page(run_log)
+    assert "No alarm:" in calm
+    page = render_page(with_ess(run_log, {3: 0.25, 4: 0.1}))
+    assert "<h2>Alarms</h2>" in page
+    assert "2 of steps 3 to 4" in page
+    assert "The effective sample size was 0.1 at worst, below 0.3." in page
+    assert "verl warns below 0.3" in page
+    assert "No alarm:" not in page
+
+
+@pytest.mark.parametrize(
+    ("learner", "rollout", "coarser"),
+    [
+        ({}, dict(precision="fp8_block"), True),
+        (dict(fp8_emulation=True), dict(precision="fp8_block"), False),
+        (dict(precision="fp8_block"), dict(precision="fp8_block"), False),
+        ({}, dict(precision="bf16"), False),
+    ],
+)
+def test_when_rollouts_are_coarser(learner: dict[str, Any], rollout: dict[str, Any], coarser: bool) -> None:
+    recipe = Recipe.model_validate(
+        dict(run=dict(name="x", steps=1), model=dict(path="m"), task=dict(name="sort_digits"))
+        | dict(learner=learner, rollout=rollout)
+    )
+    assert samples_coarser(recipe) == coarser

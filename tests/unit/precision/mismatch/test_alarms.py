@@ -1,0 +1,85 @@
+"""Each rule at, below and above its bound; what it names must exist."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from precision.mismatch.alarms import RULES, Rule, alarms
+from precision.mismatch.statistics import Mismatch
+from tests.support.mismatch_reference import random_tokens
+
+ROOT = Path(__file__).parents[4]
+HEALTHY: dict[str, Any] = dict(
+    ess=0.99,
+    k1_kl=0.001,
+    ratio_mean=1.001,
+    truncated_share=0.02,
+    lag_max=1.0,
+    mismatch=dict(age={"0": dict(k3_kl=1e-4, probability_error=1.01)}),
+)
+
+
+def with_value(rule: Rule, value: float) -> dict[str, Any]:
+    """HEALTHY but for one statistic."""
+    if len(rule.path) == 1:
+        return HEALTHY | {rule.path[0]: value}
+    fresh = HEALTHY["mismatch"]["age"]["0"] | {rule.path[-1]: value}
+    return HEALTHY | dict(mismatch=dict(age={"0": fresh}))
+
+
+def names(metrics: dict[str, Any], *, quantized: bool = False) -> list[str]:
+    return [alarm.rule.name for alarm in alarms(metrics, quantized=quantized)]
+
+
+def test_a_healthy_step_has_none() -> None:
+    assert names(HEALTHY) == []
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_only_what_is_beyond_the_bound_is_an_alarm(rule: Rule, quantized: bool) -> None:
+    bound, center = rule.bound_for(quantized=quantized), rule.distance_from or 0.0
+    outwards = 1.0 if rule.wrong == "above" else -1.0
+    inside = with_value(rule, center + bound * (1 - 0.01 * outwards))
+    beyond = with_value(rule, center + bound * (1 + 0.01 * outwards))
+    assert names(inside, quantized=quantized) == []
+    assert names(beyond, quantized=quantized) == [rule.name]
+    (alarm,) = alarms(beyond, quantized=quantized)
+    assert alarm.value == pytest.approx(bound * (1 + 0.01 * outwards))
+    assert rule.what in alarm.text
+    assert f"{bound:g}" in alarm.text
+    if rule.distance_from is not None:
+        assert names(with_value(rule, center - bound * 1.01), quantized=quantized) == [rule.name]
+
+
+def test_coarser_rollouts_may_differ_more() -> None:
+    step = HEALTHY | dict(mismatch=dict(age={"0": dict(k3_kl=5e-3)}))
+    assert names(step) == ["fresh_kl_high"]
+    assert names(step, quantized=True) == []
+
+
+@pytest.mark.parametrize("value", [None, "high", True, math.nan, math.inf, {}])
+def test_what_is_no_number_is_no_alarm(value: object) -> None:
+    assert names(dict(ess=value, mismatch=value)) == []
+    assert names({}) == []
+
+
+def test_statistics_of_a_step_have_what_the_rules_read() -> None:
+    measured = Mismatch.of_step(random_tokens(0, [400], spread=0.5))
+    line = measured.statistics() | dict(mismatch=measured.by_split(), truncated_share=0.0, lag_max=0.0)
+    assert [rule.name for rule in RULES if rule.value(line) is None] == []
+    assert "fresh_probability_error_high" in names(line)
+
+
+def test_recipe_keys_that_are_named_exist() -> None:
+    keys = (ROOT / "tests/golden/recipe_keys.txt").read_text()
+    for rule in RULES:
+        for section, key in re.findall(r"\b(rollout|learner|model|schedule)\.(\w+)", rule.to_do):
+            assert re.search(rf"^{section.title()}\w*\.{key}$|^\w*Schedule\.{key}$", keys, re.MULTILINE), (section, key)
+        assert rule.source
+        assert not rule.to_do.endswith(".")
