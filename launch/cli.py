@@ -12,6 +12,7 @@ import typer
 from launch.cluster.commands import launch_app
 from launch.cluster.roles.commands import role_app
 from launch.convert.commands import convert_app
+from launch.mismatch.command import mismatch
 from launch.recipe_options import RECIPE_HELP, Overrides, RecipePath
 from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
 from launch.show.scaling import scaling_app
@@ -42,6 +43,7 @@ app.add_typer(verify_app, name="verify")
 
 LEARNER_STACK = ("torch", "megatron", "mbridge", "transformers")
 """What a machine that only plans and reads runs need not have."""
+app.command("mismatch")(mismatch)
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)]
 
 

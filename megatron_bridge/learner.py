@@ -153,7 +153,7 @@ class MegatronLearner:
     def logprobs(self, batch: Batch) -> NDArray[np.float32]:
         """[responses] natural log-probability of every response token at the present weights, in the batch's order. The
         engine's experts are replayed where the batch has them; `replace(batch, experts=None)` has none."""
-        gathered = self._score(TokenRows.of_batch(batch))
+        gathered = self.score_rows(TokenRows.of_batch(batch))
         logprobs: NDArray[np.float32] = gathered.logprobs.cpu().numpy()
         return logprobs
 
@@ -164,12 +164,11 @@ class MegatronLearner:
         temperature: float | None = None,
         experts: RoutedExperts | None = None,
     ) -> list[NDArray[np.float32]]:
-        """For each row of n tokens, [n - 1] natural log-probabilities of tokens 1 … n-1 given those before; at
-        `temperature`, or at that of the sampling; with the `experts` [tokens of all rows], or with the learner's
-        own."""
+        """For each row of n tokens, [n - 1] natural log-probabilities of tokens 1 … n-1 given those before; at the
+        sampling's or at `temperature`, with the learner's own or with `experts` [tokens of all rows]."""
         whole = TokenRows.whole(rows, experts)
         with self._tempered(temperature):
-            flat = self._score(whole).logprobs.cpu().numpy()
+            flat = self.score_rows(whole).logprobs.cpu().numpy()
         return np.split(flat, whole.offsets[1:-1]) if rows else []
 
     def update(
@@ -286,7 +285,8 @@ class MegatronLearner:
             chosen=chosen,
         )
 
-    def _score(self, rows: TokenRows) -> passes.Gathered:
+    def score_rows(self, rows: TokenRows) -> passes.Gathered:
+        """Log-probabilities and entropies of the predicted tokens, flat, at the present weights."""
         plan, num_predicted = self._plan(rows), int(rows.offsets[-1])
         # A run scores (the first probe) before it trains, also when it resumes.
         while self._warm_ups:

@@ -16,7 +16,6 @@ from pipeline.config.recipe import MOST_KEPT
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
-from precision.formats.audit import Held
 from rollout_sglang.protocol import (
     GENERATED_LIST,
     INVALIDATED,
@@ -32,8 +31,6 @@ from rollout_sglang.protocol import (
 from rollout_sglang.server.sglang_compat import ABORTED, DialectOf
 from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
 
-FORMATS_ACTION = "formats"
-"""rollout_sglang.server.format_report.ACTION; that module loads torch."""
 CONTROL_DEADLINE_S = 30.0
 """For calls that an engine answers between two of its steps: pause, continue, names of weights."""
 
@@ -105,18 +102,33 @@ class EngineClient:
 
         At temperature 1: SGLang does not scale the log-probabilities of input tokens.
         """
+        samples = await self._prefill(rows, {})
+        return [_input_logprobs(row, sample) for row, sample in zip(rows, samples, strict=True)]
+
+    async def tempered_prompt_logprobs(
+        self, rows: Sequence[Sequence[int]], temperature: float, vocab_size: int
+    ) -> list[NDArray[np.float32]]:
+        """As `prompt_logprobs`, at another temperature: log p - log sum p'^(1/T) over the whole distribution p' of each
+        token, which the server answers. For small vocabularies: an answer holds vocab_size numbers a token."""
+        samples = await self._prefill(rows, {"top_logprobs_num": vocab_size})
+        scored = [_input_logprobs(row, sample) for row, sample in zip(rows, samples, strict=True)]
+        totals = [_tempered_totals(row, sample, temperature) for row, sample in zip(rows, samples, strict=True)]
+        return [(one / temperature - total).astype(np.float32) for one, total in zip(scored, totals, strict=True)]
+
+    async def _prefill(self, rows: Sequence[Sequence[int]], options: dict[str, Any]) -> list[Generated]:
         samples = await self._generate(
             {
                 "input_ids": [list(row) for row in rows],
                 "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
                 "return_logprob": True,
                 "logprob_start_len": 0,
+                **options,
             },
             expected=len(rows),
         )
         if samples is None:
             raise EngineUnavailableError(f"engine {self.index} at {self.url} aborted the scoring of prompts; ask again")
-        return [_input_logprobs(row, sample) for row, sample in zip(rows, samples, strict=True)]
+        return samples
 
     async def model_info(self, deadline_s: float | None = None) -> ModelInfo:
         """Which folder and version the server serves. A busy engine answers at once: its HTTP process alone does."""
@@ -181,25 +193,8 @@ class EngineClient:
     async def checksums(self, *, deadline_s: float) -> list[dict[str, str]] | None:
         """For each tensor parallel rank, parameter → digest of what the engine holds. None when the server has no such
         route (older ones) or refuses the engine's quantization (newer ones)."""
-        return await self._check_weights("checksum", deadline_s)
-
-    async def formats(self, *, deadline_s: float) -> list[dict[str, Held]] | None:
-        """For each tensor parallel rank, module → in which format the engine holds it, and with which scales. None when
-        the server has no such route, or was not started by this package."""
-        ranks = await self._check_weights(FORMATS_ACTION, deadline_s)
-        if ranks is None:
-            return None
-        try:
-            return [{name: Held.from_json(text) for name, text in rank.items()} for rank in ranks]
-        except ValueError as error:
-            raise EngineUnavailableError(
-                f"engine {self.index} at {self.url} describes its weights otherwise than this version: {error}; start "
-                "it with this version of Even Keel"
-            ) from error
-
-    async def _check_weights(self, action: str, deadline_s: float) -> list[dict[str, str]] | None:
         path = "/weights_checker"
-        request = {"action": action}
+        request = {"action": "checksum"}
         answer = await self._transport.call("POST", path, deadline_s=deadline_s, json=request, accept=(400, 404))
         if answer.status_code == 404:
             return None
@@ -258,3 +253,20 @@ def _input_logprobs(row: Sequence[int], sample: Generated) -> NDArray[np.float32
     if foreign or len(values) != len(row) - 1:
         raise EngineUnavailableError(f"engine scored {len(values)} of {len(row) - 1} tokens; ask again")
     return np.array(values, np.float32)
+
+
+def _tempered_totals(row: Sequence[int], sample: Generated, temperature: float) -> NDArray[np.float64]:
+    """For each of tokens 1 … n-1, log sum p^(1/T) over the distribution from which it came."""
+    distributions = (sample.meta_info.input_top_logprobs or ())[1:]
+    if len(distributions) != len(row) - 1 or not all(distributions):
+        raise EngineUnavailableError(f"engine gave {len(distributions)} of {len(row) - 1} distributions; ask again")
+    totals = []
+    for distribution in distributions:
+        logprobs = np.array([value for value, _, _ in distribution or () if value is not None], np.float64)
+        if abs(np.exp(logprobs).sum() - 1.0) > 1e-3:
+            raise EngineUnavailableError(
+                f"engine gave distributions of {np.exp(logprobs).sum():.4f} in all, expected 1; start it with a larger "
+                "limit for top_logprobs_num"
+            )
+        totals.append(np.logaddexp.reduce(logprobs / temperature))
+    return np.array(totals)

@@ -53,6 +53,8 @@ class MetaInfo(Answer):
     weight_versions: tuple[VersionSpan, ...] | None = None
     """Absent before 0.5.19."""
     input_token_logprobs: tuple[TokenLogprob, ...] | None = None
+    input_top_logprobs: tuple[tuple[TokenLogprob, ...] | None, ...] | None = None
+    """For each input token, the likeliest tokens in its place."""
     output_token_logprobs: tuple[TokenLogprob, ...] | None = None
     e2e_latency: float
     """Seconds in the engine, its own queue included."""

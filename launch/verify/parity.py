@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import secrets
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.build.engines import engine_spec
 from launch.convert.new_model import new_model
 from launch.progress import counted
 from launch.run.begin import seed_policy
+from launch.run.one_engine import OneEngine
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
@@ -36,14 +35,8 @@ from pipeline.data.membership import Member
 from pipeline.data.records import Completion
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Sampling
-from pipeline.ports.weight_check import WeightCheck
-from rollout_sglang.client import EngineClient
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
-from rollout_sglang.server.process import ServerProcess, free_port
 from rollout_sglang.server.rollout_python import require_sglang
-from rollout_sglang.server.start import start
-from rollout_sglang.weight_verifier import WeightVerifier
-from rollout_sglang.weights.update_lease import fresh_number
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 16, 24, 24, 2
 FP8_FORMATS = ("fp8_tensor", "fp8_block")
@@ -158,46 +151,8 @@ def prepare(recipe: Recipe) -> RunDirectory:
     return run
 
 
-class Engine:
-    """One engine serving version 0 of a run, with a client."""
-
-    def __init__(self, run: RunDirectory, recipe: Recipe) -> None:
-        self.recipe, self.run, self.key, self.port = recipe, run, secrets.token_hex(16), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.process: ServerProcess | None = None
-
-    def __enter__(self) -> Engine:
-        self.process = start(
-            engine_spec(self.run, self.recipe, 0, self.port, self.key, log=self.run.logs / "engine-0.log")
-        )
-        self.process.wait_ready(self.recipe.rollout.start_deadline_s)
-        asyncio.run(self.verify())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process is not None:
-            self.process.stop()
-
-    def client(self) -> EngineClient:
-        return EngineClient(self.url, self.key, index=0, request_deadline_s=self.recipe.rollout.request_deadline_s)
-
-    async def verify(self) -> None:
-        """The engine holds version 0; it names no version before."""
-        client = self.client()
-        client.take_part(fresh_number())
-        try:
-            verifier = WeightVerifier(self.recipe.weights.publish_deadline_s)
-            await verifier.verify(client, 0, WeightCheck.load(self.run.policy_directory(0)))
-        finally:
-            await client.close()
-
-    async def prefill(self, rows: list[list[int]]) -> list[NDArray[np.float64]]:
-        """Logprobs of tokens 1 … n-1 of each row."""
-        client = self.client()
-        try:
-            return [np.asarray(row, np.float64) for row in await client.prompt_logprobs(rows)]
-        finally:
-            await client.close()
+class Engine(OneEngine):
+    """One engine serving version 0 of a run, which samples rows to compare."""
 
     async def sample(self) -> Rows:
         """Random prompts of token ids, and completions of them."""

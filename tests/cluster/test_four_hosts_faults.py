@@ -79,7 +79,10 @@ def test_an_engines_host_loses_power_and_boots_again(make_run: MakeRun, table: T
     run.wait(lambda: [e for e in run.events("admitted", booted) if e["engine"] == 1], "the event that it is back", 30)
     finish(run, table, "power off an engine's host", f"{goes_on_s:.1f} s")
     finish_row = table.pop()
-    table += [finish_row, ("  … and boot it again: rejoins with a verified version", f"{rejoined_s:.1f} s", "0", "0", "")]
+    table += [
+        finish_row,
+        ("  … and boot it again: rejoins with a verified version", f"{rejoined_s:.1f} s", "0", "0", ""),
+    ]
 
 
 def test_a_learners_host_loses_power_in_the_middle_of_a_step(make_run: MakeRun, table: Table) -> None:

@@ -248,6 +248,7 @@ def _write_to(log: str) -> None:
 def _become_server(arguments: list[str], environment: dict[str, str], log: str) -> None:
     from rollout_sglang.cpu.cpu_server import CPU_ENVIRONMENT
     from rollout_sglang.server.launch_server import serve
+    from tests.support.engine_faults import install_fault
 
     os.setsid()
     die_with_parent()
@@ -257,6 +258,7 @@ def _become_server(arguments: list[str], environment: dict[str, str], log: str) 
     os.environ.clear()
     os.environ.update({**CPU_ENVIRONMENT, **environment})
     sys.argv = [SERVER, *arguments]
+    install_fault()
     status = 1
     try:
         serve([*arguments, "--decode-log-interval", "1"])  # for support.engines.wait_for_decode

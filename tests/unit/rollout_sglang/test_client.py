@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pipeline.config.recipe import MOST_KEPT
 from pipeline.data.routed_experts import ExpertShape
@@ -157,6 +158,33 @@ def test_prefill_scores_leave_out_the_first_token(engine: EngineDouble) -> None:
     scored = run(client, client.prompt_logprobs([[9, 1, 3], [2]]))
     np.testing.assert_array_equal(scored[0], np.array([-2 / 8, -4 / 8], np.float32))
     assert scored[1].shape == (0,)
+
+
+def test_prefill_scores_at_another_temperature(engine: EngineDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang scores input at temperature 1 alone; the whole distribution says what it is at another."""
+    logits, temperature = np.array([0.3, -1.2, 2.0]), 1.7
+    logprobs = logits - np.logaddexp.reduce(logits)
+    asked: list[dict[str, object]] = []
+
+    def answer(_: object, request: dict[str, object]) -> list[dict[str, object]]:
+        asked.append(request)
+        tops = [None, *([[value, token, None] for token, value in enumerate(logprobs)] for _ in range(2))]
+        scored = [[None, 1, None], [logprobs[2], 2, None], [logprobs[0], 0, None]]
+        meta = {"finish_reason": {"type": "length"}, "weight_version": "4", "e2e_latency": 0.1}
+        return [{"output_ids": [], "meta_info": meta | {"input_token_logprobs": scored, "input_top_logprobs": tops}}]
+
+    monkeypatch.setattr(EngineDouble, "_sample", answer)
+
+    def score() -> list[NDArray[np.float32]]:
+        client = client_of(engine)
+        return run(client, client.tempered_prompt_logprobs([[1, 2, 0]], temperature, 3))
+
+    tempered = logits / temperature - np.logaddexp.reduce(logits / temperature)
+    np.testing.assert_allclose(score()[0], tempered[[2, 0]], rtol=1e-6)
+    assert asked[0]["top_logprobs_num"] == 3
+    logprobs -= 0.1  # a server that leaves tokens out
+    with pytest.raises(EngineUnavailableError, match="expected 1"):
+        score()
 
 
 def test_a_dropped_connection_is_tried_again(engine: EngineDouble) -> None:

@@ -1,0 +1,133 @@
+"""Scores of learner and engine, taken by version and by row, laid side by side token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from launch.build.engines import engine_dtype
+from launch.mismatch.rows import SampledRows
+from launch.mismatch.scoring import MOST_SEARCHED_ROWS, Job
+from pipeline.analysis.mismatch.measured import Audit, Measured, Setting
+from pipeline.config.recipe import Recipe
+from precision.mismatch.attribution import TokenScores
+
+Flat = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """What was scored, all arrays over the response tokens of all rows."""
+
+    rows: SampledRows
+    version: NDArray[np.int64]
+    """The version that sampled the token."""
+    counts: NDArray[np.bool_]
+    """False for tokens that no engine sampled, or that the learner never scored."""
+    now: Flat | None
+    """By the learner at the weights that are trained; None: those that sampled."""
+    prefill: Flat | None
+    """By the engine, at the version that sampled; None: not to be had."""
+    learner: Mapping[str, Flat]
+    """What launch.mismatch.score_ranks wrote for `job`."""
+    job: Job
+
+    def measured(self, setting: Setting, audit: Audit) -> Measured:
+        """All of it for the tokens that count."""
+        kept = self.counts
+        then = self._required("then")
+        quantized = self._at_version("quantized")
+        prefix = "layer."
+        layers = sorted(int(name.removeprefix(prefix)) for name in self._names() if name.startswith(prefix))
+        tried = self._searched() & kept
+        return Measured(
+            setting=setting,
+            scores=TokenScores(
+                now=_tensor(then if self.now is None else self.now, kept),
+                then=_tensor(then, kept),
+                quantized=None if quantized is None else _tensor(quantized, kept),
+                prefill=None if self.prefill is None else _tensor(self.prefill, kept),
+                decode=_tensor(self.rows.decode, kept),
+            ),
+            position=self.rows.position[kept],
+            entropy=self._required("entropy")[kept],
+            layer_steps={layer: self._required(f"{prefix}{layer}")[kept] for layer in layers},
+            searched=tried[kept],
+            effects={
+                name.removeprefix("effect."): values[tried[self._searched_rows()]]
+                for name, values in self.learner.items()
+                if name.startswith("effect.")
+            },
+            audit=audit,
+        )
+
+    def _names(self) -> list[str]:
+        """Of the arrays of a version."""
+        prefix = f"{self.job.versions[-1].number}."
+        return [name.removeprefix(prefix) for name in self.learner if name.startswith(prefix)]
+
+    def _required(self, name: str) -> Flat:
+        found = self._at_version(name)
+        assert found is not None, name
+        return found
+
+    def _at_version(self, name: str) -> Flat | None:
+        """The learner's values of each token at the version that sampled it, NaN where none did."""
+        if name not in self._names():
+            return None
+        values = np.full(len(self.version), np.nan)
+        for part in self.job.versions:
+            here = np.isin(self.rows.row, part.rows)
+            values[here] = np.where(
+                self.version[here] == part.number, self.learner[f"{part.number}.{name}"], values[here]
+            )
+        return values
+
+    def _searched_rows(self) -> NDArray[np.bool_]:
+        return np.asarray(np.isin(self.rows.row, self.job.searched))
+
+    def _searched(self) -> NDArray[np.bool_]:
+        return np.asarray(self._searched_rows() & (self.version == self.job.versions[-1].number))
+
+
+def searched_rows(candidates: NDArray[np.int64]) -> tuple[int, ...]:
+    """Some of `candidates`, ascending, evenly spread: neighbors answer one prompt."""
+    count = min(MOST_SEARCHED_ROWS, len(candidates))
+    places = np.linspace(0, len(candidates) - 1, count).astype(np.int64)
+    return tuple(candidates[places].tolist())
+
+
+def describe(recipe: Recipe, source: str, kind: str, versions: tuple[int, ...], prefilled: bool) -> Setting:
+    """The setting, and what could not be compared in it."""
+    temperature = recipe.learner.temperature or recipe.rollout.temperature
+    remarks = []
+    if not prefilled:
+        remarks.append(
+            f"SGLang scores prompts at temperature 1 alone, and the learner's is {temperature:g}: kernels are in the "
+            "decoding term."
+        )
+    if temperature != recipe.rollout.temperature:
+        remarks.append(
+            f"The engine samples at temperature {recipe.rollout.temperature:g}, the learner trains the policy of "
+            f"temperature {temperature:g}: that difference is in the decoding term."
+        )
+    return Setting(
+        source=source,
+        kind=kind,
+        rollout_precision=recipe.rollout.precision,
+        learner_precision=recipe.learner.precision,
+        engine_dtype=engine_dtype(recipe),
+        temperature=temperature,
+        sampled_at=recipe.rollout.temperature,
+        versions=versions,
+        remarks=tuple(remarks),
+    )
+
+
+def _tensor(values: Flat, kept: NDArray[np.bool_]) -> Tensor:
+    return torch.from_numpy(values[kept])

@@ -1,0 +1,125 @@
+"""The engine's part of an attribution: it samples, scores again what was sampled, and shows what it loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.build.components import build_prompts, build_sampling, build_tokenizer
+from launch.mismatch.rows import SampledRows
+from launch.run.one_engine import OneEngine
+from pipeline.data.records import Completion, Prompt
+from pipeline.ports.weight_check import WeightCheck
+from rollout_sglang.client import EngineClient
+from rollout_sglang.weights.update_lease import fresh_number
+
+LARGEST_TEMPERED_VOCABULARY = 4096
+"""SGLang scores a prompt at temperature 1 alone. For another it must answer whole distributions, which are large."""
+ROWS_AT_ONCE = 64
+
+
+class MeasuredEngine(OneEngine):
+    """An engine whose weights are compared with what it was given, and which goes on whatever comes out."""
+
+    differing: tuple[str, ...] = ()
+    """Parameters that the engine holds otherwise than they were written, as it names them; () if that is not known."""
+    compared: int = 0
+    """Parameters that were compared."""
+
+    async def verify(self) -> None:
+        """Compare and note. The engine is named verified all the same: what it does is to be measured."""
+        version = self.run.newest_policy(self.run.published_version())
+        client = self._updating_client()
+        try:
+            await self._compare(client, version)
+        finally:
+            await client.close()
+
+    def serve(self, version: int) -> None:
+        """Take the weights of another version of the run."""
+
+        async def load() -> None:
+            client = self._updating_client()
+            try:
+                await client.pause()
+                try:
+                    await client.update_from_disk(
+                        version, self.run.policy_directory(version), deadline_s=self.recipe.weights.publish_deadline_s
+                    )
+                finally:
+                    await client.resume()
+                await self._compare(client, version)
+            finally:
+                await client.close()
+
+        asyncio.run(load())
+
+    def sample_task(self, num_prompts: int) -> SampledRows:
+        """The task's first prompts, sampled as the recipe says, all at once."""
+        prompts = build_prompts(self.recipe, build_tokenizer(self.recipe))
+        asked = [prompts.prompt(group) for group in range(num_prompts)]
+
+        async def ask() -> list[list[Completion]]:
+            client = self.client()
+            slots = asyncio.Semaphore(self.recipe.rollout.concurrent_prompts)
+
+            async def one(prompt: Prompt) -> list[Completion]:
+                async with slots:
+                    return await client.generate(
+                        prompt.tokens, self.recipe.rollout.group_size, build_sampling(self.recipe)
+                    )
+
+            try:
+                return await asyncio.gather(*(one(prompt) for prompt in asked))
+            finally:
+                await client.close()
+
+        groups = asyncio.run(ask())
+        pairs = [(p.tokens, c) for p, group in zip(asked, groups, strict=True) for c in group if c.tokens]
+        return SampledRows(
+            tokens=[[*prompt, *completion.tokens] for prompt, completion in pairs],
+            prompt_lengths=[len(prompt) for prompt, _ in pairs],
+            decode=np.concatenate([np.asarray(completion.logprobs, np.float64) for _, completion in pairs]),
+        )
+
+    def score(self, rows: Sequence[Sequence[int]], temperature: float) -> list[NDArray[np.float64]] | None:
+        """Prefill log-probabilities of tokens 1 … n-1 of each row; None where the vocabulary is too large to have them
+        at another temperature than 1."""
+        vocab_size = build_tokenizer(self.recipe).vocab_size
+        if temperature != 1.0 and vocab_size > LARGEST_TEMPERED_VOCABULARY:
+            return None
+
+        async def ask() -> list[NDArray[np.float64]]:
+            client, found = self.client(), []
+            try:
+                for first in range(0, len(rows), ROWS_AT_ONCE):
+                    some = rows[first : first + ROWS_AT_ONCE]
+                    found += (
+                        await client.prompt_logprobs(some)
+                        if temperature == 1.0
+                        else await client.tempered_prompt_logprobs(some, temperature, vocab_size)
+                    )
+            finally:
+                await client.close()
+            return [np.asarray(row, np.float64) for row in found]
+
+        return asyncio.run(ask())
+
+    def _updating_client(self) -> EngineClient:
+        client = self.client()
+        client.take_part(fresh_number())
+        return client
+
+    async def _compare(self, client: EngineClient, version: int) -> None:
+        held = await client.checksums(deadline_s=self.recipe.weights.publish_deadline_s)
+        check = WeightCheck.load(self.run.policy_directory(version))
+        await client.name(version)
+        if held is None or check is None or not check.digests:
+            return
+        pairs = zip(held, check.digests, strict=True)
+        wrong = {name for ours, theirs in pairs for name, digest in theirs.items() if ours.get(name) != digest}
+        self.differing = tuple(sorted({*self.differing, *wrong}))
+        self.compared = sum(map(len, check.digests))

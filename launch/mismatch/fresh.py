@@ -1,0 +1,71 @@
+"""`evenkeel mismatch RECIPE`: an engine samples the task's prompts, and learner and engine score what it sampled.
+
+model.path ─▶ version 0 in the rollout's format ─▶ engine: sample, prefill, checksums
+     └──────▶ learner: plain, with the formats layer by layer, with known faults; with the weights of --now
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from launch.build.engines import check_engines
+from launch.mismatch.assembly import Sides, describe, searched_rows
+from launch.mismatch.engine import MeasuredEngine
+from launch.mismatch.rows import SampledRows
+from launch.mismatch.scoring import Job, VersionRows, score_in_ranks
+from launch.run.begin import preflight, seed_policy
+from pipeline.analysis.mismatch.measured import Audit, Measured
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.data.run_directory import RunDirectory
+
+
+def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate: bool) -> Measured:
+    """Sample `num_prompts` prompts and attribute. `now` is an HF folder of the weights that are trained, by default
+    those that the engine serves; `locate` tries known faults. Raises FatalError."""
+    preflight(recipe)
+    check_engines(recipe)
+    with tempfile.TemporaryDirectory(prefix="evenkeel-mismatch-") as scratch:
+        local = moved(recipe, Path(scratch))
+        run = RunDirectory(local.directory)
+        run.freeze(local)
+        seed_policy(run, local)
+        temperature = local.learner.temperature or local.rollout.temperature
+        with MeasuredEngine(run, local) as engine:
+            rows = engine.sample_task(num_prompts)
+            prefill = engine.score(rows.tokens, temperature)
+            audit = Audit(compared=engine.compared, differing=engine.differing)
+        job = _job(local, rows, now, locate)
+        learner = score_in_ranks(run, local, job)
+    num_responses = len(rows.decode)
+    sides = Sides(
+        rows=rows,
+        version=np.zeros(num_responses, np.int64),
+        counts=np.ones(num_responses, np.bool_),
+        now=learner.get("now"),
+        prefill=None if prefill is None else rows.responses(prefill),
+        learner=learner,
+        job=job,
+    )
+    setting = describe(recipe, recipe.run.name, "fresh", (0,), prefilled=prefill is not None)
+    return sides.measured(setting, audit)
+
+
+def moved(recipe: Recipe, root: Path) -> Recipe:
+    """The same recipe for a run below another folder."""
+    data = recipe.model_dump(mode="json")
+    return recipe_from({**data, "run": {**data["run"], "root": str(root)}}, source="mismatch")
+
+
+def _job(recipe: Recipe, rows: SampledRows, now: Path | None, locate: bool) -> Job:
+    everything = np.arange(len(rows.tokens))
+    return Job(
+        tokens=rows.tokens,
+        prompt_lengths=rows.prompt_lengths,
+        versions=(VersionRows(number=0, weights=recipe.model.path.absolute(), rows=tuple(everything.tolist())),),
+        now=None if now is None else now.absolute(),
+        searched=searched_rows(everything) if locate else (),
+    )

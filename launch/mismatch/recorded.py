@@ -1,0 +1,182 @@
+"""`evenkeel mismatch RUN`: a batch that a run recorded, attributed after the fact.
+
+    checkpoint ─▶ train again up to each version that sampled the batch ─▶ its weights in full precision
+    weights    ─▶ learner: plain, with the formats layer by layer, with known faults
+    weights    ─▶ engine, in the rollout's format: prefill                       decode: as the batch recorded it
+
+What the learner says now is what it said when it trained on the batch; the run keeps that. Training again is
+bit-identical for the layout and machine that trained (launch.run.replay). The run itself is only read.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.build.components import build_quant_map
+from launch.build.engines import check_engines
+from launch.build.weight_checks import checksums_of
+from launch.mismatch.assembly import Sides, describe, searched_rows
+from launch.mismatch.engine import MeasuredEngine
+from launch.mismatch.fresh import moved
+from launch.mismatch.rows import SampledRows
+from launch.mismatch.scoring import Job, VersionRows, score_in_ranks
+from launch.run.processes import child_environment, run_ranks, torchrun
+from megatron_bridge.hf.tensor_folder import TensorFolder
+from megatron_bridge.hf.writer import write_policy
+from pipeline.analysis.mismatch.measured import Audit, Measured
+from pipeline.config.recipe import Recipe
+from pipeline.data.records import Batch
+from pipeline.data.run_directory import RunDirectory, numbered
+from pipeline.data.store import BatchStore
+from pipeline.errors import StoreError
+from pipeline.ports.weight_check import WeightCheck
+
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One batch, with what the learner said before it trained on it."""
+
+    index: int
+    batch: Batch
+    now: NDArray[np.float64]
+    """[responses] NaN where the learner never looked."""
+
+    @property
+    def counts(self) -> NDArray[np.bool_]:
+        """[responses] tokens that an engine sampled and the learner scored."""
+        return np.asarray(self.batch.loss_mask & np.isfinite(self.now))
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(np.unique(self.batch.policy_version[self.counts]).tolist())
+
+    def rows(self) -> SampledRows:
+        batch = self.batch
+        return SampledRows(
+            tokens=[batch.sample_tokens(sample).tolist() for sample in range(batch.num_samples)],
+            prompt_lengths=batch.prompt_lengths.tolist(),
+            decode=batch.rollout_logprobs.astype(np.float64),
+        )
+
+
+def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
+    """Attribute batch `batch` of a run, by default the last that was trained on. Raises FatalError."""
+    source = RunDirectory(path)
+    recipe = source.recipe()
+    check_engines(recipe)
+    recorded = read(source, batch)
+    with tempfile.TemporaryDirectory(prefix="evenkeel-mismatch-") as scratch:
+        local = moved(recipe, Path(scratch))
+        run = RunDirectory(local.directory)
+        run.freeze(local)
+        folders = weights_of(source, run, local, recorded.versions)
+        job = _job(recorded, folders, locate)
+        learner = score_in_ranks(run, local, job)
+        temperature = local.learner.temperature or local.rollout.temperature
+        prefill, audit = _prefill(run, local, job, recorded, temperature)
+    sides = Sides(
+        rows=recorded.rows(),
+        version=recorded.batch.policy_version.astype(np.int64),
+        counts=recorded.counts,
+        now=recorded.now,
+        prefill=prefill,
+        learner=learner,
+        job=job,
+    )
+    name = f"{path.name}, batch {recorded.index}"
+    return sides.measured(describe(recipe, name, "recorded", recorded.versions, prefilled=prefill is not None), audit)
+
+
+def read(source: RunDirectory, index: int | None) -> Recorded:
+    """The batch, and what the learner said. Raises StoreError when it is not trained yet."""
+    trained = sorted(int(path.stem) for path in source.logprobs.glob("*.npy") if path.stem.isdigit())
+    wanted = max(trained, default=0) if index is None else index
+    if wanted not in trained:
+        raise StoreError(
+            f"{source.path} has not trained on batch {wanted}; trained are "
+            f"{f'{trained[0]} to {trained[-1]}' if trained else 'none'}; give --batch one of these, or train on"
+        )
+    batch = BatchStore(source.batches).read(wanted, None)
+    now = source.learner_logprobs(wanted)
+    assert now is not None, wanted
+    recorded = Recorded(wanted, batch, now.astype(np.float64))
+    if not recorded.counts.any():
+        raise StoreError(
+            f"batch {wanted} of {source.path} has no token that the learner looked at; give another --batch"
+        )
+    return recorded
+
+
+def weights_of(source: RunDirectory, run: RunDirectory, recipe: Recipe, versions: tuple[int, ...]) -> dict[int, Path]:
+    """Version → HF folder in full precision: the model that the run began with, or trained again into `run`."""
+    found = {version: run.path / WEIGHTS / numbered(version) for version in versions if version > 0}
+    if found:
+        run.set_published(0)
+        wanted = ",".join(map(str, found))
+        command = torchrun(
+            recipe.learner.num_processes, "launch.mismatch.replay_ranks", str(run.path), str(source.path), wanted
+        )
+        run_ranks(run, command, log=run.logs / "replay.log", env=child_environment())
+    return {version: found.get(version, recipe.model.path.absolute()) for version in versions}
+
+
+def _job(recorded: Recorded, folders: dict[int, Path], locate: bool) -> Job:
+    rows = recorded.rows()
+    version = recorded.batch.policy_version
+    parts = tuple(
+        VersionRows(
+            number=number,
+            weights=folder,
+            rows=tuple(np.unique(rows.row[recorded.counts & (version == number)]).tolist()),
+        )
+        for number, folder in folders.items()
+    )
+    newest = np.array(parts[-1].rows, np.int64)
+    return Job(
+        tokens=rows.tokens,
+        prompt_lengths=rows.prompt_lengths,
+        versions=parts,
+        searched=searched_rows(newest) if locate else (),
+    )
+
+
+def _prefill(
+    run: RunDirectory, recipe: Recipe, job: Job, recorded: Recorded, temperature: float
+) -> tuple[NDArray[np.float64] | None, Audit]:
+    """[responses] what the engine says with the weights of the version that sampled each token, and its audit."""
+    for part in job.versions:
+        _write_policy(run, recipe, part)
+    run.set_published(job.versions[0].number)
+    rows = recorded.rows()
+    found = np.full(len(recorded.counts), np.nan)
+    with MeasuredEngine(run, recipe) as engine:
+        for place, part in enumerate(job.versions):
+            if place:
+                run.set_published(part.number)
+                engine.serve(part.number)
+            asked = job.part(part.rows)
+            scored = engine.score(asked.tokens, temperature)
+            if scored is None:
+                return None, Audit(compared=engine.compared, differing=engine.differing)
+            here = np.isin(rows.row, part.rows)
+            values = SampledRows(
+                tokens=asked.tokens, prompt_lengths=asked.prompt_lengths, decode=rows.decode[here]
+            ).responses(scored)
+            found[here] = np.where(recorded.batch.policy_version[here] == part.number, values, found[here])
+        return found, Audit(compared=engine.compared, differing=engine.differing)
+
+
+def _write_policy(run: RunDirectory, recipe: Recipe, part: VersionRows) -> None:
+    """The version's folder in the rollout's format, with its checksums."""
+    digests, folder = checksums_of(recipe), run.policy_directory(part.number)
+    write_policy(
+        TensorFolder(part.weights).tensors(), recipe.model.path, folder, build_quant_map(recipe), digests=digests
+    )
+    WeightCheck(version=part.number, digests=() if digests is None else digests.digests()).save(folder)

@@ -1,0 +1,112 @@
+"""One rank of a learner that trains again on recorded batches, to export the weights of some versions.
+
+python -m launch.mismatch.replay_ranks RUN SOURCE VERSION,VERSION      RUN: where to write, SOURCE: only read
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from launch.build.algorithm import build_advantage_computer, build_objective
+from launch.build.components import build_contract, build_tokenizer
+from launch.run.learn import build_learner
+from launch.run.processes import run_child
+from megatron_bridge.learner import MegatronLearner
+from pipeline.child_process import die_with_parent, see_own_classes
+from pipeline.data.event_log import EventLog
+from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
+from pipeline.data.store import BatchStore
+from pipeline.trainer.batch_source import BatchSource
+from pipeline.trainer.checkpoints import COMMIT, Checkpoints
+from pipeline.trainer.loop import Trainer
+from pipeline.trainer.old_logprobs import OldLogprobs
+
+
+class AllExportedError(Exception):
+    """Ends the training."""
+
+
+class ExportChannel:
+    """A WeightChannel that gives versions to nobody, and writes those that are wanted. Collective."""
+
+    def __init__(self, learner: MegatronLearner, folder: Path, wanted: set[int]) -> None:
+        self._learner, self._folder, self._wanted = learner, folder, wanted
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Write the version if it is wanted. Raises AllExportedError after the last."""
+        if version in self._wanted:
+            self._learner.export(self._folder / numbered(version))
+            self._wanted.discard(version)
+        if not self._wanted:
+            raise AllExportedError
+        return {"publish_s": 0.0} if self._learner.is_rank_zero else {}
+
+    def wait_for_folder(self) -> None:
+        """Nothing is written behind anybody's back."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
+    """Export the versions into RUN/weights. Collective. Raises StoreError and what training raises."""
+    recipe = run.recipe()
+    learner = build_learner(recipe)
+    checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint.keep)
+    learner.tell(lambda: _bring_checkpoint(source, run, min(wanted)))
+    channel = ExportChannel(learner, run.path / "weights", wanted)
+    objective, schedule = build_objective(recipe), recipe.build_schedule()
+    batches = BatchSource(
+        run=run,
+        store=BatchStore(source.batches),
+        learner=learner,
+        contract=build_contract(recipe, build_tokenizer(recipe)),
+        wait_deadline_s=recipe.run.wait_deadline_s,
+    )
+    updates = recipe.learner.updates_per_batch
+    trainer = Trainer(
+        run=run,
+        batches=batches,
+        learner=learner,
+        schedule=schedule,
+        updates_per_batch=updates,
+        old_logprobs=OldLogprobs(
+            run=run, batches=batches, learner=learner, schedule=schedule, updates_per_batch=updates
+        )
+        if objective.needs_old_logprobs
+        else None,
+        advantage_computer=build_advantage_computer(recipe),
+        scores_step=objective.needs_scoring,
+        reads_step_logprobs=objective.reads_step_logprobs,
+        channel=channel,
+        checkpoints=checkpoints,
+        checkpoint_every=schedule.steps + 1,
+        event_log=EventLog(run.path, "replay"),
+    )
+    try:
+        restored, _ = checkpoints.restore(learner)
+        channel.publish(restored)  # a checkpoint holds the version of its own number
+        trainer.train()
+    except AllExportedError:
+        learner.barrier()
+
+
+def _bring_checkpoint(source: RunDirectory, run: RunDirectory, version: int) -> None:
+    """Copy the newest checkpoint that is not after `version`, and what the learner kept of the stages before it."""
+    steps = numbered_folders(source.checkpoints) if source.checkpoints.is_dir() else []
+    usable = [step for step in steps if step <= version and (source.checkpoints / numbered(step) / COMMIT).exists()]
+    if not usable:
+        return
+    shutil.copytree(source.checkpoints / numbered(usable[-1]), run.checkpoints / numbered(usable[-1]))
+    for kept in source.logprobs.glob("*-old.npy"):
+        shutil.copy(kept, run.logprobs / kept.name)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    see_own_classes()
+    directory = RunDirectory(Path(sys.argv[1]))
+    versions = {int(version) for version in sys.argv[3].split(",")}
+    run_child(directory, "replay", lambda: replay(directory, RunDirectory(Path(sys.argv[2])), versions))

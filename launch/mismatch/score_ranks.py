@@ -1,0 +1,97 @@
+"""One rank of an attribution: score rows with the weights of each version, plainly and with the rollout's formats.
+
+Reads RUN/job.json (launch.mismatch.scoring.Job), writes RUN/scores.npz: float64 arrays, each over the response tokens
+of the rows of its version.
+
+    VERSION.then        the learner                  VERSION.layer.N   … with the formats of layers 0 to N
+    VERSION.quantized   … with all formats           VERSION.entropy   of the learner's distribution, nats
+    now                 … with the weights that are trained, over all rows
+    effect.FAULT        launch.mismatch.suspected, over the rows that are searched for faults
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from launch.build.components import build_quant_map
+from launch.mismatch.rows import response_values
+from launch.mismatch.scoring import SCORES_FILE, Job
+from launch.mismatch.suspected import effects
+from launch.run.learn import build_learner
+from launch.run.processes import run_child
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.model.te_precision import is_fp8
+from megatron_bridge.step.fp8_emulation import emulated, weights_changed
+from megatron_bridge.step.micro_batches import TokenRows
+from megatron_bridge.weights.convert import load_hf
+from pipeline.child_process import die_with_parent
+from pipeline.data.run_directory import RunDirectory
+from precision.formats.quant_map import QuantMap
+from precision.mismatch.sensitivity import whole_layers
+
+Arrays = dict[str, NDArray[np.float64]]
+
+
+def score(run: RunDirectory) -> None:
+    """Write the scores of the job. Collective."""
+    recipe, job = run.recipe(), Job.read(run.path)
+    # Formats are emulated in Megatron's own layers, also where there are others. Only those of TE train in FP8.
+    learner = build_learner(recipe, layers=None if is_fp8(recipe.learner.precision) else "megatron")
+    quant = build_quant_map(recipe) if learner.layers == "megatron" else None
+    found: Arrays = {}
+    for version in job.versions:
+        _load(learner, version.weights)
+        part = job.part(version.rows)
+        for name, values in _version_scores(learner, part, quant).items():
+            found[f"{version.number}.{name}"] = values
+    if job.searched:
+        searched = job.part(job.searched)
+        suspected = effects(learner, lambda: _plain(learner, searched), quant, job.former)
+        found |= {f"effect.{name}": values for name, values in suspected.items()}
+    if job.now is not None:
+        _load(learner, job.now)
+        found["now"] = _plain(learner, job)
+    if learner.is_rank_zero:
+        with (run.path / SCORES_FILE).open("wb") as file:
+            np.savez(file, **found)  # type: ignore[arg-type]
+    learner.barrier()
+
+
+def _version_scores(learner: MegatronLearner, job: Job, quant: QuantMap | None) -> Arrays:
+    rows = TokenRows.whole(job.tokens)
+    scored = learner.score_rows(rows)
+
+    def responses(flat: Tensor) -> NDArray[np.float64]:
+        return response_values(np.split(flat.cpu().numpy(), rows.offsets[1:-1]), job.prompt_lengths)
+
+    found = {"then": responses(scored.logprobs), "entropy": responses(scored.entropy)}
+    if quant is None or not quant.formats:
+        return found
+    if learner.emulation is not None:  # the learner trains with the formats: they are no difference
+        return found | {"quantized": found["then"]}
+    below: list[str] = []
+    for layer in whole_layers(quant):
+        below += layer.modules
+        with emulated(learner, quant.only(below)):
+            found[f"layer.{layer.name.rpartition('.')[2]}"] = found["quantized"] = _plain(learner, job)
+    return found
+
+
+def _plain(learner: MegatronLearner, job: Job) -> NDArray[np.float64]:
+    return response_values(learner.score_tokens(job.tokens), job.prompt_lengths)
+
+
+def _load(learner: MegatronLearner, folder: Path) -> None:
+    load_hf([chunk.module for chunk in learner.model], learner.model_config, folder)
+    weights_changed(learner.emulation)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    directory = RunDirectory(Path(sys.argv[1]))
+    run_child(directory, "mismatch", lambda: score(directory))

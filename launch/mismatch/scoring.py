@@ -1,0 +1,66 @@
+"""What the learner is asked to score for an attribution, and its answer. The ranks are launch.mismatch.score_ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from launch.run.processes import child_environment, run_ranks, torchrun
+from pipeline.config.recipe import Recipe
+from pipeline.data.run_directory import RunDirectory
+
+JOB_FILE, SCORES_FILE = "job.json", "scores.npz"
+MOST_SEARCHED_ROWS = 32
+"""A fault moves all rows alike, and each suspect takes a pass."""
+
+
+class VersionRows(BaseModel):
+    """Rows with tokens that one version sampled."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    number: int
+    weights: Path
+    """HF folder, full precision."""
+    rows: tuple[int, ...]
+
+
+class Job(BaseModel):
+    """Rows, and the weights with which to score them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: list[list[int]]
+    prompt_lengths: list[int]
+    versions: tuple[VersionRows, ...] = ()
+    now: Path | None = None
+    """HF folder of the weights that are trained; None: not to be scored."""
+    former: Path | None = None
+    """HF folder of a version before the last of `versions`, which engines may hold by mistake."""
+    searched: tuple[int, ...] = ()
+    """Rows of the last of `versions` on which faults are tried."""
+
+    def part(self, rows: Sequence[int]) -> Job:
+        """Some rows alone, without what is asked of them."""
+        return Job(tokens=[self.tokens[row] for row in rows], prompt_lengths=[self.prompt_lengths[row] for row in rows])
+
+    def write(self, folder: Path) -> None:
+        (folder / JOB_FILE).write_text(self.model_dump_json())
+
+    @staticmethod
+    def read(folder: Path) -> Job:
+        return Job.model_validate_json((folder / JOB_FILE).read_text())
+
+
+def score_in_ranks(run: RunDirectory, recipe: Recipe, job: Job) -> dict[str, NDArray[np.float64]]:
+    """The arrays that launch.mismatch.score_ranks describes, by a learner of the recipe's layout."""
+    job.write(run.path)
+    command = torchrun(recipe.learner.num_processes, "launch.mismatch.score_ranks", str(run.path))
+    log = run.logs / "mismatch.log"
+    run_ranks(run, command, log=log, env=child_environment(), deadline_s=recipe.learner.step_deadline_s)
+    with np.load(run.path / SCORES_FILE, allow_pickle=False) as stored:
+        return {name: stored[name] for name in stored.files}

@@ -1,0 +1,72 @@
+"""One engine of a run that has no collector: for tools that compare it with a learner."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.build.engines import engine_spec
+from pipeline.config.recipe import Recipe
+from pipeline.data.run_directory import RunDirectory
+from pipeline.ports.weight_check import WeightCheck
+from rollout_sglang.client import EngineClient
+from rollout_sglang.server import start as server
+from rollout_sglang.server.process import ServerProcess, free_port
+from rollout_sglang.weight_verifier import WeightVerifier
+from rollout_sglang.weights.update_lease import fresh_number
+
+
+class OneEngine:
+    """An engine that serves the newest version of a run, verified. It lives from `with` to the end of the block."""
+
+    def __init__(self, run: RunDirectory, recipe: Recipe) -> None:
+        self.recipe, self.run, self.key, self.port = recipe, run, secrets.token_hex(16), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: ServerProcess | None = None
+
+    def __enter__(self) -> Self:
+        """Start it and wait. Raises EngineStartError, EngineVersionError."""
+        spec = engine_spec(self.run, self.recipe, 0, self.port, self.key, log=self.run.logs / "engine-0.log")
+        self.process = server.start(spec)
+        try:
+            self.process.wait_ready(self.recipe.rollout.start_deadline_s)
+            asyncio.run(self.verify())
+        except BaseException:
+            self.process.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process is not None:
+            self.process.stop()
+
+    def client(self) -> EngineClient:
+        """A client of its own event loop; close it."""
+        return EngineClient(self.url, self.key, index=0, request_deadline_s=self.recipe.rollout.request_deadline_s)
+
+    async def verify(self) -> None:
+        """The engine holds the version that it started with; it names no version before."""
+        version = self.run.newest_policy(self.run.published_version())
+        client = self.client()
+        client.take_part(fresh_number())
+        try:
+            verifier = WeightVerifier(self.recipe.weights.publish_deadline_s)
+            await verifier.verify(client, version, WeightCheck.load(self.run.policy_directory(version)))
+        finally:
+            await client.close()
+
+    async def prefill(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float64]]:
+        """Logprobs of tokens 1 … n-1 of each row, at temperature 1."""
+        client = self.client()
+        try:
+            return [np.asarray(row, np.float64) for row in await client.prompt_logprobs(rows)]
+        finally:
+            await client.close()

@@ -1,0 +1,197 @@
+"""What an attribution says, in words that a person can act on: findings, the most urgent first, and one paragraph.
+
+A fault is a term that is larger than the precision of both sides explains. What that is rests on the formats: two
+float32 programs differ by rounding, 16-bit ones by more, and where formats are emulated, activations that lie between
+two FP8 values are rounded to different sides now and then (ops/decisions/0007).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+ROUNDING_NATS = {"float32": 1e-4, "bfloat16": 2e-2}
+"""Mean |term| that the rounding of two implementations may cause, by the coarser dtype of activations."""
+ROUNDING_LUCK = 0.25
+"""Of the quantization term's mean |term|, what may be left in the terms after it."""
+EXPLAINED = 0.4
+"""A fault is named when it alone accounts for so much of a term's sum of squares; chance gives below a hundredth."""
+ESS_FINE, ESS_LOW = 0.98, 0.9
+"""From the first on nothing need be done. Below the second a tenth of the batch is lost to reweighting."""
+
+_WORDS = {
+    "staleness": "staleness (the weights moved since the tokens were sampled)",
+    "quantization": "quantization (the rollout's formats)",
+    "routing": "routing (the engine chose other experts)",
+    "kernels": "kernels (the engine computes otherwise than the learner with the same formats)",
+    "decoding": "decoding (the engine samples otherwise than it scores)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that the attribution says."""
+
+    term: str
+    kind: Literal["fault", "expected"]
+    cause: str
+    """Short and stable, for programs: a fault of launch.mismatch.suspected, `checksums`, `temperature`, or the term."""
+    where: tuple[str, ...]
+    """Modules, layers or the engine's parameters."""
+    text: str
+
+
+def findings(result: Mapping[str, Any]) -> list[Finding]:
+    """Of `Measured.result()`: faults first, then terms by their share of the total."""
+    faults = [*_kernels(result), *_decoding(result)]
+    faults.sort(key=lambda one: -result["terms"][one.term]["mean_abs"])
+    by_share = sorted(result["terms"], key=lambda term: -abs(result["terms"][term]["share"]))
+    faulty = {one.term for one in faults}
+    expected = [
+        _expected(result, term)
+        for term in by_share
+        if term not in faulty and result["terms"][term]["mean_abs"] > _rounding(result)
+    ]
+    return [*_audit(result), *faults, *expected]
+
+
+def verdict(result: Mapping[str, Any], found: list[Finding]) -> str:
+    """One paragraph: how large, from what, and what to do."""
+    total = result["total"]
+    size = (
+        f"Learner and engine differ by {total['mean_abs']:.2g} nats a token in the mean, over {result['num_tokens']:,} "
+        f"sampled tokens; the ESS is {total['ess']:.4f}."
+    )
+    if not found:
+        return f"{size} That is rounding, and nothing need be done."
+    shares = [
+        f"{100 * statistics['share']:.0f} % {_WORDS[term]}"
+        for term, statistics in sorted(result["terms"].items(), key=lambda item: -abs(item[1]["share"]))
+        if abs(statistics["share"]) >= 0.005
+    ]
+    return " ".join([size, f"Of that, {', '.join(shares)}.", *(one.text for one in found), *result["remarks"]])
+
+
+def _audit(result: Mapping[str, Any]) -> list[Finding]:
+    compared, differing = result["audit"]["compared"], tuple(result["audit"]["differing"])
+    if not differing:
+        return []
+    named = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+    if len(differing) > compared / 2:
+        text = (
+            f"The engine holds other weights: {len(differing)} of {compared} parameters differ from what was "
+            "published. Give it the weights again, and find out why the update left them."
+        )
+    else:
+        text = (
+            f"The engine holds {len(differing)} of {compared} parameters otherwise than they were published: {named}. "
+            "Give it the weights again; if they come out the same, its loader is at fault."
+        )
+    return [Finding(term="kernels", kind="fault", cause="checksums", where=differing, text=text)]
+
+
+def _kernels(result: Mapping[str, Any]) -> list[Finding]:
+    size = result["terms"]["kernels"]["mean_abs"]
+    if not result["measured"]["kernels"] or size <= _rounding(result):
+        return []
+    best = next(iter(result["suspects"].get("kernels", ())), None)
+    if best is not None and best["explained"] >= EXPLAINED:
+        where, text = _named(best)
+        text = f"{text} ({100 * best['explained']:.0f} % of the kernels term is explained by it alone)."
+        return [Finding(term="kernels", kind="fault", cause=best["name"], where=where, text=text)]
+    if size <= _luck(result):
+        return []
+    text = (
+        "The kernels term is larger than rounding explains, and no fault of a single module has its pattern: compare "
+        "what all layers share, such as config.json, RoPE, the norms' epsilon and the attention kernel."
+    )
+    if not result["measured"]["quantization"] and result["rollout_precision"].startswith("fp8"):
+        text = "The formats could not be emulated here: the kernels term holds them too."
+    return [Finding(term="kernels", kind="fault", cause="kernels", where=(), text=text)]
+
+
+def _named(suspect: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+    """Where, and a sentence without its end."""
+    kind, _, module = suspect["name"].partition(":")
+    amount = suspect["amount"]
+    if kind == "scale":
+        factor = 1.0 + 0.1 * amount
+        return (module,), (
+            f"In the engine, {module} behaves as if its weights were multiplied by about {factor:.2f}: look at its "
+            "scales"
+        )
+    if kind == "full" and module == "all":
+        return (), "The engine behaves as if nothing were quantized: it was started without the formats of the recipe"
+    if kind == "full":
+        return (module,), (
+            f"The engine behaves as if {module} were not quantized, though the quant map says it is: compare the map "
+            "with the engine's list of ignored layers"
+        )
+    if kind == "quantized":
+        return (module,), (
+            f"The engine behaves as if {module} were quantized, though the quant map leaves it out: compare the map "
+            "with the engine's list of ignored layers"
+        )
+    if kind == "format":
+        return (), f"The engine behaves as if all weights were in {module}: it was started with another format"
+    if kind == "weights_only":
+        return (), "The engine behaves as if only weights were quantized, and activations not: look at its FP8 kernels"
+    if kind == "bf16":
+        return (module,), f"The engine behaves as if {module} were in bfloat16: keep it in float32 on both sides"
+    return (), "The engine behaves as if it held the weights of the version before: its update was lost"
+
+
+def _decoding(result: Mapping[str, Any]) -> list[Finding]:
+    size = result["terms"]["decoding"]["mean_abs"]
+    if size <= max(_rounding(result), _luck(result)):
+        return []
+    best = next(iter(result["suspects"].get("decoding", ())), None)
+    if best is not None and best["explained"] >= EXPLAINED:
+        seen = result["temperature"] * (1.0 + best["amount"])
+        text = (
+            f"The engine samples at another temperature: about {seen:.2f} where the learner has "
+            f"{result['temperature']:g}. Set rollout.temperature, learner.temperature and the engine's own defaults to "
+            "one value, or know that sampling itself is off-policy."
+        )
+        return [Finding(term="decoding", kind="fault", cause="temperature", where=(), text=text)]
+    text = (
+        "The engine gives its own samples other probabilities when it scores them again. Look at the KV cache (its "
+        "format, and prefixes that were kept across a weight update) and at the decoding attention kernel."
+    )
+    return [Finding(term="decoding", kind="fault", cause="decoding", where=(), text=text)]
+
+
+def _expected(result: Mapping[str, Any], term: str) -> Finding:
+    ess = result["terms"][term]["ess"]
+    where: tuple[str, ...] = ()
+    if term == "staleness":
+        text = f"Staleness alone would leave an ESS of {ess:.4f}{_advice(ess, 'lower the lag or the learning rate')}."
+    elif term == "quantization":
+        layers = sorted(result["layers"], key=lambda layer: -layer["share"])
+        where = tuple(f"model.layers.{layer['layer']}" for layer in layers[:2])
+        worst = " and ".join(f"layer {layer['layer']} ({100 * layer['share']:.0f} %)" for layer in layers[:2])
+        advice = _advice(ess, f"keep {'the layers named' if layers else 'some layers'} in BF16, or roll out in BF16")
+        most = f", most of it from {worst}" if layers else ""
+        text = f"The formats alone would leave an ESS of {ess:.4f}{most}{advice}."
+    elif term == "routing":
+        text = f"Routing alone would leave an ESS of {ess:.4f}{_advice(ess, 'replay the experts of the engine')}."
+    else:
+        text = f"The {term} term is what rounding to the formats leaves."
+    return Finding(term=term, kind="expected", cause=term, where=where, text=text)
+
+
+def _advice(ess: float, action: str) -> str:
+    if ess >= ESS_FINE:
+        return "; nothing need be done about it"
+    return f"; {action}" if ess < ESS_LOW else f"; if it falls further, {action}"
+
+
+def _rounding(result: Mapping[str, Any]) -> float:
+    exact = result["engine_dtype"] == "float32" and result["learner_precision"] == "fp32"
+    return ROUNDING_NATS["float32" if exact else "bfloat16"]
+
+
+def _luck(result: Mapping[str, Any]) -> float:
+    """What formats whose emulation is not exact may leave."""
+    return max(_rounding(result), ROUNDING_LUCK * float(result["terms"]["quantization"]["mean_abs"]))

@@ -1,0 +1,98 @@
+"""Attributions with known terms: what is found in them, what is said, and that the page shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.analysis.mismatch.findings import findings, verdict
+from pipeline.analysis.mismatch.measured import Audit
+from pipeline.analysis.mismatch.page import write_page
+from tests.support.attributions import TOKENS, measured
+
+FULL = "full:model.layers.0.self_attn.qkv_proj"
+SCALE = "scale:model.layers.1.mlp.down_proj"
+
+
+def causes(**changes: Any) -> list[str]:
+    return [one.cause for one in findings(measured(**changes).result())]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(), ["quantization"]),
+        (dict(sizes=dict(quantization=0.0)), []),
+        (dict(sizes=dict(quantization=0.0), rollout_precision="fp32"), []),
+        (dict(sizes=dict(staleness=0.1)), ["staleness", "quantization"]),
+        (dict(sizes=dict(kernels=0.03)), ["kernels", "quantization"]),
+        (dict(sizes=dict(kernels=0.002)), ["quantization", "kernels"]),  # rounding luck
+        (dict(sizes=dict(kernels=0.003), engine_dtype="bfloat16", learner_precision="bf16"), []),
+        (dict(effects={FULL: 1.0, SCALE: 0.0}), [FULL, "quantization"]),
+        (dict(effects={FULL: 0.0, SCALE: 2.5}), [SCALE, "quantization"]),
+        (dict(effects={FULL: 0.05, SCALE: 0.0}), [FULL, "quantization"]),  # small, and yet it has a pattern
+        (dict(sizes=dict(kernels=0.1), effects={FULL: 1.0}), ["kernels", "quantization"]),  # drowned by another
+        (dict(sizes=dict(decoding=0.03)), ["decoding", "quantization"]),
+        (dict(tempered=0.2), ["temperature", "quantization"]),
+    ],
+)
+def test_causes(changes: dict[str, Any], expected: list[str]) -> None:
+    assert causes(**changes) == expected
+
+
+def test_the_checksums_come_first_and_name_the_parameters() -> None:
+    name = "model.layers.1.mlp.down_proj.weight_scale_inv"
+    result = measured(effects={SCALE: 2.5}, audit=Audit(compared=30, differing=(name,))).result()
+    first, second, _ = findings(result)
+    assert (first.cause, first.where) == ("checksums", (name,))
+    assert (second.cause, second.where) == (SCALE, ("model.layers.1.mlp.down_proj",))
+    assert "multiplied by about 1.25" in second.text
+    lost = measured(audit=Audit(compared=30, differing=tuple(map(str, range(30))))).result()
+    assert "The engine holds other weights: 30 of 30" in findings(lost)[0].text
+
+
+def test_the_verdict_is_a_paragraph_that_says_what_to_do() -> None:
+    def said(**changes: Any) -> str:
+        result = measured(**changes).result()
+        return verdict(result, findings(result))
+
+    quiet = said(sizes=dict(quantization=0.0))
+    assert quiet.endswith("That is rounding, and nothing need be done.")
+    usual = said()
+    assert "100 % quantization" in usual
+    assert "nothing need be done about it" in usual
+    assert "about 1.20 where the learner has 1" in said(tempered=0.2)
+    assert "lower the lag" in said(sizes=dict(staleness=0.5))
+    for text in (quiet, usual):
+        assert "\n" not in text
+
+
+def test_terms_layers_and_buckets_of_the_result() -> None:
+    result = measured().result()
+    assert result["largest_error"] < 1e-12
+    assert sum(term["share"] for term in result["terms"].values()) == pytest.approx(1.0)
+    assert [layer["layer"] for layer in result["layers"]] == [0, 1]
+    assert [layer["share"] for layer in result["layers"]] == pytest.approx([0.4, 0.6])
+    for name in ("by_position", "by_entropy"):
+        assert sum(result[name]["num_tokens"]) == TOKENS
+        assert len(result[name]["labels"]) == len(result[name]["mean_abs"]["total"])
+    assert result["measured"] == dict(staleness=True, quantization=True, routing=False, kernels=True, decoding=True)
+    assert json.loads(json.dumps(result, allow_nan=False))["num_tokens"] == TOKENS
+
+
+@pytest.mark.parametrize("sizes", [dict(), dict(quantization=0.0, kernels=0.0, decoding=0.0)])
+def test_the_page_holds_verdict_picture_and_numbers(tmp_path: Path, sizes: dict[str, float]) -> None:
+    result = measured(sizes).result()
+    found = findings(result)
+    result |= dict(verdict=verdict(result, found), cause=None, findings=[])
+    page, picture = write_page(result, tmp_path / "new")
+    text = page.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "data:image/png;base64," in text
+    for term in ("staleness", "quantization", "kernels", "decoding"):
+        assert f"<td>{term}<small>" in text
+    assert "routing" not in text
+    assert "30 parameters compared by checksum" in text
