@@ -330,7 +330,9 @@ def verify_parity(
 
 @verify_app.command("layouts")
 def verify_layouts(
-    models: Annotated[str, typer.Option(help="dense, experts, or both by comma.")] = "dense,experts",
+    models: Annotated[str, typer.Option(help="dense, experts, replay (experts as recorded), by comma.")] = (
+        "dense,experts,replay"
+    ),
     layouts: Annotated[
         str | None,
         typer.Option(

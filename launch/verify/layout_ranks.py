@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,15 @@ CONTRACT = LogprobContract(temperature=TEMPERATURE, top_p=1.0, top_k=-1, scaled=
 
 
 def measure(folder: Path) -> None:
-    """Write NAME.npz for each case of cases.json: loss, grad_norm, ess [steps taken]; weight_change [parameters]."""
+    """Write NAME.npz for each case of cases.json: logprobs [responses] before the first step; loss, grad_norm, ess
+    [steps taken]; weight_change [parameters]."""
     for case in json.loads((folder / "cases.json").read_text()):
         section = LearnerSection(**case["learner"])
         check_layout(read_hf_config(folder / case["model"]), section)
         initialize(Layout.of(section), seed=0, deadline_s=section.step_deadline_s)
         learner = MegatronLearner(folder / case["model"], section, P3O(), temperature=TEMPERATURE, total_steps=STEPS)
-        found = three_steps(learner, folder / f"{case['model']}.checkpoint", case["checkpoint"])
+        replayed = case["model"] == "replay"
+        found = three_steps(learner, folder / f"{case['model']}.checkpoint", case["checkpoint"], replayed=replayed)
         if learner.is_rank_zero:
             with (folder / f"{case['name']}.npz.tmp").open("wb") as file:
                 np.savez(file, **found)  # type: ignore[arg-type]
@@ -45,9 +48,18 @@ def measure(folder: Path) -> None:
         leave_layout()
 
 
-def three_steps(learner: MegatronLearner, checkpoint: Path, use: str) -> dict[str, NDArray[np.float64]]:
-    """Train on three batches of uneven rows; with `use` the checkpoint is saved, or loaded, after two."""
-    before = weights(learner)
+def three_steps(
+    learner: MegatronLearner, checkpoint: Path, use: str, *, replayed: bool = False
+) -> dict[str, NDArray[np.float64]]:
+    """Train on three batches of uneven rows; with `use` the checkpoint is saved, or loaded, after two. `replayed`: the
+    experts of three quarters of the tokens are given, at random."""
+
+    def batch_of(step: int) -> Batch:
+        batch = make_batch(step, learner.model_config.vocab_size)
+        experts = random_experts(batch, learner.model_config, seed=step, unknown=0.25) if replayed else None
+        return replace(batch, experts=experts)
+
+    before, logprobs = weights(learner), learner.logprobs(batch_of(0))
     rows: list[dict[str, Any]] = []
     for step in range(STEPS):
         if step == STEPS - 1 and use == "saved":
@@ -55,14 +67,18 @@ def three_steps(learner: MegatronLearner, checkpoint: Path, use: str) -> dict[st
         if step == STEPS - 1 and use == "loaded":
             learner.load(checkpoint)
         if use != "loaded" or step == STEPS - 1:
-            rows.append(train(learner, step))
+            rows.append(train_on(learner, batch_of(step)))
     curves = {name: np.array([row[name] for row in rows], np.float64) for name in ("loss", "grad_norm", "ess")}
-    return curves | {"weight_change": weights(learner) - before}
+    return curves | {"logprobs": logprobs.astype(np.float64), "weight_change": weights(learner) - before}
 
 
 def train(learner: MegatronLearner, step: int) -> dict[str, float]:
+    """One optimizer step on the batch of that number."""
+    return train_on(learner, make_batch(step, learner.model_config.vocab_size))
+
+
+def train_on(learner: MegatronLearner, batch: Batch) -> dict[str, float]:
     """One optimizer step."""
-    batch = make_batch(step, vocabulary=learner.model_config.vocab_size)
     scored = learner.logprobs(batch)
     return learner.update(batch, (batch.reward - batch.reward.mean()).astype(np.float32), scored).metrics
 

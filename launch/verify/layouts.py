@@ -1,6 +1,6 @@
 """`evenkeel verify layouts`: does the learner compute the same numbers whatever the parallel layout?
 
-    one process, one micro-batch ──three steps──▶ loss, gradient norm, ESS, change of every weight      the reference
+    one process, one micro-batch ──three steps──▶ log-probabilities, loss, gradient norm, ESS, change of every weight
     each layout ─────────────────three steps──▶ the same ──▶ largest relative difference
     four processes ──two steps──▶ checkpoint ──loaded by other layouts──▶ the third step ──▶ the same
 
@@ -59,6 +59,10 @@ EXPERTS = ("one×MB2", "EP2", "PP2×VPP2", "TP2×SP", "TP2×SP×ETP2", "CP2×EP2
 """EPn spreads experts over n data parallel ranks when no other ranks are named."""
 
 
+REPLAY = ("one×MB2", "one×SELECTIVE", "CP2", "PP2×EP2", "PP2×VPP2×RECOMPUTE×MB2", "TP2×SP×EP2", "CP2×EP2")
+"""Experts chosen by an engine, at random here: tokens and their routes must be divided alike."""
+
+LAYOUTS = {"dense": DENSE, "experts": EXPERTS, "replay": REPLAY}
 SAVERS = {"dense": "TP2×PP2", "experts": "PP2×EP2"}
 LOADERS = {"dense": ("one", "TP2", "PP2", "PP2×VPP2", "DP2"), "experts": ("one", "EP2", "TP2×SP")}
 
@@ -77,7 +81,7 @@ class Case:
         return " ".join([self.model, self.layout, self.checkpoint]).strip()
 
 
-QUANTITIES = ("loss", "grad_norm", "ess", "weight_change")
+QUANTITIES = ("logprobs", "loss", "grad_norm", "ess", "weight_change")
 
 
 def verify_layouts(models: Sequence[str], layouts: Sequence[str] | None, tolerance: float) -> dict[str, Any]:
@@ -86,7 +90,7 @@ def verify_layouts(models: Sequence[str], layouts: Sequence[str] | None, toleran
     with tempfile.TemporaryDirectory(prefix="evenkeel-layouts-") as scratch:
         folder = Path(scratch)
         for model in models:
-            write_model(folder / model, experts=model == "experts")
+            write_model(folder / model, experts=model != "dense")
         run_cases(folder, cases)
         differences = {
             case.name: compare(read(folder, Case(case.model, "one").name), read(folder, case.name))
@@ -98,12 +102,13 @@ def verify_layouts(models: Sequence[str], layouts: Sequence[str] | None, toleran
 
 
 def build_cases(model: str, layouts: Sequence[str] | None) -> list[Case]:
-    """The reference and the cases to compare with it. Those with a checkpoint are added when no layouts are named."""
-    if model not in SAVERS:
-        raise RecipeError(f"--models: {model!r} is not one of {', '.join(SAVERS)}")
-    names = layouts or (EXPERTS if model == "experts" else DENSE)
+    """The reference and the cases to compare with it; where layouts matter to checkpoints, those with one are added
+    when no layouts are named."""
+    if model not in LAYOUTS:
+        raise RecipeError(f"--models: {model!r} is not one of {', '.join(LAYOUTS)}")
+    names = layouts or LAYOUTS[model]
     cases = [Case(model, name) for name in ("one", *(name for name in names if name != "one"))]
-    if layouts is None:
+    if layouts is None and model in SAVERS:
         cases.append(Case(model, SAVERS[model], "saved"))
         cases += [Case(model, name, "loaded") for name in LOADERS[model]]
     return cases

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from launch.verify.layouts import QUANTITIES, Case, compare, read, run_cases, write_model
@@ -36,7 +37,12 @@ CASES = [
     Case("experts", "EP2"),
     Case("experts", "PP2×EP2", "saved"),
     Case("experts", "one", "loaded"),
+    Case("replay", "one"),
+    Case("replay", "CP2"),
+    Case("replay", "PP2×EP2"),
+    Case("replay", "TP2×SP"),
 ]
+REPLAY_TOLERANCE = 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     write_model(root / "dense", experts=False)
     write_model(root / "experts", experts=True)
+    write_model(root / "replay", experts=True)
     with forked_programs():
         run_cases(root, CASES)
     return root
@@ -54,6 +61,14 @@ def test_a_layout_trains_like_one_process(folder: Path, case: Case) -> None:
     found = compare(read(folder, f"{case.model} one"), read(folder, case.name))
     assert set(found) == set(QUANTITIES)
     assert max(found.values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["CP2", "PP2×EP2"])
+def test_replayed_experts_score_like_one_process(folder: Path, layout: str) -> None:
+    one, other = read(folder, "replay one")["logprobs"], read(folder, f"replay {layout}")["logprobs"]
+    np.testing.assert_allclose(other, one, rtol=REPLAY_TOLERANCE)
+    live = read(folder, "experts one")["logprobs"]
+    assert np.abs(live - one).mean() > 0.01
 
 
 def test_the_comparison_sees_what_differs(folder: Path) -> None:
