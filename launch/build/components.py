@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.recipe import Recipe
 from pipeline.data.records import LogprobContract, Prompt
+from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import ModelError, RecipeError
 from pipeline.ports.engines import Sampling
 from pipeline.rollout.interruption import Interruption
@@ -129,6 +130,25 @@ def build_sampling(recipe: Recipe, temperature: float | None = None) -> Sampling
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         kept_set=rollout.asks_for_kept_sets,
+        experts=build_expert_shape(recipe),
+    )
+
+
+def build_expert_shape(recipe: Recipe) -> ExpertShape | None:
+    """What engines are to say about their routes; None: nothing. Raises RecipeError for a model without experts."""
+    if not recipe.rollout.replay_experts:
+        return None
+    shape = ModelConfig.from_hf(read_hf_config(recipe.model.path))
+    if shape.experts is None:
+        raise RecipeError(
+            f"rollout.replay_experts is true, but {recipe.model.path} ({shape.architecture}) has no experts; set it to "
+            "false, or train a mixture such as Qwen3-MoE"
+        )
+    return ExpertShape(
+        num_layers=shape.num_layers,
+        moe_layers=tuple(range(shape.num_layers)),  # ModelConfig refuses mixtures with dense layers
+        num_experts=shape.experts.count,
+        per_token=shape.experts.per_token,
     )
 
 

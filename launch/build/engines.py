@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.build.components import quant_map_of
+from launch.build.components import build_expert_shape, quant_map_of
 from pipeline.config.recipe import Recipe
 from pipeline.data.quant_maps import read_quant_map
 from pipeline.data.run_directory import RunDirectory
@@ -28,6 +28,11 @@ def check_engines(recipe: Recipe) -> None:
     dialect = dialect_of(ServerInfo(version=require_sglang(), quantization=quantization))
     if recipe.weights.channel != "disk" and dialect.no_tensors:
         raise RecipeError(f"weights.channel is {recipe.weights.channel}: {dialect.no_tensors}")
+    if build_expert_shape(recipe) is not None and not dialect.records_experts:
+        raise RecipeError(
+            f"rollout.replay_experts is true, but SGLang {dialect.version} is older than 0.5.23, the first whose routed "
+            "experts are read here; install that, or set it to false"
+        )
     if has_cuda():
         return
     asked = {name: option(recipe.rollout.extra_args, name) for name in _ON_CPU}
@@ -58,6 +63,7 @@ def engine_spec(
     version = run.newest_policy(run.published_version())
     folder = run.policy_directory(version)
     fp32_head = ("--enable-fp32-lm-head",) if recipe.model.fp32_lm_head else ()
+    routes = ("--enable-return-routed-experts",) if rollout.replay_experts else ()
     return EngineSpec(
         model=folder,
         port=port,
@@ -68,7 +74,7 @@ def engine_spec(
         tensor_parallel=rollout.tensor_parallel,
         context_tokens=rollout.context_tokens,
         seed=recipe.run.seed + index,
-        extra_args=(*fp32_head, *rollout.extra_args),
+        extra_args=(*fp32_head, *routes, *rollout.extra_args),
         update_floor=Updates(run.updates).newest(),
         **served_formats(recipe, folder),
         **place,

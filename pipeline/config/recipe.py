@@ -117,6 +117,11 @@ class RolloutSection(Section):
         description="Where top_p or top_k cut: engines (SGLang 0.5.23) say which tokens they left, and both sides' "
         f"probabilities are renormalized over these (top_k -1 is {MOST_KEPT} then). False: over the whole vocabulary.",
     )
+    replay_experts: bool = Field(
+        False,
+        description="Mixtures of experts only: engines (SGLang 0.5.23) say which experts each token went to, and the "
+        "learner sends it to the same ones. Where they cannot know any more, the learner's own routers choose.",
+    )
     context_tokens: PositiveInt = Field(512, description="Longest prompt + response that an engine accepts.")
     concurrent_prompts: PositiveInt = Field(64, description="Prompts under way at once over all engines.")
     urls: tuple[str, ...] = Field(

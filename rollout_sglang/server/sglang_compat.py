@@ -3,6 +3,7 @@
     since 0.5.19   an answer names the weights of each token, so a request may go on over an update of the weights
     since 0.5.21   begin_weight_update and end_weight_update stand around an update by tensors: what the engine has
                    repacked or quantized is made loadable before, and made again after
+    since 0.5.23   an answer can say which experts each token went to (older releases may; theirs were not compared)
 
 An older server names only the weights with which a sample ended, so no request may be under way while they change. It
 is paused by `abort`: every request is answered with what there is, and its sender asks again.
@@ -21,6 +22,7 @@ from rollout_sglang.transport import Transport
 
 SPANS_SINCE = (0, 5, 19)
 SESSIONS_SINCE = (0, 5, 21)
+EXPERTS_SINCE = (0, 5, 23)
 _SESSIONS_SINCE = ".".join(map(str, SESSIONS_SINCE))
 ABORTED = 499
 """Status of a request that was aborted before the engine took it up; 0.5.17 only."""
@@ -35,6 +37,8 @@ class Dialect:
     """How it is paused for new weights."""
     sessions: bool
     """Whether updates by tensors stand between begin_weight_update and end_weight_update."""
+    records_experts: bool
+    """Whether it can say which experts each token went to."""
     quantizes: bool
     """Whether the engine quantizes the weights that it is given (`--quantization`)."""
 
@@ -62,11 +66,12 @@ def dialect_of(info: ServerInfo) -> Dialect:
     """A version that is no release (`0.0.0.dev0`, a build from source) counts as the newest."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", info.version)
     number = tuple(map(int, found.groups())) if found else (0, 0, 0)
-    released = number if any(number) else SESSIONS_SINCE
+    released = number if any(number) else EXPERTS_SINCE
     return Dialect(
         version=info.version,
         pause="retract" if released >= SPANS_SINCE else "abort",
         sessions=released >= SESSIONS_SINCE,
+        records_experts=released >= EXPERTS_SINCE,
         quantizes=info.quantization is not None,
     )
 

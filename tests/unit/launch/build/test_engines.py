@@ -7,20 +7,23 @@ from pathlib import Path
 import pytest
 
 from launch.build import engines
+from launch.build.components import build_sampling
 from launch.build.engines import check_engines, engine_dtype, engine_spec
+from launch.convert.new_model import new_model
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.routed_experts import ExpertShape
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from rollout_sglang.server.start import command
 
 
-def argv(tmp_path: Path, *, fp32_lm_head: bool) -> list[str]:
+def argv(tmp_path: Path, *, fp32_lm_head: bool = False, replay_experts: bool = False) -> list[str]:
     data = dict(
         run=dict(name="run", root=str(tmp_path), steps=1),
         model=dict(path=str(tmp_path), fp32_lm_head=fp32_lm_head),
         task=dict(name="sort_digits"),
-        rollout=dict(extra_args=["--mem-fraction-static", "0.5"]),
+        rollout=dict(extra_args=["--mem-fraction-static", "0.5"], replay_experts=replay_experts),
     )
     recipe = recipe_from(data, source="test")
     run = RunDirectory(recipe.directory)
@@ -34,6 +37,36 @@ def argv(tmp_path: Path, *, fp32_lm_head: bool) -> list[str]:
 def test_both_engines_multiply_the_head_alike(tmp_path: Path) -> None:
     assert "--enable-fp32-lm-head" in argv(tmp_path / "with", fp32_lm_head=True)
     assert "--enable-fp32-lm-head" not in argv(tmp_path / "without", fp32_lm_head=False)
+
+
+def test_engines_record_the_experts_that_are_to_be_replayed(tmp_path: Path) -> None:
+    assert "--enable-return-routed-experts" in argv(tmp_path / "with", replay_experts=True)
+    assert "--enable-return-routed-experts" not in argv(tmp_path / "without")
+
+
+def replaying(tmp_path: Path, **sizes: int) -> Recipe:
+    new_model(tmp_path / "model", **sizes)  # type: ignore[arg-type]
+    data = dict(
+        run=dict(name="run", steps=1),
+        model=dict(path=str(tmp_path / "model")),
+        task=dict(name="sort_digits"),
+        rollout=dict(replay_experts=True),
+    )
+    return recipe_from(data, source="test")
+
+
+def test_experts_of_a_mixture_alone_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "has_cuda", lambda: False)
+    with pytest.raises(RecipeError, match=r"replay_experts is true, but .*Qwen3ForCausalLM\) has no experts"):
+        check_engines(replaying(tmp_path / "dense"))
+    mixture = replaying(tmp_path / "mixture", experts=4, experts_per_token=2, expert_ffn=16, layers=3)
+    check_engines(mixture)
+    shape = ExpertShape(num_layers=3, moe_layers=(0, 1, 2), num_experts=4, per_token=2)
+    assert build_sampling(mixture).experts == shape
+    assert build_sampling(mixture, temperature=0.5).experts is None
+    monkeypatch.setattr(engines, "require_sglang", lambda: "0.5.22")
+    with pytest.raises(RecipeError, match=r"SGLang 0\.5\.22 is older than 0\.5\.23"):
+        check_engines(mixture)
 
 
 def test_extra_arguments_come_last(tmp_path: Path) -> None:

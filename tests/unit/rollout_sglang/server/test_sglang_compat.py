@@ -46,25 +46,26 @@ def receive(double: EngineDouble, act: Callable[[Receiver], Awaitable[T]]) -> T:
 
 
 @pytest.mark.parametrize(
-    ("version", "pause", "sessions"),
+    ("version", "pause", "sessions", "records_experts"),
     [
-        ("0.5.9", "abort", False),
-        ("0.5.17", "abort", False),
-        ("0.5.18.post1", "abort", False),
-        ("0.5.19", "retract", False),
-        ("0.5.20", "retract", False),
-        ("0.5.21", "retract", True),
-        ("0.5.23", "retract", True),
-        ("0.6.0rc1", "retract", True),
-        ("0.0.0.dev0", "retract", True),
-        ("a-branch", "retract", True),
+        ("0.5.9", "abort", False, False),
+        ("0.5.17", "abort", False, False),
+        ("0.5.18.post1", "abort", False, False),
+        ("0.5.19", "retract", False, False),
+        ("0.5.20", "retract", False, False),
+        ("0.5.21", "retract", True, False),
+        ("0.5.23", "retract", True, True),
+        ("0.6.0rc1", "retract", True, True),
+        ("0.0.0.dev0", "retract", True, True),
+        ("a-branch", "retract", True, True),
     ],
 )
-def test_a_version_says_what_a_server_can(version: str, pause: str, sessions: bool) -> None:
+def test_a_version_says_what_a_server_can(version: str, pause: str, sessions: bool, records_experts: bool) -> None:
     assert dialect_of(ServerInfo(version=version, quantization="fp8")) == Dialect(
         version=version,
         pause=pause,  # type: ignore[arg-type]
         sessions=sessions,
+        records_experts=records_experts,
         quantizes=True,
     )
 
