@@ -30,8 +30,8 @@ def check_engines(recipe: Recipe) -> None:
         raise RecipeError(f"weights.channel is {recipe.weights.channel}: {dialect.no_tensors}")
     if build_expert_shape(recipe) is not None and not dialect.records_experts:
         raise RecipeError(
-            f"rollout.replay_experts is true, but SGLang {dialect.version} is older than 0.5.23, the first whose routed "
-            "experts are read here; install that, or set it to false"
+            f"rollout.replay_experts is true, but SGLang {dialect.version} is older than 0.5.23, the first one that "
+            "is asked for routed experts; install that, or set it to false"
         )
     if has_cuda():
         return

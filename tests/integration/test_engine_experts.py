@@ -7,24 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from launch.convert.new_model import new_model
+from pipeline.data.records import Completion
+from pipeline.data.routed_experts import ExpertShape
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server.start import EngineSpec, free_port
 from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engine_forks import start_engine
+from tests.support.engines import num_decodes, wait_for_decode
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 T = TypeVar("T")
+SHAPE = ExpertShape(num_layers=2, moe_layers=(0, 1), num_experts=8, per_token=2)
 ROWS = [[random.Random(row).randrange(46) for _ in range(24)] for row in range(4)]
 
 
@@ -45,6 +52,7 @@ def ask(folders: list[Path]) -> Iterator[Callable[[Callable[[EngineClient], Awai
         dtype="float32",
         log=folders[0].parent / "engine.log",
         version=0,
+        extra_args=("--enable-return-routed-experts",),
     )
     process = start_engine(spec)
 
@@ -96,3 +104,58 @@ def test_sampled_logprobs_are_those_of_transformers(
     for sample in group:
         theirs = reference_logprobs(model, [*ROWS[0], *sample.tokens], 0.7)[len(ROWS[0]) - 1 :]
         np.testing.assert_allclose(np.array(sample.logprobs), theirs, atol=1e-4)
+
+
+def expected_routes(folder: Path, tokens: Sequence[int]) -> NDArray[np.int64]:
+    """[tokens, layers, per_token] the experts that transformers sends each token to, ascending."""
+    model = reference_model(folder)
+    found: list[Tensor] = []
+    for block in model.get_submodule("model.layers").children():
+        block.mlp.gate.register_forward_hook(  # type: ignore[union-attr]
+            lambda module, inputs, output: found.append(output[2].sort(-1).values)
+        )
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    return torch.stack(found, 1).numpy()
+
+
+def assert_routes(sample: Completion, prompt: list[int], folder: Path, first_known: int) -> None:
+    tokens = [*prompt, *sample.tokens]
+    assert sample.experts is not None
+    known = np.arange(len(tokens)) >= first_known
+    known[-1] = False
+    np.testing.assert_array_equal(sample.experts.known, known)
+    theirs = expected_routes(folder, tokens)[known]
+    np.testing.assert_array_equal(np.sort(sample.experts.ids[known], axis=-1), theirs)
+
+
+def test_routes_are_those_of_transformers_also_of_prompts_that_were_cached(
+    ask: Callable[[Callable[[EngineClient], Awaitable[T]]], T], folders: list[Path]
+) -> None:
+    ask(lambda client: load(client, 0, folders[0]))
+    for _ in range(2):
+        group = ask(lambda client: client.generate(ROWS[1], 3, Sampling(max_new_tokens=20, experts=SHAPE)))
+        for sample in group:
+            assert_routes(sample, ROWS[1], folders[0], 0)
+
+
+def test_routes_after_an_update_in_flight_are_known_from_the_new_weights_on(
+    ask: Callable[[Callable[[EngineClient], Awaitable[T]]], T], folders: list[Path]
+) -> None:
+    """A request of several hundred tokens is retracted for the update, and prefilled again by the new weights."""
+    log = folders[0].parent / "engine.log"
+    sampling = Sampling(max_new_tokens=300, experts=SHAPE)
+
+    async def update_in_flight(client: EngineClient) -> list[Completion]:
+        before = num_decodes(log)
+        asked = asyncio.create_task(client.generate(ROWS[2], 4, sampling))
+        await asyncio.to_thread(wait_for_decode, log, before)
+        await load(client, 1, folders[1])
+        return await asked
+
+    ask(lambda client: load(client, 0, folders[0]))
+    group = ask(update_in_flight)
+    changed = [sample for sample in group if set(sample.versions) == {0, 1}]
+    assert changed
+    for sample in changed:
+        assert_routes(sample, ROWS[2], folders[1], len(ROWS[2]) + sample.versions.index(1) - 1)
