@@ -1,4 +1,4 @@
-"""e4m3 quantization, the same for the engine's emulation and the learner's.
+"""e4m3 quantization per tensor, row and block, the same for the engine's emulation and the learner's.
 
 e4m3 ("fn": no infinities, largest value 448, 3 mantissa bits) has a half-ulp of at most 2^-4 of the value down to
 2^-6, and steps of 2^-9 below. A scale maps the largest magnitude of a tensor, block or group to 448:
@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precision.formats.rollout_format import BLOCK, RolloutFormat
+from precision.formats.rollout_format import BLOCK, MX_GROUP, RolloutFormat
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+E8M0 = torch.float8_e8m0fnu
+"""A power of two: the 8 exponent bits of a float32."""
 SCALE_FLOOR = 1e-12
 """Keeps tensors of zeros from dividing by zero."""
 
@@ -65,6 +67,20 @@ def dequantize_tensor(quantized: Tensor, scale: Tensor) -> Tensor:
     return quantized.float() * scale
 
 
+def quantize_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale a row: (q e4m3 [N, K], scale f32 [N]) of `weight` [N, K]. Raises as `quantize_block`."""
+    require_values(weight)
+    require_matrix(weight)
+    values = weight.detach().float()
+    scale = scale_of(values.abs().amax(dim=1))
+    return to_e4m3(values / scale[:, None]), scale
+
+
+def dequantize_channel(quantized: Tensor, scale: Tensor) -> Tensor:
+    """float32 values [N, K] of `quantize_channel`'s result."""
+    return quantized.float() * scale[:, None]
+
+
 def quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
     """One scale a block: (q e4m3 [N, K], scale_inv f32 [ceil(N / rows), ceil(K / columns)]) of `weight` [N, K].
 
@@ -100,6 +116,11 @@ def fake_quantize_tensor(weight: Tensor, amax: Tensor | None = None) -> Tensor:
     return straight_through(weight, dequantize_tensor(*quantize_tensor(weight, amax)))
 
 
+def fake_quantize_channel(weight: Tensor) -> Tensor:
+    """Quantize per row and back, in `weight`'s dtype; gradients pass straight through."""
+    return straight_through(weight, dequantize_channel(*quantize_channel(weight)))
+
+
 def fake_quantize_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> Tensor:
     """Quantize per block and back, in `weight`'s dtype; gradients pass straight through."""
     return straight_through(weight, dequantize_block(*quantize_block(weight, block), block))
@@ -116,10 +137,7 @@ def fake_quantize_activation(activation: Tensor, group: int | None = None) -> Te
     channels = activation.shape[-1]
     if not activation.numel():
         return activation
-    size = channels if group is None else group
-    values = activation.detach().float()
-    padded = F.pad(values, (0, -channels % size))
-    groups = padded.reshape(*padded.shape[:-1], padded.shape[-1] // size, size)
+    groups = _groups(activation, channels if group is None else group)
     scale = scale_of(groups.abs().amax(dim=-1, keepdim=True))
     restored = (to_e4m3(groups / scale).float() * scale).flatten(-2)[..., :channels]
     return straight_through(activation, restored)
@@ -127,7 +145,48 @@ def fake_quantize_activation(activation: Tensor, group: int | None = None) -> Te
 
 def fake_quantize_activation_as(activation: Tensor, rollout_format: RolloutFormat) -> Tensor:
     """`activation` [..., channels] as the matrix product of an engine with that format sees it, same dtype."""
+    if rollout_format is RolloutFormat.MXFP8:
+        return fake_quantize_mxfp8(activation)
     return fake_quantize_activation(activation, rollout_format.activation_group)
+
+
+def quantize_mxfp8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale 2^e for each 32 values of the last dimension: (q e4m3 [..., K], scale e8m0 [..., ceil(K / 32)]).
+
+    e is log2(amax / 448) rounded up, as engines and Transformer Engine have it (arXiv 2506.08027, section 3): nothing
+    saturates, where the OCP specification's rounding down cuts values above 448 off. Raises FloatingPointError on
+    non-finite input, ValueError for an empty tensor.
+    """
+    require_values(values)
+    groups, columns = _groups(values, MX_GROUP), values.shape[-1]
+    exponent = _mx_exponent(groups.abs().amax(dim=-1, keepdim=True))
+    scale = ((exponent + 127) << 23).view(torch.float32)  # by its bits: exact on every device
+    quantized = to_e4m3(groups / scale).flatten(-2)[..., :columns]
+    return quantized, scale.squeeze(-1).to(E8M0)
+
+
+def dequantize_mxfp8(quantized: Tensor, scale: Tensor) -> Tensor:
+    """float32 values [..., K] of `quantize_mxfp8`'s result."""
+    return quantized.float() * scale.float().repeat_interleave(MX_GROUP, dim=-1)[..., : quantized.shape[-1]]
+
+
+def fake_quantize_mxfp8(values: Tensor) -> Tensor:
+    """Quantize [..., K] in groups of 32 and back, in its dtype; gradients pass straight through."""
+    return straight_through(values, dequantize_mxfp8(*quantize_mxfp8(values))) if values.numel() else values
+
+
+def _groups(values: Tensor, size: int) -> Tensor:
+    """float32 [..., ceil(K / size), size] of `values` [..., K]; what is missing in the last group is zero."""
+    padded = F.pad(values.detach().float(), (0, -values.shape[-1] % size))
+    return padded.reshape(*padded.shape[:-1], padded.shape[-1] // size, size)
+
+
+def _mx_exponent(amax: Tensor) -> Tensor:
+    """int32 exponents, at least -126: a smaller scale is no normal float32, and some devices make zero of it."""
+    require_finite(amax)
+    mantissa, exponent = torch.frexp(amax / torch.full_like(amax, E4M3_MAX))  # mantissa in [0.5, 1)
+    rounded_up = torch.where(mantissa > 0.5, exponent, exponent - 1)
+    return torch.where(amax > 0, rounded_up, -126).clamp(-126, 127).int()
 
 
 def straight_through(original: Tensor, quantized: Tensor) -> Tensor:

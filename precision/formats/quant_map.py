@@ -169,9 +169,12 @@ class QuantMap:
 
         None for fp8_tensor: the folder holds plain weights, and SGLang quantizes them on loading (--quantization fp8).
         None as well when nothing is quantized. Raises ValueError when the map mixes formats, which no such config can
-        say.
+        say, and for formats that are not served.
         """
-        if self.rollout_format is not RolloutFormat.FP8_BLOCK:
+        rollout_format = self.rollout_format
+        if rollout_format is not None and not rollout_format.is_served:
+            raise ValueError(f"{rollout_format} is emulated by the learner only; serve fp8_block or fp8_tensor")
+        if rollout_format is not RolloutFormat.FP8_BLOCK:
             return None
         config = {
             "quant_method": "fp8",

@@ -7,7 +7,8 @@
 
 Names are exact Hugging Face names of linear layers; the experts of a mixture, which have one format together, may be
 named as one. `full` is the dtype in which the engine computes. bf16, fp16 and fp32 are the same, and are refused when
-the engine computes in another one.
+the engine computes in another one. fp8_channel and mxfp8 are for studies: the learner emulates them, and a recipe does
+not take them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pydantic import Field, ValidationError
 from precision.formats.rollout_format import RolloutFormat
 from precision.settings import Settings
 
-ModuleFormat = Literal["full", "bf16", "fp16", "fp32", "fp8_tensor", "fp8_block"]
+ModuleFormat = Literal["full", "bf16", "fp16", "fp32", "fp8_tensor", "fp8_block", "fp8_channel", "mxfp8"]
 ENGINE_DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """The formats that name a dtype, and that dtype as SGLang calls it."""
 

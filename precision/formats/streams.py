@@ -18,11 +18,24 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from precision.formats.formats import fake_quantize_block, fake_quantize_tensor, quantize_block, scale_of
+from precision.formats.formats import (
+    fake_quantize_block,
+    fake_quantize_channel,
+    fake_quantize_mxfp8,
+    fake_quantize_tensor,
+    quantize_block,
+    scale_of,
+)
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 
 _WEIGHT = ".weight"
+_FAKE_QUANTIZE: Mapping[RolloutFormat, Callable[[Tensor], Tensor]] = {
+    RolloutFormat.FP8_BLOCK: fake_quantize_block,
+    RolloutFormat.FP8_CHANNEL: fake_quantize_channel,
+    RolloutFormat.MXFP8: fake_quantize_mxfp8,
+}
+"""Of formats in which each matrix is quantized for itself, stacked or not."""
 
 BlockQuantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
 """An implementation of `precision.formats.formats.quantize_block` for 128x128 blocks, the same bit for bit."""
@@ -34,9 +47,11 @@ def quantize_state(
     """Stream HF (name, tensor) pairs into what the engine loads, in the same order.
 
     fp8_block modules yield `<module>.weight` (e4m3) and `<module>.weight_scale_inv` (f32); everything else, fp8_tensor
-    weights included, passes unchanged. Raises FloatingPointError naming a non-finite weight, ValueError at the end when
-    a module of the map never came.
+    weights included, passes unchanged. Raises FloatingPointError naming a non-finite weight, ValueError for a format
+    that engines are not sent, and at the end when a module of the map never came.
     """
+    if emulated := sorted({name for name in quant_map.formats.values() if not name.is_served}):
+        raise ValueError(f"{', '.join(emulated)} is emulated by the learner only; send engines fp8_block or fp8_tensor")
     missing = {module for group in quant_map.fused_groups for module in group}
     for name, tensor in named_tensors:
         module = name.removesuffix(_WEIGHT)
@@ -71,9 +86,9 @@ def fake_quantize_state(
         if rollout_format is None:
             yield name, tensor
             continue
-        if rollout_format is RolloutFormat.FP8_BLOCK:
+        if rollout_format is not RolloutFormat.FP8_TENSOR:
             with _naming(name):
-                quantized = fake_quantize_block(tensor)
+                quantized = _FAKE_QUANTIZE[rollout_format](tensor)
             yield name, quantized
             continue
         waiting[module] = tensor

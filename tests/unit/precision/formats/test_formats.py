@@ -15,12 +15,17 @@ from precision.formats.formats import (
     E4M3_MAX,
     SCALE_FLOOR,
     dequantize_block,
+    dequantize_channel,
     dequantize_tensor,
     fake_quantize_activation,
     fake_quantize_activation_as,
     fake_quantize_block,
+    fake_quantize_channel,
+    fake_quantize_mxfp8,
     fake_quantize_tensor,
     quantize_block,
+    quantize_channel,
+    quantize_mxfp8,
     quantize_tensor,
     to_e4m3,
 )
@@ -194,3 +199,53 @@ def test_rollout_formats() -> None:
     assert not torch.equal(
         fake_quantize_activation_as(activation, tensor), fake_quantize_activation_as(activation, block)
     )
+
+
+def test_channel_scales_are_the_rows() -> None:
+    weight = torch.tensor([[448.0, 17.0], [0.448, 0.017], [0.0, 0.0]])
+    quantized, scale = quantize_channel(weight)
+    assert scale.tolist() == pytest.approx([1.0, 0.001, SCALE_FLOOR])
+    assert quantized.float().tolist() == [[448.0, 16.0], [448.0, 16.0], [0.0, 0.0]]
+    torch.testing.assert_close(dequantize_channel(quantized, scale)[1], torch.tensor([0.448, 0.016]))
+
+
+def test_mx_scales_are_powers_of_two_that_keep_all_values_below_the_largest() -> None:
+    """32 values a scale: 448 has scale 1, 449 has scale 2, and the last group may be short."""
+    row = torch.cat([torch.full((32,), 448.0), torch.full((32,), 449.0), torch.full((3,), 2.0**-20), torch.zeros(32)])
+    quantized, scale = quantize_mxfp8(row[None, :67])
+    assert scale.dtype == torch.float8_e8m0fnu
+    assert scale.float().tolist() == [[1.0, 2.0, 2.0**-28]]
+    assert quantized.float()[0, [0, 32, 64]].tolist() == [448.0, 224.0, 256.0]
+    assert quantize_mxfp8(torch.zeros(1, 32))[1].float().tolist() == [[2.0**-126]]
+    assert torch.equal(fake_quantize_mxfp8(torch.zeros(2, 40)), torch.zeros(2, 40))
+
+
+@pytest.mark.parametrize("exponent", [-120, -7, 0, 7, 100])
+def test_mx_restores_e4m3_values_of_any_magnitude(exponent: int) -> None:
+    values = torch.tensor(all_e4m3_values()) * 2.0**exponent
+    groups = torch.cat([values, torch.full((-len(values) % 32,), 448.0 * 2.0**exponent)]).reshape(-1, 32)
+    groups[:, 0] = 448.0 * 2.0**exponent  # fixes the scale of each group
+    assert torch.equal(fake_quantize_mxfp8(groups), groups)
+
+
+def test_gradients_pass_through_mx_and_channels() -> None:
+    for fake in (fake_quantize_mxfp8, fake_quantize_channel):
+        values = gaussian(3, 40).requires_grad_()
+        fake(values).backward(torch.full((3, 40), 2.0))
+        assert torch.equal(values.grad, torch.full((3, 40), 2.0))  # type: ignore[arg-type]
+
+
+def test_what_is_not_finite_is_refused() -> None:
+    for quantize in (quantize_mxfp8, quantize_channel):
+        with pytest.raises(FloatingPointError, match="largest magnitude to quantize is"):
+            quantize(torch.tensor([[1.0, float("inf")]]))
+        with pytest.raises(ValueError, match="is empty"):
+            quantize(torch.zeros(0, 4))
+
+
+def test_every_format_rounds_activations_its_own_way() -> None:
+    activation = gaussian(5, 256) * torch.linspace(0.01, 10, 256)
+    rounded = {name: fake_quantize_activation_as(activation, name) for name in RolloutFormat}
+    assert torch.equal(rounded[RolloutFormat.FP8_CHANNEL], rounded[RolloutFormat.FP8_TENSOR])
+    assert torch.equal(rounded[RolloutFormat.MXFP8], fake_quantize_mxfp8(activation))
+    assert not torch.equal(rounded[RolloutFormat.MXFP8], fake_quantize_activation(activation, 32))

@@ -13,6 +13,8 @@ from precision.formats.formats import (
     dequantize_block,
     dequantize_tensor,
     fake_quantize_block,
+    fake_quantize_channel,
+    fake_quantize_mxfp8,
     fake_quantize_tensor,
     quantize_tensor,
 )
@@ -242,7 +244,7 @@ def test_dtype_is_kept() -> None:
 
 @pytest.mark.parametrize("stream", [quantize_state, fake_quantize_state])
 def test_a_module_that_never_came_is_an_error(stream: Stream) -> None:
-    for rollout_format in RolloutFormat:
+    for rollout_format in (RolloutFormat.FP8_TENSOR, RolloutFormat.FP8_BLOCK):
         with pytest.raises(ValueError, match="7 modules of the quant map had no weight"):
             list(stream(state(1).items(), QuantMap.for_decoder(2, rollout_format)))
 
@@ -253,3 +255,16 @@ def test_a_non_finite_weight_is_named(rollout_format: RolloutFormat) -> None:
     broken["model.layers.0.self_attn.k_proj.weight"][0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match=r"^model\.layers\.0\.self_attn\.k_proj\.weight: "):
         list(fake_quantize_state(broken.items(), QuantMap.for_decoder(1, rollout_format)))
+
+
+@pytest.mark.parametrize("rollout_format", [RolloutFormat.FP8_CHANNEL, RolloutFormat.MXFP8])
+def test_formats_that_are_not_served_are_emulated_and_not_sent(rollout_format: RolloutFormat) -> None:
+    quant_map = QuantMap.for_decoder(2, rollout_format)
+    emulated = dict(fake_quantize_state(state().items(), quant_map))
+    fake = {RolloutFormat.FP8_CHANNEL: fake_quantize_channel, RolloutFormat.MXFP8: fake_quantize_mxfp8}[rollout_format]
+    for name, weight in state().items():
+        quantized = name.removesuffix(".weight") in quant_map.formats
+        assert torch.equal(emulated[name], fake(weight) if quantized else weight)
+    for refused in (lambda: list(quantize_state(state().items(), quant_map)), quant_map.to_hf_quantization_config):
+        with pytest.raises(ValueError, match=f"{rollout_format} is emulated by the learner only"):
+            refused()
