@@ -16,6 +16,7 @@ from pipeline.config.recipe import MOST_KEPT
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
+from precision.formats.audit import Held
 from rollout_sglang.protocol import (
     GENERATED_LIST,
     INVALIDATED,
@@ -31,6 +32,8 @@ from rollout_sglang.protocol import (
 from rollout_sglang.server.sglang_compat import ABORTED, DialectOf
 from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
 
+FORMATS_ACTION = "formats"
+"""rollout_sglang.server.format_report.ACTION; that module loads torch."""
 CONTROL_DEADLINE_S = 30.0
 """For calls that an engine answers between two of its steps: pause, continue, names of weights."""
 
@@ -193,8 +196,25 @@ class EngineClient:
     async def checksums(self, *, deadline_s: float) -> list[dict[str, str]] | None:
         """For each tensor parallel rank, parameter → digest of what the engine holds. None when the server has no such
         route (older ones) or refuses the engine's quantization (newer ones)."""
+        return await self._check_weights("checksum", deadline_s)
+
+    async def formats(self, *, deadline_s: float) -> list[dict[str, Held]] | None:
+        """For each tensor parallel rank, module → in which format the engine holds it, and with which scales. None when
+        the server has no such route, or was not started by this package."""
+        ranks = await self._check_weights(FORMATS_ACTION, deadline_s)
+        if ranks is None:
+            return None
+        try:
+            return [{name: Held.from_json(text) for name, text in rank.items()} for rank in ranks]
+        except ValueError as error:
+            raise EngineUnavailableError(
+                f"engine {self.index} at {self.url} describes its weights otherwise than this version: {error}; start "
+                "it with this version of Even Keel"
+            ) from error
+
+    async def _check_weights(self, action: str, deadline_s: float) -> list[dict[str, str]] | None:
         path = "/weights_checker"
-        request = {"action": "checksum"}
+        request = {"action": action}
         answer = await self._transport.call("POST", path, deadline_s=deadline_s, json=request, accept=(400, 404))
         if answer.status_code == 404:
             return None

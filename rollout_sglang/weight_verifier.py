@@ -1,6 +1,7 @@
 """Verifies that an engine holds the version that it claims. What is compared is in pipeline.ports.weight_check.
 
     weights   the engine names the version ─▶ its checksums are the check's digests, where those are known
+    formats   it holds each module in the format of the check, where its server can tell
     answers   it prefills the probe ─▶ its log-probabilities are as close to the learner's as its precision allows
     peers     where digests are not known: its checksums are those of the first engine that was verified
 
@@ -30,10 +31,12 @@ from dataclasses import dataclass, field
 from pipeline.errors import EngineVersionError, EvenKeelError, RetryableError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
+from precision.formats.audit import audit
 from rollout_sglang.client import EngineClient
 
 INVALIDATE_DEADLINE_S = 5.0
 """Longest wait for an engine that failed: it gets no requests, whatever it answers."""
+NAMED_FINDINGS = 3
 Held = Sequence[Mapping[str, str]]
 """For each tensor parallel rank, parameter → digest."""
 
@@ -122,10 +125,29 @@ async def verify_checksums(
     Raises EngineVersionError naming the first parameter that differs, RetryableError when the engine does not answer.
     """
     await engine.verify(version)
+    await verify_formats(engine, check, deadline_s=deadline_s)
     held = await engine.checksums(deadline_s=deadline_s)
     if held is not None and check is not None and check.digests:
         _compare(engine, version, held, check.digests, "the learner sent")
     return held
+
+
+async def verify_formats(engine: EngineClient, check: WeightCheck | None, *, deadline_s: float) -> None:
+    """Compare the formats that the engine holds with those of the check. Raises EngineVersionError naming modules.
+
+    Nothing is compared where the check names none, or where the server cannot tell: it was not started by this package.
+    """
+    if check is None or check.formats is None:
+        return
+    ranks = await engine.formats(deadline_s=deadline_s)
+    findings = [] if ranks is None else audit(ranks, check.formats)
+    if findings:
+        named = "; ".join(map(str, findings[:NAMED_FINDINGS]))
+        raise EngineVersionError(
+            f"engine {engine.index} at {engine.url} holds {len(findings)} modules of version {check.version} in other "
+            f"formats than the quant map: {named}; it gets no requests until it is started with the policy's own "
+            "config.json, and without arguments that name a quantization"
+        )
 
 
 async def verify_probe(engine: EngineClient, check: WeightCheck | None) -> float | None:

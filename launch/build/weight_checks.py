@@ -36,6 +36,7 @@ def build_weight_check_plan(recipe: Recipe) -> WeightCheckPlan:
         ),
         max_mean_gap_nats=MAX_GAP_NATS[coarser_precision(recipe)] if allowed is None else allowed,
         new_checksums=checksums_maker(recipe),
+        dtype=engine_dtype(recipe),
     )
 
 

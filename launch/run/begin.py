@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from launch.build.components import build_prompts, build_quant_map, build_tokenizer
-from launch.build.engines import check_map_dtype
+from launch.build.engines import check_map_dtype, engine_dtype
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
@@ -11,6 +11,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.ports.weight_check import WeightCheck
+from precision.formats.audit import formats_of
 from rollout_sglang.server.block_shapes import check_block_shapes
 
 
@@ -48,5 +49,6 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
     source, folder, digests = recipe.model.path, run.policy_directory(0), checksums_of(recipe)
     tensors, quant = TensorFolder(source).tensors(), build_quant_map(recipe)
     write_policy(tensors, source, folder, quant, digests=digests, fence=run.fence)
-    WeightCheck(version=0, digests=() if digests is None else digests.digests()).save(folder)
+    formats = formats_of(quant, engine_dtype(recipe))
+    WeightCheck(version=0, digests=() if digests is None else digests.digests(), formats=formats).save(folder)
     run.set_published(0)

@@ -20,6 +20,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Engines
 from pipeline.ports.weight_check import ChecksumRecorder, Probe, WeightCheck
 from pipeline.stopwatch import Stopwatch
+from precision.formats.audit import formats_of
 from precision.formats.quant_map import QuantMap
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ class WeightCheckPlan:
     max_mean_gap_nats: float
     new_checksums: Callable[[], ChecksumRecorder] | None
     """Makes a recorder of the checksums that the engines should report; None where these cannot be computed."""
+    dtype: str | None = None
+    """In which the engines compute ("bfloat16"). None: they are not asked for the formats of their weights."""
+
+    def formats(self, quant: QuantMap | None) -> dict[str, str] | None:
+        """What the engines should say about the formats that they hold, when they serve `quant`."""
+        return None if self.dtype is None else formats_of(quant, self.dtype)
 
     def probe(self, learner: MegatronLearner) -> Probe:
         """The probe with the learner's log-probabilities at its present weights. Collective."""
@@ -114,7 +121,12 @@ class DiskChannel:
     def _load_and_name(
         self, version: int, folder: Path, probe: Probe, digests: ChecksumRecorder | None
     ) -> dict[str, float]:
-        check = WeightCheck(version=version, probe=probe, digests=() if digests is None else digests.digests())
+        check = WeightCheck(
+            version=version,
+            probe=probe,
+            digests=() if digests is None else digests.digests(),
+            formats=self._plan.formats(self._quant),
+        )
         check.save(folder)
         seconds = asyncio.run(self._engines.load(version, folder, check))
         self._run.set_published(version)

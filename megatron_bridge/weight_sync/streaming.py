@@ -122,7 +122,8 @@ class StreamedChannel:
         try:
             reports = self._rank_sync.all_gather_result(lambda: self._send_all(dict(opened["failures"])))
             failures = dict(opened["failures"]) | {e: why for report in reports for e, why in report["failures"]}
-            check = WeightCheck(version=version, probe=probe, digests=_joined(report["digests"] for report in reports))
+            digests, formats = _joined(report["digests"] for report in reports), self._plan.formats(self._quant)
+            check = WeightCheck(version=version, probe=probe, digests=digests, formats=formats)
             closed = self._rank_sync.all_gather_result(lambda: self._close(check, folder, failures))[0]
         except Exception as error:
             self._abandon(version, folder, error)

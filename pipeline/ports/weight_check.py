@@ -1,14 +1,15 @@
 """How it is verified that an engine holds the weights of a policy version. An engine gets requests only afterwards.
 
 An engine that names a version only claims it. Loading can go wrong without an error: scales of the former weights stay,
-an update is partial, other weights come under the right name. So each published version comes with two things to
+an update is partial, other weights come under the right name. So each published version comes with three things to
 compare:
 
+    formats  in which format the engine should hold each module, by the quant map.
     digests  what the engine's checksum of each of its parameters should be. Where they are known, every bit is checked.
     probe    the learner's log-probabilities of a few fixed tokens. The engine's own must be as close as its precision
              allows, whatever kernels it runs.
 
-Both lie in the policy folder: an engine that was restarted is verified by the same file as one that was given weights.
+All lie in the policy folder: an engine that was restarted is verified by the same file as one that was given weights.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class WeightCheck:
     digests: tuple[Mapping[str, str], ...] = ()
     """For each tensor parallel rank of an engine: name of the engine's parameter → 16 hexadecimal digits, as SGLang's
     `/weights_checker` answers them. Empty where they cannot be known."""
+    formats: Mapping[str, str] | None = None
+    """Module → the format in which an engine should hold it (precision.formats.audit.formats_of); others must not be
+    quantized. None: the engine is not asked."""
 
     def save(self, folder: Path) -> None:
         """Write `weight_check.json` into the policy folder, atomically."""
@@ -80,6 +84,7 @@ class WeightCheck:
                 version=int(data["version"]),
                 probe=None if probe is None else _probe_from(probe),
                 digests=tuple(dict(rank) for rank in data["digests"]),
+                formats=data.get("formats"),
             )
         except FileNotFoundError:
             return None

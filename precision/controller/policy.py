@@ -257,7 +257,8 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
     if state.acted is not None and step - state.acted < 2 * settings.cooldown_steps:
         return Outcome(state=state)
     ready = [group for group in state.promoted if _may_try(state, group, step)]
-    room = settings.comfortable_loss - loss
+    # What they would cost is measured, so that half of the headroom is enough.
+    room = 0.5 * (settings.comfortable_loss + settings.allowed_loss) - loss
     if ready and (step - (state.acted or 0)) % settings.cooldown_steps == 0:  # it costs passes over the model
         if evidence.unmeasurable:
             return _demote(settings, ladder, state, evidence, loss, ready)

@@ -12,8 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from rollout_sglang.server.group_timeout import bound_groups
-from rollout_sglang.server.launch_server import serve
+from rollout_sglang.server.launch_server import register_hooks, serve
 
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -37,7 +36,7 @@ def prepare() -> None:
 
     from rollout_sglang.cpu import attention, fp8, routed_experts
 
-    bound_groups()
+    register_hooks()
     fp8.register_hooks()
     attention.register_hooks()
     routed_experts.register_hooks()

@@ -60,9 +60,17 @@ def serve(argv: Sequence[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-if __name__ == "__mp_main__":  # a scheduler, spawned by SGLang
+def register_hooks() -> None:
+    """What is changed of SGLang on every device. Call it in each of its processes, before it applies its hooks."""
+    from rollout_sglang.server import format_report
+
     bound_groups()
+    format_report.register_hooks()
+
+
+if __name__ == "__mp_main__":  # a scheduler, spawned by SGLang
+    register_hooks()
 
 if __name__ == "__main__":
-    bound_groups()
+    register_hooks()
     serve(sys.argv[1:])

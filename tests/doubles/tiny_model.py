@@ -23,6 +23,7 @@ from precision.formats.formats import (
     fake_quantize_tensor,
     quantize_block,
 )
+from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 
 VOCABULARY = 512
@@ -73,12 +74,14 @@ def write_block_checkpoint(source: Path, directory: Path) -> Path:
     return directory
 
 
-def reference_model(directory: Path, rollout_format: RolloutFormat | None = None) -> nn.Module:
-    """transformers in float32; with a format, its linear layers see e4m3 weights and activations as an engine does."""
+def reference_model(directory: Path, formats: RolloutFormat | QuantMap | None = None) -> nn.Module:
+    """transformers in float32; with formats, its linear layers see e4m3 weights and activations as an engine does."""
     model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    if rollout_format is not None:
-        for block in model.get_submodule("model.layers").children():
-            _quantize(block, rollout_format)
+    if isinstance(formats, RolloutFormat):
+        formats = QuantMap.for_decoder(len(list(model.get_submodule("model.layers").children())), formats)
+    for group in () if formats is None else formats.fused_groups:
+        if group[0] in formats.formats:
+            _quantize([model.get_submodule(name) for name in group], formats.formats[group[0]])
     return model
 
 
@@ -90,19 +93,16 @@ def reference_logprobs(model: nn.Module, tokens: Sequence[int], temperature: flo
     return torch.log_softmax(logits, -1).gather(1, row[0, 1:, None])[:, 0].numpy()
 
 
-def _quantize(block: nn.Module, rollout_format: RolloutFormat) -> None:
-    # What an engine multiplies by at once shares a scale.
-    for fused in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
-        layers = [module for name, module in block.named_modules() if name.split(".")[-1] in fused]
-        assert len(layers) == len(fused)
-        amax = torch.stack([layer.weight.detach().abs().amax() for layer in layers]).amax()
-        for layer in layers:
-            weight = layer.weight.detach()
-            if rollout_format is RolloutFormat.FP8_TENSOR:
-                layer.weight.data = fake_quantize_tensor(weight, amax)
-            else:
-                layer.weight.data = fake_quantize_block(weight)
-            layer.forward = _QuantizedForward(layer, rollout_format)
+def _quantize(layers: Sequence[Any], rollout_format: RolloutFormat) -> None:
+    """`layers`: what an engine multiplies by at once, and what therefore shares a scale of fp8_tensor."""
+    amax = torch.stack([layer.weight.detach().abs().amax() for layer in layers]).amax()
+    for layer in layers:
+        weight = layer.weight.detach()
+        if rollout_format is RolloutFormat.FP8_TENSOR:
+            layer.weight.data = fake_quantize_tensor(weight, amax)
+        else:
+            layer.weight.data = fake_quantize_block(weight)
+        layer.forward = _QuantizedForward(layer, rollout_format)
 
 
 class _QuantizedForward:

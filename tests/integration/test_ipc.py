@@ -45,6 +45,7 @@ DEADLINE_S = 30.0
 STALE_S = 8.0
 """A sender that lives shows it every 5 s; the product waits longer for one that no other start has superseded."""
 PRECISIONS: tuple[RolloutPrecision, ...] = ("bf16", "fp8_block")
+MIXED = QuantMap.for_decoder(2, "fp8_block").promoted(["model.layers.1.mlp.down_proj"])
 SENDER = "from tests.integration.test_ipc import die_half_way; import sys; die_half_way(*sys.argv[1:])"
 
 
@@ -61,7 +62,7 @@ class Engine:
     def policy(self, version: int) -> Iterator[tuple[str, Tensor]]:
         """As a learner in bf16 would send it; versions take turns between two checkpoints."""
         tensors = ((name, tensor.bfloat16()) for name, tensor in TensorFolder(self.checkpoints[version % 2]).tensors())
-        return tensors if self.precision == "bf16" else quantize_state(tensors, QuantMap.for_decoder(2, self.precision))
+        return tensors if self.precision == "bf16" else quantize_state(tensors, MIXED)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engi
     found: dict[str, Engine] = {}
     with ExitStack() as stack:
         for precision in PRECISIONS:
-            quant = None if precision == "bf16" else QuantMap.for_decoder(2, precision)
+            quant = None if precision == "bf16" else MIXED
             model = root / precision / "model"
             write_policy(TensorFolder(first).tensors(), first, model, quant)
             spec = EngineSpec(

@@ -71,8 +71,8 @@ def check(seed: int) -> int:
     assert all(later - earlier >= cooldown for earlier, later in itertools.pairwise(steps)), seed
 
     used = Counter((state.staleness, frozenset(state.promoted)) for state in plant.states[-LAST:])
-    (rung, promoted), count = used.most_common(1)[0]
-    assert count >= 0.7 * LAST, f"{seed}: restless at the end"
+    rung, promoted = used.most_common(1)[0][0]
+    assert sum(step >= STEPS - LAST for step in steps) <= 4, f"{seed}: restless at the end"
     # The median of three noisy batches may be this far off.
     allowed, noise = plant.settings.allowed_loss, math.exp(3.0 * plant.noise)
     clearly = plant.settings.comfortable_loss / noise
@@ -134,7 +134,7 @@ def test_what_oscillates_for_ever_is_not_followed() -> None:
         run = plant(group_drifts=dict(c=bad), staleness_drift=drift("oscillating", 20, 10**9, 8.0, period)).run(2000)
         assert len(run.decisions) <= 45, period
         later = [step for step, _ in run.decisions if step >= 1000]
-        assert len(later) <= 12, (period, later)
+        assert len(later) <= 16, (period, later)
 
 
 def test_an_engine_that_stays_bad_does_not_move_the_others() -> None:

@@ -1,0 +1,137 @@
+"""An engine says in which formats it holds its weights: `POST /weights_checker {"action": "formats"}`.
+
+SGLang's own route asks each of an engine's processes and gathers their answers, text by name of parameter. This adds an
+action to it, in which the text describes a module (precision.formats.audit.Held) instead of being a checksum. Nothing
+else of the server changes, and nothing is computed until somebody asks. What is reported is what the layers hold after
+loading: the method that multiplies, the dtype, the scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precision.formats.audit import Held
+from precision.formats.rollout_format import BLOCK
+from precision.formats.stacks import STACKS
+from precision.formats.weight_statistics import scale_statistics, sum_of_squares
+
+ACTION = "formats"
+
+
+def register_hooks() -> None:
+    """Call it in each process of an engine, before SGLang applies its hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _handle, HookType.AROUND)
+
+
+def _handle(original: Callable[..., Any], checker: Any, *args: Any, **options: Any) -> Any:
+    """SGLang's signature; other actions are its own."""
+    action = options.get("action", args[0] if args else None)
+    if action != ACTION:
+        return original(checker, *args, **options)
+    placement = checker._parallelism_info(**{name: options[name] for name in ("role",) if name in options})
+    return dict(
+        checksums={name: held.to_json() for name, held in held_modules(checker._get_model())},
+        per_gpu_checksum="",
+        parallelism_info=placement.model_dump(),
+    )
+
+
+@torch.no_grad()
+def held_modules(model: nn.Module) -> Iterator[tuple[str, Held]]:
+    """Every module of the model that multiplies by a weight, under the name of its Hugging Face module.
+
+    Parts of a stacked matrix are told apart. The experts of a layer are two modules, `….experts.gate_up_proj` and
+    `….experts.down_proj`.
+    """
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            continue
+        if isinstance(getattr(module, "w13_weight", None), Tensor):
+            for part, prefix in (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight")):
+                yield f"{name}.{part}", _held(method, getattr(module, prefix), _scales(module, prefix), None)
+        elif isinstance(getattr(module, "weight", None), Tensor):
+            yield from _parts(name, module, method)
+
+
+def _parts(name: str, module: Any, method: Any) -> Iterator[tuple[str, Held]]:
+    """A linear layer, or the linear layers that were stacked into one."""
+    before, _, own = name.rpartition(".")
+    sizes = list(getattr(module, "output_partition_sizes", ()))
+    weight, scales = _by_rows(module.weight.data, sum(sizes)), _scales(module, "weight")
+    exact = getattr(module, "dequantized_weight", None)  # the CPU's, see rollout_sglang.cpu.fp8
+    if own not in STACKS or len(sizes) != len(STACKS[own]) or weight.shape[0] != sum(sizes):
+        yield name, _held(method, weight, scales, exact)
+        return
+    start = 0
+    for part, size in zip(STACKS[own], sizes, strict=True):
+        rows = slice(start, start + size)
+        yield (
+            f"{before}.{part}",
+            _held(
+                method, weight[rows], _scales_of_rows(scales, rows, sum(sizes)), None if exact is None else exact[rows]
+            ),
+        )
+        start += size
+
+
+def _held(method: Any, weight: Tensor, scales: Tensor | None, exact: Tensor | None) -> Held:
+    """`exact`: the values that are multiplied by, where the layer keeps them beside the weight."""
+    packed = scales is not None and not scales.is_floating_point()  # four powers of two in an int32 (DeepGEMM)
+    known = scales is not None and not packed
+    squares = None if packed else sum_of_squares(weight if exact is None else exact, scales if exact is None else None)
+    return Held(
+        layout=_layout(method, weight, scales),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        num_values=weight.numel(),
+        squares=squares,
+        scales=scale_statistics(scales) if scales is not None and known else None,
+    )
+
+
+def _layout(method: Any, weight: Tensor, scales: Tensor | None) -> str:
+    """The name of the format, or of SGLang's method where it is none of ours."""
+    kind = type(method).__name__
+    if kind.startswith("Unquantized"):
+        return "full"
+    if kind not in ("Fp8LinearMethod", "Fp8MoEMethod"):
+        return kind
+    if getattr(method, "use_mxfp8", False):
+        return "mxfp8"
+    if method.block_quant:
+        block = list(method.quant_config.weight_block_size)
+        return "fp8_block" if block == list(BLOCK) and weight.element_size() == 1 else f"fp8 in blocks of {block}"
+    matrices = weight.shape[0] if weight.dim() == 3 else 1
+    per_row = scales is not None and scales.numel() == matrices * weight.shape[-2] and weight.shape[-2] > 1
+    return "fp8_channel" if per_row else "fp8_tensor"
+
+
+def _scales(module: Any, weight: str) -> Tensor | None:
+    """The scales of a weight after loading; None where there are none."""
+    for suffix in ("_scale_inv", "_scale"):
+        found = getattr(module, weight + suffix, None)
+        if isinstance(found, Tensor) and found.numel():
+            return found.data
+    return None
+
+
+def _by_rows(weight: Tensor, num_rows: int) -> Tensor:
+    """[rows, columns]; some kernels hold it transposed."""
+    if weight.dim() == 2 and weight.shape[1] == num_rows and (weight.shape[0] != num_rows or weight.stride(0) == 1):
+        return weight.t()
+    return weight
+
+
+def _scales_of_rows(scales: Tensor | None, rows: slice, num_rows: int) -> Tensor | None:
+    """Of a part of a stacked matrix. One scale of all rows is that of each part."""
+    if scales is None or scales.numel() == 1:
+        return scales
+    if scales.numel() == num_rows:
+        return scales.reshape(-1)[rows]
+    return scales[rows.start // BLOCK[0] : -(-rows.stop // BLOCK[0])]

@@ -1,0 +1,318 @@
+"""`python -m tests.evidence.depth`: how much of the gap to an FP8 engine the learner's emulation explains, by depth.
+
+    engine     decodes rows of tokens, and prefills them again; in FP32 and in each FP8 format     SGLang on a CPU
+    learner    scores the same rows plainly, emulated, and emulated with noise                     Megatron-Core
+
+Two implementations of the same formats differ in the last bits of float32. Now and then an activation lies so close to
+the middle between two e4m3 values that such a bit decides where it is rounded, and later layers carry that on. How far
+this rounding luck moves the log-probabilities is measured without any engine: the learner's emulation against itself,
+with noise on the inputs of its linears. The noise is as large as what engine and learner differ by anyway: it moves the
+unquantized learner as far as the FP32 engine lies from it. Both are measured twice, against what the engine said while
+it decoded, as training sees it, and against its prefill of the same tokens, which sums in another order.
+
+    gap          mean |learner − engine|, learner unquantized
+    emulated     mean |learner emulated − engine|
+    luck         mean |learner emulated with noise − learner emulated|
+    explained    (gap − emulated) / (gap − luck): of what is not luck, the share that the emulation explains
+
+Killed and started again it goes on where it was: each model is measured once, into a file of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launch.build.components import build_contract, build_prompts, build_quant_map, build_tokenizer
+from launch.convert.new_model import new_model
+from launch.run.sft import demonstrations_of, supervised_batch
+from launch.verify.parity import FP8_FORMATS, Engine, parity_recipe, prepare
+from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe
+from pipeline.data.files import write_atomically
+from pipeline.ports.engines import Sampling
+from pipeline.tasks import build_task
+from tests.evidence.matrix import REPOSITORY
+from tests.support.engine_forks import forked_engines
+
+LAYERS = (2, 4, 8, 16)
+PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 32, 2, 24, 24
+DRAWS = 6
+"""Independent draws of the noise."""
+SFT_STEPS, SFT_BATCH = 200, 32
+NARROW = dict(hidden=64, heads=4, kv_heads=2, head_dim=64, ffn=256)
+"""Trained models are narrower, so that 16 layers learn in minutes."""
+
+VIEWS = ("decode", "prefill")
+
+Scores = list[NDArray[np.float64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model: `random` weights, or `trained` on demonstrations of sorting digits."""
+
+    kind: str
+    layers: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.layers}-{self.seed}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is missing, then print the table."""
+    options = _parse(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    results = []
+    with forked_engines():
+        for seed, kind, layers in itertools.product(options.seeds, options.kinds, options.layers):
+            case = Case(kind=kind, layers=layers, seed=seed)
+            path = options.root / f"{case.name}.json"
+            if not path.exists():
+                started = time.time()
+                write_atomically(path, json.dumps(measure(case, options.root), indent=1))
+                print(f"{case.name}: {time.time() - started:.0f} s", file=sys.stderr, flush=True)
+            results.append(json.loads(path.read_text()))
+    print(table(results))
+    if options.out:
+        write_atomically(options.out, json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(prog="python -m tests.evidence.depth", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=numbers, default=list(LAYERS))
+    parser.add_argument("--seeds", type=numbers, default=[0, 1, 2])
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["random", "trained"])
+    parser.add_argument("--root", type=Path, default=REPOSITORY / "runs" / "depth", help="where what was measured lies")
+    parser.add_argument("--out", type=Path, help="write all results into this JSON file")
+    return parser.parse_args(arguments)
+
+
+def measure(case: Case, root: Path) -> dict[str, Any]:
+    """Everything about one model."""
+    model = root / "models" / case.name
+    loss = None if model.exists() else make(case, model)
+    engines = {name: engine_scores(root / "runs", case, model, name) for name in ("fp32", *FP8_FORMATS)}
+    found: dict[str, Any] = dict(kind=case.kind, layers=case.layers, seed=case.seed, sft_loss=loss)
+    with scorer(parity_recipe(root, case.name, model, "fp32", {})) as learner:
+        noise = {}
+        for view in VIEWS:
+            plain = engines["fp32"].mine(learner.score_tokens(engines["fp32"].rows), view)
+            gap = np.abs(plain - engines["fp32"].said(view)).mean()
+            moved = [np.abs(one - plain).mean() for one in scattered(learner, engines["fp32"], view, 1.0)]
+            noise[view] = float(gap / np.mean(moved))
+            found[f"fp32_{view}"] = dict(gap=float(gap), noise_ulps=noise[view])
+        for name in FP8_FORMATS:
+            quant = build_quant_map(parity_recipe(root, case.name, model, name, {}))
+            for view in VIEWS:
+                found[f"{name}_{view}"] = compare(learner, quant, engines[name], view, noise[view])
+    return found
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an engine said about the tokens of rows that it sampled."""
+
+    rows: list[list[int]]
+    prefill: Scores
+    """[rows] of tokens 1 … n-1."""
+    decode: Scores
+    """[rows] of the sampled tokens, which are the last ones."""
+
+    def said(self, view: str) -> NDArray[np.float64]:
+        """Of the sampled tokens of all rows, one after another."""
+        return np.concatenate(self.decode) if view == "decode" else self.mine(self.prefill, view)
+
+    def mine(self, scores: Sequence[NDArray[Any]], _: str) -> NDArray[np.float64]:
+        """Of `scores` of tokens 1 … n-1, those of the sampled tokens."""
+        ends = [np.asarray(row, np.float64)[-len(said) :] for row, said in zip(scores, self.decode, strict=True)]
+        return np.concatenate(ends)
+
+    @property
+    def row(self) -> NDArray[np.int64]:
+        """[sampled tokens] the row of each."""
+        return np.repeat(np.arange(len(self.rows)), [len(said) for said in self.decode])
+
+
+def scattered(learner: Any, engine: Said, view: str, ulps: float) -> list[NDArray[np.float64]]:
+    """The learner's scores with DRAWS draws of noise."""
+    return [engine.mine(noisy(learner, engine.rows, ulps, draw), view) for draw in range(DRAWS)]
+
+
+def compare(learner: Any, quant: Any, engine: Said, view: str, noise: float) -> dict[str, Any]:
+    """Gaps between learner and engine on the sampled tokens, and how far luck moves them."""
+    from megatron_bridge.step.fp8_emulation import emulated
+
+    said, plain = engine.said(view), engine.mine(learner.score_tokens(engine.rows), view)
+    with emulated(learner, quant):
+        ours = engine.mine(learner.score_tokens(engine.rows), view)
+        draws = scattered(learner, engine, view, noise)
+    gap, left = np.abs(plain - said), np.abs(ours - said)
+    luck = np.mean([np.abs(draw - ours) for draw in draws], axis=0)
+    low, high = bootstrap(engine.row, lambda chosen: share(gap[chosen], left[chosen], luck[chosen]))
+    return dict(
+        tokens=len(said),
+        gap=float(gap.mean()),
+        emulated=float(left.mean()),
+        luck=float(luck.mean()),
+        closed=float(1 - left.mean() / gap.mean()),
+        explained=share(gap, left, luck),
+        explained_low=low,
+        explained_high=high,
+        signed=float((ours - said).mean()),
+        signed_error=float((ours - said).std() / np.sqrt(len(said))),
+    )
+
+
+def share(gap: NDArray[np.float64], left: NDArray[np.float64], luck: NDArray[np.float64]) -> float:
+    """Of the gap that is not luck, what the emulation explains."""
+    return float((gap.mean() - left.mean()) / (gap.mean() - luck.mean()))
+
+
+def bootstrap(owner: NDArray[np.int64], statistic: Callable[[NDArray[np.int64]], float]) -> tuple[float, float]:
+    """95 % interval over rows, drawn with replacement: tokens of a row are not independent."""
+    generator = np.random.default_rng(0)
+    of_row = [np.flatnonzero(owner == row) for row in range(owner.max() + 1)]
+    drawn = [
+        statistic(np.concatenate([of_row[row] for row in generator.integers(0, len(of_row), len(of_row))]))
+        for _ in range(500)
+    ]
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def engine_scores(root: Path, case: Case, model: Path, precision: str) -> Said:
+    """Start an engine and let it sample."""
+    recipe = parity_recipe(root, f"{case.name}-{precision}-{os.getpid()}", model, precision, {})
+    with Engine(prepare(recipe), recipe) as engine:
+        rows = asyncio.run(sample(engine, prompts_of(recipe, case)))
+        prefill = asyncio.run(engine.prefill(rows.tokens))
+    return Said(rows.tokens, prefill, rows.sampled)
+
+
+async def sample(engine: Engine, prompts: list[list[int]]) -> Any:
+    client = engine.client()
+    try:
+        answers = [await client.generate(p, SAMPLES, Sampling(max_new_tokens=NEW_TOKENS)) for p in prompts]
+    finally:
+        await client.close()
+    return await engine.rows(prompts, answers)
+
+
+def prompts_of(recipe: Recipe, case: Case) -> list[list[int]]:
+    if case.kind == "trained":
+        tasks = build_prompts(recipe, build_tokenizer(recipe))
+        return [list(tasks.prompt(index).tokens) for index in range(PROMPTS)]
+    vocabulary = json.loads((recipe.model.path / "config.json").read_text())["vocab_size"]
+    generator = random.Random(case.seed)
+    return [[generator.randrange(vocabulary) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+
+
+@contextmanager
+def scorer(recipe: Recipe, objective: Any = None, **section: Any) -> Iterator[Any]:
+    """A learner of one process, in float32, in this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron-Core warns about packages that a CPU does not have
+        from megatron_bridge.learner import MegatronLearner
+        from megatron_bridge.parallel.layout import leave_layout
+        from precision.supervised import Supervised
+
+        try:
+            yield MegatronLearner.create(
+                recipe.model.path,
+                LearnerSection(**section),
+                Supervised(),
+                temperature=1.0,
+                seed=0,
+                total_steps=SFT_STEPS,
+            )
+        finally:
+            leave_layout()
+
+
+def noisy(learner: Any, rows: list[list[int]], ulps: float, draw: int) -> Any:
+    """Score rows with each number that enters a linear layer multiplied by 1 + ulps × 2⁻²⁴ × a normal deviate."""
+    import torch
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    generator = torch.Generator().manual_seed(draw)
+
+    def disturb(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        # In float64, for a factor so close to 1 has few bits in float32.
+        noise = torch.randn(inputs[0].shape, generator=generator, dtype=torch.float64) * (ulps * 2.0**-24)
+        return ((inputs[0].double() * (1 + noise)).to(inputs[0].dtype), *inputs[1:])
+
+    linears = [
+        module
+        for chunk in learner.model
+        for module in chunk.module.decoder.modules()
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    ]
+    hooks = [linear.register_forward_pre_hook(disturb) for linear in linears]  # before those of the emulation
+    try:
+        return learner.score_tokens(rows)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def make(case: Case, folder: Path) -> float | None:
+    """Write the model; the last loss where it was trained."""
+    if case.kind == "random":
+        new_model(folder, layers=case.layers, seed=case.seed)
+        return None
+    start = folder.with_name(f"{case.name}-start")
+    if not start.exists():
+        new_model(start, layers=case.layers, seed=case.seed, **NARROW)
+    recipe = parity_recipe(folder.parent, case.name, start, "fp32", {})
+    tokenizer, task = build_tokenizer(recipe), build_task(recipe.task, case.seed)
+    contract = build_contract(recipe, tokenizer)
+    optimizer = OptimizerSection(lr=2e-3, warmup_steps=20, decay="linear")
+    with scorer(recipe, optimizer=optimizer) as learner:
+        for step in range(SFT_STEPS):
+            pairs = demonstrations_of(task, step * SFT_BATCH, SFT_BATCH)
+            batch = supervised_batch(step, pairs, tokenizer, contract)
+            loss = learner.update(batch, np.ones(batch.num_samples, np.float32), None).metrics["loss"]
+        learner.export(folder)
+    return float(loss)
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """One line for each kind, format, view and depth: means over seeds, and the range of the seeds."""
+    head = ("model", "format", "engine", "layers", "gap", "emulated", "luck", "closed", "luck / gap", "explained")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for kind in sorted({r["kind"] for r in results}):
+        for name, view in [(name, view) for name in FP8_FORMATS for view in VIEWS]:
+            for layers in sorted({r["layers"] for r in results if r["kind"] == kind}):
+                found = [r[f"{name}_{view}"] for r in results if (r["kind"], r["layers"]) == (kind, layers)]
+                gap, left, luck = (np.array([one[key] for one in found]) for key in ("gap", "emulated", "luck"))
+                shares = [f"{value:.1%}" for value in sorted(one["explained"] for one in found)]
+                cells = [kind, name, view, layers, f"{gap.mean():.2e}", f"{left.mean():.2e}", f"{luck.mean():.2e}"]
+                cells += [f"{1 - left.mean() / gap.mean():.1%}", f"{luck.mean() / gap.mean():.1%}"]
+                cells += [f"{share(gap, left, luck):.1%} ({shares[0]} to {shares[-1]})"]
+                lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
