@@ -16,6 +16,7 @@ import jinja2
 from pipeline.analysis import figures
 from pipeline.analysis.alarm_history import alarm_history
 from pipeline.analysis.bottleneck import phase_shares
+from pipeline.analysis.mismatch_figures import WIDE_TITLES, mismatch_figures
 from pipeline.analysis.objective_figures import advantage_figures, advantage_text, objective_figures
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
@@ -26,7 +27,7 @@ NOTEWORTHY = ("restarted", "dropped", "retried")
 
 MAX_LISTED_EVENTS = 200
 
-WIDE = ("", "Log-ratio of a token", "Timeline of the last steps", "Learner, seconds a step")
+WIDE = ("", "Log-ratio of a token", *WIDE_TITLES, "Timeline of the last steps", "Learner, seconds a step")
 """Titles of the figures that take the whole width."""
 
 
@@ -60,7 +61,7 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
     """Title, explanation and figures of each part of the page; parts without any figure are left out."""
     mismatch = [
         ("Effective sample size", _ess(run_log)),
-        ("k3 KL to the engine", figures.curve(run_log, "k3 KL", [("k3_kl", "k3", "blue")], log=True)),
+        ("KL from engine to learner, nats a token", figures.curve(run_log, "k3 KL", _KL, log=True)),
         ("Staleness, versions", figures.curve(run_log, "lag", _LAG, floor=0.0)),
     ]
     parts: list[tuple[str, str, list[tuple[str, str | None]]]] = [
@@ -69,7 +70,7 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
         (
             "Mismatch between engine and learner",
             "Every token is scored again by the learner before it is trained on. Equal policies would have ESS 1.",
-            [*mismatch, ("Log-ratio of a token", figures.log_ratio_histogram(run_log))],
+            [*mismatch, *mismatch_figures(run_log), ("Log-ratio of a token", figures.log_ratio_histogram(run_log))],
         ),
         (
             "Objective and correction",
@@ -97,6 +98,7 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
     ]
 
 
+_KL = [("k3_kl", "k3", "blue"), ("k2_kl", "k2", "teal")]
 _LAG = [("lag_max", "oldest token", "orange"), ("lag_mean", "mean", "blue")]
 
 

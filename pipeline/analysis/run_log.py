@@ -32,8 +32,8 @@ class RunLog:
         return RunLog(run_dir=run_dir, recipe=recipe, metrics=read_metrics(run_dir), events=read_events(run_dir))
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, without the steps in which it is missing or not finite."""
-        points = [(int(line["step"]), number(line, key)) for line in self.metrics]
+        """Steps and values of one metric, without the steps in which it is missing or not finite; `a/b` is b in a."""
+        points = [(int(line["step"]), number(_within(line, key), key.rpartition("/")[2])) for line in self.metrics]
         known = [(step, value) for step, value in points if value is not None]
         return [step for step, _ in known], [value for _, value in known]
 
@@ -67,6 +67,13 @@ class RunLog:
         """Seconds from the first line of the logs to the last; pauses between two sessions of the run count."""
         times = [float(line["time"]) for line in (*self.events, *self.metrics)]
         return max(times) - min(times) if times else 0.0
+
+
+def _within(line: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The mapping that holds the last part of a key; an empty one where there is none."""
+    for part in key.split("/")[:-1]:
+        line = line[part] if isinstance(line.get(part), Mapping) else {}
+    return line
 
 
 def number(line: Mapping[str, Any], key: str) -> float | None:

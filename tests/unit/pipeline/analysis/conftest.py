@@ -107,6 +107,37 @@ def step_metrics(step: int, seconds: dict[str, float]) -> dict[str, Any]:
         seconds=seconds,
         publish_seconds={"export_s": 0.05, "load_s": 0.1},
         log_ratio_histogram=histogram(0.01 * (1 + step)),
+        **mismatch_metrics(0.01 * (1 + step)),
+    )
+
+
+def mismatch_metrics(std: float) -> dict[str, Any]:
+    """What the learner measures of normally distributed log-ratios, by what the token is."""
+    quantiles = {"0_1": -3.09, "1": -2.33, "5": -1.64, "25": -0.67, "50": 0.0}
+    quantiles |= {"75": 0.67, "95": 1.64, "99": 2.33, "99_9": 3.09}
+    shares = {"advantage": {"negative": 0.5, "zero": 0.25, "positive": 0.25}, "age": {"0": 0.75, "1": 0.25}}
+    shares |= {"position": {"0": 0.125, "1-3": 0.375, "4-15": 0.5}, "entropy": {"0-0.01": 0.5, "3-": 0.5}}
+
+    def bucket(share: float, place: int) -> dict[str, float]:
+        wide = std * (1 + place)
+        spread = dict(log_ratio_mean=-wide / 9, log_ratio_abs_mean=0.8 * wide, ratio_max=math.exp(3 * wide))
+        return dict(share=share, ess=math.exp(-(wide**2)), k3_kl=wide**2 / 2, probability_error=1 + wide, **spread)
+
+    return dict(
+        k2_kl=std**2 / 2,
+        log_ratio_mean=0.0,
+        log_ratio_abs_mean=0.8 * std,
+        sequence_ess=math.exp(-8 * std**2),
+        sequence_mean_ratio_ess=math.exp(-(std**2) / 8),
+        ratio_above_2_share=std / 10,
+        ratio_below_half_share=std / 20,
+        logprob_pearson=1 - std**2,
+        probability_pearson=1 - 2 * std**2,
+        **{f"log_ratio_p{share}": z * std for share, z in quantiles.items()},
+        mismatch={
+            split: {name: bucket(share, place) for place, (name, share) in enumerate(parts.items())}
+            for split, parts in shares.items()
+        },
     )
 
 
