@@ -19,7 +19,7 @@ LAST_STEPS = 10
 """Over which the tokens of a bucket are counted together."""
 WIDE_TITLES = (
     f"Mean gap of a token, nats, by what the token is (last {LAST_STEPS} steps)",
-    f"Effective sample size lost, by what the token is (last {LAST_STEPS} steps)",
+    f"1 − effective sample size, by what the token is (last {LAST_STEPS} steps; numbers are shares of the tokens)",
 )
 SPLIT_COLORS = dict(zip((split.name for split in SPLITS), ("violet", "blue", "teal", "orange"), strict=True))
 BANDS = (
@@ -116,7 +116,7 @@ def _gap_bars(found: Sequence[Bucket]) -> str | None:
     def draw(axes: Axes) -> None:
         places = _bars(axes, found, [bucket.abs_gap for bucket in found])
         gaps = [bucket.gap for bucket in found]
-        axes.plot(places, gaps, "D", color=figures.COLORS["ink"], markersize=3.5, label="signed: learner − engine")
+        axes.plot(places, gaps, "D", color=figures.COLORS["ink"], markersize=3.5, label="signed mean")
         axes.axhline(0.0, color=figures.COLORS["muted"], linewidth=0.7)
         _legend(axes)
 
@@ -137,7 +137,6 @@ def _ess_bars(found: Sequence[Bucket]) -> str | None:
                 color=figures.COLORS["muted"],
             )
         axes.set_ylim(bottom=0.0, top=1.15 * max(1e-9, *(1.0 - bucket.ess for bucket in found)))
-        axes.set_ylabel("1 − ESS;  % of tokens")
         _legend(axes)
 
     return figures.render("ESS by bucket", figures.WIDE, draw) if found else None
@@ -154,7 +153,7 @@ def _bars(axes: Axes, found: Sequence[Bucket], heights: Sequence[float]) -> list
             [heights[number] for number in mine],
             0.72,
             color=color,
-            label=f"{split.name}: {split.unit}",
+            label=split.title,
         )
     axes.set_xticks(places, [_tick(bucket) for bucket in found], fontsize=7.5)
     axes.set_xlim(places[0] - 0.7, places[-1] + 0.7)

@@ -14,7 +14,8 @@ class Split:
     """A way to divide the tokens by one number of each; bucket i holds edges[i - 1] <= number < edges[i]."""
 
     name: str
-    unit: str
+    title: str
+    """What the number is, for figures."""
     edges: tuple[float, ...]
     buckets: tuple[str, ...]
 
@@ -23,19 +24,19 @@ SPLITS = (
     Split("advantage", "sign of the advantage", (0.0, 1.0), ("negative", "zero", "positive")),
     Split(
         "position",
-        "place in the response, from 0",
+        "place in the response",
         (1, 4, 16, 64, 256, 1024, 4096, 16384),
         ("0", "1-3", "4-15", "16-63", "64-255", "256-1023", "1024-4095", "4096-16383", "16384-"),
     ),
     Split(
         "entropy",
-        "entropy of the learner's distribution, nats",
+        "learner's entropy, nats",
         (0.01, 0.1, 0.3, 1.0, 3.0),
         ("0-0.01", "0.01-0.1", "0.1-0.3", "0.3-1", "1-3", "3-"),
     ),
     Split(
         "age",
-        "versions that the policy has moved on by",
+        "age, versions",
         (1, 2, 3, 5, 9, 17),
         ("0", "1", "2", "3-4", "5-8", "9-16", "17-"),
     ),
