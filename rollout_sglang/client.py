@@ -69,11 +69,14 @@ class EngineClient:
         top-k; with `sampling.kept_set` they are of what these left, renormalized, and each completion holds its kept
         sets. Samples of a request that was aborted have as many tokens as there were, or none."""
         started = time.monotonic()
+        # For n samples SGLang (0.5.23) first prefills the prompt by a request of no new tokens. With kept sets it finds
+        # none for that one and refuses all. Equal prompts share their prefill too.
+        copies, n = (num_samples, 1) if sampling.kept_set else (1, num_samples)
         samples = await self._generate(
             {
-                "input_ids": [list(prompt_tokens)],
+                "input_ids": [list(prompt_tokens)] * copies,
                 "sampling_params": {
-                    "n": num_samples,
+                    "n": n,
                     "max_new_tokens": sampling.max_new_tokens,
                     "temperature": sampling.temperature,
                     "top_p": sampling.top_p,

@@ -5,7 +5,8 @@
 parameter is its version's number. tests/integration/test_engine.py compares its answers, field by field, with those of
 the real server; with `sglang` 0.5.17 it answers as that one did (no spans, no sessions). With `experts` it says, when
 asked, that token t at place p went to the experts t + p, t + p + 1, … of each layer that has any. Asked for kept sets,
-it says that token t was chosen from itself and the next one, at half the log-probability.
+it says that token t was chosen from itself and the next one, at half the log-probability; as SGLang 0.5.23 does, for
+each prompt of a request, but not for several samples of a prompt.
 """
 
 from __future__ import annotations
@@ -269,6 +270,8 @@ class EngineDouble(_Double):
                 return 499, {"error": {"message": "Request 0 was aborted"}}
             self._active += 1
         try:
+            if request.get("return_sampling_mask") and request["sampling_params"].get("n", 1) > 1:
+                return 500, {"message": "The sampling backend did not return captured sampling support."}
             return 200, self._sample(request)
         finally:
             with self._changed:
