@@ -5,15 +5,20 @@
 
 Two implementations of the same formats differ in the last bits of float32. Now and then an activation lies so close to
 the middle between two e4m3 values that such a bit decides where it is rounded, and later layers carry that on. How far
-this rounding luck moves the log-probabilities is measured without any engine: the learner's emulation against itself,
-with noise on the inputs of its linears. The noise is as large as what engine and learner differ by anyway: it moves the
-unquantized learner as far as the FP32 engine lies from it. Both are measured twice, against what the engine said while
-it decoded, as training sees it, and against its prefill of the same tokens, which sums in another order.
+this rounding luck moves the log-probabilities is measured twice without comparing learner and engine:
 
-    gap          mean |learner − engine|, learner unquantized
-    emulated     mean |learner emulated − engine|
-    luck         mean |learner emulated with noise − learner emulated|
-    explained    (gap − emulated) / (gap − luck): of what is not luck, the share that the emulation explains
+    engine's luck    mean |decode − prefill| of one FP8 engine: the same weights and formats, summed in another order
+    learner's luck   mean |emulated with noise − emulated|, the noise on the inputs of the linears as large as what
+                     engine and learner differ by anyway: it moves the unquantized learner as far as the FP32 engine
+                     lies from it. `a quarter` has a quarter of that noise.
+    gap              mean |learner − engine|, learner unquantized
+    emulated         mean |learner emulated − engine|
+    closed           1 − emulated / gap
+    explained        (gap − emulated) / (gap − luck): of what is not luck, the share that the emulation explains
+
+All are on the sampled tokens, against what the engine said as it decoded them, which is what training sees, and against
+its prefill of the same tokens. An engine cannot tell its luck against its prefill: there `explained` takes a quarter of
+the noise, as the learner and a prefill do most sums in the same order.
 
 Killed and started again it goes on where it was: each model is measured once, into a file of its own.
 """
@@ -112,14 +117,14 @@ def measure(case: Case, root: Path) -> dict[str, Any]:
     """Everything about one model."""
     model = root / "models" / case.name
     loss = None if model.exists() else make(case, model)
-    engines = {name: engine_scores(root / "runs", case, model, name) for name in ("fp32", *FP8_FORMATS)}
+    engines = {name: engine_scores(root, case, model, name) for name in ("fp32", *FP8_FORMATS)}
     found: dict[str, Any] = dict(kind=case.kind, layers=case.layers, seed=case.seed, sft_loss=loss)
     with scorer(parity_recipe(root, case.name, model, "fp32", {})) as learner:
         noise = {}
         for view in VIEWS:
-            plain = engines["fp32"].mine(learner.score_tokens(engines["fp32"].rows), view)
+            plain = engines["fp32"].mine(learner.score_tokens(engines["fp32"].rows))
             gap = np.abs(plain - engines["fp32"].said(view)).mean()
-            moved = [np.abs(one - plain).mean() for one in scattered(learner, engines["fp32"], view, 1.0)]
+            moved = [np.abs(one - plain).mean() for one in scattered(learner, engines["fp32"], 1.0)]
             noise[view] = float(gap / np.mean(moved))
             found[f"fp32_{view}"] = dict(gap=float(gap), noise_ulps=noise[view])
         for name in FP8_FORMATS:
@@ -141,9 +146,9 @@ class Said:
 
     def said(self, view: str) -> NDArray[np.float64]:
         """Of the sampled tokens of all rows, one after another."""
-        return np.concatenate(self.decode) if view == "decode" else self.mine(self.prefill, view)
+        return np.concatenate(self.decode) if view == "decode" else self.mine(self.prefill)
 
-    def mine(self, scores: Sequence[NDArray[Any]], _: str) -> NDArray[np.float64]:
+    def mine(self, scores: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
         """Of `scores` of tokens 1 … n-1, those of the sampled tokens."""
         ends = [np.asarray(row, np.float64)[-len(said) :] for row, said in zip(scores, self.decode, strict=True)]
         return np.concatenate(ends)
@@ -154,26 +159,32 @@ class Said:
         return np.repeat(np.arange(len(self.rows)), [len(said) for said in self.decode])
 
 
-def scattered(learner: Any, engine: Said, view: str, ulps: float) -> list[NDArray[np.float64]]:
+def scattered(learner: Any, engine: Said, ulps: float) -> list[NDArray[np.float64]]:
     """The learner's scores with DRAWS draws of noise."""
-    return [engine.mine(noisy(learner, engine.rows, ulps, draw), view) for draw in range(DRAWS)]
+    return [engine.mine(noisy(learner, engine.rows, ulps, draw)) for draw in range(DRAWS)]
 
 
 def compare(learner: Any, quant: Any, engine: Said, view: str, noise: float) -> dict[str, Any]:
     """Gaps between learner and engine on the sampled tokens, and how far luck moves them."""
     from megatron_bridge.step.fp8_emulation import emulated
 
-    said, plain = engine.said(view), engine.mine(learner.score_tokens(engine.rows), view)
+    said, plain = engine.said(view), engine.mine(learner.score_tokens(engine.rows))
     with emulated(learner, quant):
-        ours = engine.mine(learner.score_tokens(engine.rows), view)
-        draws = scattered(learner, engine, view, noise)
-    gap, left = np.abs(plain - said), np.abs(ours - said)
-    luck = np.mean([np.abs(draw - ours) for draw in draws], axis=0)
+        ours = engine.mine(learner.score_tokens(engine.rows))
+        whole, quarter = (
+            np.mean([np.abs(one - ours) for one in scattered(learner, engine, ulps)], axis=0)
+            for ulps in (noise, noise / 4)
+        )
+    gap, left, own = np.abs(plain - said), np.abs(ours - said), np.abs(engine.said("decode") - engine.said("prefill"))
+    luck = own if view == "decode" else quarter
     low, high = bootstrap(engine.row, lambda chosen: share(gap[chosen], left[chosen], luck[chosen]))
     return dict(
         tokens=len(said),
         gap=float(gap.mean()),
         emulated=float(left.mean()),
+        engine_luck=float(own.mean()),
+        learner_luck=float(whole.mean()),
+        learner_luck_quarter=float(quarter.mean()),
         luck=float(luck.mean()),
         closed=float(1 - left.mean() / gap.mean()),
         explained=share(gap, left, luck),
@@ -202,12 +213,22 @@ def bootstrap(owner: NDArray[np.int64], statistic: Callable[[NDArray[np.int64]],
 
 
 def engine_scores(root: Path, case: Case, model: Path, precision: str) -> Said:
-    """Start an engine and let it sample."""
-    recipe = parity_recipe(root, f"{case.name}-{precision}-{os.getpid()}", model, precision, {})
-    with Engine(prepare(recipe), recipe) as engine:
-        rows = asyncio.run(sample(engine, prompts_of(recipe, case)))
-        prefill = asyncio.run(engine.prefill(rows.tokens))
-    return Said(rows.tokens, prefill, rows.sampled)
+    """Start an engine and let it sample, or read what one said before."""
+    kept = root / "engines" / f"{case.name}-{precision}.json"
+    if not kept.exists():
+        recipe = parity_recipe(root / "runs", f"{case.name}-{precision}-{os.getpid()}", model, precision, {})
+        with Engine(prepare(recipe), recipe) as engine:
+            rows = asyncio.run(sample(engine, prompts_of(recipe, case)))
+            prefill = asyncio.run(engine.prefill(rows.tokens))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        found = dict(rows=rows.tokens, prefill=_lists(prefill), decode=_lists(rows.sampled))
+        write_atomically(kept, json.dumps(found))
+    said = json.loads(kept.read_text())
+    return Said(said["rows"], *([np.asarray(row) for row in said[view]] for view in ("prefill", "decode")))
+
+
+def _lists(scores: Scores) -> list[list[float]]:
+    return [row.tolist() for row in scores]
 
 
 async def sample(engine: Engine, prompts: list[list[int]]) -> Any:
@@ -299,16 +320,20 @@ def make(case: Case, folder: Path) -> float | None:
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """One line for each kind, format, view and depth: means over seeds, and the range of the seeds."""
-    head = ("model", "format", "engine", "layers", "gap", "emulated", "luck", "closed", "luck / gap", "explained")
+    head = ("model", "format", "against", "layers", "gap", "emulated", "closed")
+    head += ("engine's luck", "learner's luck", "a quarter", "explained")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for kind in sorted({r["kind"] for r in results}):
-        for name, view in [(name, view) for name in FP8_FORMATS for view in VIEWS]:
+        for view, name in itertools.product(VIEWS, FP8_FORMATS):
             for layers in sorted({r["layers"] for r in results if r["kind"] == kind}):
                 found = [r[f"{name}_{view}"] for r in results if (r["kind"], r["layers"]) == (kind, layers)]
-                gap, left, luck = (np.array([one[key] for one in found]) for key in ("gap", "emulated", "luck"))
-                shares = [f"{value:.1%}" for value in sorted(one["explained"] for one in found)]
-                cells = [kind, name, view, layers, f"{gap.mean():.2e}", f"{left.mean():.2e}", f"{luck.mean():.2e}"]
-                cells += [f"{1 - left.mean() / gap.mean():.1%}", f"{luck.mean() / gap.mean():.1%}"]
+                mean = {key: np.array([one[key] for one in found]) for key in found[0]}
+                gap, left, luck = mean["gap"], mean["emulated"], mean["luck"]
+                lucks = ("engine_luck", "learner_luck", "learner_luck_quarter")
+                shares = [f"{value:.1%}" for value in sorted(mean["explained"])]
+                cells = [kind, name, view, layers, f"{gap.mean():.1e}", f"{left.mean():.1e}"]
+                cells += [f"{1 - left.mean() / gap.mean():.1%}"]
+                cells += [f"{mean[key].mean() / gap.mean():.1%}" for key in lucks]
                 cells += [f"{share(gap, left, luck):.1%} ({shares[0]} to {shares[-1]})"]
                 lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
