@@ -71,7 +71,7 @@ def _keep(cells: Sequence[Cell], experiment: Experiment) -> None:
 def table(experiment: Experiment, results: Sequence[Result]) -> str:
     """Means over runs of the mean over steps, ± half of the 95 % interval with the run as the unit."""
     lines = [
-        "| learner / rollouts | runs | ESS | 1 − ESS | k3 | mean gap in nats | reward, last 6 steps | held-out pass@1 |",
+        "| learner / rollouts | runs | ESS | 1 − ESS | k3 | mean gap, nats | reward, last 6 steps | held-out pass@1 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for arm, variant in experiment.arms.items():
