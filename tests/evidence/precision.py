@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     matrix = read_matrix(Path(__file__).with_suffix(".yaml"))
     experiment = matrix.experiments[NAME]
-    cells = [cell for cell in cells_of(matrix, NAME, options.root) if cell.seed in options.seeds]
+    arms = options.arms or experiment.arms
+    cells = [c for c in cells_of(matrix, NAME, options.root) if c.seed in options.seeds and c.arm in arms]
     if not options.page:
         try:
             check_unchanged(cells)
@@ -55,6 +56,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--page", action="store_true", help="run nothing")
     parser.add_argument("--jobs", type=int, default=2, help="cells beside one another, one core each (default 2)")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[1, 2, 3])
+    parser.add_argument("--arms", type=lambda text: text.split(","), help="of precision.yaml; default: all")
     parser.add_argument("--root", type=Path, default=REPOSITORY / "runs" / NAME, help="where run directories live")
     return parser.parse_args(arguments)
 
