@@ -13,6 +13,7 @@ from launch.cluster.commands import launch_app
 from launch.cluster.roles.commands import role_app
 from launch.convert.commands import convert_app
 from launch.mismatch.command import mismatch
+from launch.quant_map.commands import quant_map_app
 from launch.recipe_options import RECIPE_HELP, Overrides, RecipePath
 from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
 from launch.show.scaling import scaling_app
@@ -35,6 +36,7 @@ verify_app = typer.Typer(help="Check that engine and learner agree, and that a r
 app.add_typer(convert_app, name="convert")
 app.add_typer(launch_app, name="launch")
 app.add_typer(model_app, name="model")
+app.add_typer(quant_map_app, name="quant-map")
 app.add_typer(role_app, name="role")
 app.add_typer(runs_app, name="runs")
 app.add_typer(scaling_app, name="scaling")

@@ -59,6 +59,41 @@ def export_quantized(
     export_hf_checkpoint(model, export_dir=str(folder))
 
 
+def auto_quantize_scores(model: Any, rows: Sequence[Sequence[int]], name: str) -> list[dict[str, Any]]:
+    """ModelOpt's sensitivity of each group of linears that it takes together: dicts of `modules` and `score`, the KL of
+    the outputs (nats, summed) with that group alone quantized. `name` is a RolloutFormat.
+
+    Changes `model`. ModelOpt has no scales for 128 channels of a token, so fp8_block's activations have one a token.
+    """
+    import modelopt.torch.quantization as mtq
+
+    weight: dict[str, Any] = {"num_bits": (4, 3), "axis": None}
+    if name == "fp8_block":
+        weight["block_sizes"] = {-1: BLOCK[1], -2: BLOCK[0]}
+    token = {"num_bits": (4, 3), "axis": None, "type": "dynamic", "block_sizes": {-1: None}}
+    rules = [
+        {"quantizer_name": "*", "enable": False},
+        {"quantizer_name": "*weight_quantizer", "cfg": weight},
+        {"quantizer_name": "*input_quantizer", "cfg": token},
+    ]
+    _, state = mtq.auto_quantize(
+        model,
+        constraints={"effective_bits": 12.0},  # of no effect on the scores
+        quantization_formats=[{"quant_cfg": rules, "algorithm": "max"}],
+        data_loader=[torch.tensor([list(row)]) for row in rows],
+        forward_step=lambda model, row: model(row).logits,
+        disabled_layers=["*lm_head*"],  # which no engine of ours quantizes
+        num_calib_steps=len(rows),
+        num_score_steps=len(rows),
+        method="kl_div",
+    )
+    return [
+        dict(modules=list(one["module_names"]), score=float(max(one["scores"])))
+        for one in state["candidate_stats"].values()
+        if not any("lm_head" in module for module in one["module_names"])
+    ]
+
+
 def _share_scales(model: Any, quant: QuantMap) -> None:
     """One weight scale for what the engine stacks: otherwise it would round the smaller parts a second time."""
     for group in quant.fused_groups:

@@ -102,5 +102,4 @@ ALONE = tuple(Map(f"only_{group}", f"blocks, only {group}", "fp8_block", groups=
 KV = (Map("block_kv", "blocks and an FP8 KV cache", "fp8_block", fp8_kv=True),)
 
 WIDE: tuple[Map, ...] = (REFERENCE, BF16, *UNIFORM, *PROMOTED, *ALONE, *KV)
-"""For true shapes, whose last layers no run may reach."""
-NARROW: tuple[Map, ...] = (*WIDE, *ENDS)
+"""All that do not know where the last layer is."""

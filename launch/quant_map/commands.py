@@ -1,0 +1,91 @@
+"""The `evenkeel quant-map` commands. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.recipe_options import Overrides
+from launch.show.output import AsJson, emit
+
+quant_map_app = typer.Typer(help="Which layers the engines hold in FP8, and which not.", no_args_is_help=True)
+
+
+class Format(StrEnum):
+    FP8_BLOCK = "fp8_block"
+    FP8_TENSOR = "fp8_tensor"
+
+
+@quant_map_app.command("suggest")
+def suggest_command(
+    source: Annotated[
+        Path,
+        typer.Argument(help="Recipe, run directory (scores what it sampled) or HF model folder.", show_default=False),
+    ],
+    out: Annotated[Path | None, typer.Option(help="YAML file to write, for rollout.quant_map.")] = None,
+    ess_floor: Annotated[float, typer.Option(min=0.01, max=0.9999, help="Token ESS that the map must hold.")] = 0.98,
+    format_: Annotated[
+        Format | None, typer.Option("--format", help="Format to start from; default: the recipe's, else fp8_block.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=2, help="Rows of tokens; every other one is held out.")] = 32,
+    row_tokens: Annotated[int, typer.Option(min=8, help="Longest row, in tokens.")] = 256,
+    modelopt: Annotated[
+        bool, typer.Option("--modelopt", help="Also rank by ModelOpt's auto_quantize and compare (dense models).")
+    ] = False,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the layers that FP8 hurts most, and promote them until the ESS reaches the floor.
+
+    The learner scores the same rows without quantization, and with each group of layers (qkv, o, gate_up, down; all
+    experts of a layer) quantized alone: its KL is the damage of that group. Groups are then promoted in the order of
+    damage a byte. After each promotion the whole map is scored on the rows that are held out, and the path is shown.
+    Formats are emulated, so no engine and no GPU is needed. A run is scored at its newest checkpoint, on its newest
+    batch; a recipe or a model on responses that transformers samples from the model.
+
+    Exits 1 when the floor is not held even with nothing quantized.
+
+    Example: `evenkeel quant-map suggest runs/demo --ess-floor 0.995 --out demo-map.yaml`
+    """
+    from launch.quant_map.suggest import suggest
+    from launch.quant_map.view import print_suggestion
+
+    result = suggest(
+        source,
+        out,
+        ess_floor=ess_floor,
+        precision=None if format_ is None else format_.value,
+        num_rows=rows,
+        row_tokens=row_tokens,
+        modelopt=modelopt,
+        overrides=overrides or [],
+    )
+    if as_json:
+        emit(result)
+    else:
+        print_suggestion(result)
+    raise typer.Exit(0 if result["reached"] else 1)
+
+
+@quant_map_app.command("show")
+def show_command(
+    file: Annotated[Path, typer.Argument(help="Quant map, such as RUN/policy/000000/quant_map.yaml.")],
+    model: Annotated[
+        Path | None, typer.Option(help="HF folder: checks the names and counts bytes.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a quant map: its base format and its exceptions, and with --model what it costs.
+
+    Example: `evenkeel quant-map show demo-map.yaml --model models/demo`
+    """
+    from launch.quant_map.view import print_map, read_map
+
+    result = read_map(file, model)
+    if as_json:
+        emit(result)
+    else:
+        print_map(result)

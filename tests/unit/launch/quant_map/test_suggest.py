@@ -1,0 +1,125 @@
+"""What `quant-map suggest` does around the measurement: sources, refusals, the comparison, the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.convert.new_model import new_model
+from launch.quant_map.suggest import commented, compare, prompts_of, recipe_of
+from launch.quant_map.view import print_suggestion, read_map
+from pipeline.config.recipe import Recipe
+from pipeline.errors import ModelError, RecipeError
+from precision.formats.quant_map import QuantMap
+from precision.formats.quant_map_file import QuantMapFile
+
+QUANT = QuantMap.for_decoder(2, "fp8_block")
+NAMES = list(QUANT.groups)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    new_model(folder, hidden=32, heads=2, kv_heads=1, head_dim=16, ffn=64)
+    return folder
+
+
+@pytest.fixture
+def recipe(model: Path) -> Recipe:
+    return recipe_of(model, None, None, ())
+
+
+def scores(**planted: float) -> list[dict[str, Any]]:
+    """As ModelOpt gives them: modules and a score, falling in the order of layers unless it is planted."""
+    return [
+        dict(modules=list(modules), score=planted.get(name.rpartition(".")[2], 1.0 / (1 + place)))
+        for place, (name, modules) in enumerate(QUANT.groups.items())
+    ]
+
+
+def figures(ess: float) -> dict[str, float]:
+    return dict(num_tokens=100, mean_abs=0.01, max_abs=0.1, k3=(1 - ess) / 2, ess=ess)
+
+
+def result(path: tuple[str, ...]) -> dict[str, Any]:
+    quant = QUANT.promoted(path)
+    return dict(
+        version=0,
+        ess_floor=0.98,
+        reached=True,
+        start=figures(0.9),
+        gap=figures(0.99),
+        ranking=[
+            dict(group=name, damage=0.1, extra_bytes=100, alone=figures(0.95), promoted=figures(0.91)) for name in NAMES
+        ],
+        path=[dict(group=name, extra_bytes=100, **figures(0.99)) for name in path],
+        quant_map=quant.to_file().model_dump(mode="json"),
+        rows=dict(count=8, tokens=200, sampled_by="model"),
+        out=None,
+    )
+
+
+def test_a_model_starts_from_blocks_and_random_prompts(model: Path, recipe: Recipe) -> None:
+    assert (recipe.rollout.precision, recipe.rollout.quant_map) == ("fp8_block", None)
+    assert recipe_of(model, None, "fp8_tensor", ()).rollout.precision == "fp8_tensor"
+    prompts = prompts_of(model, recipe, 3)
+    assert [len(prompt) for prompt in prompts] == [16] * 3
+
+
+def test_a_recipe_starts_from_its_own_format_and_prompts(model: Path) -> None:
+    changed = [f"model.path={model}", "rollout.precision=fp8_tensor"]
+    recipe = recipe_of(Path("demo"), None, None, changed)
+    assert recipe.rollout.precision == "fp8_tensor"
+    assert prompts_of(Path("demo"), recipe, 2)[0] != prompts_of(Path("demo"), recipe, 2)[1]
+
+
+def test_overrides_belong_to_recipes(model: Path) -> None:
+    with pytest.raises(RecipeError, match="is a model; leave it out"):
+        recipe_of(model, None, None, ["rollout.precision=bf16"])
+
+
+def test_equal_orders_agree_and_reversed_ones_do_not(recipe: Recipe) -> None:
+    ours = [dict(group=name) for name in NAMES]
+    assert compare(ours, scores(), recipe)["agreement"] == 1.0
+    assert compare(ours[::-1], scores(), recipe)["agreement"] == -1.0
+    planted = compare(ours, scores(down_proj=9.0), recipe)
+    assert [one["group"].rpartition(".")[2] for one in planted["ranking"][:2]] == ["down_proj"] * 2
+
+
+def test_groups_that_engines_do_not_know_are_refused(recipe: Recipe) -> None:
+    mixed = [dict(modules=["model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"], score=1.0)]
+    with pytest.raises(ModelError, match="which engines do not"):
+        compare([], mixed, recipe)
+
+
+def test_the_file_says_how_it_came_about_and_is_a_map(tmp_path: Path, model: Path) -> None:
+    path = ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.qkv_proj")
+    file = tmp_path / "map.yaml"
+    file.write_text(commented(result(path), Path("demo")))
+    assert "0.99000 with model.layers.1.mlp.down_proj (+100 bytes)" in file.read_text()
+    assert yaml.safe_load(file.read_text())["base"] == "fp8_block"
+    assert QuantMap.from_file(QuantMapFile.read(file), 2) == QUANT.promoted(path)
+    shown = read_map(file, model)
+    assert len(shown["exceptions"]) == 1 + 3
+    # Of each layer: q 32, k and v 16 rows, o 32, gate, up and down 64 times 32.
+    assert shown["quantized_share"] == pytest.approx(1 - (64 + 64) / (2 * (32 + 16 + 16 + 32 + 3 * 64)))
+
+
+def test_the_tables_name_every_promotion(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = result(("model.layers.1.mlp.down_proj",)) | dict(
+        modelopt=dict(ranking=[dict(group=name, score=1.0) for name in NAMES], agreement=0.97)
+    )
+    print_suggestion(shown)
+    printed = capsys.readouterr().out
+    assert "layers.1.mlp.down_proj" in printed
+    assert "rank correlation with ModelOpt's auto_quantize: 0.97" in printed
+    assert "holds an ESS of 0.98" in printed
+
+
+def test_a_file_that_is_no_map_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "map.yaml").write_text("exceptions: {}\n")
+    with pytest.raises(RecipeError, match="expected `base` and `exceptions`"):
+        read_map(tmp_path / "map.yaml", None)
