@@ -33,7 +33,7 @@ from megatron_bridge.step import passes
 from megatron_bridge.step.expert_replay import replayer
 from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulating, require_emulation, weights_changed
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, plan_micro_batches
-from megatron_bridge.step.mismatch import measure_mismatch
+from megatron_bridge.step.mismatch import MismatchMeter
 from megatron_bridge.step.optimizer import (
     learning_rate,
     reduced_gradient_norm,
@@ -41,6 +41,7 @@ from megatron_bridge.step.optimizer import (
     step_with_clipping,
     wrap_and_optimize,
 )
+from megatron_bridge.step.response_tokens import by_token, known_logprobs, seen_tokens
 from megatron_bridge.weight_sync.export import export_policy
 from megatron_bridge.weights import convert
 from pipeline.config.recipe import LearnerSection
@@ -106,6 +107,7 @@ class MegatronLearner:
         self._objective = objective
         self._rank_zero = RankZero(learner.step_deadline_s)
         self._runner = passes.ObjectiveRunner(objective, self.device)
+        self._meter = MismatchMeter()
         self._warm_ups = warm_up_passes(learner.precision)  # still to do
 
     @staticmethod
@@ -208,9 +210,8 @@ class MegatronLearner:
                 replay=replay,
             )
         grad_norm = self._finite_gradient_norm(gathered, batch.index)
-        seen = _seen_tokens(batch, trained)
-        given = _by_token(batch, advantages)
-        mismatch = _finite_or_refused(lambda: measure_mismatch(gathered, batch, given, seen), batch)
+        seen = seen_tokens(batch, trained)
+        mismatch = _finite_or_refused(lambda: self._meter(gathered, batch, advantages, seen, step=self.step), batch)
         section = self.section.optimizer
         lr = learning_rate(self.step, section, self._total_steps)
         set_learning_rate(self.optimizer, lr, section.weight_decay)
@@ -223,7 +224,7 @@ class MegatronLearner:
             metrics=mismatch.statistics() | self._metrics(gathered, num_tokens, seen) | measured,
             histogram=mismatch.group().histogram.tolist(),
             mismatch=mismatch,
-            logprobs=_known_logprobs(gathered, batch, trained, scored),
+            logprobs=known_logprobs(gathered, batch, trained, scored),
         )
 
     def save(self, directory: Path) -> None:
@@ -307,7 +308,7 @@ class MegatronLearner:
         def tensor(values: NDArray[Any]) -> Tensor:
             return torch.from_numpy(values).to(self.device)
 
-        given = tensor(_by_token(batch, advantages))
+        given = tensor(by_token(batch, advantages))
         rollout, sampled = tensor(batch.rollout_logprobs), tensor(batch.loss_mask)
         present = old_logprobs if scored is None and not self._objective.reads_step_logprobs else scored
         if not self._objective.needs_scoring:
@@ -367,34 +368,3 @@ def _finite_or_refused(work: Callable[[], Result], batch: Batch) -> Result:
         return work()
     except FloatingPointError as error:
         raise NonFiniteError(f"batch {batch.index}: {error}") from error
-
-
-def _by_token(batch: Batch, advantages: NDArray[np.float32]) -> NDArray[np.float32]:
-    if len(advantages) == batch.num_samples:
-        advantages = np.repeat(advantages, batch.response_lengths)
-    elif len(advantages) != batch.num_response_tokens:
-        raise ValueError(
-            f"{len(advantages)} advantages for {batch.num_samples} samples and {batch.num_response_tokens} "
-            "response tokens; give one for each sample or one for each token"
-        )
-    return np.asarray(advantages, np.float32)
-
-
-def _seen_tokens(batch: Batch, trained: NDArray[np.bool_] | None) -> Tensor:
-    """bool [responses]: sampled tokens of the samples that were run through the model."""
-    seen = batch.loss_mask
-    return torch.from_numpy(seen if trained is None else seen & np.repeat(trained, batch.response_lengths))
-
-
-def _known_logprobs(
-    gathered: passes.Gathered,
-    batch: Batch,
-    trained: NDArray[np.bool_] | None,
-    scored: NDArray[np.float32] | None,
-) -> NDArray[np.float32]:
-    """[responses] at the weights before the step; NaN where neither pass looked."""
-    found: NDArray[np.float32] = gathered.logprobs.cpu().numpy()
-    if trained is None:
-        return found
-    otherwise = np.float32(np.nan) if scored is None else scored
-    return np.where(np.repeat(trained, batch.response_lengths), found, otherwise)

@@ -12,28 +12,41 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.step.passes import Gathered
+from megatron_bridge.step.response_tokens import by_token
 from pipeline.data.records import Batch
 from precision.mismatch.statistics import Mismatch, StepTokens
 
 
-def measure_mismatch(gathered: Gathered, batch: Batch, advantages: NDArray[np.float32], seen: Tensor) -> Mismatch:
-    """Of the tokens that are `seen`, bool [responses] on the host; `advantages` is [responses].
+class MismatchMeter:
+    """Called once an optimizer step. It remembers the last one: in the second update on a batch the policy is no longer
+    of the version that the batch is counted by, so all its tokens count as one version older."""
 
-    Raises FloatingPointError on an unusable log-ratio, ValueError when no token is seen.
-    """
-    device = gathered.logprobs.device
+    def __init__(self) -> None:
+        self._last: tuple[int, int] | None = None
+        """Batch and step of the last call."""
 
-    def tensor(values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(device)
+    def __call__(
+        self, gathered: Gathered, batch: Batch, advantages: NDArray[np.float32], seen: Tensor, *, step: int
+    ) -> Mismatch:
+        """Statistics of the tokens that are `seen`, bool [responses] on the host. `advantages` is [samples] or
+        [responses], `step` the number of optimizer steps taken before this one.
 
-    return Mismatch.of_step(
-        StepTokens(
-            learner_logprobs=gathered.logprobs,
-            rollout_logprobs=tensor(batch.rollout_logprobs),
-            seen=seen.to(device),
-            advantages=tensor(advantages),
-            entropy=gathered.entropy,
-            age=tensor(batch.index - batch.policy_version),
-            offsets=tensor(batch.response_offsets),
+        Raises FloatingPointError on an unusable log-ratio, ValueError when no token is seen.
+        """
+        device, later_update = gathered.logprobs.device, self._last == (batch.index, step - 1)
+        self._last = (batch.index, step)
+
+        def tensor(values: NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
+        return Mismatch.of_step(
+            StepTokens(
+                learner_logprobs=gathered.logprobs,
+                rollout_logprobs=tensor(batch.rollout_logprobs),
+                seen=seen.to(device),
+                advantages=tensor(by_token(batch, advantages)),
+                entropy=gathered.entropy,
+                age=tensor(batch.index + int(later_update) - batch.policy_version),
+                offsets=tensor(batch.response_offsets),
+            )
         )
-    )

@@ -88,7 +88,7 @@ class StepTokens:
     entropy: Tensor
     """[responses] nats, of the learner's distribution."""
     age: Tensor
-    """[responses] versions between the policy that sampled the token and the one that trains on it."""
+    """[responses] versions between the policy that sampled the token and the one that trains on it, rounded up."""
     offsets: Tensor
     """int64 [sequences + 1] where each response begins."""
 

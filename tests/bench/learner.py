@@ -29,7 +29,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from launch.convert.new_model import new_model
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.micro_batches import MicroBatch, Split, TokenRows, plan_micro_batches
-from megatron_bridge.step.mismatch import measure_mismatch
 from megatron_bridge.step.passes import packed_rows
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.given_batch import Response, given_batch
@@ -91,9 +90,11 @@ def mismatch_overhead(learner: MegatronLearner) -> dict[str, float]:
     advantages = (batch.reward - batch.reward.mean()).astype(np.float32)
     spent: list[float] = []
 
-    def timed(*arguments: Any) -> Mismatch:
+    meter = learner._meter
+
+    def timed(*arguments: Any, step: int) -> Mismatch:
         started = time.perf_counter()
-        found = measure_mismatch(*arguments)
+        found = meter(*arguments, step=step)
         found.statistics()  # once more than the step does it: what is within the update cannot be timed apart
         spent.append(time.perf_counter() - started)
         return found
@@ -102,7 +103,7 @@ def mismatch_overhead(learner: MegatronLearner) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
         run = RunDirectory(Path(scratch))
         run.make_folders()
-        with patch("megatron_bridge.learner.measure_mismatch", timed):
+        with patch.object(learner, "_meter", timed):
             for number in range(ROUNDS + 1):
                 started = time.perf_counter()
                 mismatch = learner.update(batch, advantages, learner.logprobs(batch)).mismatch
