@@ -37,6 +37,8 @@ class Gathered:
     """float32 [predicted], nats."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """float64 scalars that add up over micro-batches and ranks."""
+    replay: ExpertReplay | None = None
+    """Of the pass; what it found is there once the pass has been checked (expert_replay.replaying)."""
 
     @staticmethod
     def empty(num_predicted: int, device: torch.device | str, names: Sequence[str] = ()) -> Gathered:
@@ -84,6 +86,7 @@ def score(
     scales of layers to be computed again for a backward pass that never comes, and use them up in that of another.
     """
     gathered = Gathered.empty(num_predicted, device)
+    gathered.replay = replay
 
     def collect(micro_batch: MicroBatch, output: tuple[Tensor, Tensor], *, non_loss_data: bool) -> None:
         assert non_loss_data  # how Megatron calls it when only results are collected
