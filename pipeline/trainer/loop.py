@@ -16,7 +16,7 @@ rank 0 alone looks at the run directory; the others do as it tells (Learner.tell
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -36,6 +36,7 @@ from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.mini_batches import merge_updates, mini_batches
 from pipeline.trainer.old_logprobs import OldLogprobs
+from pipeline.trainer.replay_effect import ReplayEffect
 
 
 @dataclass
@@ -122,6 +123,8 @@ class Trainer:
             old_logprobs = self.old_logprobs.of(batch) if self.old_logprobs else None
         scores = self.scores_step and (old_logprobs is None or self.reads_step_logprobs)
         parts, updates = mini_batches(self.advantage_computer, batch, self.updates_per_batch), []
+        with watch.phase("logprobs"):
+            effect = ReplayEffect.before_step(self.learner, parts[0].batch)
         for part in parts:
             with watch.phase("logprobs"):
                 scored = self.learner.logprobs(part.batch) if scores else None
@@ -131,7 +134,9 @@ class Trainer:
                     part.batch, part.advantages, scored, old_logprobs=old, trained=part.trained
                 )
                 updates.append(update)
-        return merge_updates(parts, updates)
+        measured = {} if effect is None else effect.measured(parts[0].batch, updates[0].logprobs)
+        merged = merge_updates(parts, updates)
+        return replace(merged, metrics=merged.metrics | measured)
 
     def _publish(self, step: int) -> dict[str, float]:
         """Give version `step + 1` to the engines when the schedule says so and it is not published already."""
