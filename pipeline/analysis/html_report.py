@@ -18,6 +18,7 @@ from pipeline.analysis.alarm_history import alarm_history
 from pipeline.analysis.bottleneck import phase_shares
 from pipeline.analysis.mismatch_figures import WIDE_TITLES, mismatch_figures
 from pipeline.analysis.objective_figures import advantage_figures, advantage_text, objective_figures
+from pipeline.analysis.routing_figures import ROUTING_TEXT, routing_figures
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
 from pipeline.data.files import write_atomically
@@ -72,6 +73,7 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
             "Every token is scored again by the learner before it is trained on. Equal policies would have ESS 1.",
             [*mismatch, *mismatch_figures(run_log), ("Log-ratio of a token", figures.log_ratio_histogram(run_log))],
         ),
+        ("Experts", ROUTING_TEXT, routing_figures(run_log)),
         (
             "Objective and correction",
             "Shares are of all sampled tokens, whatever the mean of the loss counts alike.",
