@@ -129,6 +129,18 @@ def test_promoting_and_keeping() -> None:
             change([DOWN + "x"])
 
 
+@pytest.mark.parametrize("experts", [None, 12])
+def test_no_name_of_an_exception_is_a_part_of_another_layers_name(experts: int | None) -> None:
+    """Engines that look for substrings (SGLang before 0.5.23) still find the one layer: 1 is not taken for 11."""
+    quant_map = QuantMap.for_decoder(12, "fp8_block", experts)
+    for name, modules in quant_map.groups.items():
+        ignored = quant_map.promoted([name]).ignored_layers()
+        assert set(ignored) == ({name} if name.endswith(".experts") else set(modules))
+        parts = [part.removeprefix("model.") for part in ignored]  # SGLang adds names without the prefix
+        found = {group for group, others in quant_map.groups.items() for part in parts for one in others if part in one}
+        assert found == {name}
+
+
 def test_the_map_needs_no_torch() -> None:
     code = "import sys, precision.formats.quant_map; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
