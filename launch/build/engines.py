@@ -33,6 +33,12 @@ def check_engines(recipe: Recipe) -> None:
             f"rollout.replay_experts is true, but SGLang {dialect.version} is older than 0.5.23, the first one that "
             "is asked for routed experts; install that, or set it to false"
         )
+    kv_cache = option(recipe.rollout.extra_args, "--kv-cache-dtype")
+    if kv_cache not in (None, "auto", "bf16", "bfloat16"):
+        raise RecipeError(
+            f"rollout.extra_args has --kv-cache-dtype {kv_cache}: a published policy holds no scales for it, "
+            "and SGLang would take 1.0 without a word, at which keys above 448 are cut off; leave it out"
+        )
     if has_cuda():
         return
     asked = {name: option(recipe.rollout.extra_args, name) for name in _ON_CPU}

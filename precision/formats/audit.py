@@ -28,6 +28,8 @@ VALUE_TOLERANCE = 2e-3
 REQUANTIZED_TOLERANCE = 3e-2
 """The same where the engine chooses scales itself (fp8_tensor; one scale a row on a GPU, one a shard)."""
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate|up|down)_proj")
+KV_CACHE = "fp8_kv_cache"
+"""The layout of an attention layer whose keys and values are kept in FP8, by one scale each."""
 FULL = "full"
 """The layout of what is not quantized."""
 _SERVED_AS = {"fp8_tensor": ("fp8_tensor", "fp8_channel")}
@@ -153,6 +155,11 @@ def _audit_one(
     found = sorted({one.served_as for one in held})
     if len(found) > 1:
         yield Finding(name, "two formats", f"the ranks of the engine hold it in different formats: {', '.join(found)}")
+    elif should is None and held[0].layout == KV_CACHE:
+        scales = held[0].scales
+        default = ", SGLang's default, which nobody has calibrated" if scales and scales.total == scales.count else ""
+        between = f"scales {scales.smallest:.4g} to {scales.largest:.4g}" if scales else "no scales"
+        yield Finding(name, "format", f"the engine keeps keys and values in {held[0].dtype} with {between}{default}")
     elif should is None and held[0].layout != FULL:
         yield Finding(name, "format", f"the quant map leaves it as it is, but the engine holds it as {found[0]}")
     elif should is not None and found[0] not in _SERVED_AS.get(should, (should,)):

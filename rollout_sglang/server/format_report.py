@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from precision.formats.audit import Held
+from precision.formats.audit import KV_CACHE, Held
 from precision.formats.rollout_format import BLOCK
 from precision.formats.stacks import STACKS
 from precision.formats.weight_statistics import scale_statistics, sum_of_squares
@@ -34,9 +34,10 @@ def _handle(original: Callable[..., Any], checker: Any, *args: Any, **options: A
     action = options.get("action", args[0] if args else None)
     if action != ACTION:
         return original(checker, *args, **options)
+    model = checker._get_model()
     placement = checker._parallelism_info(**{name: options[name] for name in ("role",) if name in options})
     return dict(
-        checksums={name: held.to_json() for name, held in held_modules(checker._get_model())},
+        checksums={name: held.to_json() for name, held in (*held_modules(model), *held_caches(model, _asked_cache()))},
         per_gpu_checksum="",
         parallelism_info=placement.model_dump(),
     )
@@ -58,6 +59,30 @@ def held_modules(model: nn.Module) -> Iterator[tuple[str, Held]]:
                 yield f"{name}.{part}", _held(method, getattr(module, prefix), _scales(module, prefix), None)
         elif isinstance(getattr(module, "weight", None), Tensor):
             yield from _parts(name, module, method)
+
+
+def held_caches(model: nn.Module, asked: str) -> Iterator[tuple[str, Held]]:
+    """Every attention layer that keeps its keys and values in FP8, with their scales: SGLang takes 1.0 where a
+    checkpoint has none. `asked` is the server's --kv-cache-dtype."""
+    config = getattr(model, "quant_config", None)
+    stored = str(getattr(config, "kv_cache_quant_algo", None)).lower() if asked == "auto" else asked
+    if "fp8" not in stored:
+        return
+    for name, module in model.named_modules():
+        if type(module).__name__ == "RadixAttention":
+            known = [getattr(module, scale, None) for scale in ("k_scale_float", "v_scale_float")]
+            scales = torch.tensor([1.0 if scale is None else float(scale) for scale in known])
+            yield name, Held(layout=KV_CACHE, dtype=stored, num_values=0, scales=scale_statistics(scales))
+
+
+def _asked_cache() -> str:
+    """The --kv-cache-dtype of this process's server; `auto` before SGLang 0.5.23, which keeps it elsewhere."""
+    try:
+        from sglang.srt.runtime_context import get_model
+
+        return str(get_model().kv_cache_dtype)
+    except (ImportError, AttributeError):
+        return "auto"
 
 
 def _parts(name: str, module: Any, method: Any) -> Iterator[tuple[str, Held]]:

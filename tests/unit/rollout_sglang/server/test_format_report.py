@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from precision.formats.audit import Held
+from precision.formats.audit import Held, audit
 from precision.formats.formats import dequantize_block, quantize_block, quantize_tensor
 from rollout_sglang.client import FORMATS_ACTION
 from rollout_sglang.server import format_report
@@ -168,3 +168,25 @@ def test_other_actions_stay_sglangs() -> None:
     checker = SimpleNamespace()
     assert format_report._handle(original, checker, action="checksum", role="target") == "checksums"
     assert calls == [((checker,), dict(action="checksum", role="target"))]
+
+
+class RadixAttention(nn.Module):
+    k_scale_float: float | None = None
+    v_scale_float: float | None = None
+
+
+def test_an_fp8_cache_is_reported_with_its_scales_and_is_a_finding() -> None:
+    model = nn.Module()
+    model.attn = RadixAttention()
+    assert list(format_report.held_caches(model, "auto")) == []
+    assert list(format_report.held_caches(model, "bf16")) == []
+    default = dict(format_report.held_caches(model, "fp8_e4m3"))
+    (finding,) = audit([default], {})
+    assert str(finding) == (
+        "attn: the engine keeps keys and values in fp8_e4m3 with scales 1 to 1, SGLang's default, which nobody has "
+        "calibrated"
+    )
+    model.attn.k_scale_float, model.attn.v_scale_float = 0.5, 0.25
+    model.quant_config = SimpleNamespace(kv_cache_quant_algo="FP8")
+    (calibrated,) = audit([dict(format_report.held_caches(model, "auto"))], {})
+    assert str(calibrated) == "attn: the engine keeps keys and values in fp8 with scales 0.25 to 0.5"
