@@ -12,12 +12,17 @@ from safetensors.torch import load_file
 
 from launch.cluster.metric_names import METRICS
 from pipeline.data.event_log import log_files, read_events, read_metrics
+from pipeline.data.quant_maps import read_quant_map
+from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
+from pipeline.ports.weight_check import WeightCheck
+from precision.formats.quant_map_file import QuantMapFile
 from tests.support.engine_forks import forked_engines
 from tests.support.rank_programs import forked_programs
 from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
 from tests.support.scraper import Scraper, free_run_of_ports
 
+EXCEPTION = "model.layers.1.mlp.down_proj"
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 
 
@@ -30,12 +35,15 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tp2(workshop: Path) -> Path:
-    """A finished sync run: TP2, P3O, 128×128-block FP8 rollouts."""
+    """A finished sync run: TP2, P3O, 128×128-block FP8 rollouts with an exception."""
+    quant_map = workshop / "quant_map.yaml"
+    quant_map.write_text(f"base: fp8_block\nexceptions:\n  {EXCEPTION}: full\n")
+    rollout = dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64)
     recipe = make_recipe(
         workshop,
         workshop / "model",
         "tp2",
-        rollout=dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64, precision="fp8_block"),
+        rollout=rollout | dict(precision="fp8_block", quant_map=str(quant_map)),
         learner=dict(tensor_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
     )
     port = free_run_of_ports(4)
@@ -69,6 +77,25 @@ def test_a_real_run_shows_every_number_of_the_table(tp2: Path, workshop: Path) -
     """What dashboard and alerts read is compared with the same table."""
     seen = {name for page in json.loads((workshop / "scraped.json").read_text()) for name in page}
     assert {metric.name for metric in METRICS} - seen <= {"evenkeel_fatal"}, "which only a failed run shows"
+
+
+def test_the_quant_map_is_frozen_and_served(tp2: Path) -> None:
+    """The map's file is no longer needed, and engines, verified at each publish, got the layer as it is."""
+    frozen = RunDirectory(tp2).recipe().rollout.quant_map
+    assert frozen == QuantMapFile(base="fp8_block", exceptions={EXCEPTION: "full"})
+    for version in (3, 4):
+        folder = tp2 / "policy" / f"{version:06d}"
+        assert read_quant_map(folder) == frozen
+        config = json.loads((folder / "config.json").read_text())["quantization_config"]
+        assert config["ignored_layers"] == [EXCEPTION]
+        tensors = json.loads((folder / "manifest.json").read_text())["tensors"]
+        scaled = {name.removesuffix(".weight_scale_inv") for name in tensors if name.endswith("weight_scale_inv")}
+        assert len(scaled) == 13
+        assert EXCEPTION not in scaled
+        check = WeightCheck.load(folder)
+        assert check is not None
+        assert check.formats is not None
+        assert {name for name, kept in check.formats.items() if kept == "float32"} == {EXCEPTION}
 
 
 def test_history_of_tp2(tp2: Path) -> None:
