@@ -72,22 +72,21 @@ class WeightVerifier:
     async def verify(self, engine: EngineClient, version: int, check: WeightCheck | None) -> dict[str, float]:
         """Verify that the engine, paused or not, holds `version`. Afterwards it is named so and not paused.
 
-        Returns checksum_s and probe_s, their sum verify_s, engines_checked (1 if it could show checksums, else 0) and,
-        with a probe, probe_gap_nats. An engine that fails is invalidated. Raises EngineVersionError with what is wrong,
+        Returns checksum_s and probe_s, their sum verify_s, engines_checked (1 if it could show checksums, else 0) and
+        what verify_probe measures. An engine that fails is invalidated. Raises EngineVersionError with what is wrong,
         RetryableError when it does not answer.
         """
         watch = Stopwatch()
         held = await self._named(engine, version, check)
         watch.lap("checksum_s")
         try:
-            gap = await verify_probe(engine, check)
+            measured = await verify_probe(engine, check)
             if held is not None and not (check is not None and check.digests):
                 self._reference.agree(engine, version, check, held)
         except RetryableError:
             await invalidate(engine)
             raise
         watch.lap("probe_s")
-        measured = {} if gap is None else {"probe_gap_nats": gap}
         verify_s = sum(watch.seconds.values())
         return watch.seconds | {"verify_s": verify_s, "engines_checked": float(held is not None)} | measured
 
@@ -150,19 +149,21 @@ async def verify_formats(engine: EngineClient, check: WeightCheck | None, *, dea
         )
 
 
-async def verify_probe(engine: EngineClient, check: WeightCheck | None) -> float | None:
-    """Mean gap of the probe in nats; None without one. The engine must not be paused. Raises EngineVersionError."""
+async def verify_probe(engine: EngineClient, check: WeightCheck | None) -> dict[str, float]:
+    """With a probe, probe_gap_nats, and probe_kernels_nats where the formats were emulated: mean gaps to the learner
+    plainly, and with the rollout's formats. The engine must not be paused. Raises EngineVersionError."""
     if check is None or check.probe is None:
-        return None
+        return {}
     probe = check.probe
-    gap = probe.mean_gap_nats(await engine.prompt_logprobs(probe.rows))
+    scored = await engine.prompt_logprobs(probe.rows)
+    gap, kernels = probe.mean_gap_nats(scored), probe.kernels_nats(scored)
     if gap > probe.max_mean_gap_nats:
         raise EngineVersionError(
             f"engine {engine.index} at {engine.url} scores the probe of version {check.version} {gap:.2g} nats from "
             f"the learner in the mean, allowed {probe.max_mean_gap_nats:.2g} (weights.probe_max_gap_nats): it holds "
             "other weights or scales, or computes otherwise; it gets no requests until it is given weights again"
         )
-    return gap
+    return {"probe_gap_nats": gap} | ({} if kernels is None else {"probe_kernels_nats": kernels})
 
 
 def _compare(engine: EngineClient, version: int, held: Held, expected: Held, whose: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.weight_sync.export import export_policy, prune
+from megatron_bridge.weight_sync.probe import ProbeScorer
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Engines
 from pipeline.ports.weight_check import ChecksumRecorder, Probe, WeightCheck
@@ -46,15 +47,6 @@ class WeightCheckPlan:
         """What the engines should say about the formats that they hold, when they serve `quant`."""
         return None if self.dtype is None else formats_of(quant, self.dtype)
 
-    def probe(self, learner: MegatronLearner) -> Probe:
-        """The probe with the learner's log-probabilities at its present weights. Collective."""
-        scored = learner.score_tokens(self.rows, temperature=1.0)
-        return Probe(
-            rows=self.rows,
-            logprobs=tuple(tuple(row.tolist()) for row in scored),
-            max_mean_gap_nats=self.max_mean_gap_nats,
-        )
-
 
 class DiskChannel:
     """Implements pipeline.ports.weight_update.WeightChannel. Construction is collective."""
@@ -77,17 +69,18 @@ class DiskChannel:
         self._run = run
         self._quant = quant
         self._plan = plan
+        self._probe = ProbeScorer(learner)
         self._keep = keep
         self._rank_zero = RankZero(2 * deadline_s + CONTROL_S)
 
     def publish(self, version: int) -> dict[str, float]:
         """Give the engines the learner's present weights under the name `version`. Collective.
 
-        Returns score_s, export_s, prune_s, publish_s (total) in seconds and what Engines.load reports; {} but on rank
-        0. What fails on rank 0 is raised on every rank, an EvenKeelError as what it is.
+        Returns score_s, export_s, prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what
+        Engines.load reports; {} but on rank 0. What fails on rank 0 is raised on every rank, an EvenKeelError as what it is.
         """
         watch = Stopwatch()
-        probe = self._plan.probe(self._learner)
+        probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
         digests = (
             self._plan.new_checksums()
@@ -109,7 +102,7 @@ class DiskChannel:
         seconds = self._rank_zero.run(lambda: self._load_and_name(version, folder, probe, digests))
         if seconds is None:
             return {}
-        return {**watch.seconds, **seconds, "publish_s": watch.total_s}
+        return {**watch.seconds, **terms, **seconds, "publish_s": watch.total_s}
 
     def wait_for_folder(self) -> None:
         """Returns at once: `publish` completes the folder before it returns."""

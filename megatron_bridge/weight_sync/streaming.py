@@ -32,6 +32,7 @@ from megatron_bridge.weight_sync.buckets import pack
 from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
 from megatron_bridge.weight_sync.export import prune
+from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.transport import WeightTransport
 from megatron_bridge.weights import convert
 from pipeline.data.files import temporary_name
@@ -81,6 +82,7 @@ class StreamedChannel:
         self._share = None if quant is None else quant.restricted(_modules(learner))
         """The part of `quant` that this stage holds: a module whose weight never comes is an error."""
         self._plan = plan
+        self._probe = ProbeScorer(learner)
         self._keep = keep
         self._bucket_bytes = bucket_bytes
         self._folder_deadline_s = deadline_s
@@ -103,13 +105,13 @@ class StreamedChannel:
 
         Returns score_s, lock_s, pause_s (rank 0), connect_s, gather_s, quantize_s, keep_s (digests and host copies),
         transfer_s (slowest rank; with the engines' loading), load_s and what verifying took (slowest engine), publish_s
-        (total), write_s (from the publish before this one until its folder was complete), transfer_bytes (all engines)
-        and engines_failed; {} but on rank 0.
+        (total), write_s (from the publish before this one until its folder was complete), transfer_bytes (all engines),
+        engines_failed, and what ProbeScorer.score measures; {} but on rank 0.
         Raises EngineUnavailableError on every rank when no engine serves the version.
         """
         watch = Stopwatch()
         self.wait_for_folder()
-        probe = self._plan.probe(self._learner)
+        probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
         folder = self._run.policy_directory(version)
         opened = self._rank_sync.all_gather_result(lambda: self._open(folder))[0]
@@ -135,6 +137,7 @@ class StreamedChannel:
         slowest = {name: max(report["seconds"][name] for report in reports) for name in reports[0]["seconds"]}
         return {
             **watch.seconds,
+            **terms,
             **opened["measured"],
             **slowest,
             **closed["measured"],

@@ -19,7 +19,7 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,8 @@ class Probe:
     """Token ids."""
     logprobs: tuple[tuple[float, ...], ...]
     """For each row, the learner's natural log-probabilities of tokens 1 … n-1 at temperature 1, as engines prefill."""
+    quantized: tuple[tuple[float, ...], ...] = ()
+    """The same with the rollout's formats emulated; () where that is not possible."""
     max_mean_gap_nats: float
     """Largest mean |log π_learner − log π_engine| over all tokens at which the engine passes."""
 
@@ -50,10 +52,12 @@ class Probe:
 
         `engine` holds [n - 1] log-probabilities for each row. Raises ValueError for other shapes.
         """
-        pairs = zip(self.logprobs, engine, strict=True)
-        gaps = [np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)) for ours, theirs in pairs]
-        mean = float(np.concatenate(gaps).mean())
-        return mean if np.isfinite(mean) else float("inf")
+        return _mean_gap(self.logprobs, engine)
+
+    def kernels_nats(self, engine: Sequence[NDArray[np.float32]]) -> float | None:
+        """As `mean_gap_nats`, from the learner with the formats emulated: what the engine computes otherwise, its
+        formats apart. None where they could not be emulated."""
+        return _mean_gap(self.quantized, engine) if self.quantized else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +114,26 @@ class ChecksumRecorder(Protocol):
 
 def _probe_from(data: Mapping[str, object]) -> Probe:
     rows, logprobs, allowed = data["rows"], data["logprobs"], data["max_mean_gap_nats"]
+    quantized = data.get("quantized", [])  # absent in folders of before
     if not isinstance(rows, list) or not isinstance(logprobs, list) or not isinstance(allowed, float | int):
         raise ValueError("its probe has fields of other kinds")
     return Probe(
         rows=tuple(tuple(int(token) for token in row) for row in rows),
-        logprobs=tuple(tuple(float(value) for value in row) for row in logprobs),
+        logprobs=_floats(logprobs),
+        quantized=_floats(quantized) if isinstance(quantized, list) else (),
         max_mean_gap_nats=float(allowed),
     )
+
+
+def _floats(rows: list[Any]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(float(value) for value in row) for row in rows)
+
+
+def _mean_gap(learner: Sequence[Sequence[float]], engine: Sequence[NDArray[np.float32]]) -> float:
+    pairs = zip(learner, engine, strict=True)
+    gaps = [np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)) for ours, theirs in pairs]
+    mean = float(np.concatenate(gaps).mean())
+    return mean if np.isfinite(mean) else float("inf")
 
 
 def probe_rows(
