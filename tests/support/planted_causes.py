@@ -1,0 +1,188 @@
+"""Causes of mismatch, planted in a real engine or beside it, and what `evenkeel mismatch` must say of each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from safetensors.torch import load_file, save_file
+
+from launch.mismatch import fresh
+from launch.mismatch.engine import MeasuredEngine
+from launch.mismatch.measure import measure
+from launch.run.begin import seed_policy
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
+from pipeline.data.run_directory import RunDirectory
+from pipeline.ports.weight_check import WEIGHT_CHECK_FILE
+from tests.support.engine_faults import engine_fault
+
+LAYER = "model.layers.1"
+Planting = Callable[["Models"], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Models:
+    """HF folders of one architecture."""
+
+    served: Path
+    """What the engine should serve."""
+    other: Path
+    """Another version of it."""
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One cause."""
+
+    name: str
+    term: str
+    """The term that must grow; "" where none must."""
+    cause: str
+    """What must be named, as findings name it (pipeline.analysis.mismatch.findings)."""
+    where: str = ""
+    """What must be among the places named."""
+    planted: Planting = lambda _: nullcontext()
+    sets: tuple[str, ...] = ()
+    """Overrides of the recipe."""
+    old_policy: bool = False
+    """Whether the learner has moved on to the other version."""
+
+
+def fault(what: str) -> Planting:
+    """In the engine's own process."""
+    return lambda _: engine_fault(what)
+
+
+def served_otherwise(**rollout: Any) -> Planting:
+    """The engine, and the folder that it loads, are made by another recipe than the learner's."""
+
+    @contextmanager
+    def planted(_: Models) -> Iterator[None]:
+        def other(recipe: Recipe) -> Recipe:
+            data = recipe.model_dump(mode="json")
+            return recipe_from({**data, "rollout": {**data["rollout"], **rollout}}, source="a planted cause")
+
+        with (
+            patch.object(fresh, "seed_policy", lambda run, recipe: seed_policy(run, other(recipe))),
+            patch.object(fresh, "MeasuredEngine", lambda run, recipe: MeasuredEngine(run, other(recipe))),
+        ):
+            yield
+
+    return planted
+
+
+def folder_changed(change: Callable[[Path, Models, RunDirectory, Recipe], None]) -> Planting:
+    """What the engine loads is changed after its checksums were worked out."""
+
+    @contextmanager
+    def planted(models: Models) -> Iterator[None]:
+        def seed(run: RunDirectory, recipe: Recipe) -> None:
+            seed_policy(run, recipe)
+            change(run.policy_directory(0), models, run, recipe)
+
+        with patch.object(fresh, "seed_policy", seed):
+            yield
+
+    return planted
+
+
+def _stored_scale(folder: Path, *_: object) -> None:
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[f"{LAYER}.mlp.down_proj.weight_scale_inv"] *= 1.25
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _rope(folder: Path, *_: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for place in (config, config.get("rope_parameters") or {}):
+        if "rope_theta" in place:
+            place["rope_theta"] = 3.0 * place["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _lost_update(folder: Path, models: Models, run: RunDirectory, recipe: Recipe) -> None:
+    """The engine goes on with the other version under this one's name."""
+    check = (folder / WEIGHT_CHECK_FILE).read_bytes()
+    other = RunDirectory(run.path / "other")
+    other.make_folders()
+    data = recipe.model_dump(mode="json")
+    seed_policy(other, recipe_from({**data, "model": {**data["model"], "path": str(models.other)}}, source="planted"))
+    shutil.rmtree(folder)
+    shutil.move(other.policy_directory(0), folder)
+    (folder / WEIGHT_CHECK_FILE).write_bytes(check)
+
+
+GROUP = f"{LAYER}.mlp.gate_up_proj"
+EXCEPTIONS = {f"{LAYER}.mlp.{part}_proj": "full" for part in ("gate", "up")}
+HEAD = "lm_head.weight"
+
+PLANTS = (
+    Plant("nothing but block FP8", "quantization", "quantization"),
+    Plant("float32 rollouts", "", "", sets=("rollout.precision=fp32",)),
+    Plant("the engine serves an older policy", "staleness", "staleness", old_policy=True),
+    Plant("the sampler divides by 1.2 × the temperature", "decoding", "temperature", planted=fault("temperature 1.2")),
+    Plant(
+        "one layer's gate and up in full precision",
+        "kernels",
+        f"full:{GROUP}",
+        GROUP,
+        served_otherwise(quant_map=dict(base="fp8_block", exceptions=EXCEPTIONS)),
+    ),
+    Plant(
+        "one module's stored scales × 1.25",
+        "kernels",
+        "checksums",
+        f"{LAYER}.mlp.down_proj.weight_scale_inv",
+        folder_changed(_stored_scale),
+    ),
+    Plant(
+        "one module's product × 1.25, its parameters right",
+        "kernels",
+        f"scale:{LAYER}.self_attn.o_proj",
+        f"{LAYER}.self_attn.o_proj",
+        fault(f"scale {LAYER}.self_attn.o_proj 1.25"),
+    ),
+    Plant("cached values rounded to e4m3 while decoding", "decoding", "decoding", planted=fault("decode_attention")),
+    Plant("activations not quantized", "kernels", "weights_only", planted=fault("weights_only")),
+    Plant("the LM head in bfloat16", "kernels", "checksums", HEAD, fault("bf16_head")),
+    Plant(
+        "per-tensor in place of block FP8",
+        "kernels",
+        "format:fp8_tensor",
+        planted=served_otherwise(precision="fp8_tensor"),
+    ),
+    Plant("no quantization at all", "kernels", "full:all", planted=served_otherwise(precision="fp32")),
+    Plant("a weight update that was lost", "kernels", "checksums", planted=folder_changed(_lost_update)),
+    Plant("another RoPE base in the engine's config", "kernels", "kernels", planted=folder_changed(_rope)),
+)
+
+
+def measured_plant(plant: Plant, models: Models, out: Path, *, num_prompts: int, sets: Sequence[str] = ()) -> Any:
+    """What `evenkeel mismatch demo --json` prints with the cause planted. Engines must be forked
+    (tests.support.engine_forks)."""
+    with plant.planted(models):
+        return measure(
+            Path("demo"),
+            [f"model.path={models.served}", *sets, *plant.sets],
+            out=out,
+            num_prompts=num_prompts,
+            now=models.other if plant.old_policy else None,
+            batch=None,
+            locate=True,
+        )
+
+
+def is_named(plant: Plant, result: Mapping[str, Any]) -> bool:
+    """Whether the first finding is the planted cause, at its place."""
+    cause = result["cause"]
+    if not plant.cause:
+        return cause is None
+    return cause is not None and cause["cause"] == plant.cause and (not plant.where or plant.where in cause["where"])
