@@ -77,8 +77,8 @@ class DiskChannel:
         """Give the engines the learner's present weights under the name `version`. Collective.
 
         Returns score_s, export_s, prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what
-        Engines.load reports; {} but on rank 0. What fails on rank 0 is raised on every rank, an EvenKeelError as what it
-        is.
+        Engines.load reports; {} but on rank 0. What fails on rank 0 is raised on every rank, an EvenKeelError as what
+        it is.
         """
         watch = Stopwatch()
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)

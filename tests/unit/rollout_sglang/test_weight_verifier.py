@@ -65,8 +65,19 @@ def test_weights_are_checked_before_the_engine_goes_on_and_answers_before_it_is_
         *("model_info", "weights_checker", "update_weight_version", "continue_generation", "generate"),
     ]
     assert measured["probe_gap_nats"] == pytest.approx(0)
+    assert "probe_kernels_nats" not in measured
     assert measured["engines_checked"] == 2
     assert [engine.version for engine in engines] == ["1", "1"]
+
+
+def test_the_formats_are_taken_out_of_the_gap_where_they_are_emulated(
+    tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]
+) -> None:
+    emulated = replace(PROBE, logprobs=((-2.3 / 8, -4 / 8), (-6 / 8,)), quantized=((-2 / 8, -4.3 / 8), (-6 / 8,)))
+    measured = asyncio.run(fleet.load(1, tmp_path, WeightCheck(version=1, probe=emulated, digests=DIGESTS)))
+    assert measured["probe_gap_nats"] == pytest.approx(0.3 / 8 / 3)
+    assert measured["probe_kernels_nats"] == pytest.approx(0.3 / 8 / 3)
+    assert len(engines) == 2
 
 
 @pytest.mark.parametrize("damage", ["weights", "answers"])

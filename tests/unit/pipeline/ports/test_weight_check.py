@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ def test_a_check_comes_back_from_its_folder_as_it_was(tmp_path: Path) -> None:
     for check in (
         WeightCheck(version=3, probe=PROBE, digests=({"a": "00ff"}, {"a": "11ff"})),
         WeightCheck(version=0, digests=({"a": "00ff"},)),
+        WeightCheck(version=4, probe=replace(PROBE, quantized=((-1.1, -2.4), (-0.2,)))),
     ):
         check.save(tmp_path)
         assert WeightCheck.load(tmp_path) == check
