@@ -52,7 +52,7 @@ class Rows:
     sampled: list[NDArray[np.float64]]
     """Decode logprobs of the response tokens."""
 
-    def gaps(self, learner: Sequence[NDArray[np.float32]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def gaps(self, learner: Sequence[NDArray[Any]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """|learner − engine| on prompt tokens and on sampled tokens; `learner` rows hold tokens 1 … n-1."""
         splits = [(row[: len(p)], row[len(p) :]) for row, p in zip(learner, self.prompt, strict=True)]
         prompt = [np.abs(ours - theirs) for (ours, _), theirs in zip(splits, self.prompt, strict=True)]
@@ -110,26 +110,36 @@ def compare_fp32(
 
 
 def compare_fp8(folder: Path, model: Path, precision: str) -> dict[str, float]:
-    """Mean gap of the plain and of the emulating learner, on sampled tokens and, after a publish, on all tokens.
-    `closed_share` is the share of the gap that emulation closes, the smaller of the two."""
+    """Mean gaps of the plain and of the emulating learner: to the engine's prefill of all tokens, before and after a
+    publish, and to its decoding of the sampled ones.
+
+    `closed_share` is the share of the gap to a prefill that emulation closes, the smaller of the two. Decoding sums in
+    another order: what engine's decoding and prefill differ by (`mean_gap_decode_prefill`) is rounding luck that no
+    emulation can close; see ops/decisions/0007.
+    """
     recipe = parity_recipe(folder, precision, model, precision, {})
     run = prepare(recipe)
     with Engine(run, recipe) as engine:
         rows = asyncio.run(engine.sample())
+        prefill = asyncio.run(engine.prefill(rows.tokens))
         scores = score_in_ranks(engine, run, recipe, rows.tokens, publish=1)
         again = asyncio.run(engine.prefill(rows.tokens))
-    plain, emulated = (float(rows.gaps(scores[key])[1].mean()) for key in ("before", "before_emulated"))
-    after, after_emulated = (
-        float(np.mean([np.abs(o - t).mean() for o, t in zip(scores[key], again, strict=True)]))
-        for key in ("after", "after_emulated")
-    )
+    plain, emulated = (_mean_gap(scores[key], prefill) for key in ("before", "before_emulated"))
+    after, after_emulated = (_mean_gap(scores[key], again) for key in ("after", "after_emulated"))
     return dict(
         mean_gap=plain,
         mean_gap_emulated=emulated,
         mean_gap_published=after,
         mean_gap_published_emulated=after_emulated,
+        mean_gap_decoded=float(rows.gaps(scores["before"])[1].mean()),
+        mean_gap_decoded_emulated=float(rows.gaps(scores["before_emulated"])[1].mean()),
+        mean_gap_decode_prefill=float(rows.gaps(prefill)[1].mean()),
         closed_share=min(1 - emulated / plain, 1 - after_emulated / after),
     )
+
+
+def _mean_gap(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[np.float64]]) -> float:
+    return float(np.concatenate([np.abs(o - t) for o, t in zip(ours, theirs, strict=True)]).mean())
 
 
 def parity_recipe(folder: Path, name: str, model: Path, precision: str, sizes: dict[str, int]) -> Recipe:
