@@ -32,8 +32,8 @@ from rollout_sglang.protocol import (
 from rollout_sglang.server.sglang_compat import ABORTED, DialectOf
 from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
 
-FORMATS_ACTION = "formats"
-"""rollout_sglang.server.format_report.ACTION; that module loads torch."""
+FORMATS, STATISTICS = "formats", "statistics"
+"""As in rollout_sglang.server.format_report, which loads torch."""
 CONTROL_DEADLINE_S = 30.0
 """For calls that an engine answers between two of its steps: pause, continue, names of weights."""
 
@@ -201,10 +201,10 @@ class EngineClient:
         route (older ones) or refuses the engine's quantization (newer ones)."""
         return await self._check_weights("checksum", deadline_s)
 
-    async def formats(self, *, deadline_s: float) -> list[dict[str, Held]] | None:
-        """For each tensor parallel rank, module → in which format the engine holds it, and with which scales. None when
-        the server has no such route, or was not started by this package."""
-        ranks = await self._check_weights(FORMATS_ACTION, deadline_s)
+    async def formats(self, *, deadline_s: float, statistics: bool = False) -> list[dict[str, Held]] | None:
+        """For each tensor parallel rank, module → in which format the engine holds it; with `statistics`, its scales
+        and norm as well. None when the server has no such route, or was not started by this package."""
+        ranks = await self._check_weights(STATISTICS if statistics else FORMATS, deadline_s)
         if ranks is None:
             return None
         try:

@@ -34,7 +34,7 @@ async def audit_engine(
     (rollout_sglang.weights.update_lease): engines tell nobody else. Raises EngineVersionError when the engine cannot
     tell.
     """
-    ranks = await engine.formats(deadline_s=deadline_s)
+    ranks = await engine.formats(deadline_s=deadline_s, statistics=True)
     if ranks is None:
         raise EngineVersionError(
             f"engine {engine.index} at {engine.url} cannot tell in which formats it holds its weights; start it by "

@@ -1,4 +1,5 @@
-"""An engine says in which formats it holds its weights: `POST /weights_checker {"action": "formats"}`.
+"""An engine says in which formats it holds its weights: `POST /weights_checker {"action": "formats"}`. With the action
+`statistics` it says their scales and norms as well, for which it reads all of them.
 
 SGLang's own route asks each of an engine's processes and gathers their answers, text by name of parameter. This adds an
 action to it, in which the text describes a module (precision.formats.audit.Held) instead of being a checksum. Nothing
@@ -9,7 +10,7 @@ loading: the method that multiplies, the dtype, the scales.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from precision.formats.rollout_format import BLOCK
 from precision.formats.stacks import STACKS
 from precision.formats.weight_statistics import scale_statistics, sum_of_squares
 
-ACTION = "formats"
+FORMATS, STATISTICS = "formats", "statistics"
 
 
 def register_hooks() -> None:
@@ -32,23 +33,29 @@ def register_hooks() -> None:
 def _handle(original: Callable[..., Any], checker: Any, *args: Any, **options: Any) -> Any:
     """SGLang's signature; other actions are its own."""
     action = options.get("action", args[0] if args else None)
-    if action != ACTION:
+    if action not in (FORMATS, STATISTICS):
         return original(checker, *args, **options)
     model = checker._get_model()
     placement = checker._parallelism_info(**{name: options[name] for name in ("role",) if name in options})
     return dict(
-        checksums={name: held.to_json() for name, held in (*held_modules(model), *held_caches(model, _asked_cache()))},
+        checksums={
+            name: held.to_json()
+            for name, held in (
+                *held_modules(model, statistics=action == STATISTICS),
+                *held_caches(model, _asked_cache()),
+            )
+        },
         per_gpu_checksum="",
         parallelism_info=placement.model_dump(),
     )
 
 
 @torch.no_grad()
-def held_modules(model: nn.Module) -> Iterator[tuple[str, Held]]:
+def held_modules(model: nn.Module, *, statistics: bool = True) -> Iterator[tuple[str, Held]]:
     """Every module of the model that multiplies by a weight, under the name of its Hugging Face module.
 
     Parts of a stacked matrix are told apart. The experts of a layer are two modules, `….experts.gate_up_proj` and
-    `….experts.down_proj`.
+    `….experts.down_proj`. Without `statistics` no weight is read, only its kind and size.
     """
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -56,9 +63,11 @@ def held_modules(model: nn.Module) -> Iterator[tuple[str, Held]]:
             continue
         if isinstance(getattr(module, "w13_weight", None), Tensor):
             for part, prefix in (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight")):
-                yield f"{name}.{part}", _held(method, getattr(module, prefix), _scales(module, prefix), None)
+                values = _Values(getattr(module, prefix), _scales(module, prefix))
+                yield f"{name}.{part}", _held(method, values, statistics)
         elif isinstance(getattr(module, "weight", None), Tensor):
-            yield from _parts(name, module, method)
+            for part, values in _parts(name, module):
+                yield part, _held(method, values, statistics)
 
 
 def held_caches(model: nn.Module, asked: str) -> Iterator[tuple[str, Held]]:
@@ -85,38 +94,44 @@ def _asked_cache() -> str:
         return "auto"
 
 
-def _parts(name: str, module: Any, method: Any) -> Iterator[tuple[str, Held]]:
+class _Values(NamedTuple):
+    """Of a weight, or of its part in a stacked one."""
+
+    weight: Tensor
+    scales: Tensor | None
+    exact: Tensor | None = None
+    """The values that are multiplied by, where the layer keeps them beside the weight."""
+
+
+def _parts(name: str, module: Any) -> Iterator[tuple[str, _Values]]:
     """A linear layer, or the linear layers that were stacked into one."""
     before, _, own = name.rpartition(".")
     sizes = list(getattr(module, "output_partition_sizes", ()))
     weight, scales = _by_rows(module.weight.data, sum(sizes)), _scales(module, "weight")
     exact = getattr(module, "dequantized_weight", None)  # the CPU's, see rollout_sglang.cpu.fp8
     if own not in STACKS or len(sizes) != len(STACKS[own]) or weight.shape[0] != sum(sizes):
-        yield name, _held(method, weight, scales, exact)
+        yield name, _Values(weight, scales, exact)
         return
     start = 0
     for part, size in zip(STACKS[own], sizes, strict=True):
         rows = slice(start, start + size)
-        yield (
-            f"{before}.{part}",
-            _held(
-                method, weight[rows], _scales_of_rows(scales, rows, sum(sizes)), None if exact is None else exact[rows]
-            ),
-        )
+        own_scales = _scales_of_rows(scales, rows, sum(sizes))
+        yield f"{before}.{part}", _Values(weight[rows], own_scales, None if exact is None else exact[rows])
         start += size
 
 
-def _held(method: Any, weight: Tensor, scales: Tensor | None, exact: Tensor | None) -> Held:
-    """`exact`: the values that are multiplied by, where the layer keeps them beside the weight."""
+def _held(method: Any, values: _Values, statistics: bool) -> Held:
+    weight, scales, exact = values
     packed = scales is not None and not scales.is_floating_point()  # four powers of two in an int32 (DeepGEMM)
-    known = scales is not None and not packed
-    squares = None if packed else sum_of_squares(weight if exact is None else exact, scales if exact is None else None)
+    squares = None
+    if statistics and not packed:
+        squares = sum_of_squares(weight, scales) if exact is None else sum_of_squares(exact)
     return Held(
         layout=_layout(method, weight, scales),
         dtype=str(weight.dtype).removeprefix("torch."),
         num_values=weight.numel(),
         squares=squares,
-        scales=scale_statistics(scales) if scales is not None and known else None,
+        scales=scale_statistics(scales) if statistics and scales is not None and not packed else None,
     )
 
 

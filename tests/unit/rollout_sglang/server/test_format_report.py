@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from precision.formats.audit import Held, audit
 from precision.formats.formats import dequantize_block, quantize_block, quantize_tensor
-from rollout_sglang.client import FORMATS_ACTION
+from rollout_sglang.client import FORMATS, STATISTICS
 from rollout_sglang.server import format_report
 
 
@@ -67,7 +67,7 @@ def norm_of(held: Held) -> float:
 
 
 def test_the_client_asks_for_this() -> None:
-    assert format_report.ACTION == FORMATS_ACTION
+    assert (format_report.FORMATS, format_report.STATISTICS) == (FORMATS, STATISTICS)
 
 
 def test_stacked_parts_are_told_apart() -> None:
@@ -156,6 +156,21 @@ def test_a_mixture_is_two_modules() -> None:
     exact = torch.stack([dequantize_block(*pair) for pair in pairs])
     assert (held.layout, held.num_values) == ("fp8_block", first.numel())
     assert norm_of(held) == pytest.approx(float(exact.norm()), rel=1e-5)
+
+
+def test_formats_alone_read_no_weight() -> None:
+    class Unreadable(torch.Tensor):
+        def float(self, *_: Any, **__: Any) -> Tensor:
+            raise AssertionError("the weight was read")
+
+    made = layer(UnquantizedLinearMethod(), output_partition_sizes=[4])
+    made.weight = nn.Parameter(torch.ones(4, 4).as_subclass(Unreadable), requires_grad=False)
+    with pytest.raises(AssertionError, match="was read"):
+        list(format_report.held_modules(made))
+    model = nn.Module()
+    model.add_module("o_proj", made)
+    (held,) = dict(format_report.held_modules(model, statistics=False)).values()
+    assert (held.layout, held.num_values, held.squares, held.scales) == ("full", 16, None, None)
 
 
 def test_other_actions_stay_sglangs() -> None:
