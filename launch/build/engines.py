@@ -109,7 +109,7 @@ def check_map_dtype(recipe: Recipe, file: QuantMapFile) -> None:
     try:
         file.check_dtype(engine_dtype(recipe))
     except ValueError as error:
-        raise RecipeError(f"rollout.{error}") from error
+        raise RecipeError(f"rollout.quant_map: {error}") from error
 
 
 def engine_dtype(recipe: Recipe) -> Literal["float32", "bfloat16"]:

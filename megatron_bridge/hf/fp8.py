@@ -58,7 +58,7 @@ def _stored_quantization(quant: QuantMap) -> dict[str, Any]:
     stored = quant.to_hf_quantization_config()
     if stored is None:  # fp8_tensor: as an engine's input plain weights, here stored
         stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
-        stored["ignored_layers"] = ["lm_head"]
+        stored["ignored_layers"] = ["lm_head", *quant.ignored_layers()]
     return stored
 
 

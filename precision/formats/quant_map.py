@@ -212,7 +212,7 @@ class QuantMap:
             if name not in known:
                 near = get_close_matches(name, [*known, *self.groups], n=1, cutoff=0.0)[0]
                 raise ValueError(
-                    f"quant map: the model has no linear layer {name!r}, the nearest name is {near}; "
+                    f"the model has no linear layer {name!r}, the nearest name is {near}; "
                     "name layers exactly, as in the model's safetensors without .weight"
                 )
 

@@ -61,7 +61,7 @@ class QuantMapFile(Settings):
         for module, name in (("base", self.base), *self.exceptions.items()):
             if ENGINE_DTYPES.get(name, dtype) != dtype:
                 raise ValueError(
-                    f"quant map: {module} is {name}, but the engines of this run compute in {dtype}, which is the only "
+                    f"{module} is {name}, but the engines of this run compute in {dtype}, which is the only "
                     "dtype they hold beside FP8; write full, or change learner.precision"
                 )
 

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 from launch.build import engines
-from launch.build.components import build_sampling
-from launch.build.engines import check_engines, engine_dtype, engine_spec
+from launch.build.components import build_quant_map, build_sampling
+from launch.build.engines import check_engines, engine_dtype, engine_spec, served_formats
 from launch.convert.new_model import new_model
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.quant_maps import write_quant_map
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import RecipeError
+from pipeline.errors import RecipeError, StoreError
+from precision.formats.quant_map_file import QuantMapFile
 from rollout_sglang.server.start import command
 
 
@@ -129,6 +131,67 @@ def test_the_recipe_for_one_gpu_is_refused_on_a_cpu_in_one_line(monkeypatch: pyt
     assert "\n" not in str(no.value)
     monkeypatch.setattr(engines, "has_cuda", lambda: True)
     check_engines(recipe)
+
+
+def mapped(tmp_path: Path, precision: str, quant_map: QuantMapFile) -> Recipe:
+    if not (tmp_path / "model").exists():
+        new_model(tmp_path / "model", layers=2)
+    data = dict(
+        run=dict(name="run", root=str(tmp_path), steps=1),
+        model=dict(path=str(tmp_path / "model")),
+        task=dict(name="sort_digits"),
+        rollout=dict(precision=precision, quant_map=quant_map.model_dump()),
+    )
+    return recipe_from(data, source="test")
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize("precision", ["fp8_block", "fp8_tensor"])
+def test_an_engine_is_told_the_map_of_the_folder_that_it_starts_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    monkeypatch.setattr(engines, "has_cuda", lambda: False)
+    recipe = mapped(tmp_path, precision, QuantMapFile(base=precision))  # type: ignore[arg-type]
+    assert served_formats(recipe, tmp_path) == dict(precision=precision)
+    write_quant_map(tmp_path, QuantMapFile(base=precision, exceptions={DOWN: "full"}))  # type: ignore[arg-type]
+    assert served_formats(recipe, tmp_path) == dict(precision=precision, full_precision=(DOWN,))
+    write_quant_map(tmp_path, QuantMapFile(base="full"))
+    assert served_formats(recipe, tmp_path) == dict(precision="fp32")
+    write_quant_map(tmp_path, QuantMapFile(base=precision, exceptions={DOWN: "bf16"}))  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"rollout\.quant_map: .*down_proj is bf16, but .* compute in float32"):
+        served_formats(recipe, tmp_path)
+    write_quant_map(tmp_path, QuantMapFile(base=precision, exceptions={"model.layers.9.mlp.down_proj": "full"}))  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"no linear layer 'model\.layers\.9.*nearest name is model\.layers\."):
+        served_formats(recipe, tmp_path)
+    (tmp_path / "quant_map.yaml").write_text("base: [")
+    with pytest.raises(StoreError, match=r"quant_map\.yaml is not YAML"):
+        served_formats(recipe, tmp_path)
+
+
+def test_a_recipes_map_is_checked_against_the_model_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"rollout\.quant_map: .*no linear layer 'down_proj'"):
+        build_quant_map(mapped(tmp_path, "fp8_block", QuantMapFile(base="fp8_block", exceptions={"down_proj": "full"})))
+    found = build_quant_map(mapped(tmp_path, "fp8_block", QuantMapFile(base="fp8_block", exceptions={DOWN: "full"})))
+    assert found is not None
+    assert found.unquantized == (DOWN,)
+
+
+def test_a_recipes_map_and_its_precision_are_one_format(tmp_path: Path) -> None:
+    for precision in ("fp32", "fp8_tensor"):
+        with pytest.raises(RecipeError, match=f"quant_map names fp8_block, but precision is {precision}"):
+            mapped(tmp_path, precision, QuantMapFile(base="fp8_block"))
+    with pytest.raises(RecipeError, match="quant_map names mxfp8, but precision is fp32"):
+        mapped(tmp_path, "fp32", QuantMapFile(base="mxfp8"))
+
+
+def test_an_fp8_cache_without_scales_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cuda in (True, False):
+        monkeypatch.setattr(engines, "has_cuda", lambda cuda=cuda: cuda)
+        with pytest.raises(RecipeError, match=r"--kv-cache-dtype fp8_e4m3: .* SGLang would take 1\.0 without a word"):
+            check_engines(recipe_of(extra=("--kv-cache-dtype=fp8_e4m3",)))
+    check_engines(recipe_of(extra=("--kv-cache-dtype", "auto")))
 
 
 def test_a_cpu_takes_what_a_cpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
