@@ -103,6 +103,22 @@ def test_a_share_is_audited_as_a_whole_model_is(stream: Stream) -> None:
         list(stream(second.items(), share))
 
 
+def test_a_share_keeps_its_exceptions() -> None:
+    """As a pipeline stage sends them: unquantized, and missed when they do not come."""
+    down = "model.layers.1.mlp.down_proj"
+    second = {name: tensor for name, tensor in state().items() if ".1." in name}
+    share = (
+        QuantMap.for_decoder(2, "fp8_block")
+        .promoted([down])
+        .restricted(name.removesuffix(".weight") for name in second)
+    )
+    assert share.unquantized == (down,)
+    assert torch.equal(dict(quantize_state(second.items(), share))[f"{down}.weight"], second[f"{down}.weight"])
+    del second[f"{down}.weight"]
+    with pytest.raises(ValueError, match=r"1 modules .* first model\.layers\.1\.mlp\.down_proj"):
+        list(quantize_state(second.items(), share))
+
+
 def test_a_share_must_not_cut_a_stack() -> None:
     with pytest.raises(ValueError, match=r"k_proj, .*v_proj are stacked .* only model\.layers\.0\.self_attn\.q_proj"):
         QuantMap.for_decoder(1, "fp8_block").restricted(["model.layers.0.self_attn.q_proj"])
