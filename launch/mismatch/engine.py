@@ -8,10 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.build.components import build_prompts, build_sampling, build_tokenizer
+from launch.build.components import build_prompts, build_quant_map, build_sampling, build_tokenizer
+from launch.build.engines import engine_dtype
 from launch.mismatch.rows import SampledRows
 from launch.run.one_engine import OneEngine
+from launch.verify.formats import audit_engine
+from pipeline.analysis.mismatch.measured import Audit, Misheld
 from pipeline.data.records import Completion, Prompt
+from pipeline.errors import EngineVersionError
 from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.client import EngineClient
 from rollout_sglang.weights.update_lease import fresh_number
@@ -28,6 +32,9 @@ class MeasuredEngine(OneEngine):
     """Parameters that the engine holds otherwise than they were written, as it names them; () if that is not known."""
     compared: int = 0
     """Parameters that were compared."""
+    misheld: tuple[Misheld, ...] = ()
+    """Modules that it holds in another format, or with other scales or values, than the quant map and the published
+    folder say (precision.formats.audit)."""
 
     async def verify(self) -> None:
         """Compare and note. The engine is named verified all the same: what it does is to be measured."""
@@ -114,12 +121,32 @@ class MeasuredEngine(OneEngine):
         return client
 
     async def _compare(self, client: EngineClient, version: int) -> None:
-        held = await client.checksums(deadline_s=self.recipe.weights.publish_deadline_s)
+        deadline_s = self.recipe.weights.publish_deadline_s
+        held = await client.checksums(deadline_s=deadline_s)
         check = WeightCheck.load(self.run.policy_directory(version))
         await client.name(version)
+        await self._audit(client, version)
         if held is None or check is None or not check.digests:
             return
         pairs = zip(held, check.digests, strict=True)
         wrong = {name for ours, theirs in pairs for name, digest in theirs.items() if ours.get(name) != digest}
         self.differing = tuple(sorted({*self.differing, *wrong}))
         self.compared = sum(map(len, check.digests))
+
+    async def _audit(self, client: EngineClient, version: int) -> None:
+        try:
+            found = await audit_engine(
+                client,
+                build_quant_map(self.recipe),
+                engine_dtype(self.recipe),
+                published=self.run.policy_directory(version),
+                deadline_s=self.recipe.weights.publish_deadline_s,
+            )
+        except EngineVersionError:  # an engine that cannot tell
+            return
+        self.misheld += tuple(Misheld(module=one.module, kind=one.kind, message=one.message) for one in found)
+
+    @property
+    def audit(self) -> Audit:
+        """What was found."""
+        return Audit(compared=self.compared, differing=self.differing, misheld=self.misheld)

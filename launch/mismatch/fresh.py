@@ -17,7 +17,7 @@ from launch.mismatch.engine import MeasuredEngine
 from launch.mismatch.rows import SampledRows
 from launch.mismatch.scoring import Job, VersionRows, score_in_ranks
 from launch.run.begin import preflight, seed_policy
-from pipeline.analysis.mismatch.measured import Audit, Measured
+from pipeline.analysis.mismatch.measured import Measured
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
@@ -37,7 +37,7 @@ def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate
         with MeasuredEngine(run, local) as engine:
             rows = engine.sample_task(num_prompts)
             prefill = engine.score(rows.tokens, temperature)
-            audit = Audit(compared=engine.compared, differing=engine.differing)
+            audit = engine.audit
         job = _job(local, rows, now, locate)
         learner = score_in_ranks(run, local, job)
     num_responses = len(rows.decode)

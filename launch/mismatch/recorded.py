@@ -164,13 +164,13 @@ def _prefill(
             asked = job.part(part.rows)
             scored = engine.score(asked.tokens, temperature)
             if scored is None:
-                return None, Audit(compared=engine.compared, differing=engine.differing)
+                return None, engine.audit
             here = np.isin(rows.row, part.rows)
             values = SampledRows(
                 tokens=asked.tokens, prompt_lengths=asked.prompt_lengths, decode=rows.decode[here]
             ).responses(scored)
             found[here] = np.where(recorded.batch.policy_version[here] == part.number, values, found[here])
-        return found, Audit(compared=engine.compared, differing=engine.differing)
+        return found, engine.audit
 
 
 def _write_policy(run: RunDirectory, recipe: Recipe, part: VersionRows) -> None:

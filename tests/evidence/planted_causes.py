@@ -2,7 +2,8 @@
 
     python -m tests.evidence.planted_causes --model MODEL --other ANOTHER_VERSION [--only WORDS] [--out FOLDER]
 
-Exits 1 when one is not named, when a term other than its own moves, or when the terms of a token do not add up.
+Causes that have a result in FOLDER are not planted again. Exits 1 when one is not named, or when the terms of a token
+do not add up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.engine_forks import forked_engines
-from tests.support.planted_causes import PLANTS, Models, Plant, is_named, measured_plant
+from tests.support.planted_causes import PLANTS, Models, Plant, is_named, measured_plant, said_by_scores
 from tests.support.rank_programs import forked_programs
 
 LARGEST_ERROR = 1e-6
@@ -25,12 +26,17 @@ def row(plant: Plant, result: dict[str, Any]) -> list[str]:
     """Of the table: the cause, what each term is, what was named."""
     cause = result["cause"]
     places = [] if cause is None else cause["where"]
-    named = "nothing" if cause is None else cause["cause"]
-    if places and named == "checksums":
-        named += f": {places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+    named = "nothing" if cause is None else f"`{cause['cause']}`"
+    if places and plant.where:
+        shown = plant.where if plant.where in places else places[0]
+        named += f": {shown}" + (f" and {len(places) - 1} more" if len(places) > 1 else "")
     sizes = [f"{result['terms'][term]['mean_abs']:.2g}" for term in TERMS]
+    alone = ""
+    if plant.suspect:
+        alone = f"`{said_by_scores(result)}`, {100 * result['suspects']['kernels'][0]['explained']:.0f} %"
     fine = is_named(plant, result) and result["largest_error"] <= LARGEST_ERROR
-    return [plant.name, *sizes, f"{result['total']['ess']:.4f}", f"`{named}`", "yes" if fine else "NO"]
+    ess = f"{result['total']['ess']:.4f}"
+    return [plant.name, *sizes, ess, named, alone, "yes" if fine else "NO"]
 
 
 def main() -> None:
@@ -39,19 +45,24 @@ def main() -> None:
     parser.add_argument("--other", type=Path, required=True, help="HF folder of another version of it")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--only", default="", help="only causes whose name holds these words")
+    parser.add_argument("--set", action="append", default=[], help="override a key of the recipe, demo")
     parser.add_argument("--out", type=Path, default=Path("runs/planted-causes"))
     options = parser.parse_args()
     models = Models(options.model.absolute(), options.other.absolute())
-    header = ["planted", *TERMS, "ESS", "named first", "right"]
+    header = ["planted", *TERMS, "ESS", "named first", "the scores alone say", "right"]
     print("| " + " | ".join(header) + " |\n|" + "---|" * len(header), flush=True)
     rows = []
     with forked_engines(), forked_programs():
         for number, plant in enumerate(PLANTS):
-            if options.only in plant.name:
-                folder = options.out / f"{number:02d}"
-                result = measured_plant(plant, models, folder, num_prompts=options.prompts)
-                rows.append(row(plant, result))
-                print("| " + " | ".join(rows[-1]) + " |", flush=True)
+            if options.only not in plant.name:
+                continue
+            folder = options.out / f"{number:02d}"
+            if (folder / "mismatch.json").exists():  # of an earlier call that was interrupted
+                result = json.loads((folder / "mismatch.json").read_text())
+            else:
+                result = measured_plant(plant, models, folder, num_prompts=options.prompts, sets=options.set)
+            rows.append(row(plant, result))
+            print("| " + " | ".join(rows[-1]) + " |", flush=True)
     (options.out / "table.json").write_text(json.dumps(rows))
     sys.exit(0 if all(one[-1] == "yes" for one in rows) else 1)
 

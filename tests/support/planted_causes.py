@@ -49,6 +49,8 @@ class Plant:
     where: str = ""
     """What must be among the places named."""
     planted: Planting = lambda _: nullcontext()
+    suspect: str = ""
+    """What the scores alone must say, without asking the engine what it holds."""
     sets: tuple[str, ...] = ()
     """Overrides of the recipe."""
     old_policy: bool = False
@@ -69,9 +71,18 @@ def served_otherwise(**rollout: Any) -> Planting:
             data = recipe.model_dump(mode="json")
             return recipe_from({**data, "rollout": {**data["rollout"], **rollout}}, source="a planted cause")
 
+        class Engine(MeasuredEngine):
+            def __init__(self, run: RunDirectory, recipe: Recipe) -> None:
+                super().__init__(run, other(recipe))
+                self._right = recipe
+
+            async def verify(self) -> None:
+                self.recipe = self._right  # by which it is audited
+                await super().verify()
+
         with (
             patch.object(fresh, "seed_policy", lambda run, recipe: seed_policy(run, other(recipe))),
-            patch.object(fresh, "MeasuredEngine", lambda run, recipe: MeasuredEngine(run, other(recipe))),
+            patch.object(fresh, "MeasuredEngine", Engine),
         ):
             yield
 
@@ -124,6 +135,9 @@ GROUP = f"{LAYER}.mlp.gate_up_proj"
 EXCEPTIONS = {f"{LAYER}.mlp.{part}_proj": "full" for part in ("gate", "up")}
 HEAD = "lm_head.weight"
 
+ONLY = "weights_only"
+DOWN, OUT = f"{LAYER}.mlp.down_proj", f"{LAYER}.self_attn.o_proj"
+
 PLANTS = (
     Plant("nothing but block FP8", "quantization", "quantization"),
     Plant("float32 rollouts", "", "", sets=("rollout.precision=fp32",)),
@@ -132,34 +146,41 @@ PLANTS = (
     Plant(
         "one layer's gate and up in full precision",
         "kernels",
-        f"full:{GROUP}",
-        GROUP,
+        "audit",
+        f"{LAYER}.mlp.gate_proj",
         served_otherwise(quant_map=dict(base="fp8_block", exceptions=EXCEPTIONS)),
+        suspect=f"full:{GROUP}",
     ),
     Plant(
         "one module's stored scales × 1.25",
         "kernels",
         "checksums",
-        f"{LAYER}.mlp.down_proj.weight_scale_inv",
+        f"{DOWN}.weight_scale_inv",
         folder_changed(_stored_scale),
+        suspect=f"scale:{DOWN}",
     ),
     Plant(
-        "one module's product × 1.25, its parameters right",
+        "one module's weights × 1.25 after loading, its parameters right",
         "kernels",
-        f"scale:{LAYER}.self_attn.o_proj",
-        f"{LAYER}.self_attn.o_proj",
-        fault(f"scale {LAYER}.self_attn.o_proj 1.25"),
+        "audit",
+        OUT,
+        fault(f"scale {OUT} 1.25"),
+        suspect=f"scale:{OUT}",
     ),
     Plant("cached values rounded to e4m3 while decoding", "decoding", "decoding", planted=fault("decode_attention")),
-    Plant("activations not quantized", "kernels", "weights_only", planted=fault("weights_only")),
-    Plant("the LM head in bfloat16", "kernels", "checksums", HEAD, fault("bf16_head")),
+    Plant(
+        "activations not quantized", "kernels", "weights_only", planted=fault("weights_only"), suspect="weights_only"
+    ),
+    Plant("the LM head in bfloat16", "kernels", "checksums", HEAD, fault("bf16_head"), suspect="bf16:lm_head"),
     Plant(
         "per-tensor in place of block FP8",
         "kernels",
-        "format:fp8_tensor",
-        planted=served_otherwise(precision="fp8_tensor"),
+        "audit",
+        DOWN,
+        served_otherwise(precision="fp8_tensor"),
+        suspect="format:fp8_tensor",
     ),
-    Plant("no quantization at all", "kernels", "full:all", planted=served_otherwise(precision="fp32")),
+    Plant("no quantization at all", "kernels", "audit", DOWN, served_otherwise(precision="fp32"), suspect="full:all"),
     Plant("a weight update that was lost", "kernels", "checksums", planted=folder_changed(_lost_update)),
     Plant("another RoPE base in the engine's config", "kernels", "kernels", planted=folder_changed(_rope)),
 )
@@ -176,13 +197,20 @@ def measured_plant(plant: Plant, models: Models, out: Path, *, num_prompts: int,
             num_prompts=num_prompts,
             now=models.other if plant.old_policy else None,
             batch=None,
-            locate=True,
+            locate=plant.term == "kernels",
         )
 
 
 def is_named(plant: Plant, result: Mapping[str, Any]) -> bool:
-    """Whether the first finding is the planted cause, at its place."""
+    """Whether the first finding is the planted cause, at its place, and the scores alone say the same."""
     cause = result["cause"]
     if not plant.cause:
         return cause is None
-    return cause is not None and cause["cause"] == plant.cause and (not plant.where or plant.where in cause["where"])
+    right = cause is not None and cause["cause"] == plant.cause and (not plant.where or plant.where in cause["where"])
+    return bool(right) and plant.suspect in ("", said_by_scores(result))
+
+
+def said_by_scores(result: Mapping[str, Any]) -> str:
+    """The best suspect of the kernels term."""
+    every = result["suspects"].get("kernels") or [{"name": ""}]
+    return str(every[0]["name"])

@@ -7,7 +7,7 @@ two FP8 values are rounded to different sides now and then (ops/decisions/0007).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,7 +36,8 @@ class Finding:
     term: str
     kind: Literal["fault", "expected"]
     cause: str
-    """Short and stable, for programs: a fault of launch.mismatch.suspected, `checksums`, `temperature`, or the term."""
+    """Short and stable, for programs: `checksums`, `audit`, a fault of launch.mismatch.suspected, `temperature`, or the
+    term."""
     where: tuple[str, ...]
     """Modules, layers or the engine's parameters."""
     text: str
@@ -74,10 +75,14 @@ def verdict(result: Mapping[str, Any], found: list[Finding]) -> str:
 
 
 def _audit(result: Mapping[str, Any]) -> list[Finding]:
+    """What the engine itself says about what it loaded."""
+    return [*_checksums(result), *_formats(result)]
+
+
+def _checksums(result: Mapping[str, Any]) -> list[Finding]:
     compared, differing = result["audit"]["compared"], tuple(result["audit"]["differing"])
     if not differing:
         return []
-    named = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
     if len(differing) > compared / 2:
         text = (
             f"The engine holds other weights: {len(differing)} of {compared} parameters differ from what was "
@@ -85,10 +90,28 @@ def _audit(result: Mapping[str, Any]) -> list[Finding]:
         )
     else:
         text = (
-            f"The engine holds {len(differing)} of {compared} parameters otherwise than they were published: {named}. "
-            "Give it the weights again; if they come out the same, its loader is at fault."
+            f"The engine holds {len(differing)} of {compared} parameters otherwise than they were published: "
+            f"{_listed(differing)}. Give it the weights again; if they come out the same, its loader is at fault."
         )
     return [Finding(term="kernels", kind="fault", cause="checksums", where=differing, text=text)]
+
+
+def _formats(result: Mapping[str, Any]) -> list[Finding]:
+    misheld = result["audit"]["misheld"]
+    if not misheld:
+        return []
+    modules = tuple(dict.fromkeys(one["module"] for one in misheld))
+    first = misheld[0]
+    text = (
+        f"The engine's own account of {_listed(modules)} is not what the quant map and the published folder say: "
+        f"{first['module']}: {first['message']}. Start it from the published folder, without arguments of its own "
+        "about quantization."
+    )
+    return [Finding(term="kernels", kind="fault", cause="audit", where=modules, text=text)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _kernels(result: Mapping[str, Any]) -> list[Finding]:

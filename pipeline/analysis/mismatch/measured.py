@@ -38,11 +38,24 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Misheld:
+    """A module that the engine holds otherwise than it should (precision.formats.audit.Finding)."""
+
+    module: str
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Whether the engine held the parameters that it was given, by their checksums."""
+    """Whether the engine holds what it was given."""
 
     compared: int
+    """Parameters, by their checksums."""
     differing: tuple[str, ...]
+    """Those of them whose checksums are others."""
+    misheld: tuple[Misheld, ...] = ()
+    """By formats, scales and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
