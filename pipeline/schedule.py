@@ -28,14 +28,20 @@ class Schedule:
     steps: int
     lag: int = 0
     updates_per_stage: int = 1
+    decided_lags: tuple[tuple[int, int], ...] = ()
+    """(first batch, lag), ascending: what the ESS controller decided instead of `lag`, at most that. Read by `async`."""
 
     def required_version(self, batch: int) -> int:
         """The policy version that must be published before `batch` may start."""
         if self.kind == "async":
-            return max(0, batch - self.lag)
+            return max(0, batch - self.lag_of(batch))
         if self.kind == "staged":
             return batch // self.updates_per_stage * self.updates_per_stage
         return batch
+
+    def lag_of(self, batch: int) -> int:
+        """The lag, in versions, that holds for `batch`."""
+        return next((lag for first, lag in reversed(self.decided_lags) if first <= batch), self.lag)
 
     def published_before(self, batch: int) -> int:
         """The version that is published once all batches before `batch` (`steps`: all) are trained. Until `batch` is

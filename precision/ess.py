@@ -42,6 +42,12 @@ def token_ess(log_ratios: Tensor) -> float:
     return ess_from_sums(float(ratios.sum()), float(ratios.square().sum()), ratios.numel())
 
 
+def loss_of(ess: float) -> float:
+    """-ln ESS, nats: for independent lognormal ratios the variance of the log-ratio, so that the losses of independent
+    causes add up."""
+    return -math.log(ess) if ess < 1.0 else 0.0
+
+
 def sequence_ess_of_totals(totals: Tensor) -> float:
     """ESS of whole sequences, in [1/sequences, 1]; `totals` is float64 [sequences], the log-ratio of each sequence.
 

@@ -32,6 +32,9 @@ class Member:
     url: str
     started: int = 0
     """Which start of the engine this is (pipeline.data.epochs); another one has to be verified anew."""
+    quant_map: str = ""
+    """Digest of the quant map that it was started with, which it keeps as long as it runs; empty where its policy folder
+    had none (pipeline.data.quant_maps)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,9 @@ class Membership:
 
     def announce(self, member: Member) -> None:
         """Make an engine known that answers at its URL."""
-        self._write(f"{member.index:06d}.json", dict(url=member.url, started=member.started))
+        self._write(
+            f"{member.index:06d}.json", dict(url=member.url, started=member.started, quant_map=member.quant_map)
+        )
 
     def withdraw(self, member: Member) -> None:
         """Take back what `announce` made known, unless a later start has announced itself."""
@@ -80,7 +85,9 @@ class Membership:
 
     def _read(self, name: str) -> Member | None:
         data = self._load(name)
-        return None if data is None else Member(int(Path(name).stem), str(data["url"]), int(data["started"]))
+        if data is None:
+            return None
+        return Member(int(Path(name).stem), str(data["url"]), int(data["started"]), str(data.get("quant_map", "")))
 
     def _load(self, name: str) -> dict[str, str | int] | None:
         path = self.folder / name

@@ -1,10 +1,19 @@
-"""The quant map of a policy folder: `policy/000012/quant_map.yaml`, which formats its weights are for.
+"""The quant maps of a run's policy folders: for which formats the weights in each are.
 
-An engine that starts on the folder is told these formats. There is none where rollouts are not quantized.
+    policy/000012/quant_map.yaml          an engine that starts on the folder is told these formats. There is none where
+                                          rollouts are not quantized
+    policy/000012/maps/0a1b2c3d4e5f/      the same version for engines that were started with an older map, named by its
+                                          digest; only while there are such engines
+    quant_maps/000001.yaml                the map that the ESS controller decided on, by number
+
+An engine keeps the map that it was started with. It announces its digest (pipeline.data.membership).
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.data.files import write_atomically
@@ -28,3 +37,54 @@ def read_quant_map(folder: Path) -> QuantMapFile | None:
         return QuantMapFile.read(path)
     except ValueError as error:
         raise StoreError(f"{error}; publish the version again, or start a new run") from error
+
+
+def digest_of(file: QuantMapFile | None) -> str:
+    """Names a map, whatever its file is called: 12 hexadecimal digits; empty for none."""
+    return "" if file is None else hashlib.sha256(file.to_yaml().encode()).hexdigest()[:12]
+
+
+def folder_for(folder: Path, quant_map: str) -> Path | None:
+    """Where a version's weights lie in the formats of the map with this digest: `folder`, or one within it while
+    engines change over from an older map. None where there are none."""
+    if digest_of(read_quant_map(folder)) == quant_map:
+        return folder
+    older = older_folder(folder, quant_map)
+    return older if older.is_dir() else None
+
+
+def older_folder(folder: Path, quant_map: str) -> Path:
+    """Where a publish puts the weights for engines that have an older map still."""
+    return folder / "maps" / (quant_map or "none")
+
+
+@dataclass(frozen=True)
+class NumberedMaps:
+    """RUN/quant_maps/000001.yaml: the maps that the controller decided, 0 is the recipe's. Each follows from the record
+    of its decision, so that writing one again changes nothing."""
+
+    folder: Path
+    fence: Callable[[], None]
+
+    def write(self, number: int, file: QuantMapFile) -> None:
+        """Keep map `number`, durably, unless it is there."""
+        path = self._path(number)
+        if not path.exists():
+            self.fence()
+            self.folder.mkdir(exist_ok=True)
+            write_atomically(path, file.to_yaml())
+
+    def read(self, number: int) -> QuantMapFile:
+        """Map `number`. Raises StoreError when it is missing or damaged."""
+        try:
+            return QuantMapFile.read(self._path(number))
+        except ValueError as error:
+            raise StoreError(f"{error}; start the learner again, which writes it from its control records") from error
+
+    def with_digest(self, quant_map: str) -> QuantMapFile | None:
+        """The map that engines announce by this digest; None where the run has none such."""
+        files = (QuantMapFile.read(path) for path in sorted(self.folder.glob("*.yaml")))
+        return next((file for file in files if digest_of(file) == quant_map), None)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:06d}.yaml"

@@ -15,6 +15,8 @@
       engines/000003.json      engine 3 listens there (pipeline.data.membership; never its key)
       epochs/learner/000002    the second start of the learner (pipeline.data.epochs)
       learner.json             where node 0 of the learner meets its other nodes (launch.cluster.roles.meeting)
+      control/000012.json      what the ESS controller saw and decided after step 12 (pipeline.control.files)
+      quant_maps/000001.yaml   a quant map that it decided on (pipeline.data.quant_maps)
       finished/ROLE            made by the learner and by the collector, once each has nothing left to do
       metrics/SOURCE.jsonl  events/SOURCE.jsonl  logs/  report.html      for people: no process takes a decision from
                                them. SOURCE is a role and its start, such as collector-000003
@@ -98,6 +100,16 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def control(self) -> Path:
+        """Records of the ESS controller."""
+        return self.path / "control"
+
+    @property
+    def quant_maps(self) -> Path:
+        """Quant maps that the ESS controller decided on."""
+        return self.path / "quant_maps"
 
     @property
     def model(self) -> Path:

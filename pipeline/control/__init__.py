@@ -1,0 +1,1 @@
+"""The ESS controller in a run: its records, which every process reads, and its place in the learner's loop."""

@@ -1,0 +1,204 @@
+"""The ESS controller in the learner's loop.
+
+    restore          the record of the step before the first one that is trained
+    lr_factor        for a batch, by what was recorded after the step before it
+    after a step     is its record there?  yes ─▶ go by it (a step that is trained again, or a replay)
+                                           no  ─▶ evidence ─▶ decide ─▶ create the record
+                            decide may ask for a measurement first, which all ranks make
+
+Rank 0 decides and tells the others; they never look at the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.control.files import ControlFiles, ControlRecord
+from pipeline.data.event_log import EventLog
+from pipeline.data.membership import Member
+from pipeline.data.records import Batch
+from pipeline.errors import StoreError
+from pipeline.ports.learner import Learner, Update
+from pipeline.ports.quantization import QuantizationMeter
+from precision.controller.ladder import Ladder, lr_factor
+from precision.controller.policy import decide
+from precision.controller.records import Decision, EngineEvidence, Evidence, Outcome, State
+from precision.controller.settings import ControllerSettings
+from precision.ess import loss_of, token_ess
+
+MIN_ENGINE_TOKENS = 64
+"""Tokens of an engine, and of all others, below which a batch says nothing about it alone."""
+
+
+@dataclass(kw_only=True)
+class StepController:
+    """See the module's head. All of it is the same on every rank but for what `files` and `members` say."""
+
+    settings: ControllerSettings
+    ladder: Ladder
+    learner: Learner
+    files: ControlFiles
+    meter: QuantizationMeter
+    members: Callable[[], Sequence[Member]]
+    """The engines that are announced."""
+    digest: Callable[[Sequence[str]], str]
+    """Of the quant map in which these groups are promoted."""
+    modules_of: Callable[[Sequence[str]], tuple[str, ...]]
+    """The modules of some groups."""
+    updates_per_batch: int
+    event_log: EventLog
+    decided_before: ControlFiles | None = None
+    """Of the run that is replayed: its decisions hold, and none is made."""
+    _record: ControlRecord | None = field(init=False, default=None)
+    """Of the step before."""
+
+    @property
+    def state(self) -> State:
+        """After the step before."""
+        return State() if self._record is None else self._record.state
+
+    def restore(self, step: int) -> None:
+        """Begin at `step`. Collective. Raises StoreError where the record of the step before is missing."""
+        if step == 0:
+            return
+
+        def read() -> dict[str, Any]:
+            source = self.decided_before or self.files
+            record = source.read(step - 1)
+            if record is None:
+                raise StoreError(
+                    f"{source.folder} lacks the record of step {step - 1}, which a checkpoint holds; remove the "
+                    "checkpoints to decide anew, or train without the recipe's section controller under another name"
+                )
+            return record.model_dump(mode="json")
+
+        self._record = ControlRecord.model_validate(self.learner.tell(read))
+
+    def lr_factor(self, batch: Batch) -> float:
+        """On the learning rate of every optimizer step on this batch."""
+        if self._record is None or not self._record.lr_by_age:
+            return 1.0
+        return lr_factor(mean_age(batch, self.updates_per_batch))
+
+    def after(self, batch: Batch, update: Update) -> ControlRecord:
+        """Decide what follows from a batch that was trained on, or go by what was decided. Collective."""
+        known: dict[str, Any] = {}
+        while True:
+            told = self.learner.tell(lambda: self._next(batch, update, known))
+            if "record" in told:
+                self._record = ControlRecord.model_validate(told["record"])
+                return self._record
+            known |= self._measured(batch, told["needs"], told["groups"])
+
+    def _measured(self, batch: Batch, needs: str, groups: Sequence[str]) -> dict[str, Any]:
+        if needs == "groups":
+            return dict(groups=self.meter.groups(batch, groups))
+        term = self.meter.term(batch, self.state.promoted)
+        return dict(unmeasurable=True) if term is None else dict(quantization=term)
+
+    def _next(self, batch: Batch, update: Update, known: dict[str, Any]) -> dict[str, Any]:
+        """On rank 0: the record of the step, or what must be measured for it."""
+        step = batch.index
+        record = (self.decided_before or self.files).read(step)
+        if record is None and self.decided_before is not None:
+            raise StoreError(f"{self.decided_before.folder} lacks the record of step {step}; replay up to there")
+        if record is None:
+            evidence = self._evidence(batch, update).model_copy(update=known)
+            outcome = decide(self.settings, self.ladder, self.state, evidence)
+            if outcome.needs is not None:
+                return dict(needs=outcome.needs, groups=list(outcome.groups))
+            record = self._recorded(evidence, outcome)
+        if not self.files.create(record):
+            record = self.files.wait(step)
+        elif record.decision is not None:
+            self.event_log.event("controlled", **described(record))
+        return dict(record=record.model_dump(mode="json"))
+
+    def _evidence(self, batch: Batch, update: Update) -> Evidence:
+        members, state = self.members(), self.state
+        log_ratios = sampled_log_ratios(batch, update)
+        if not len(log_ratios):
+            raise StoreError(f"batch {batch.index} has no token that was scored; the controller cannot judge it")
+        wanted = self.digest(state.promoted)
+        to_restart = {} if self._record is None else self._record.restarts
+        return Evidence(
+            step=batch.index,
+            loss=loss_of(token_ess(torch.from_numpy(log_ratios))),
+            age=mean_age(batch, self.updates_per_batch),
+            engines=engine_evidence(batch, update, {member.index: member.started for member in members}),
+            in_transition=any(
+                member.quant_map != wanted or to_restart.get(member.index) == member.started for member in members
+            ),
+        )
+
+    def _recorded(self, evidence: Evidence, outcome: Outcome) -> ControlRecord:
+        before, state, decision = self._record, outcome.state, outcome.decision
+        rung, lag_before = self.ladder.in_force(state), self.ladder.in_force(self.state).lag
+        lags = () if before is None else before.lags
+        if rung.lag != lag_before:
+            # The first batch that cannot have begun yet: it waits for the version that is published after this record.
+            lags = (*lags, (evidence.step + 1 + lag_before, rung.lag))
+        restarts = {} if before is None else dict(before.restarts)
+        if decision is not None and decision.engine is not None:
+            restarts[decision.engine] = decision.engine_start or 0
+        return ControlRecord(
+            step=evidence.step,
+            evidence=evidence,
+            state=state,
+            decision=decision,
+            lr_by_age=rung.lr_by_age,
+            lags=lags,
+            promoted=self.modules_of(state.promoted),
+            restarts=restarts,
+        )
+
+
+def described(record: ControlRecord) -> dict[str, Any]:
+    """A record with a decision, as an event."""
+    decision, evidence = record.decision, record.evidence
+    assert isinstance(decision, Decision)
+    return dict(
+        step=record.step,
+        **decision.model_dump(mode="json", exclude_none=True),
+        ess=evidence.ess,
+        quantization_loss=evidence.quantization,
+        age=evidence.age,
+        lr_by_age=record.lr_by_age,
+        lags=[list(lag) for lag in record.lags],
+        quant_map=record.state.quant_map,
+    )
+
+
+def mean_age(batch: Batch, updates_per_batch: int) -> float:
+    """Optimizer steps between the sampling of a token of the batch and the step on it, in the mean."""
+    versions = (batch.index - batch.policy_version)[batch.loss_mask]
+    return float(versions.mean(dtype=np.float64)) * updates_per_batch + (updates_per_batch - 1) / 2.0
+
+
+def sampled_log_ratios(batch: Batch, update: Update) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """[tokens] float64: learner over engine, of the sampled tokens that a step looked at."""
+    difference = update.logprobs.astype(np.float64) - batch.rollout_logprobs.astype(np.float64)
+    chosen: np.ndarray[Any, np.dtype[np.float64]] = difference[batch.loss_mask & ~np.isnan(update.logprobs)]
+    return chosen
+
+
+def engine_evidence(batch: Batch, update: Update, starts: dict[int, int]) -> dict[int, EngineEvidence]:
+    """Of each engine that is announced, where the batch has tokens of two or more."""
+    usable = batch.loss_mask & ~np.isnan(update.logprobs)
+    engine = np.repeat(batch.engine, batch.response_lengths)[usable]
+    log_ratios = torch.from_numpy(sampled_log_ratios(batch, update))
+    found: dict[int, EngineEvidence] = {}
+    for index in np.unique(engine).tolist():
+        own = torch.from_numpy(engine == index)
+        if index in starts and int(own.sum()) >= MIN_ENGINE_TOKENS and int((~own).sum()) >= MIN_ENGINE_TOKENS:
+            found[index] = EngineEvidence(
+                loss=loss_of(token_ess(log_ratios[own])),
+                loss_of_others=loss_of(token_ess(log_ratios[~own])),
+                start=starts[index],
+            )
+    return found
