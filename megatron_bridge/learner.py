@@ -181,6 +181,7 @@ class MegatronLearner:
         *,
         old_logprobs: NDArray[np.float32] | None = None,
         trained: NDArray[np.bool_] | None = None,
+        lr_factor: float = 1.0,
     ) -> Update:
         """One optimizer step on the whole batch; see pipeline.ports.learner.Learner.
 
@@ -213,7 +214,7 @@ class MegatronLearner:
         seen = seen_tokens(batch, trained)
         mismatch = _finite_or_refused(lambda: self._meter(gathered, batch, advantages, seen, step=self.step), batch)
         section = self.section.optimizer
-        lr = learning_rate(self.step, section, self._total_steps)
+        lr = lr_factor * learning_rate(self.step, section, self._total_steps)
         set_learning_rate(self.optimizer, lr, section.weight_decay)
         step_with_clipping(self.optimizer, grad_norm, section.clip_grad)
         weights_changed(self.emulation)

@@ -29,7 +29,7 @@ class Schedule:
     lag: int = 0
     updates_per_stage: int = 1
     decided_lags: tuple[tuple[int, int], ...] = ()
-    """(first batch, lag), ascending: what the ESS controller decided instead of `lag`, at most that. Read by `async`."""
+    """(first batch, lag), ascending: what the ESS controller decided, at most `lag`. Read by `async` only."""
 
     def required_version(self, batch: int) -> int:
         """The policy version that must be published before `batch` may start."""

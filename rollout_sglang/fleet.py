@@ -18,7 +18,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -30,6 +29,7 @@ from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
 from rollout_sglang.engine_pool import EnginePool, EngineState, OnChange, PooledEngine, look
 from rollout_sglang.monitor import Monitor
+from rollout_sglang.target import Target
 from rollout_sglang.transport import LOOK_DEADLINE_S
 from rollout_sglang.weight_verifier import WeightVerifier, invalidate
 from rollout_sglang.weights.update_lease import UpdateKind, Updates
@@ -44,16 +44,6 @@ One that answers later is given the weights by the process that monitors the fle
 _PROBE_PAUSE_S = 0.2
 _FIRST_RETRY_PAUSE_S = 0.05
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Target:
-    """The version that every engine should serve, where its weights lie, and how it is verified that an engine holds
-    them."""
-
-    version: int
-    directory: Path
-    check: WeightCheck | None
 
 
 class FleetSettings(TypedDict):
@@ -290,7 +280,8 @@ class Fleet:
     async def _holds(self, engine: PooledEngine, target: Target) -> bool:
         """Whether an engine that claims the version holds it."""
         try:
-            await engine.client.while_alive(self._verify(engine, target))
+            own = await asyncio.to_thread(target.of_map, engine.member)
+            await engine.client.while_alive(self._verify(engine, own))
         except RetryableError:
             return False
         return True
@@ -336,9 +327,10 @@ class Fleet:
         """Give the weights and verify them, `attempts_left` times at most. What it took, or why it is quarantined."""
         engine.client.take_part(number)
         try:
+            own = await asyncio.to_thread(target.of_map, engine.member)
             while True:
                 try:
-                    seconds = await self._update_engine_once(engine, target)
+                    seconds = await self._update_engine_once(engine, own)
                     break
                 except EngineVersionError:
                     attempts_left -= 1

@@ -18,6 +18,7 @@ from launch.build.components import (
 from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.api_key import read_api_key
 from pipeline.config.recipe import Recipe
+from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
@@ -75,6 +76,15 @@ def _published(run: RunDirectory) -> tuple[int, Path]:
     return version, run.policy_directory(version)
 
 
+def lags_of(run: RunDirectory, recipe: Recipe) -> Callable[[int], tuple[tuple[int, int], ...]] | None:
+    """Published version → the lags that were decided until then. The record of a step is there before the version after
+    it is published; None where there are no records, or where they decide no lag."""
+    if recipe.controller is None or recipe.schedule.kind != "async":
+        return None
+    files = ControlFiles(run.control, run.fence)
+    return lambda version: files.wait(version - 1).lags if version else ()
+
+
 async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None]) -> None:
     """Collect every batch that the run lacks. Raises StoppedError at SIGTERM and at Ctrl-C: what was in flight is asked
     again by the next start. `check_stop` raises it for a signal that came before."""
@@ -103,6 +113,7 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
                 contract=build_contract(recipe, tokenizer),
                 event_log=event_log,
                 settings=settings(recipe, tokenizer),
+                decided_lags=lags_of(run, recipe),
                 stop=stop,
             )
             if metrics is not None:

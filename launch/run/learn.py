@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from launch.build.algorithm import build_advantage_computer, build_objective
 from launch.build.components import build_contract, build_quant_map, build_tokenizer, require_engines_here
+from launch.build.control import build_controller, older_maps
 from launch.build.weight_checks import build_weight_check_plan
 from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.base import EPOCH_VARIABLE, Stop, rank_epoch, wait_for_engines
@@ -22,6 +23,7 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.te_precision import Layers
 from megatron_bridge.weight_sync.disk import DiskChannel
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
+from megatron_bridge.weight_sync.map_transition import MapTransition
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.child_process import see_own_classes
@@ -55,7 +57,7 @@ def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearn
 
 def build_channel(
     run: RunDirectory, recipe: Recipe, learner: MegatronLearner, epoch: Epoch | None = None
-) -> WeightChannel:
+) -> DiskChannel | StreamedChannel:
     """How this learner's weights reach the run's engines. Collective. `epoch` is the learner's; tools have none."""
     quant, plan, section = build_quant_map(recipe), build_weight_check_plan(recipe), recipe.weights
     if section.channel == "disk":
@@ -78,22 +80,36 @@ def build_channel(
     )
 
 
-def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
-    """Train on every batch that the newest checkpoint has not seen."""
+def build_transition(run: RunDirectory, recipe: Recipe, learner: MegatronLearner, epoch: Epoch) -> MapTransition:
+    """The same for a run whose quant map may change. Collective."""
+    usual = build_channel(run, recipe, learner, epoch)
+    disk = usual
+    if not isinstance(disk, DiskChannel):
+        by_disk = recipe.model_copy(update=dict(weights=recipe.weights.model_copy(update=dict(channel="disk"))))
+        disk = build_channel(run, by_disk, learner, epoch)
+    assert isinstance(disk, DiskChannel), disk
+    return MapTransition(usual, disk, build_quant_map(recipe), older_maps(run, recipe, learner))
+
+
+def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
+    """Train on every batch that the newest checkpoint has not seen, or on those of the run that is replayed."""
     recipe = run.recipe()
     learner = build_learner(recipe)
     epoch = epoch_of(run, learner)
     run = run.under(epoch)
-    channel = None
-    if publishing:
+    channel: WeightChannel | None = None
+    transition = None
+    if replayed is None:
         if recipe.weights.channel == "ipc":  # which looks at once whether all are on this machine
             wait_for_engines(run, recipe, Stop(), recipe.rollout.engines)
-        channel = build_channel(run, recipe, learner, epoch)
+        if recipe.controller is not None:
+            transition = build_transition(run, recipe, learner, epoch)
+        channel = transition or build_channel(run, recipe, learner, epoch)
     shared: dict[str, Any] = dict(
         run=run,
         batches=BatchSource(
             run=run,
-            store=BatchStore(batches),
+            store=BatchStore((replayed or run).batches),
             learner=learner,
             contract=build_contract(recipe, build_tokenizer(recipe)),
             wait_deadline_s=recipe.run.wait_deadline_s,
@@ -104,6 +120,7 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
     )
     objective = build_objective(recipe)
     metrics = metrics_of("learner", run.path) if learner.is_rank_zero else None
+    event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     trainer = Trainer(
         **shared,
         old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
@@ -113,7 +130,8 @@ def learn(run: RunDirectory, batches: Path, publishing: bool) -> None:
         channel=channel,
         checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep, run.fence),
         checkpoint_every=recipe.checkpoint.every,
-        event_log=EventLog(run.path, epoch.name, observers_of(metrics)),
+        event_log=event_log,
+        controller=build_controller(run, recipe, learner, transition, event_log, replayed),
     )
     if learner.is_rank_zero and (stop_file := os.environ.get(STOP_FILE_VARIABLE)):
         Path(stop_file).with_name(BEGUN).touch()
@@ -133,6 +151,6 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """`RUN` or `RUN --replay SOURCE`."""
     see_own_classes()
     directory = RunDirectory(Path(arguments[0]))
-    replayed = RunDirectory(Path(arguments[2])).batches if arguments[1:2] == ["--replay"] else None
+    replayed = RunDirectory(Path(arguments[2])) if arguments[1:2] == ["--replay"] else None
     name = "learner" if EPOCH_VARIABLE not in os.environ else rank_epoch(directory.path).name
-    run_child(directory, name, lambda: learn(directory, replayed or directory.batches, publishing=replayed is None))
+    run_child(directory, name, lambda: learn(directory, replayed))

@@ -1,6 +1,7 @@
 """The disk weight channel: every rank exports, rank 0 writes a policy folder, the engines load it.
 
     probe (all ranks) ─▶ export (all ranks) ─▶ policy/000013 + its check (rank 0) ─▶ Engines.load ─▶ PUBLISHED ─▶ prune
+                            └─▶ policy/000013/maps/DIGEST + its check, for each older quant map that is served still
 
 A version is named in PUBLISHED only after the engines were verified to hold it. A crash at any point leaves the older
 version published and complete.
@@ -9,7 +10,7 @@ version published and complete.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.weight_sync.export import export_policy, prune
 from megatron_bridge.weight_sync.probe import ProbeScorer
+from pipeline.data.quant_maps import digest_of, older_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Engines
 from pipeline.ports.weight_check import ChecksumRecorder, Probe, WeightCheck
@@ -73,34 +75,26 @@ class DiskChannel:
         self._keep = keep
         self._rank_zero = RankZero(2 * deadline_s + CONTROL_S)
 
-    def publish(self, version: int) -> dict[str, float]:
+    def set_map(self, quant: QuantMap | None) -> None:
+        """Publish in these formats from now on. Called on every rank."""
+        self._quant = quant
+
+    def publish(self, version: int, older: Sequence[QuantMap] = ()) -> dict[str, float]:
         """Give the engines the learner's present weights under the name `version`. Collective.
 
-        Returns score_s, export_s, prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what
-        Engines.load reports; {} but on rank 0. What fails on rank 0 is raised on every rank, an EvenKeelError as what
-        it is.
+        `older` are quant maps that some engines were started with, beside the one in use. Returns score_s, export_s,
+        prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what Engines.load reports; {} but on
+        rank 0. What fails on rank 0 is raised on every rank, an EvenKeelError as what it is.
         """
         watch = Stopwatch()
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
-        digests = (
-            self._plan.new_checksums()
-            if self._plan.new_checksums is not None and self._rank_zero.is_rank_zero
-            else None
-        )
         folder = self._run.policy_directory(version)
-        learner = self._learner
-        export_policy(
-            learner.named_weights(),
-            learner.model_folder,
-            folder,
-            self._rank_zero,
-            quant=self._quant,
-            digests=digests,
-            fence=self._run.fence,
-        )
+        check = self._export(version, folder, self._quant, probe)
+        for quant in older:
+            self._export(version, older_folder(folder, digest_of(quant.to_file())), quant, probe)
         watch.lap("export_s")
-        seconds = self._rank_zero.run(lambda: self._load_and_name(version, folder, probe, digests))
+        seconds = self._rank_zero.run(lambda: self._load_and_name(version, folder, check))
         if seconds is None:
             return {}
         return {**watch.seconds, **terms, **seconds, "publish_s": watch.total_s}
@@ -112,16 +106,28 @@ class DiskChannel:
         """See WeightChannel."""
         asyncio.run(self._engines.close())
 
-    def _load_and_name(
-        self, version: int, folder: Path, probe: Probe, digests: ChecksumRecorder | None
-    ) -> dict[str, float]:
-        check = WeightCheck(
-            version=version,
-            probe=probe,
-            digests=() if digests is None else digests.digests(),
-            formats=self._plan.formats(self._quant),
+    def _export(self, version: int, folder: Path, quant: QuantMap | None, probe: Probe) -> WeightCheck | None:
+        """Write one policy folder with its check; the check on rank 0."""
+        new_checksums, is_writer = self._plan.new_checksums, self._rank_zero.is_rank_zero
+        digests = new_checksums() if new_checksums is not None and is_writer else None
+        learner = self._learner
+        export_policy(
+            learner.named_weights(),
+            learner.model_folder,
+            folder,
+            self._rank_zero,
+            quant=quant,
+            digests=digests,
+            fence=self._run.fence,
         )
+        if not is_writer:
+            return None
+        known = () if digests is None else digests.digests()
+        check = WeightCheck(version=version, probe=probe, digests=known, formats=self._plan.formats(quant))
         check.save(folder)
+        return check
+
+    def _load_and_name(self, version: int, folder: Path, check: WeightCheck | None) -> dict[str, float]:
         seconds = asyncio.run(self._engines.load(version, folder, check))
         self._run.set_published(version)
         watch = Stopwatch()

@@ -78,9 +78,7 @@ class StreamedChannel:
         self._learner = learner
         self._session = session
         self._run = run
-        self._quant = quant
-        self._share = None if quant is None else quant.restricted(_modules(learner))
-        """The part of `quant` that this stage holds: a module whose weight never comes is an error."""
+        self.set_map(quant)
         self._plan = plan
         self._probe = ProbeScorer(learner)
         self._keep = keep
@@ -99,6 +97,12 @@ class StreamedChannel:
         """Those of the last publish."""
         self._writer: FolderWriter | None = None
         self._write_s = 0.0
+
+    def set_map(self, quant: QuantMap | None) -> None:
+        """Publish in these formats from now on. Called on every rank."""
+        self._quant = quant
+        self._share = None if quant is None else quant.restricted(_modules(self._learner))
+        """The part of it that this stage holds: a module whose weight never comes is an error."""
 
     def publish(self, version: int) -> dict[str, float]:
         """Give the engines the learner's present weights under the name `version`. Collective.

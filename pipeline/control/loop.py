@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.event_log import EventLog
@@ -29,7 +29,7 @@ from precision.controller.ladder import Ladder, lr_factor
 from precision.controller.policy import decide
 from precision.controller.records import Decision, EngineEvidence, Evidence, Outcome, State
 from precision.controller.settings import ControllerSettings
-from precision.ess import loss_of, token_ess
+from precision.ess import ess_from_sums, loss_of
 
 MIN_ENGINE_TOKENS = 64
 """Tokens of an engine, and of all others, below which a batch says nothing about it alone."""
@@ -48,6 +48,8 @@ class StepController:
     """The engines that are announced."""
     digest: Callable[[Sequence[str]], str]
     """Of the quant map in which these groups are promoted."""
+    use_map: Callable[[int, Sequence[str]], None]
+    """Publish in the formats of this map, by its number and by the modules that it does not quantize. Collective."""
     modules_of: Callable[[Sequence[str]], tuple[str, ...]]
     """The modules of some groups."""
     updates_per_batch: int
@@ -65,6 +67,7 @@ class StepController:
     def restore(self, step: int) -> None:
         """Begin at `step`. Collective. Raises StoreError where the record of the step before is missing."""
         if step == 0:
+            self.use_map(0, ())
             return
 
         def read() -> dict[str, Any]:
@@ -77,7 +80,7 @@ class StepController:
                 )
             return record.model_dump(mode="json")
 
-        self._record = ControlRecord.model_validate(self.learner.tell(read))
+        self._take(ControlRecord.model_validate(self.learner.tell(read)))
 
     def lr_factor(self, batch: Batch) -> float:
         """On the learning rate of every optimizer step on this batch."""
@@ -85,15 +88,28 @@ class StepController:
             return 1.0
         return lr_factor(mean_age(batch, self.updates_per_batch))
 
-    def after(self, batch: Batch, update: Update) -> ControlRecord:
-        """Decide what follows from a batch that was trained on, or go by what was decided. Collective."""
+    def after(self, batch: Batch, update: Update) -> dict[str, float]:
+        """Decide what follows from a batch that was trained on, or go by what was decided. Collective. Returns what is
+        in force, by the names of metrics."""
         known: dict[str, Any] = {}
-        while True:
-            told = self.learner.tell(lambda: self._next(batch, update, known))
-            if "record" in told:
-                self._record = ControlRecord.model_validate(told["record"])
-                return self._record
+
+        def ask() -> dict[str, Any]:
+            return self._next(batch, update, known)
+
+        while "record" not in (told := self.learner.tell(ask)):
             known |= self._measured(batch, told["needs"], told["groups"])
+        self._take(ControlRecord.model_validate(told["record"]))
+        state = self.state
+        return dict(
+            quant_map=float(state.quant_map),
+            promoted_groups=float(len(state.promoted)),
+            staleness_rung=float(state.staleness),
+        )
+
+    def _take(self, record: ControlRecord) -> None:
+        """What it says holds from now on."""
+        self._record = record
+        self.use_map(record.state.quant_map, record.promoted)
 
     def _measured(self, batch: Batch, needs: str, groups: Sequence[str]) -> dict[str, Any]:
         if needs == "groups":
@@ -128,7 +144,7 @@ class StepController:
         to_restart = {} if self._record is None else self._record.restarts
         return Evidence(
             step=batch.index,
-            loss=loss_of(token_ess(torch.from_numpy(log_ratios))),
+            loss=ess_loss(log_ratios),
             age=mean_age(batch, self.updates_per_batch),
             engines=engine_evidence(batch, update, {member.index: member.started for member in members}),
             in_transition=any(
@@ -180,25 +196,31 @@ def mean_age(batch: Batch, updates_per_batch: int) -> float:
     return float(versions.mean(dtype=np.float64)) * updates_per_batch + (updates_per_batch - 1) / 2.0
 
 
-def sampled_log_ratios(batch: Batch, update: Update) -> np.ndarray[Any, np.dtype[np.float64]]:
+def sampled_log_ratios(batch: Batch, update: Update) -> NDArray[np.float64]:
     """[tokens] float64: learner over engine, of the sampled tokens that a step looked at."""
     difference = update.logprobs.astype(np.float64) - batch.rollout_logprobs.astype(np.float64)
-    chosen: np.ndarray[Any, np.dtype[np.float64]] = difference[batch.loss_mask & ~np.isnan(update.logprobs)]
+    chosen: NDArray[np.float64] = difference[batch.loss_mask & ~np.isnan(update.logprobs)]
     return chosen
+
+
+def ess_loss(log_ratios: NDArray[np.float64]) -> float:
+    """-ln of the token ESS, as the metrics have it."""
+    ratios = np.exp(log_ratios)
+    return loss_of(ess_from_sums(float(ratios.sum()), float(np.square(ratios).sum()), len(ratios)))
 
 
 def engine_evidence(batch: Batch, update: Update, starts: dict[int, int]) -> dict[int, EngineEvidence]:
     """Of each engine that is announced, where the batch has tokens of two or more."""
     usable = batch.loss_mask & ~np.isnan(update.logprobs)
     engine = np.repeat(batch.engine, batch.response_lengths)[usable]
-    log_ratios = torch.from_numpy(sampled_log_ratios(batch, update))
+    log_ratios = sampled_log_ratios(batch, update)
     found: dict[int, EngineEvidence] = {}
     for index in np.unique(engine).tolist():
-        own = torch.from_numpy(engine == index)
-        if index in starts and int(own.sum()) >= MIN_ENGINE_TOKENS and int((~own).sum()) >= MIN_ENGINE_TOKENS:
+        own = engine == index
+        if index in starts and MIN_ENGINE_TOKENS <= own.sum() <= len(own) - MIN_ENGINE_TOKENS:
             found[index] = EngineEvidence(
-                loss=loss_of(token_ess(log_ratios[own])),
-                loss_of_others=loss_of(token_ess(log_ratios[~own])),
+                loss=ess_loss(log_ratios[own]),
+                loss_of_others=ess_loss(log_ratios[~own]),
                 start=starts[index],
             )
     return found

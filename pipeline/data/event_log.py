@@ -35,6 +35,7 @@ EventKind = Literal[
     "restarted",
     "quarantined",
     "admitted",
+    "controlled",
     "finished",
 ]
 EVENT_KINDS: tuple[str, ...] = get_args(EventKind)

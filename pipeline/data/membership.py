@@ -33,8 +33,8 @@ class Member:
     started: int = 0
     """Which start of the engine this is (pipeline.data.epochs); another one has to be verified anew."""
     quant_map: str = ""
-    """Digest of the quant map that it was started with, which it keeps as long as it runs; empty where its policy folder
-    had none (pipeline.data.quant_maps)."""
+    """Digest of the quant map that it was started with, and keeps; empty where its policy folder had none
+    (pipeline.data.quant_maps)."""
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,9 @@ class Learner(Protocol):
         *,
         old_logprobs: NDArray[np.float32] | None = None,
         trained: NDArray[np.bool_] | None = None,
+        lr_factor: float = 1.0,
     ) -> Update:
-        """One optimizer step; `advantages` is [samples] or [responses].
+        """One optimizer step; `advantages` is [samples] or [responses]. `lr_factor` is on the learning rate.
 
         `scored` is what `logprobs(batch)` returned at the present weights. It is None for an objective that is not
         prepared from it, or that is prepared from `old_logprobs` alone. `old_logprobs` are the learner's

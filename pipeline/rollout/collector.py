@@ -20,8 +20,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
@@ -81,6 +81,8 @@ class Collector:
     contract: LogprobContract
     event_log: EventLog
     settings: CollectorSettings
+    decided_lags: Callable[[int], tuple[tuple[int, int], ...]] | None = None
+    """Schedule.decided_lags when a version was published; None where no controller decides any."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set it to end in order: nothing more is asked, what is in flight is asked again at the next start."""
     _sampler: GroupSampler = field(init=False)
@@ -149,8 +151,8 @@ class Collector:
 
     async def _produce(self, index: int, entered: asyncio.Event, previous: _UnderWay | None) -> None:
         """Generate, score and commit one batch."""
+        version = await self._wait_for_turn(index)
         required = self.schedule.required_version(index)
-        version = await self._wait_published(required)
         if previous is not None:
             await previous.entered.wait()  # the oldest batch takes its groups first
         builder = self._builder(index, required)
@@ -274,6 +276,16 @@ class Collector:
             allowed=lambda answered: answered == version,
         )
         return sum(sample.reward >= SOLVED_REWARD for sample in await self._score(prompt, answers))
+
+    async def _wait_for_turn(self, index: int) -> int:
+        """Wait for the version that the batch may start with. Whatever was decided about its lag was decided before the
+        version that it needs by the lag before was published (pipeline.control.loop)."""
+        while True:
+            version = await self._wait_published(self.schedule.required_version(index))
+            lags = () if self.decided_lags is None else await asyncio.to_thread(self.decided_lags, version)
+            if lags == self.schedule.decided_lags:
+                return version
+            self.schedule = replace(self.schedule, decided_lags=lags)
 
     async def _wait_published(self, version: int) -> int:
         """Wait until the engines serve at least `version`; the learner publishes, or dies and is started again. While

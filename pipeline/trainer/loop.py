@@ -1,8 +1,8 @@
 """The learner loop, run by every rank.
 
 store ──batch──▶ advantages ──▶ mini-batches ──▶ learner.logprobs ──▶ learner.update ──▶ channel.publish ──▶ engines
-                                      ▲       updates_per_batch times          │
-                                      └────────────────────────────────────────┘
+                                      ▲       updates_per_batch times          │      ▲
+                                      └────────────────────────────────────────┘      └── controller, where there is one
 
 train     consumes: batch `step` of the store, in order
           waits for: that batch's file (pipeline.trainer.batch_source)
@@ -22,6 +22,7 @@ from functools import partial
 import numpy as np
 
 from pipeline.advantages.compute import AdvantageComputer
+from pipeline.control.loop import StepController
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
 from pipeline.data.mismatch_files import write_mismatch
@@ -60,6 +61,7 @@ class Trainer:
     checkpoints: Checkpoints
     checkpoint_every: int
     event_log: EventLog
+    controller: StepController | None = None
     _saved: int = field(init=False, default=0)
     """Steps that the newest checkpoint holds."""
     _save_s: float = field(init=False, default=0.0)
@@ -73,6 +75,8 @@ class Trainer:
         first, state = self.checkpoints.restore(self.learner)
         self._saved = first
         self.advantage_computer.estimator.restore(state)
+        if self.controller is not None:
+            self.controller.restore(first)
         for step in range(first, self.schedule.steps):
             try:
                 self._train_on(step)
@@ -91,7 +95,9 @@ class Trainer:
         measured = describe(batch, step)
         self.advantage_computer.estimator.observe(solve_rate=asked_solve_rate(batch), entropy=update.metrics["entropy"])
         with watch.phase("publish"):
-            published = self._publish(step)
+            # What is decided holds from the next version on, so it is decided before that is published.
+            controlled = {} if self.controller is None else self.controller.after(batch, update)
+            published = controlled | self._publish(step)
         self.learner.tell(lambda: self._record(step, update, measured, published, watch))
         if (step + 1) % self.checkpoint_every == 0 or step + 1 == self.schedule.steps:
             self._save(step + 1)
@@ -122,6 +128,7 @@ class Trainer:
         with watch.phase("logprobs"):
             old_logprobs = self.old_logprobs.of(batch) if self.old_logprobs else None
         scores = self.scores_step and (old_logprobs is None or self.reads_step_logprobs)
+        factor = 1.0 if self.controller is None else self.controller.lr_factor(batch)
         parts, updates = mini_batches(self.advantage_computer, batch, self.updates_per_batch), []
         with watch.phase("logprobs"):
             effect = ReplayEffect.before_step(self.learner, parts[0].batch)
@@ -131,7 +138,7 @@ class Trainer:
             with watch.phase("update"):
                 old = part.part_of(old_logprobs)
                 update = self.learner.update(
-                    part.batch, part.advantages, scored, old_logprobs=old, trained=part.trained
+                    part.batch, part.advantages, scored, old_logprobs=old, trained=part.trained, lr_factor=factor
                 )
                 updates.append(update)
         measured = {} if effect is None else effect.measured(parts[0].batch, updates[0].logprobs)

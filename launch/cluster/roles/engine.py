@@ -31,10 +31,12 @@ from launch.cluster.roles.base import (
     wait_for_recipe,
 )
 from launch.cluster.roles.rendezvous import Rendezvous
+from launch.cluster.roles.server_turn import reason_to_start_again
 from launch.cluster.roles.starting_weights import hold_weights, release_weights
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.membership import Member
+from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineStartError, LayoutError
 from rollout_sglang.server.process import ServerProcess
@@ -83,8 +85,15 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
     port = own.port or (recipe.rollout.port or DEFAULT_PORT) + own.index
     if own.node > 0:
         return _run_other_host(own, recipe, address, port, key, stop)
+    while (why := _run_server(own, recipe, address, port, key, stop)) is not None:
+        print(f"engine {own.index} is started again: {why}", flush=True)
+    stop.check()
+    return 0
+
+
+def _run_server(own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop) -> str | None:
+    """One server from its start to its end. Why it should be started again; None when it should not."""
     epoch = claim(own.run.path, "engine", own.index)
-    member = Member(own.index, server_url(own.host, port), epoch.number)
     membership = own.run.membership()
     for earlier in membership.engines():
         if earlier.index == own.index and earlier.started < epoch.number:
@@ -95,21 +104,25 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
         place |= dict(nodes=own.nodes, node=0, rendezvous=f"{address}:{port + RENDEZVOUS_PORTS}")
     newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
     spec = hold_weights(own.run, own.index, own.node, epoch.number, newest)
+    quant_map = digest_of(read_quant_map(spec.model))
+    member = Member(own.index, server_url(own.host, port), epoch.number, quant_map)
     server = start(spec)
 
     def announce() -> None:
         release_weights(spec)
         membership.announce(member)
 
+    def wants_another() -> str | None:
+        return reason_to_start_again(own.run, recipe, member)
+
     try:
         deadline_s = recipe.rollout.start_deadline_s
-        serve(server, own.run, epoch, stop, deadline_s, announce, lambda: membership.lists(member))
+        listed = partial(membership.lists, member)
+        return serve(server, own.run, epoch, stop, deadline_s, announce, listed, wants_another)
     finally:
         membership.withdraw(member)
         release_weights(spec)
         stop_server(server, grace_s() if stop.asked else 0.0)
-    stop.check()
-    return 0
 
 
 def serve(
@@ -120,8 +133,10 @@ def serve(
     start_deadline_s: float,
     announce: Callable[[], None],
     is_listed: Callable[[], bool],
-) -> None:
+    wants_another: Callable[[], str | None] = lambda: None,
+) -> str | None:
     """Announce the server once it answers, then watch it until the run is finished or this role is asked to end.
+    Returns what `wants_another` says, once it says why another server should take its place.
 
     It is announced again when it is not listed: an earlier start, which does not know yet that it is superseded, may
     have replaced the announcement.
@@ -138,7 +153,9 @@ def serve(
         if look():
             epoch.check()
         if (due := look_for_end()) and run.is_finished():
-            return
+            return None
+        if up and due and (why := wants_another()) is not None:
+            return why
         if (up and due and not is_listed()) or (not up and server.is_ready()):
             epoch.check()
             up = True
@@ -146,6 +163,7 @@ def serve(
         if not up and time.monotonic() > ends:
             raise EngineStartError(f"server was not up within {start_deadline_s:g} s, stopped; {server.log_end()}")
         time.sleep(POLL_S)
+    return None
 
 
 def stop_server(server: ServerProcess, grace_s: float) -> None:

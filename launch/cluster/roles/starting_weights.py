@@ -53,9 +53,14 @@ def _link(source: Path, folder: Path) -> bool:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        names = sorted(os.listdir(source))
+        names = _files(source)
         for name in names:
             os.link(source / name, folder / name)
-        return sorted(os.listdir(source)) == names != []
+        return _files(source) == names != []
     except FileNotFoundError:
         return False
+
+
+def _files(folder: Path) -> list[str]:
+    """The weights for engines with an older quant map are in a folder within it, which no engine starts with."""
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_file())

@@ -39,7 +39,14 @@ class Learner:
         return np.full(batch.num_response_tokens, len(self.given), np.float32)
 
     def update(
-        self, batch: Batch, advantages: Any, scored: Any, *, old_logprobs: Any = None, trained: Any = None
+        self,
+        batch: Batch,
+        advantages: Any,
+        scored: Any,
+        *,
+        old_logprobs: Any = None,
+        trained: Any = None,
+        lr_factor: float = 1.0,
     ) -> Update:
         self.calls.append("update")
         number = len(self.given)
@@ -73,6 +80,7 @@ def trained(
             reads_step_logprobs=reads,
             old_logprobs=old,
             updates_per_batch=updates,
+            controller=None,
         )
     )
     return learner, loop._update(batch, Stopwatch())

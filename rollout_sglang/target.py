@@ -1,0 +1,39 @@
+"""What the engines of a run should serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.data.membership import Member
+from pipeline.data.quant_maps import digest_of, older_folder, read_quant_map
+from pipeline.errors import EngineVersionError
+from pipeline.ports.weight_check import WeightCheck
+
+
+@dataclass(frozen=True)
+class Target:
+    """The version that every engine should serve, where its weights lie, and how it is verified that an engine holds
+    them."""
+
+    version: int
+    directory: Path
+    check: WeightCheck | None
+
+    def of_map(self, engine: Member) -> Target:
+        """The same for one engine, in the formats of the quant map that it was started with.
+
+        Raises EngineVersionError where the version was published after the last engine with that map had gone.
+        """
+        if not engine.quant_map:
+            return self
+        older = older_folder(self.directory, engine.quant_map)
+        if older.is_dir():
+            return Target(self.version, older, WeightCheck.load(older))
+        newest = digest_of(read_quant_map(self.directory))
+        if newest not in ("", engine.quant_map):  # empty while the folder behind a broadcast is being written
+            raise EngineVersionError(
+                f"engine {engine.index} at {engine.url} was started with quant map {engine.quant_map}, and version "
+                f"{self.version} is there for map {newest} alone; it is started again with that when it is its turn"
+            )
+        return self
