@@ -125,9 +125,8 @@ class MegatronLearner:
     ) -> MegatronLearner:
         """Join the process group, load the HF folder, build the optimizer.
 
-        `temperature` is that of the sampling: log-probabilities are log_softmax(logits / temperature). `layers` as in
-        `model.choose_layers`; `emulate` as in the method, given where `learner.fp8_emulation` is set. Raises ModelError
-        (learner.precision FP8 without what it needs, too) or LayoutError.
+        `temperature` is that of the sampling. `layers` as in `model.choose_layers`; `emulate` as in the method, given
+        where learner.fp8_emulation is set. Raises ModelError (an FP8 precision without what it needs) or LayoutError.
         """
         check_layout(read_hf_config(model_folder), learner)
         initialize(Layout.of(learner), seed, learner.step_deadline_s)
