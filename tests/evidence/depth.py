@@ -57,7 +57,7 @@ LAYERS = (2, 4, 8, 16)
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 32, 2, 24, 24
 DRAWS = 2
 """Independent draws of the noise."""
-SFT_STEPS, SFT_BATCH = 200, 32
+SFT_STEPS, SFT_BATCH = 100, 16
 NARROW = dict(hidden=64, heads=4, kv_heads=2, head_dim=64, ffn=256)
 """Trained models are narrower, so that 16 layers learn in minutes."""
 
@@ -229,7 +229,8 @@ def _lists(scores: Scores) -> list[list[float]]:
 async def sample(engine: Engine, prompts: list[list[int]]) -> Any:
     client = engine.client()
     try:
-        answers = [await client.generate(p, SAMPLES, Sampling(max_new_tokens=NEW_TOKENS)) for p in prompts]
+        sampling = Sampling(max_new_tokens=NEW_TOKENS)
+        answers = await asyncio.gather(*(client.generate(prompt, SAMPLES, sampling) for prompt in prompts))
     finally:
         await client.close()
     return await engine.rows(prompts, answers)
@@ -303,7 +304,7 @@ def make(case: Case, folder: Path) -> float | None:
     recipe = parity_recipe(folder.parent, case.name, start, "fp32", {})
     tokenizer, task = build_tokenizer(recipe), build_task(recipe.task, case.seed)
     contract = build_contract(recipe, tokenizer)
-    optimizer = OptimizerSection(lr=2e-3, warmup_steps=20, decay="linear")
+    optimizer = OptimizerSection(lr=2e-3, warmup_steps=10, decay="linear")
     with scorer(recipe, optimizer=optimizer) as learner:
         for step in range(SFT_STEPS):
             pairs = demonstrations_of(task, step * SFT_BATCH, SFT_BATCH)
