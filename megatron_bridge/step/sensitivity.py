@@ -25,9 +25,8 @@ def row_scorer(learner: MegatronLearner, rows: Sequence[Sequence[int]]) -> Calla
     """
 
     def score(quant_map: QuantMap | None) -> Tensor:
-        if quant_map is None or not quant_map.formats:
-            return _flat(learner, rows)
-        with emulated(learner, quant_map):
+        # None is said to the learner as well: it may emulate the rollout's formats by itself.
+        with emulated(learner, quant_map if quant_map is not None and quant_map.formats else None):
             return _flat(learner, rows)
 
     return score

@@ -67,3 +67,14 @@ def test_scores_are_restored_and_empty_maps_change_nothing(learner: MegatronLear
     assert not torch.equal(score(QuantMap.for_decoder(4, "fp8_tensor")), plain)
     assert torch.equal(score(None), plain)
     assert torch.equal(score(QuantMap.for_decoder(4, None)), plain)
+
+
+def test_a_learner_that_emulates_by_itself_is_scored_alike(learner: MegatronLearner) -> None:
+    score, quant = row_scorer(learner, rows(learner)), QuantMap.for_decoder(4, "fp8_block")
+    plain, quantized = score(None), score(quant)
+    learner.emulate(quant)
+    try:
+        assert torch.equal(score(None), plain)
+        assert torch.equal(score(quant), quantized)
+    finally:
+        learner.emulate(None)
