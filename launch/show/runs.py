@@ -43,6 +43,7 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trouble", _counted(numbers, _TROUBLE) or "none"),
         ("bottleneck", str(numbers["bottleneck"])),
         *(("warning", sentence) for sentence in numbers["warnings"]),
+        *(("alarm", text) for text in numbers["alarms"]),
     ]
 
 

@@ -22,6 +22,23 @@ class AlarmHistory:
     lasts: bool
     """Whether the newest step broke it."""
 
+    @property
+    def text(self) -> str:
+        """One line: `ess low: 0.12 at worst, below 0.3, at 2 of steps 3 to 7, until now`."""
+        beyond = f"{self.worst.value:.3g} at worst, {self.worst.rule.wrong} {self.worst.bound:g}"
+        return f"{self.name}: {beyond}, at {self.steps}"
+
+    @property
+    def name(self) -> str:
+        return self.worst.rule.name.replace("_", " ")
+
+    @property
+    def steps(self) -> str:
+        """`step 3`, or `2 of steps 3 to 7, until now`."""
+        first, last = self.first_step, self.last_step
+        steps = f"step {first}" if first == last else f"{self.num_steps} of steps {first} to {last}"
+        return f"{steps}, until now" if self.lasts else steps
+
 
 def samples_coarser(recipe: Recipe) -> bool:
     """Whether engines sample in FP8 while the learner trains without it: what the bounds of some alarms depend on."""

@@ -132,14 +132,12 @@ def alarm_rows(run_log: RunLog) -> list[dict[str, str]]:
     """What was out of bounds, over which steps, and what to do about it."""
     rows = []
     for history in alarm_history(run_log):
-        first, last = history.first_step, history.last_step
-        steps = f"step {first}" if first == last else f"{history.num_steps} of steps {first} to {last}"
         rule, worst = history.worst.rule, history.worst
         text = f"{rule.what} was {worst.value:.3g} at worst, {rule.wrong} {worst.bound:g}"
         rows.append(
             dict(
-                when=f"{steps}{', until now' if history.lasts else ''}",
-                name=rule.name.replace("_", " "),
+                when=history.steps,
+                name=history.name,
                 text=f"{text[0].upper()}{text[1:]}.",
                 to_do=f"{rule.to_do[0].upper()}{rule.to_do[1:]}.",
                 source=rule.source,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.advantages.base import Advantage
+from pipeline.analysis.alarm_history import alarm_history
 from pipeline.analysis.bottleneck import bottleneck
 from pipeline.analysis.run_log import RunLog, number
 from pipeline.config.advice import advice
@@ -62,6 +63,7 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         verifier_failures=int(sum(run_log.series("verifier_failures")[1])),
         bottleneck=bottleneck(run_log.metrics),
         warnings=advice(recipe),
+        alarms=[history.text for history in alarm_history(run_log)],
     )
 
 

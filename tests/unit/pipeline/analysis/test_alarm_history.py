@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from launch.show.runs import render
 from pipeline.analysis.alarm_history import alarm_history, samples_coarser
 from pipeline.analysis.html_report import render_page
 from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.summary import summarize
 from pipeline.config.recipe import Recipe
 
 WriteRun = Callable[..., Path]
@@ -30,7 +33,8 @@ def test_one_entry_a_rule_with_its_steps_and_its_worst(write_run: WriteRun) -> N
     ended = alarm_history(with_ess(run_log, {3: 0.25, 4: 0.1, 7: 0.29}))
     assert [(h.first_step, h.last_step, h.num_steps, h.lasts) for h in ended] == [(3, 7, 3, False)]
     assert ended[0].worst.value == 0.1
-    assert alarm_history(with_ess(run_log, {11: 0.2}))[0].lasts
+    assert ended[0].text == "ess low: 0.1 at worst, below 0.3, at 3 of steps 3 to 7"
+    assert alarm_history(with_ess(run_log, {11: 0.2}))[0].text.endswith("at step 11, until now")
 
 
 def test_the_report_lists_them_with_what_to_do(write_run: WriteRun) -> None:
@@ -43,6 +47,14 @@ def test_the_report_lists_them_with_what_to_do(write_run: WriteRun) -> None:
     assert "The effective sample size was 0.1 at worst, below 0.3." in page
     assert "verl warns below 0.3" in page
     assert "No alarm:" not in page
+
+
+def test_the_table_of_a_run_has_a_row_for_each(write_run: WriteRun) -> None:
+    numbers = summarize(with_ess(RunLog.read(write_run(12)), {3: 0.25}))
+    console = Console(width=160, record=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(render(numbers))
+    assert "ess low: 0.25 at worst, below 0.3, at step 3" in capture.get()
 
 
 @pytest.mark.parametrize(
