@@ -5,34 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from precision.formats.formats import (
-    E4M3_MAX,
     fake_quantize_activation,
     fake_quantize_block,
+    fake_quantize_channel,
+    fake_quantize_mxfp8,
     fake_quantize_tensor,
-    scale_of,
-    to_e4m3,
 )
+from precision.formats.rollout_format import BLOCK
 
 GROUPS = ("qkv", "o", "gate_up", "down")
-MX_BLOCK = 32
-
-
-def channel_weight(weight: Tensor) -> Tensor:
-    """One scale a row (output channel)."""
-    scale = scale_of(weight.abs().amax(dim=1, keepdim=True))
-    return to_e4m3(weight / scale).float() * scale
-
-
-def mx(values: Tensor) -> Tensor:
-    """MXFP8: a power of two (E8M0) for each 32 values of the last dimension, rounded up so that nothing saturates."""
-    blocks = values.reshape(*values.shape[:-1], -1, MX_BLOCK)
-    amax = blocks.abs().amax(dim=-1, keepdim=True)
-    scale = torch.exp2(torch.ceil(torch.log2((amax / E4M3_MAX).clamp(min=2.0**-127))))
-    return (to_e4m3(blocks / scale).float() * scale).reshape(values.shape)
 
 
 @dataclass(frozen=True)
@@ -47,10 +31,10 @@ class Format:
 FORMATS = {
     one.name: one
     for one in (
-        Format("fp8_block", lambda w, _: fake_quantize_block(w), lambda x: fake_quantize_activation(x, 128)),
+        Format("fp8_block", lambda w, _: fake_quantize_block(w), lambda x: fake_quantize_activation(x, BLOCK[1])),
         Format("fp8_tensor", fake_quantize_tensor, fake_quantize_activation),
-        Format("fp8_channel", lambda w, _: channel_weight(w), fake_quantize_activation),
-        Format("mxfp8", lambda w, _: mx(w), mx),
+        Format("fp8_channel", lambda w, _: fake_quantize_channel(w), fake_quantize_activation),
+        Format("mxfp8", lambda w, _: fake_quantize_mxfp8(w), fake_quantize_mxfp8),
     )
 }
 

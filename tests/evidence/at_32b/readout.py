@@ -1,9 +1,9 @@
 """From residual streams to what a training step sees: the ESS of tokens that the quantized model samples.
 
 A random head turns the normed stream into logits over a vocabulary. Its size is set so that the reference policy has a
-given entropy. Tokens of a trained policy are of two kinds: on Qwen3-8B more than half have less than 0.01 nats, and a
-fifth have more than 0.67 (arXiv 2506.01939). Only these forks can differ much, so what is read here are forks, of
-FORK_ENTROPY on average; over all tokens FORK_SHARE of it counts.
+given entropy. Tokens of a trained policy are of two kinds: about a fifth are forks that hold most of the entropy, the
+others are nearly certain (arXiv 2506.01939). Only forks can differ much, so what is read here are forks, of
+FORK_ENTROPY on average; over all tokens FORK_SHARE of it counts. Both numbers are assumptions.
 
 For tokens of a position that the quantized model q samples, with the learner p, everything is an expectation over the
 vocabulary, without sampling error:
