@@ -77,7 +77,7 @@ def maps(ratios: dict[str, dict[str, float]], titles: dict[str, str], path: Path
 
 
 def lengths(measured: Measured, ess: dict[str, Estimate], titles: dict[str, str], ratio: float, path: Path) -> None:
-    """chi^2 by position, measured; ESS of sequences by length, extrapolated."""
+    """KL by position, measured; ESS of sequences by length, extrapolated."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 3.6), layout="constrained", dpi=120)
         positions, sequences = figure.subplots(1, 2)
@@ -88,7 +88,7 @@ def lengths(measured: Measured, ess: dict[str, Estimate], titles: dict[str, str]
                 label = titles[name] if point.seed == 0 else None
                 positions.plot(at, point.parts, color=PALETTE[place], label=label)
         positions.set(
-            yscale="log", xlabel="position in the row", ylabel="chi² a token", title="measured, 8 layers of 256"
+            yscale="log", xlabel="position in the row", ylabel="KL, nats a token", title="measured, 8 layers of 256"
         )
         if measured.of("length", "fp8_block"):
             positions.legend(fontsize=7)

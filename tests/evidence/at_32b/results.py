@@ -29,7 +29,7 @@ class Point:
     kl: float
     chi2: float
     parts: tuple[float, ...] = ()
-    """chi^2 by position, in parts of equal length; of long rows only."""
+    """KL by position, in parts of equal length; of long rows only."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _points(case: dict[str, object]) -> Iterable[Point]:
     assert isinstance(readouts, dict)
     for depth, maps in readouts.items():
         for name, quantities in maps.items():
-            chi2 = quantities[f"chi2@{FORK_ENTROPY}"]
+            chi2, kl = quantities[f"chi2@{FORK_ENTROPY}"], quantities[f"kl@{FORK_ENTROPY}"]
             yield Point(
                 study=str(case["study"]),
                 kind=str(case["kind"]),
@@ -94,9 +94,9 @@ def _points(case: dict[str, object]) -> Iterable[Point]:
                 seed=int(str(case["seed"])),
                 map=name,
                 error=quantities["error"]["mean"],
-                kl=FORK_SHARE * quantities[f"kl@{FORK_ENTROPY}"]["mean"],
+                kl=FORK_SHARE * kl["mean"],
                 chi2=FORK_SHARE * chi2["mean"],
-                parts=tuple(FORK_SHARE * part for part in chi2.get("parts", ())),
+                parts=tuple(FORK_SHARE * part for part in kl.get("parts", ())),
             )
 
 

@@ -14,7 +14,8 @@ from tests.evidence.at_32b.laws import fit
 from tests.evidence.at_32b.maps import BF16, ENDS, FORMATS, REFERENCE, UNIFORM, Map
 from tests.evidence.at_32b.page import kept_bytes
 from tests.evidence.at_32b.readout import ENTROPIES, Head, read
-from tests.evidence.at_32b.results import Point, read as read_results, save
+from tests.evidence.at_32b.results import Point, save
+from tests.evidence.at_32b.results import read as read_results
 from tests.evidence.at_32b.stack import Decoder
 from tests.evidence.at_32b.weights import Sizes, Weights
 
