@@ -317,7 +317,7 @@ def make(case: Case, folder: Path) -> float | None:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """One line for each kind, format, view and depth: means over seeds, and the range of the seeds."""
     head = ("model", "format", "against", "layers", "gap", "emulated", "closed")
-    head += ("engine's luck", "learner's luck", "explained", "least of a seed, 95 % interval")
+    head += ("engine's luck", "learner's luck", "explained", "least of a seed (95 % interval)")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for kind in sorted({r["kind"] for r in results}):
         for view, name in itertools.product(VIEWS, FP8_FORMATS):
