@@ -57,7 +57,11 @@ METRICS: tuple[MetricName, ...] = (
     MetricName("evenkeel_lag_versions_max", LEARNER, "Age of the step's oldest token."),
     MetricName("evenkeel_truncated_ratio", LEARNER, "Share of samples that were cut at the longest length."),
     MetricName("evenkeel_response_tokens_mean", LEARNER, "Mean length of a response."),
-    MetricName("evenkeel_entropy_nats", LEARNER, "Mean entropy of the policy, a token."),
+    MetricName(
+        "evenkeel_entropy_nats",
+        LEARNER,
+        "Mean entropy of the policy, a token; under top_p or top_k, of what they kept.",
+    ),
     MetricName("evenkeel_gradient_norm", LEARNER, "Global gradient norm before it was clipped."),
     MetricName("evenkeel_phase_seconds", LEARNER, "Seconds of the step's phases.", ("phase",)),
     MetricName("evenkeel_publish_phase_seconds", LEARNER, "Seconds of the parts of the newest publish.", ("phase",)),
