@@ -112,14 +112,25 @@ class EngineClient:
         return [_input_logprobs(row, sample) for row, sample in zip(rows, samples, strict=True)]
 
     async def tempered_prompt_logprobs(
-        self, rows: Sequence[Sequence[int]], temperature: float, vocab_size: int
+        self,
+        rows: Sequence[Sequence[int]],
+        temperature: float,
+        vocab_size: int,
+        kept: Sequence[Sequence[NDArray[np.int32]]] | None = None,
     ) -> list[NDArray[np.float32]]:
-        """As `prompt_logprobs`, at another temperature: log p - log sum p'^(1/T) over the whole distribution p' of each
-        token, which the server answers. For small vocabularies: an answer holds vocab_size numbers a token."""
+        """As `prompt_logprobs`, at another temperature: log p / T - log sum p'^(1/T) over the whole distribution p' of
+        each token, which the server answers. For small vocabularies: an answer holds vocab_size numbers a token.
+
+        `kept`, for each row the token ids over which tokens 1 … n-1 are renormalized, restricts that sum; an empty set
+        stands for the whole vocabulary.
+        """
         samples = await self._prefill(rows, {"top_logprobs_num": vocab_size})
-        scored = [_input_logprobs(row, sample) for row, sample in zip(rows, samples, strict=True)]
-        totals = [_tempered_totals(row, sample, temperature) for row, sample in zip(rows, samples, strict=True)]
-        return [(one / temperature - total).astype(np.float32) for one, total in zip(scored, totals, strict=True)]
+        sets = [()] * len(rows) if kept is None else kept
+        found = []
+        for row, sample, own in zip(rows, samples, sets, strict=True):
+            totals = _tempered_totals(row, sample, temperature, own)
+            found.append((_input_logprobs(row, sample) / temperature - totals).astype(np.float32))
+        return found
 
     async def _prefill(self, rows: Sequence[Sequence[int]], options: dict[str, Any]) -> list[Generated]:
         samples = await self._generate(
@@ -278,18 +289,23 @@ def _input_logprobs(row: Sequence[int], sample: Generated) -> NDArray[np.float32
     return np.array(values, np.float32)
 
 
-def _tempered_totals(row: Sequence[int], sample: Generated, temperature: float) -> NDArray[np.float64]:
-    """For each of tokens 1 … n-1, log sum p^(1/T) over the distribution from which it came."""
+def _tempered_totals(
+    row: Sequence[int], sample: Generated, temperature: float, kept: Sequence[NDArray[np.int32]]
+) -> NDArray[np.float64]:
+    """For each of tokens 1 … n-1, log sum p^(1/T) over the distribution from which it came, or what was kept of it."""
     distributions = (sample.meta_info.input_top_logprobs or ())[1:]
     if len(distributions) != len(row) - 1 or not all(distributions):
         raise EngineUnavailableError(f"engine gave {len(distributions)} of {len(row) - 1} distributions; ask again")
     totals = []
-    for distribution in distributions:
-        logprobs = np.array([value for value, _, _ in distribution or () if value is not None], np.float64)
+    for place, distribution in enumerate(distributions):
+        answered = [(value, token) for value, token, _ in distribution or () if value is not None]
+        logprobs = np.array([value for value, _ in answered], np.float64)
         if abs(np.exp(logprobs).sum() - 1.0) > 1e-3:
             raise EngineUnavailableError(
                 f"engine gave distributions of {np.exp(logprobs).sum():.4f} in all, expected 1; start it with a larger "
                 "limit for top_logprobs_num"
             )
+        if kept and len(kept[place]):
+            logprobs = logprobs[np.isin([token for _, token in answered], kept[place])]
         totals.append(np.logaddexp.reduce(logprobs / temperature))
     return np.array(totals)

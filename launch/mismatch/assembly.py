@@ -108,8 +108,11 @@ def describe(recipe: Recipe, source: str, kind: str, versions: tuple[int, ...], 
     remarks = []
     if not prefilled:
         remarks.append(
-            f"SGLang scores prompts at temperature 1 alone, and the learner's is {temperature:g}: kernels are in the "
-            "decoding term."
+            "SGLang scores prompts over the whole vocabulary alone, the learner what top_p and top_k kept: kernels are "
+            "in the decoding term."
+            if recipe.rollout.asks_for_kept_sets
+            else f"SGLang scores prompts at temperature 1 alone, and the learner's is {temperature:g}: kernels are in "
+            "the decoding term."
         )
     if temperature != recipe.rollout.temperature:
         remarks.append(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from launch.mismatch.rows import SampledRows
 from launch.run.one_engine import OneEngine
 from launch.verify.formats import audit_engine
 from pipeline.analysis.mismatch.measured import Audit, Misheld
+from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Completion, Prompt
 from pipeline.errors import EngineVersionError
 from pipeline.ports.weight_check import WeightCheck
@@ -21,7 +21,8 @@ from rollout_sglang.client import EngineClient
 from rollout_sglang.weights.update_lease import fresh_number
 
 LARGEST_TEMPERED_VOCABULARY = 4096
-"""SGLang scores a prompt at temperature 1 alone. For another it must answer whole distributions, which are large."""
+"""SGLang scores a prompt at temperature 1 over the whole vocabulary alone. For anything else it must answer whole
+distributions, which are large."""
 ROWS_AT_ONCE = 64
 
 
@@ -67,7 +68,7 @@ class MeasuredEngine(OneEngine):
     def sample_task(self, num_prompts: int) -> SampledRows:
         """The task's first prompts, sampled as the recipe says, all at once."""
         prompts = build_prompts(self.recipe, build_tokenizer(self.recipe))
-        asked = [prompts.prompt(group) for group in range(num_prompts)]
+        asked, sampling = [prompts.prompt(group) for group in range(num_prompts)], build_sampling(self.recipe)
 
         async def ask() -> list[list[Completion]]:
             client = self.client()
@@ -75,9 +76,7 @@ class MeasuredEngine(OneEngine):
 
             async def one(prompt: Prompt) -> list[Completion]:
                 async with slots:
-                    return await client.generate(
-                        prompt.tokens, self.recipe.rollout.group_size, build_sampling(self.recipe)
-                    )
+                    return await client.generate(prompt.tokens, self.recipe.rollout.group_size, sampling)
 
             try:
                 return await asyncio.gather(*(one(prompt) for prompt in asked))
@@ -90,30 +89,34 @@ class MeasuredEngine(OneEngine):
             tokens=[[*prompt, *completion.tokens] for prompt, completion in pairs],
             prompt_lengths=[len(prompt) for prompt, _ in pairs],
             decode=np.concatenate([np.asarray(completion.logprobs, np.float64) for _, completion in pairs]),
+            kept=KeptSets.joined([c.kept for _, c in pairs if c.kept]) if sampling.kept_set else None,
         )
 
-    def score(self, rows: Sequence[Sequence[int]], temperature: float) -> list[NDArray[np.float64]] | None:
-        """Prefill log-probabilities of tokens 1 … n-1 of each row; None where the vocabulary is too large to have them
-        at another temperature than 1."""
-        vocab_size = build_tokenizer(self.recipe).vocab_size
-        if temperature != 1.0 and vocab_size > LARGEST_TEMPERED_VOCABULARY:
+    def score(self, rows: SampledRows, temperature: float) -> NDArray[np.float64] | None:
+        """[responses] prefill log-probabilities, over kept sets where there are any; None where the vocabulary is too
+        large to have them over those, or at another temperature than 1."""
+        vocab_size, kept = build_tokenizer(self.recipe).vocab_size, rows.kept_by_row()
+        plain = temperature == 1.0 and kept is None
+        if not plain and vocab_size > LARGEST_TEMPERED_VOCABULARY:
             return None
 
-        async def ask() -> list[NDArray[np.float64]]:
+        async def ask() -> list[NDArray[np.float32]]:
             client, found = self.client(), []
             try:
-                for first in range(0, len(rows), ROWS_AT_ONCE):
-                    some = rows[first : first + ROWS_AT_ONCE]
+                for first in range(0, len(rows.tokens), ROWS_AT_ONCE):
+                    here = slice(first, first + ROWS_AT_ONCE)
+                    sets = None if kept is None else kept[here]
                     found += (
-                        await client.prompt_logprobs(some)
-                        if temperature == 1.0
-                        else await client.tempered_prompt_logprobs(some, temperature, vocab_size)
+                        await client.prompt_logprobs(rows.tokens[here])
+                        if plain
+                        else await client.tempered_prompt_logprobs(rows.tokens[here], temperature, vocab_size, sets)
                     )
             finally:
                 await client.close()
-            return [np.asarray(row, np.float64) for row in found]
+            return found
 
-        return asyncio.run(ask())
+        scored = zip(asyncio.run(ask()), rows.prompt_lengths, strict=True)
+        return np.concatenate([row[prompt - 1 :] for row, prompt in scored]).astype(np.float64)
 
     def _updating_client(self) -> EngineClient:
         client = self.client()

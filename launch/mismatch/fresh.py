@@ -15,7 +15,7 @@ from launch.build.engines import check_engines
 from launch.mismatch.assembly import Sides, describe, searched_rows
 from launch.mismatch.engine import MeasuredEngine
 from launch.mismatch.rows import SampledRows
-from launch.mismatch.scoring import Job, VersionRows, score_in_ranks
+from launch.mismatch.scoring import Job, VersionRows, responses_of, score_in_ranks
 from launch.run.begin import preflight, seed_policy
 from pipeline.analysis.mismatch.measured import Measured
 from pipeline.config.loader import recipe_from
@@ -36,7 +36,7 @@ def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate
         temperature = local.learner.temperature or local.rollout.temperature
         with MeasuredEngine(run, local) as engine:
             rows = engine.sample_task(num_prompts)
-            prefill = engine.score(rows.tokens, temperature)
+            prefill = engine.score(rows, temperature)
             audit = engine.audit
         job = _job(local, rows, now, locate)
         learner = score_in_ranks(run, local, job)
@@ -46,7 +46,7 @@ def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate
         version=np.zeros(num_responses, np.int64),
         counts=np.ones(num_responses, np.bool_),
         now=learner.get("now"),
-        prefill=None if prefill is None else rows.responses(prefill),
+        prefill=prefill,
         learner=learner,
         job=job,
     )
@@ -63,8 +63,7 @@ def moved(recipe: Recipe, root: Path) -> Recipe:
 def _job(recipe: Recipe, rows: SampledRows, now: Path | None, locate: bool) -> Job:
     everything = np.arange(len(rows.tokens))
     return Job(
-        tokens=rows.tokens,
-        prompt_lengths=rows.prompt_lengths,
+        **responses_of(rows),
         versions=(VersionRows(number=0, weights=recipe.model.path.absolute(), rows=tuple(everything.tolist())),),
         now=None if now is None else now.absolute(),
         searched=searched_rows(everything) if locate else (),

@@ -24,7 +24,7 @@ from launch.mismatch.assembly import Sides, describe, searched_rows
 from launch.mismatch.engine import MeasuredEngine
 from launch.mismatch.fresh import moved
 from launch.mismatch.rows import SampledRows
-from launch.mismatch.scoring import Job, VersionRows, score_in_ranks
+from launch.mismatch.scoring import Job, VersionRows, responses_of, score_in_ranks
 from launch.run.processes import child_environment, run_ranks, torchrun
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.hf.writer import write_policy
@@ -63,6 +63,7 @@ class Recorded:
             tokens=[batch.sample_tokens(sample).tolist() for sample in range(batch.num_samples)],
             prompt_lengths=batch.prompt_lengths.tolist(),
             decode=batch.rollout_logprobs.astype(np.float64),
+            kept=batch.kept,
         )
 
 
@@ -140,8 +141,7 @@ def _job(recorded: Recorded, folders: dict[int, Path], locate: bool) -> Job:
     )
     newest = np.array(parts[-1].rows, np.int64)
     return Job(
-        tokens=rows.tokens,
-        prompt_lengths=rows.prompt_lengths,
+        **responses_of(rows),
         versions=parts,
         searched=searched_rows(newest) if locate else (),
     )
@@ -161,14 +161,10 @@ def _prefill(
             if place:
                 run.set_published(part.number)
                 engine.serve(part.number)
-            asked = job.part(part.rows)
-            scored = engine.score(asked.tokens, temperature)
-            if scored is None:
+            values = engine.score(rows.part(part.rows), temperature)
+            if values is None:
                 return None, engine.audit
             here = np.isin(rows.row, part.rows)
-            values = SampledRows(
-                tokens=asked.tokens, prompt_lengths=asked.prompt_lengths, decode=rows.decode[here]
-            ).responses(scored)
             found[here] = np.where(recorded.batch.policy_version[here] == part.number, values, found[here])
         return found, engine.audit
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.kept_sets import KeptSets
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampledRows:
@@ -18,10 +20,8 @@ class SampledRows:
     prompt_lengths: list[int]
     decode: NDArray[np.float64]
     """[responses] log-probabilities under the run's contract, row after row."""
-
-    def responses(self, scored: Sequence[NDArray[np.floating]]) -> NDArray[np.float64]:
-        """[responses] of `scored`, which has [n - 1] values for tokens 1 … n-1 of each row."""
-        return response_values(scored, self.prompt_lengths)
+    kept: KeptSets | None = None
+    """[responses] what every score is renormalized over; None: the whole vocabulary."""
 
     @property
     def position(self) -> NDArray[np.int64]:
@@ -38,8 +38,23 @@ class SampledRows:
         """Of the responses, in tokens."""
         return [len(row) - prompt for row, prompt in zip(self.tokens, self.prompt_lengths, strict=True)]
 
+    def part(self, rows: Sequence[int]) -> SampledRows:
+        """Some rows alone, ascending."""
+        here = np.flatnonzero(np.isin(self.row, rows))
+        return SampledRows(
+            tokens=[self.tokens[row] for row in rows],
+            prompt_lengths=[self.prompt_lengths[row] for row in rows],
+            decode=self.decode[here],
+            kept=None if self.kept is None else self.kept.take(here),
+        )
 
-def response_values(scored: Sequence[NDArray[np.floating]], prompt_lengths: Sequence[int]) -> NDArray[np.float64]:
-    """[responses] in float64: of each row, values of tokens 1 … n-1, those of the response, row after row."""
-    parts = [row[prompt - 1 :] for row, prompt in zip(scored, prompt_lengths, strict=True)]
-    return np.concatenate(parts).astype(np.float64)
+    def kept_by_row(self) -> list[list[NDArray[np.int32]]] | None:
+        """For tokens 1 … n-1 of each row, the set that each is renormalized over; empty: the whole vocabulary."""
+        if self.kept is None:
+            return None
+        sets, whole = np.split(self.kept.tokens, self.kept.offsets[1:-1]), np.zeros(0, np.int32)
+        ends = np.cumsum([0, *self.lengths])
+        return [
+            [whole] * (prompt - 1) + sets[start:end]
+            for prompt, start, end in zip(self.prompt_lengths, ends[:-1], ends[1:], strict=True)
+        ]

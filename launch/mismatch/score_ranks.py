@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launch.build.components import build_quant_map
-from launch.mismatch.rows import response_values
 from launch.mismatch.scoring import SCORES_FILE, Job
 from launch.mismatch.suspected import effects
 from launch.run.learn import build_learner
@@ -30,6 +29,7 @@ from megatron_bridge.step.fp8_emulation import emulated, weights_changed
 from megatron_bridge.step.micro_batches import TokenRows
 from megatron_bridge.weights.convert import load_hf
 from pipeline.child_process import die_with_parent
+from pipeline.data.kept_sets import KeptSets
 from pipeline.data.run_directory import RunDirectory
 from precision.formats.quant_map import QuantMap
 from precision.mismatch.sensitivity import whole_layers
@@ -63,13 +63,8 @@ def score(run: RunDirectory) -> None:
 
 
 def _version_scores(learner: MegatronLearner, job: Job, quant: QuantMap | None) -> Arrays:
-    rows = TokenRows.whole(job.tokens)
-    scored = learner.score_rows(rows)
-
-    def responses(flat: Tensor) -> NDArray[np.float64]:
-        return response_values(np.split(flat.cpu().numpy(), rows.offsets[1:-1]), job.prompt_lengths)
-
-    found = {"then": responses(scored.logprobs), "entropy": responses(scored.entropy)}
+    scored = learner.score_rows(_rows(job))
+    found = {"then": _float64(scored.logprobs), "entropy": _float64(scored.entropy)}
     if quant is None or not quant.formats:
         return found
     if learner.emulation is not None:  # the learner trains with the formats: they are no difference
@@ -83,7 +78,21 @@ def _version_scores(learner: MegatronLearner, job: Job, quant: QuantMap | None) 
 
 
 def _plain(learner: MegatronLearner, job: Job) -> NDArray[np.float64]:
-    return response_values(learner.score_tokens(job.tokens), job.prompt_lengths)
+    return _float64(learner.score_rows(_rows(job)).logprobs)
+
+
+def _rows(job: Job) -> TokenRows:
+    """With the responses to be predicted, over kept sets where there are any."""
+    return TokenRows(
+        tokens=[np.asarray(row, np.int32) for row in job.tokens],
+        starts=np.asarray(job.prompt_lengths, np.int64),
+        kept=None if job.kept is None else KeptSets.of(job.kept),
+    )
+
+
+def _float64(flat: Tensor) -> NDArray[np.float64]:
+    values: NDArray[np.float64] = flat.double().cpu().numpy()
+    return values
 
 
 def _load(learner: MegatronLearner, folder: Path) -> None:

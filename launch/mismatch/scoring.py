@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from launch.mismatch.rows import SampledRows
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
@@ -36,6 +38,8 @@ class Job(BaseModel):
 
     tokens: list[list[int]]
     prompt_lengths: list[int]
+    kept: list[list[int]] | None = None
+    """[responses] what each response token is renormalized over; None: the whole vocabulary."""
     versions: tuple[VersionRows, ...] = ()
     now: Path | None = None
     """HF folder of the weights that are trained; None: not to be scored."""
@@ -46,7 +50,13 @@ class Job(BaseModel):
 
     def part(self, rows: Sequence[int]) -> Job:
         """Some rows alone, without what is asked of them."""
-        return Job(tokens=[self.tokens[row] for row in rows], prompt_lengths=[self.prompt_lengths[row] for row in rows])
+        lengths = [len(row) - prompt for row, prompt in zip(self.tokens, self.prompt_lengths, strict=True)]
+        ends = np.cumsum([0, *lengths])
+        return Job(
+            tokens=[self.tokens[row] for row in rows],
+            prompt_lengths=[self.prompt_lengths[row] for row in rows],
+            kept=None if self.kept is None else [one for row in rows for one in self.kept[ends[row] : ends[row + 1]]],
+        )
 
     def write(self, folder: Path) -> None:
         (folder / JOB_FILE).write_text(self.model_dump_json())
@@ -54,6 +64,16 @@ class Job(BaseModel):
     @staticmethod
     def read(folder: Path) -> Job:
         return Job.model_validate_json((folder / JOB_FILE).read_text())
+
+
+def responses_of(rows: SampledRows) -> dict[str, Any]:
+    """What a Job takes of rows."""
+    kept = None if rows.kept is None else np.split(rows.kept.tokens, rows.kept.offsets[1:-1])
+    return dict(
+        tokens=rows.tokens,
+        prompt_lengths=rows.prompt_lengths,
+        kept=None if kept is None else [one.tolist() for one in kept],
+    )
 
 
 def score_in_ranks(run: RunDirectory, recipe: Recipe, job: Job) -> dict[str, NDArray[np.float64]]:

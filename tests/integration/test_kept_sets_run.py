@@ -57,7 +57,7 @@ def test_learner_and_engine_agree_on_what_was_cut(run: Path) -> None:
     """Before the first step, both have the same weights but for FP8."""
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
-    print([{name: round(line[name], 5) for name in ("ess", "ratio_mean", "entropy", "k3")} for line in lines])
+    print([{name: round(line[name], 5) for name in ("ess", "ratio_mean", "entropy", "k3_kl")} for line in lines])
     assert lines[0]["ess"] > 0.98
     assert lines[0]["ratio_mean"] == pytest.approx(1.0, abs=0.01)
     assert all(np.isfinite(line["loss"]) and line["ess"] > 0.8 for line in lines)

@@ -175,12 +175,15 @@ def test_prefill_scores_at_another_temperature(engine: EngineDouble, monkeypatch
 
     monkeypatch.setattr(EngineDouble, "_sample", answer)
 
-    def score() -> list[NDArray[np.float32]]:
+    def score(kept: list[list[NDArray[np.int32]]] | None = None) -> list[NDArray[np.float32]]:
         client = client_of(engine)
-        return run(client, client.tempered_prompt_logprobs([[1, 2, 0]], temperature, 3))
+        return run(client, client.tempered_prompt_logprobs([[1, 2, 0]], temperature, 3, kept))
 
     tempered = logits / temperature - np.logaddexp.reduce(logits / temperature)
     np.testing.assert_allclose(score()[0], tempered[[2, 0]], rtol=1e-6)
+    odds = np.exp(logits / temperature)
+    kept = [[np.array([1, 2], np.int32), np.zeros(0, np.int32)]]
+    np.testing.assert_allclose(score(kept)[0], [np.log(odds[2] / (odds[1] + odds[2])), tempered[0]], rtol=1e-6)
     assert asked[0]["top_logprobs_num"] == 3
     logprobs -= 0.1  # a server that leaves tokens out
     with pytest.raises(EngineUnavailableError, match="expected 1"):
