@@ -287,6 +287,34 @@ MUTATIONS = (
         "self.spent = 1 if progress >= self.progress else self.spent + 1",
         (f"{UNIT}/launch/run/test_restart_budget.py",),
     ),
+    Mutation(
+        "probabilities over the whole vocabulary are stored beside kept sets",
+        "rollout_sglang/protocol.py",
+        "        values, kept = _kept(meta, tokens)",
+        "        _, kept = _kept(meta, tokens)",
+        (f"{UNIT}/rollout_sglang/test_client.py",),
+    ),
+    Mutation(
+        "a token is renormalized over the kept set of another",
+        "megatron_bridge/step/micro_batches.py",
+        "rows.kept.take(np.where(mask, index, -1)[columns.numpy()])",
+        "rows.kept.take(np.where(mask, index // 2, -1)[columns.numpy()])",
+        (f"{UNIT}/megatron_bridge/step/test_micro_batches.py",),
+    ),
+    Mutation(
+        "every rank adds all kept tokens, not those of its slice of the vocabulary",
+        "megatron_bridge/model/logprobs_kept.py",
+        "    values = torch.where(_is_here(kept, first_token, vocab), _logits",
+        "    values = torch.where(kept.tokens >= 0, _logits",
+        (f"{UNIT}/megatron_bridge/model/test_logprobs_kept.py",),
+    ),
+    Mutation(
+        "requests for kept sets go through the router, which drops the question",
+        "rollout_sglang/fleet.py",
+        "self._pool.entrance is not None and not sampling.asks_for_records",
+        "self._pool.entrance is not None",
+        (f"{UNIT}/rollout_sglang/test_fleet.py",),
+    ),
 )
 
 

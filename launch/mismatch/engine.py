@@ -12,6 +12,7 @@ from launch.build.engines import engine_dtype
 from launch.mismatch.rows import SampledRows
 from launch.run.one_engine import OneEngine
 from launch.verify.formats import audit_engine
+from megatron_bridge.hf.model_config import read_hf_config
 from pipeline.analysis.mismatch.measured import Audit, Misheld
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Completion, Prompt
@@ -95,7 +96,8 @@ class MeasuredEngine(OneEngine):
     def score(self, rows: SampledRows, temperature: float) -> NDArray[np.float64] | None:
         """[responses] prefill log-probabilities, over kept sets where there are any; None where the vocabulary is too
         large to have them over those, or at another temperature than 1."""
-        vocab_size, kept = build_tokenizer(self.recipe).vocab_size, rows.kept_by_row()
+        # The model's: it may have more rows than the tokenizer has tokens, and give them some probability.
+        vocab_size, kept = int(read_hf_config(self.recipe.model.path)["vocab_size"]), rows.kept_by_row()
         plain = temperature == 1.0 and kept is None
         if not plain and vocab_size > LARGEST_TEMPERED_VOCABULARY:
             return None
