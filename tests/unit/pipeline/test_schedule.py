@@ -11,6 +11,11 @@ from pipeline.schedule import Schedule
 TABLES = [
     (Schedule(kind="sync", steps=4), [0, 1, 2, 3], [0, 1, 2, 3]),
     (Schedule(kind="async", steps=5, lag=2), [0, 0, 0, 1, 2], [0, 1, 2, 3, 4]),
+    (
+        Schedule(kind="async", steps=7, lag=3, decided_lags=((3, 1), (5, 2))),
+        [0, 0, 0, 2, 3, 3, 4],
+        [0, 1, 2, 3, 4, 5, 6],
+    ),
     (Schedule(kind="staged", steps=7, updates_per_stage=3), [0, 0, 0, 3, 3, 3, 6], [2, 5, 6]),
 ]
 

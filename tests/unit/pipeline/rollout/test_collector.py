@@ -43,6 +43,16 @@ def test_every_group_is_in_one_batch_and_every_token_is_fresh(
     assert run.evaluated_versions() == set(evaluated)
 
 
+def test_a_lag_that_was_decided_holds_from_its_batch_on(run: RunDirectory, verifiers: Verifiers) -> None:
+    """After step 0 a lag of 1 is decided, for batch 4 and those after it: the first that may not have begun yet."""
+    collector = build(run, verifiers, Schedule(kind="async", steps=9, lag=3))
+    collector.decided_lags = lambda version: ((4, 1),) if version else ()
+    store = collect(collector, seconds_per_step=0.05)
+    oldest = [index - store.read(index, None).policy_version.min() for index in range(9)]
+    assert max(oldest[1:4]) > 1, "the learner is too fast for this test"
+    assert max(oldest[4:]) <= 1
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)
 def test_an_evaluation_is_answered_by_one_version(
     run: RunDirectory, verifiers: Verifiers, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
