@@ -350,10 +350,8 @@ def _method(measured: Measured) -> list[str]:
         "growing stream, narrow models amplify errors until nothing is left to compare. Published figures show that "
         "trained models do not.",
         f"- **Sizes.** {seeds} seed(s) by depth, 64 positions a model, 48 for the true shapes, of which {deepest} "
-        f"layers "
-        "were measured; `measure` goes on from there, at about 45 s of one core a layer. Layers of one growing "
-        "stream are "
-        "read at several depths, so those points are not independent.",
+        "layers were measured (`measure` keeps the streams and goes on, at about 45 s of one core a layer). Layers of "
+        "one growing stream are read at several depths, so those points are not independent.",
         "- **Not covered.** Trained 32B weights, kernels of GPUs, routing of mixtures, decoding. The first thing to do "
         "with GPUs is `evenkeel mismatch` on Qwen3-32B: it replaces this page's size by a measurement.",
     ]

@@ -9,9 +9,13 @@ import pytest
 import yaml
 
 from launch.convert.new_model import new_model
-from launch.quant_map.suggest import commented, compare, prompts_of, recipe_of
+from launch.quant_map.suggest import commented, compare, prompts_of, recipe_of, recorded_rows
 from launch.quant_map.view import print_suggestion, read_map
 from pipeline.config.recipe import Recipe
+from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.records import LogprobContract
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
 from pipeline.errors import ModelError, RecipeError
 from precision.formats.quant_map import QuantMap
 from precision.formats.quant_map_file import QuantMapFile
@@ -74,6 +78,19 @@ def test_a_recipe_starts_from_its_own_format_and_prompts(model: Path) -> None:
     recipe = recipe_of(Path("demo"), None, None, changed)
     assert recipe.rollout.precision == "fp8_tensor"
     assert prompts_of(Path("demo"), recipe, 2)[0] != prompts_of(Path("demo"), recipe, 2)[1]
+
+
+def test_a_run_gives_rows_from_all_over_its_newest_batch(tmp_path: Path) -> None:
+    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+    run = RunDirectory(tmp_path)
+    assert recorded_rows(run, 4, 5) is None
+    for index in range(2):
+        groups = [
+            ([100 * index + 10 * group, 1, 2], [Response([sample] * 4, [-1.0] * 4, reward=0.0) for sample in range(2)])
+            for group in range(4)
+        ]
+        BatchStore(run.batches).commit(given_batch(index, groups, contract))
+    assert recorded_rows(run, 4, 5) == [[100 + 10 * group, 1, 2, 0, 0] for group in range(4)]
 
 
 def test_overrides_belong_to_recipes(model: Path) -> None:
