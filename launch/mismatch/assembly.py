@@ -41,7 +41,7 @@ class Sides:
         """All of it for the tokens that count."""
         kept = self.counts
         then = self._required("then")
-        quantized = self._at_version("quantized")
+        quantized, routed = self._at_version("quantized"), self._at_version("routed")
         prefix = "layer."
         layers = sorted(int(name.removeprefix(prefix)) for name in self._names() if name.startswith(prefix))
         tried = self._searched() & kept
@@ -51,6 +51,7 @@ class Sides:
                 now=_tensor(then if self.now is None else self.now, kept),
                 then=_tensor(then, kept),
                 quantized=None if quantized is None else _tensor(quantized, kept),
+                routed=None if routed is None else _tensor(routed, kept),
                 prefill=None if self.prefill is None else _tensor(self.prefill, kept),
                 decode=_tensor(self.rows.decode, kept),
             ),
@@ -102,10 +103,12 @@ def searched_rows(candidates: NDArray[np.int64]) -> tuple[int, ...]:
     return tuple(candidates[places].tolist())
 
 
-def describe(recipe: Recipe, source: str, kind: str, versions: tuple[int, ...], prefilled: bool) -> Setting:
+def describe(
+    recipe: Recipe, source: str, kind: str, versions: tuple[int, ...], *, rows: SampledRows, prefilled: bool
+) -> Setting:
     """The setting, and what could not be compared in it."""
     temperature = recipe.learner.temperature or recipe.rollout.temperature
-    remarks = []
+    remarks = _routing_remarks(rows, replayed=recipe.rollout.replay_experts)
     if not prefilled:
         remarks.append(
             "SGLang scores prompts over the whole vocabulary alone, the learner what top_p and top_k kept: kernels are "
@@ -130,6 +133,20 @@ def describe(recipe: Recipe, source: str, kind: str, versions: tuple[int, ...], 
         versions=versions,
         remarks=tuple(remarks),
     )
+
+
+def _routing_remarks(rows: SampledRows, *, replayed: bool) -> list[str]:
+    """Of a mixture: whose experts the scores are with, and of how many tokens the engine could say them."""
+    if rows.experts is None:
+        return []
+    unknown = 1.0 - rows.experts.known.sum() / max(1, len(rows.experts) - len(rows.tokens))
+    found = ["The learner trains with the engine's experts: routing is no difference."] if replayed else []
+    if unknown > 0:
+        found.append(
+            f"Of {unknown:.0%} of the tokens the engine could not say the experts any more: their routing is in the "
+            "kernels term."
+        )
+    return found
 
 
 def _tensor(values: Flat, kept: NDArray[np.bool_]) -> Tensor:

@@ -16,6 +16,7 @@ from megatron_bridge.hf.model_config import read_hf_config
 from pipeline.analysis.mismatch.measured import Audit, Misheld
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Completion, Prompt
+from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import EngineVersionError
 from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.client import EngineClient
@@ -91,6 +92,7 @@ class MeasuredEngine(OneEngine):
             prompt_lengths=[len(prompt) for prompt, _ in pairs],
             decode=np.concatenate([np.asarray(completion.logprobs, np.float64) for _, completion in pairs]),
             kept=KeptSets.joined([c.kept for _, c in pairs if c.kept]) if sampling.kept_set else None,
+            experts=RoutedExperts.joined([c.experts for _, c in pairs if c.experts]) if sampling.experts else None,
         )
 
     def score(self, rows: SampledRows, temperature: float) -> NDArray[np.float64] | None:

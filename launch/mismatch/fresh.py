@@ -17,6 +17,7 @@ from launch.mismatch.engine import MeasuredEngine
 from launch.mismatch.rows import SampledRows
 from launch.mismatch.scoring import Job, VersionRows, responses_of, score_in_ranks
 from launch.run.begin import preflight, seed_policy
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.analysis.mismatch.measured import Measured
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -29,7 +30,7 @@ def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate
     preflight(recipe)
     check_engines(recipe)
     with tempfile.TemporaryDirectory(prefix="evenkeel-mismatch-") as scratch:
-        local = moved(recipe, Path(scratch))
+        local = recording_experts(moved(recipe, Path(scratch)))
         run = RunDirectory(local.directory)
         run.freeze(local)
         seed_policy(run, local)
@@ -38,8 +39,8 @@ def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate
             rows = engine.sample_task(num_prompts)
             prefill = engine.score(rows, temperature)
             audit = engine.audit
-        job = _job(local, rows, now, locate)
-        learner = score_in_ranks(run, local, job)
+        job = _job(recipe, rows, now, locate)
+        learner = score_in_ranks(run, local, job, rows.experts)
     num_responses = len(rows.decode)
     sides = Sides(
         rows=rows,
@@ -50,7 +51,7 @@ def measure_recipe(recipe: Recipe, *, num_prompts: int, now: Path | None, locate
         learner=learner,
         job=job,
     )
-    setting = describe(recipe, recipe.run.name, "fresh", (0,), prefilled=prefill is not None)
+    setting = describe(recipe, recipe.run.name, "fresh", (0,), rows=rows, prefilled=prefill is not None)
     return sides.measured(setting, audit)
 
 
@@ -60,10 +61,19 @@ def moved(recipe: Recipe, root: Path) -> Recipe:
     return recipe_from({**data, "run": {**data["run"], "root": str(root)}}, source="mismatch")
 
 
+def recording_experts(recipe: Recipe) -> Recipe:
+    """The same recipe; engines of a mixture say where they send tokens, whatever the learner trains with."""
+    mixture = ModelConfig.from_hf(read_hf_config(recipe.model.path)).experts is not None
+    data = recipe.model_dump(mode="json")
+    rollout = {**data["rollout"], "replay_experts": mixture}
+    return recipe_from({**data, "rollout": rollout}, source="mismatch")
+
+
 def _job(recipe: Recipe, rows: SampledRows, now: Path | None, locate: bool) -> Job:
     everything = np.arange(len(rows.tokens))
     return Job(
         **responses_of(rows),
+        replayed=recipe.rollout.replay_experts,
         versions=(VersionRows(number=0, weights=recipe.model.path.absolute(), rows=tuple(everything.tolist())),),
         now=None if now is None else now.absolute(),
         searched=searched_rows(everything) if locate else (),

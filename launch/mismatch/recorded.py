@@ -64,6 +64,7 @@ class Recorded:
             prompt_lengths=batch.prompt_lengths.tolist(),
             decode=batch.rollout_logprobs.astype(np.float64),
             kept=batch.kept,
+            experts=batch.experts,
         )
 
 
@@ -79,7 +80,7 @@ def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
         run.freeze(local)
         folders = weights_of(source, run, local, recorded.versions)
         job = _job(recorded, folders, locate)
-        learner = score_in_ranks(run, local, job)
+        learner = score_in_ranks(run, local, job, recorded.batch.experts)
         temperature = local.learner.temperature or local.rollout.temperature
         prefill, audit = _prefill(run, local, job, recorded, temperature)
     sides = Sides(
@@ -92,7 +93,8 @@ def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
         job=job,
     )
     name = f"{path.name}, batch {recorded.index}"
-    return sides.measured(describe(recipe, name, "recorded", recorded.versions, prefilled=prefill is not None), audit)
+    setting = describe(recipe, name, "recorded", recorded.versions, rows=sides.rows, prefilled=prefill is not None)
+    return sides.measured(setting, audit)
 
 
 def read(source: RunDirectory, index: int | None) -> Recorded:
@@ -142,6 +144,7 @@ def _job(recorded: Recorded, folders: dict[int, Path], locate: bool) -> Job:
     newest = np.array(parts[-1].rows, np.int64)
     return Job(
         **responses_of(rows),
+        replayed=rows.experts is not None,
         versions=parts,
         searched=searched_rows(newest) if locate else (),
     )

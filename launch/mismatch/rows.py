@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.kept_sets import KeptSets
+from pipeline.data.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,8 @@ class SampledRows:
     """[responses] log-probabilities under the run's contract, row after row."""
     kept: KeptSets | None = None
     """[responses] what every score is renormalized over; None: the whole vocabulary."""
+    experts: RoutedExperts | None = None
+    """[tokens of all rows] where the engine sent each; None: not known, or a dense model."""
 
     @property
     def position(self) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ of the rows of its version.
 
     VERSION.then        the learner                  VERSION.layer.N   … with the formats of layers 0 to N
     VERSION.quantized   … with all formats           VERSION.entropy   of the learner's distribution, nats
+    VERSION.routed      … and the engine's experts   (of mixtures, where the engine said which)
     now                 … with the weights that are trained, over all rows
     effect.FAULT        launch.mismatch.suspected, over the rows that are searched for faults
 """
@@ -12,6 +13,8 @@ of the rows of its version.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launch.build.components import build_quant_map
-from launch.mismatch.scoring import SCORES_FILE, Job
+from launch.mismatch.scoring import SCORES_FILE, Job, read_experts
 from launch.mismatch.suspected import effects
 from launch.run.learn import build_learner
 from launch.run.processes import run_child
@@ -30,6 +33,7 @@ from megatron_bridge.step.micro_batches import TokenRows
 from megatron_bridge.weights.convert import load_hf
 from pipeline.child_process import die_with_parent
 from pipeline.data.kept_sets import KeptSets
+from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
 from precision.formats.quant_map import QuantMap
 from precision.mismatch.sensitivity import whole_layers
@@ -43,51 +47,70 @@ def score(run: RunDirectory) -> None:
     # Formats are emulated in Megatron's own layers, also where there are others. Only those of TE train in FP8.
     learner = build_learner(recipe, layers=None if is_fp8(recipe.learner.precision) else "megatron")
     quant = build_quant_map(recipe) if learner.layers == "megatron" else None
+    experts = read_experts(run.path)
     found: Arrays = {}
     for version in job.versions:
         _load(learner, version.weights)
         part = job.part(version.rows)
-        for name, values in _version_scores(learner, part, quant).items():
+        chosen = None if experts is None else experts[_tokens_of(job, version.rows)]
+        for name, values in _version_scores(learner, part, quant, chosen).items():
             found[f"{version.number}.{name}"] = values
     if job.searched:
         searched = job.part(job.searched)
-        suspected = effects(learner, lambda: _plain(learner, searched), quant, job.former)
+        told = None if experts is None else experts[_tokens_of(job, job.searched)]
+        suspected = effects(learner, lambda: _plain(learner, searched, told), quant, job.former)
         found |= {f"effect.{name}": values for name, values in suspected.items()}
     if job.now is not None:
         _load(learner, job.now)
-        found["now"] = _plain(learner, job)
+        found["now"] = _plain(learner, job, experts if job.replayed else None)
     if learner.is_rank_zero:
         with (run.path / SCORES_FILE).open("wb") as file:
             np.savez(file, **found)  # type: ignore[arg-type]
     learner.barrier()
 
 
-def _version_scores(learner: MegatronLearner, job: Job, quant: QuantMap | None) -> Arrays:
-    scored = learner.score_rows(_rows(job))
+def _version_scores(
+    learner: MegatronLearner, job: Job, quant: QuantMap | None, experts: RoutedExperts | None
+) -> Arrays:
+    """`experts` are those of the tokens of the job's rows."""
+    told = experts if job.replayed else None
+    scored = learner.score_rows(_rows(job, told))
     found = {"then": _float64(scored.logprobs), "entropy": _float64(scored.entropy)}
-    if quant is None or not quant.formats:
+    formats = quant if quant is not None and quant.formats else None
+    if formats is not None and learner.emulation is not None:  # the learner trains with them: they are no difference
+        found["quantized"] = found["then"]
+    elif formats is not None:
+        below: list[str] = []
+        for layer in whole_layers(formats):
+            below += layer.modules
+            with emulated(learner, formats.only(below)):
+                found[f"layer.{layer.name.rpartition('.')[2]}"] = found["quantized"] = _plain(learner, job, told)
+    if experts is None:
         return found
-    if learner.emulation is not None:  # the learner trains with the formats: they are no difference
-        return found | {"quantized": found["then"]}
-    below: list[str] = []
-    for layer in whole_layers(quant):
-        below += layer.modules
-        with emulated(learner, quant.only(below)):
-            found[f"layer.{layer.name.rpartition('.')[2]}"] = found["quantized"] = _plain(learner, job)
-    return found
+    if job.replayed:  # the learner trains with them, too
+        return found | {"routed": found.get("quantized", found["then"])}
+    with nullcontext() if formats is None or learner.emulation is not None else emulated(learner, formats):
+        return found | {"routed": _plain(learner, job, experts)}
 
 
-def _plain(learner: MegatronLearner, job: Job) -> NDArray[np.float64]:
-    return _float64(learner.score_rows(_rows(job)).logprobs)
+def _plain(learner: MegatronLearner, job: Job, experts: RoutedExperts | None = None) -> NDArray[np.float64]:
+    return _float64(learner.score_rows(_rows(job, experts)).logprobs)
 
 
-def _rows(job: Job) -> TokenRows:
+def _rows(job: Job, experts: RoutedExperts | None) -> TokenRows:
     """With the responses to be predicted, over kept sets where there are any."""
     return TokenRows(
         tokens=[np.asarray(row, np.int32) for row in job.tokens],
         starts=np.asarray(job.prompt_lengths, np.int64),
         kept=None if job.kept is None else KeptSets.of(job.kept),
+        experts=experts,
     )
+
+
+def _tokens_of(job: Job, rows: Sequence[int]) -> NDArray[np.bool_]:
+    """[tokens of all rows] those of some rows, which are in ascending order."""
+    lengths = [len(row) for row in job.tokens]
+    return np.repeat(np.isin(np.arange(len(lengths)), rows), lengths)
 
 
 def _float64(flat: Tensor) -> NDArray[np.float64]:

@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict
 from launch.mismatch.rows import SampledRows
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.config.recipe import Recipe
+from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
 
-JOB_FILE, SCORES_FILE = "job.json", "scores.npz"
+JOB_FILE, EXPERTS_FILE, SCORES_FILE = "job.json", "experts.npz", "scores.npz"
 MOST_SEARCHED_ROWS = 32
 """A fault moves all rows alike, and each suspect takes a pass."""
 
@@ -40,6 +41,8 @@ class Job(BaseModel):
     prompt_lengths: list[int]
     kept: list[list[int]] | None = None
     """[responses] what each response token is renormalized over; None: the whole vocabulary."""
+    replayed: bool = False
+    """Whether the learner trains with the engine's experts: all its scores are with them, and routing is no term."""
     versions: tuple[VersionRows, ...] = ()
     now: Path | None = None
     """HF folder of the weights that are trained; None: not to be scored."""
@@ -76,11 +79,24 @@ def responses_of(rows: SampledRows) -> dict[str, Any]:
     )
 
 
-def score_in_ranks(run: RunDirectory, recipe: Recipe, job: Job) -> dict[str, NDArray[np.float64]]:
-    """The arrays that launch.mismatch.score_ranks describes, by a learner of the recipe's layout."""
+def score_in_ranks(
+    run: RunDirectory, recipe: Recipe, job: Job, experts: RoutedExperts | None = None
+) -> dict[str, NDArray[np.float64]]:
+    """The arrays that launch.mismatch.score_ranks describes, by a learner of the recipe's layout; `experts` are those
+    of all tokens of the job's rows."""
     job.write(run.path)
+    if experts is not None:
+        np.savez(run.path / EXPERTS_FILE, ids=experts.ids, known=experts.known)
     command = torchrun(recipe.learner.num_processes, "launch.mismatch.score_ranks", str(run.path))
     log = run.logs / "mismatch.log"
     run_ranks(run, command, log=log, env=child_environment(), deadline_s=recipe.learner.step_deadline_s)
     with np.load(run.path / SCORES_FILE, allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files}
+
+
+def read_experts(folder: Path) -> RoutedExperts | None:
+    """[tokens of all rows of the job]; None: a dense model, or they are not known."""
+    if not (folder / EXPERTS_FILE).is_file():
+        return None
+    with np.load(folder / EXPERTS_FILE, allow_pickle=False) as stored:
+        return RoutedExperts(ids=stored["ids"], known=stored["known"])
