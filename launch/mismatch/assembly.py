@@ -110,13 +110,7 @@ def describe(
     temperature = recipe.learner.temperature or recipe.rollout.temperature
     remarks = _routing_remarks(rows, replayed=recipe.rollout.replay_experts)
     if not prefilled:
-        remarks.append(
-            "SGLang scores prompts over the whole vocabulary alone, the learner what top_p and top_k kept: kernels are "
-            "in the decoding term."
-            if recipe.rollout.asks_for_kept_sets
-            else f"SGLang scores prompts at temperature 1 alone, and the learner's is {temperature:g}: kernels are in "
-            "the decoding term."
-        )
+        remarks.append(f"{_not_prefilled(recipe, rows, temperature)}: kernels are in the decoding term.")
     if temperature != recipe.rollout.temperature:
         remarks.append(
             f"The engine samples at temperature {recipe.rollout.temperature:g}, the learner trains the policy of "
@@ -135,6 +129,15 @@ def describe(
     )
 
 
+def _not_prefilled(recipe: Recipe, rows: SampledRows, temperature: float) -> str:
+    """Why the engine did not score what it sampled."""
+    if rows.experts is not None:
+        return "An engine that scores a row chooses experts anew"
+    if recipe.rollout.asks_for_kept_sets:
+        return "SGLang scores prompts over the whole vocabulary alone, the learner what top_p and top_k kept"
+    return f"SGLang scores prompts at temperature 1 alone, and the learner's is {temperature:g}"
+
+
 def _routing_remarks(rows: SampledRows, *, replayed: bool) -> list[str]:
     """Of a mixture: whose experts the scores are with, and of how many tokens the engine could say them."""
     if rows.experts is None:
@@ -144,7 +147,7 @@ def _routing_remarks(rows: SampledRows, *, replayed: bool) -> list[str]:
     if unknown > 0:
         found.append(
             f"Of {unknown:.0%} of the tokens the engine could not say the experts any more: their routing is in the "
-            "kernels term."
+            "decoding term."
         )
     return found
 

@@ -97,7 +97,10 @@ class MeasuredEngine(OneEngine):
 
     def score(self, rows: SampledRows, temperature: float) -> NDArray[np.float64] | None:
         """[responses] prefill log-probabilities, over kept sets where there are any; None where the vocabulary is too
-        large to have them over those, or at another temperature than 1."""
+        large to have them over those, or at another temperature than 1, and for mixtures: a prefill chooses experts
+        anew, and what it chooses otherwise would look like a fault of decoding."""
+        if rows.experts is not None:
+            return None
         # The model's: it may have more rows than the tokenizer has tokens, and give them some probability.
         vocab_size, kept = int(read_hf_config(self.recipe.model.path)["vocab_size"]), rows.kept_by_row()
         plain = temperature == 1.0 and kept is None

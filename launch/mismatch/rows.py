@@ -49,6 +49,7 @@ class SampledRows:
             prompt_lengths=[self.prompt_lengths[row] for row in rows],
             decode=self.decode[here],
             kept=None if self.kept is None else self.kept.take(here),
+            experts=None if self.experts is None else self.experts[tokens_of(self.tokens, rows)],
         )
 
     def kept_by_row(self) -> list[list[NDArray[np.int32]]] | None:
@@ -61,3 +62,8 @@ class SampledRows:
             [whole] * (prompt - 1) + sets[start:end]
             for prompt, start, end in zip(self.prompt_lengths, ends[:-1], ends[1:], strict=True)
         ]
+
+
+def tokens_of(tokens: Sequence[Sequence[int]], rows: Sequence[int]) -> NDArray[np.bool_]:
+    """[tokens of all rows] those of some rows, which are in ascending order."""
+    return np.repeat(np.isin(np.arange(len(tokens)), rows), [len(row) for row in tokens])

@@ -13,7 +13,6 @@ of the rows of its version.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launch.build.components import build_quant_map
+from launch.mismatch.rows import tokens_of
 from launch.mismatch.scoring import SCORES_FILE, Job, read_experts
 from launch.mismatch.suspected import effects
 from launch.run.learn import build_learner
@@ -52,12 +52,12 @@ def score(run: RunDirectory) -> None:
     for version in job.versions:
         _load(learner, version.weights)
         part = job.part(version.rows)
-        chosen = None if experts is None else experts[_tokens_of(job, version.rows)]
+        chosen = None if experts is None else experts[tokens_of(job.tokens, version.rows)]
         for name, values in _version_scores(learner, part, quant, chosen).items():
             found[f"{version.number}.{name}"] = values
     if job.searched:
         searched = job.part(job.searched)
-        told = None if experts is None else experts[_tokens_of(job, job.searched)]
+        told = None if experts is None else experts[tokens_of(job.tokens, job.searched)]
         suspected = effects(learner, lambda: _plain(learner, searched, told), quant, job.former)
         found |= {f"effect.{name}": values for name, values in suspected.items()}
     if job.now is not None:
@@ -105,12 +105,6 @@ def _rows(job: Job, experts: RoutedExperts | None) -> TokenRows:
         kept=None if job.kept is None else KeptSets.of(job.kept),
         experts=experts,
     )
-
-
-def _tokens_of(job: Job, rows: Sequence[int]) -> NDArray[np.bool_]:
-    """[tokens of all rows] those of some rows, which are in ascending order."""
-    lengths = [len(row) for row in job.tokens]
-    return np.repeat(np.isin(np.arange(len(lengths)), rows), lengths)
 
 
 def _float64(flat: Tensor) -> NDArray[np.float64]:
