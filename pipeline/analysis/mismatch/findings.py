@@ -198,7 +198,7 @@ def _expected(result: Mapping[str, Any], term: str) -> Finding:
         most = f", most of it from {worst}" if layers else ""
         text = f"The formats alone would leave an ESS of {ess:.4f}{most}{advice}."
     elif term == "routing":
-        text = f"Routing alone would leave an ESS of {ess:.4f}{_advice(ess, 'replay the experts of the engine')}."
+        text = f"Routing alone would leave an ESS of {ess:.4f}{_advice(ess, 'set rollout.replay_experts: true')}."
     else:
         text = f"The {term} term is what rounding to the formats leaves."
     return Finding(term=term, kind="expected", cause=term, where=where, text=text)
