@@ -86,12 +86,17 @@ def score_in_ranks(
     of all tokens of the job's rows."""
     job.write(run.path)
     if experts is not None:
-        np.savez(run.path / EXPERTS_FILE, ids=experts.ids, known=experts.known)
+        write_experts(run.path, experts)
     command = torchrun(recipe.learner.num_processes, "launch.mismatch.score_ranks", str(run.path))
     log = run.logs / "mismatch.log"
     run_ranks(run, command, log=log, env=child_environment(), deadline_s=recipe.learner.step_deadline_s)
     with np.load(run.path / SCORES_FILE, allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files}
+
+
+def write_experts(folder: Path, experts: RoutedExperts) -> None:
+    """For `read_experts` in the ranks; JSON would be many times as large."""
+    np.savez(folder / EXPERTS_FILE, ids=experts.ids, known=experts.known)
 
 
 def read_experts(folder: Path) -> RoutedExperts | None:
