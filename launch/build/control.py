@@ -72,6 +72,8 @@ def build_controller(
             learner.tell(functools.partial(maps.write, number, quant.to_file()))
         if channel is not None:
             channel.use_map(quant)
+        if quant is not None and learner.emulation is not None and learner.emulation.quant_map != quant:
+            learner.emulate(quant)  # learner.fp8_emulation: the learner trains under what the engines change over to
 
     def members() -> Sequence[Member]:
         own = digest(())

@@ -83,7 +83,9 @@ def table(experiment: Experiment, results: Sequence[Result]) -> str:
         ess, k3, gap = (_means(found, name) for name in ("ess", "k3_kl", "log_ratio_abs_mean"))
         reward = np.array([np.mean(_values(result, "reward_mean")[-6:]) for result in found])
         held_out = np.array([result.pass_at(1)[-1].mean() for result in found])
-        cells = [variant.title, str(len(found)), _shown(ess, ".4f"), _shown(1 - ess, ".1e"), _shown(k3, ".1e")]
+        # A metric is kept to five digits.
+        lost = _shown(1 - ess, ".1e") if (1 - ess).max() > 1e-5 else "below 1e-05"
+        cells = [variant.title, str(len(found)), _shown(ess, ".4f"), lost, _shown(k3, ".1e")]
         cells += [_shown(gap, ".1e"), _shown(reward, ".3f"), _shown(held_out, ".3f")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""What a decision of the controller changes beside the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch.build.components import build_quant_map
+from launch.build.control import build_controller
+from launch.convert.new_model import new_model
+from pipeline.config.loader import recipe_from
+from pipeline.data.event_log import EventLog
+from pipeline.data.run_directory import RunDirectory
+from precision.formats.quant_map import QuantMap
+
+
+class Learner:
+    """What build_controller asks of one rank."""
+
+    layers = "megatron"
+
+    def __init__(self, quant_map: QuantMap | None) -> None:
+        self.emulation = None if quant_map is None else SimpleNamespace(quant_map=quant_map)
+
+    def tell(self, action: Callable[[], Any]) -> Any:
+        return action()
+
+    def emulate(self, quant_map: QuantMap) -> None:
+        self.emulation = SimpleNamespace(quant_map=quant_map)
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_learner_that_emulates_follows_the_engines_to_another_map(tmp_path: Path, emulated: bool) -> None:
+    new_model(tmp_path / "model", hidden=32, ffn=32, head_dim=16)
+    data = dict(
+        run=dict(name="run", root=str(tmp_path), steps=4),
+        model=dict(path=str(tmp_path / "model")),
+        task=dict(name="sort_digits"),
+        rollout=dict(precision="fp8_block"),
+        learner=dict(fp8_emulation=emulated),
+        controller=dict(),
+    )
+    recipe = recipe_from(data, source="test")
+    run, base = RunDirectory(recipe.directory), build_quant_map(recipe)
+    assert base is not None
+    learner = Learner(base if emulated else None)
+    run.freeze(recipe)
+    controller = build_controller(run, recipe, learner, None, EventLog(run.path, "learner"))  # type: ignore[arg-type]
+    assert controller is not None
+    name = "model.layers.1.mlp.down_proj"
+    controller.use_map(1, (name,))
+    assert (learner.emulation is not None) == emulated
+    if learner.emulation is not None:
+        assert learner.emulation.quant_map == base.promoted((name,)) != base
+        before = learner.emulation
+        controller.use_map(1, (name,))
+        assert learner.emulation is before, "nothing is rounded anew for the same map"
