@@ -72,6 +72,8 @@ class Progress:
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS + 1))
     evaluation: dict[str, Any] | None = None
     restarts: int = 0
+    control: dict[str, Any] | None = None
+    """The latest decision of the ESS controller."""
     doing: str = "starting"
     quantized: bool = False
     """Whether engines sample in a coarser format than the learner trains in."""
@@ -90,6 +92,8 @@ class Progress:
             self.evaluation = event
         elif event.get("kind") == "restarted":
             self.restarts += 1
+        elif event.get("kind") == "controlled":
+            self.control = event
         elif event.get("kind") == "started" and not self.recent:
             self.doing = f"starting {event.get('process', '')}"
 
@@ -165,7 +169,7 @@ class LiveView:
     def _take(self, *, says: bool) -> None:
         for event in self._events.new_lines():
             self.progress.take_event(event)
-            if says and event.get("kind") in ("evaluated", "restarted"):
+            if says and event.get("kind") in ("evaluated", "restarted", "controlled"):
                 self._say(event_line(event))
         for line in self._metrics.new_lines():
             before = {alarm.rule.name: alarm for alarm in self.progress.alarms}
@@ -201,6 +205,8 @@ def render(progress: Progress) -> RenderableType:
     for pairs in _numbers(progress):
         numbers.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in pairs))
     blocks: list[RenderableType] = [head, Text(), numbers]
+    if progress.control is not None:
+        blocks += [Text(), Text(event_line(progress.control), style="yellow")]
     if progress.alarms:
         blocks += [Text(), *(_alarm(alarm) for alarm in progress.alarms)]
     if shares := phase_shares(list(progress.recent)):
@@ -226,7 +232,9 @@ def step_line(progress: Progress) -> str:
 
 
 def event_line(event: dict[str, Any]) -> str:
-    """An evaluation or a restart as plain text."""
+    """An evaluation, a restart or a decision of the ESS controller as plain text."""
+    if event["kind"] == "controlled":
+        return f"controller after step {event['step']}: {event['rung']}. {event['because']}"
     if event["kind"] == "restarted":
         return f"restarted {event.get('process')}: {event.get('reason', 'no reason given')}"
     curve = event.get("pass_at_k") or {}

@@ -16,6 +16,8 @@ import jinja2
 from pipeline.analysis import figures
 from pipeline.analysis.alarm_history import alarm_history
 from pipeline.analysis.bottleneck import phase_shares
+from pipeline.analysis.control_figures import TITLE as CONTROL_TITLE
+from pipeline.analysis.control_figures import control_figures, control_text
 from pipeline.analysis.mismatch_figures import WIDE_TITLES, mismatch_figures
 from pipeline.analysis.objective_figures import advantage_figures, advantage_text, objective_figures
 from pipeline.analysis.routing_figures import ROUTING_TEXT, routing_figures
@@ -28,7 +30,14 @@ NOTEWORTHY = ("restarted", "dropped", "retried")
 
 MAX_LISTED_EVENTS = 200
 
-WIDE = ("", "Log-ratio of a token", *WIDE_TITLES, "Timeline of the last steps", "Learner, seconds a step")
+WIDE = (
+    "",
+    "Log-ratio of a token",
+    *WIDE_TITLES,
+    CONTROL_TITLE,
+    "Timeline of the last steps",
+    "Learner, seconds a step",
+)
 """Titles of the figures that take the whole width."""
 
 
@@ -73,6 +82,7 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
             "Every token is scored again by the learner before it is trained on. Equal policies would have ESS 1.",
             [*mismatch, *mismatch_figures(run_log), ("Log-ratio of a token", figures.log_ratio_histogram(run_log))],
         ),
+        ("Controller", control_text(run_log), control_figures(run_log)),
         ("Experts", ROUTING_TEXT, routing_figures(run_log)),
         (
             "Objective and correction",

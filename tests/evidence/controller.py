@@ -25,7 +25,7 @@ from pipeline.data.event_log import read_metrics
 from pipeline.data.run_directory import RunDirectory, unfenced
 
 ROOT = Path(__file__).parents[2]
-FAULTY = ("model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.gate_up_proj")
+FAULTY = ("model.layers.0.self_attn.qkv_proj", "model.layers.1.self_attn.qkv_proj")
 FACTOR = 10
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=ROOT / "runs" / "models" / "demo", help="made by `make demo`")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prompts", type=int, default=32, help="of a batch")
-    parser.add_argument("--floor", type=float, default=0.95)
+    parser.add_argument("--floor", type=float, default=0.99)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "controller.svg")
     parser.add_argument("--draw-only", action="store_true", help="run nothing")
     options = parser.parse_args()
