@@ -88,9 +88,10 @@ def recipe_of(source: Path, run: RunDirectory | None, precision: str | None, ove
         recipe = load_recipe(source, overrides)
     quantized = recipe.rollout.precision in ("fp8_tensor", "fp8_block")
     chosen = precision or (recipe.rollout.precision if quantized else "fp8_block")
-    return recipe.model_copy(
-        update=dict(rollout=recipe.rollout.model_copy(update=dict(precision=chosen, quant_map=None)))
-    )
+    rollout = recipe.rollout.model_copy(update=dict(precision=chosen, quant_map=None))
+    # The reference is the learner without FP8 of its own.
+    plain = dict(fp8_emulation=False, precision="fp32" if recipe.learner.precision == "fp32" else "bf16")
+    return recipe.model_copy(update=dict(rollout=rollout, learner=recipe.learner.model_copy(update=plain)))
 
 
 def recorded_rows(run: RunDirectory, num_rows: int, row_tokens: int) -> list[list[int]] | None:

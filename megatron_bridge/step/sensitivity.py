@@ -25,12 +25,8 @@ def row_scorer(learner: MegatronLearner, rows: Sequence[Sequence[int]]) -> Calla
     """
 
     def score(quant_map: QuantMap | None) -> Tensor:
-        # None is said to the learner as well: it may emulate the rollout's formats by itself.
+        # None is plain scoring also in a learner that trains with formats emulated.
         with emulated(learner, quant_map if quant_map is not None and quant_map.formats else None):
-            return _flat(learner, rows)
+            return torch.from_numpy(np.concatenate(learner.score_tokens(rows)).astype(np.float64))
 
     return score
-
-
-def _flat(learner: MegatronLearner, rows: Sequence[Sequence[int]]) -> Tensor:
-    return torch.from_numpy(np.concatenate(learner.score_tokens(rows)).astype(np.float64))

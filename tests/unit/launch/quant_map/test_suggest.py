@@ -74,8 +74,9 @@ def test_a_model_starts_from_blocks_and_random_prompts(model: Path, recipe: Reci
 
 
 def test_a_recipe_starts_from_its_own_format_and_prompts(model: Path) -> None:
-    changed = [f"model.path={model}", "rollout.precision=fp8_tensor"]
+    changed = [f"model.path={model}", "rollout.precision=fp8_tensor", "learner.fp8_emulation=true"]
     recipe = recipe_of(Path("demo"), None, None, changed)
+    assert not recipe.learner.fp8_emulation
     assert recipe.rollout.precision == "fp8_tensor"
     assert prompts_of(Path("demo"), recipe, 2)[0] != prompts_of(Path("demo"), recipe, 2)[1]
 

@@ -78,3 +78,15 @@ def test_a_learner_that_emulates_by_itself_is_scored_alike(learner: MegatronLear
         assert torch.equal(score(quant), quantized)
     finally:
         learner.emulate(None)
+
+
+def test_a_learner_that_trains_emulated_is_scored_plainly_all_the_same(learner: MegatronLearner) -> None:
+    score, quant = row_scorer(learner, rows(learner)), QuantMap.for_decoder(4, "fp8_tensor")
+    plain, emulated = score(None), score(quant)
+    learner.emulate(quant)
+    try:
+        assert torch.equal(score(None), plain)
+        assert torch.equal(score(quant), emulated)
+        assert not torch.equal(plain, emulated)
+    finally:
+        learner.emulate(None)
