@@ -1,4 +1,4 @@
-"""Mismatch of a step against brute force, its sums over parts and ranks, and its edges."""
+"""Mismatch of a step against brute force, its sums over parts, and its edges. Real ranks: tests/integration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,6 @@ from precision.mismatch.splits import GROUPS, OFFSETS, SPLITS
 from precision.mismatch.statistics import SEQUENCE_COLUMNS, GroupSums, Mismatch, StepTokens
 from precision.ratios import SUMS
 from tests.support import mismatch_reference as reference
-from tests.support.ranks import run_ranks
 
 LENGTHS = [1, 70, 3, 300, 17, 2, 1100, 40]
 
@@ -120,24 +118,6 @@ def test_sums_of_parts_add_up(seed: int, parts: int) -> None:
         added += sums_of(tokens, owner == part)
     torch.testing.assert_close(added.sums, whole.sums, rtol=1e-12, atol=1e-12)
     assert torch.equal(added.histogram, whole.histogram)
-
-
-def reduced_over_ranks(seed: int, lengths: list[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """A rank adds up its own tokens in two micro-batches; the ranks add up theirs."""
-    tokens = reference.random_tokens(seed, lengths)
-    place = torch.arange(int(tokens.seen.sum()))
-    mine = [place % (2 * dist.get_world_size()) == 2 * dist.get_rank() + half for half in range(2)]
-    found = sums_of(tokens, mine[0]) + sums_of(tokens, mine[1])
-    for tensor in (found.sums, found.histogram):
-        dist.all_reduce(tensor)
-    return found.sums.numpy(), found.histogram.numpy()
-
-
-def test_sums_add_up_over_real_ranks() -> None:
-    expected = Mismatch.of_step(reference.random_tokens(3, LENGTHS))
-    for sums, histogram in run_ranks(2, reduced_over_ranks, 3, LENGTHS):
-        close(sums, expected.sums[0])
-        np.testing.assert_array_equal(histogram, expected.histogram[0])
 
 
 def test_updates_of_a_batch_stay_apart_and_add_up() -> None:
