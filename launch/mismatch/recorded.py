@@ -146,6 +146,7 @@ def _job(recorded: Recorded, folders: dict[int, Path], locate: bool) -> Job:
         **responses_of(rows),
         replayed=rows.experts is not None,
         versions=parts,
+        former=parts[-2].weights if len(parts) > 1 else None,
         searched=searched_rows(newest) if locate else (),
     )
 
