@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.engine_forks import forked_engines
-from tests.support.planted_causes import PLANTS, Models, Plant, is_named, measured_plant, said_by_scores
+from tests.support.planted_causes import PLANTS, Models, Plant, is_named, measured_plant, place, said_by_scores
 from tests.support.rank_programs import forked_programs
 
 LARGEST_ERROR = 1e-6
@@ -28,8 +28,7 @@ def row(plant: Plant, result: dict[str, Any]) -> list[str]:
     places = [] if cause is None else cause["where"]
     named = "nothing" if cause is None else f"`{cause['cause']}`"
     if places and plant.where:
-        shown = plant.where if plant.where in places else places[0]
-        named += f": {shown}" + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+        named += f": {place(plant, result) or places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else "")
     sizes = [f"{result['terms'][term]['mean_abs']:.2g}" for term in TERMS]
     alone = ""
     if plant.suspect:

@@ -47,7 +47,7 @@ class Plant:
     cause: str
     """What must be named, as findings name it (pipeline.analysis.mismatch.findings)."""
     where: str = ""
-    """What must be among the places named."""
+    """The module that must be among the places named."""
     planted: Planting = lambda _: nullcontext()
     suspect: str = ""
     """What the scores alone must say, without asking the engine what it holds."""
@@ -133,7 +133,7 @@ def _lost_update(folder: Path, models: Models, run: RunDirectory, recipe: Recipe
 
 GROUP = f"{LAYER}.mlp.gate_up_proj"
 EXCEPTIONS = {f"{LAYER}.mlp.{part}_proj": "full" for part in ("gate", "up")}
-HEAD = "lm_head.weight"
+HEAD = "lm_head"
 
 ONLY = "weights_only"
 DOWN, OUT = f"{LAYER}.mlp.down_proj", f"{LAYER}.self_attn.o_proj"
@@ -155,7 +155,7 @@ PLANTS = (
         "one module's stored scales × 1.25",
         "kernels",
         "checksums",
-        f"{DOWN}.weight_scale_inv",
+        DOWN,
         folder_changed(_stored_scale),
         suspect=f"scale:{DOWN}",
     ),
@@ -171,7 +171,7 @@ PLANTS = (
     Plant(
         "activations not quantized", "kernels", "weights_only", planted=fault("weights_only"), suspect="weights_only"
     ),
-    Plant("the LM head in bfloat16", "kernels", "checksums", HEAD, fault("bf16_head"), suspect="bf16:lm_head"),
+    Plant("the LM head in bfloat16", "kernels", "checksums", HEAD, fault("bf16_head"), suspect=f"bf16:{HEAD}"),
     Plant(
         "per-tensor in place of block FP8",
         "kernels",
@@ -206,8 +206,16 @@ def is_named(plant: Plant, result: Mapping[str, Any]) -> bool:
     cause = result["cause"]
     if not plant.cause:
         return cause is None
-    right = cause is not None and cause["cause"] == plant.cause and (not plant.where or plant.where in cause["where"])
+    right = (
+        cause is not None and cause["cause"] == plant.cause and (not plant.where or place(plant, result) is not None)
+    )
     return bool(right) and plant.suspect in ("", said_by_scores(result))
+
+
+def place(plant: Plant, result: Mapping[str, Any]) -> str | None:
+    """The planted place as the first finding names it: a module, or a parameter of it."""
+    places = [] if result["cause"] is None else result["cause"]["where"]
+    return next((named for named in places if plant.where and named.startswith(plant.where)), None)
 
 
 def said_by_scores(result: Mapping[str, Any]) -> str:

@@ -33,6 +33,8 @@ MEANING = {
     "kernels": "engine computes otherwise",
     "decoding": "engine samples otherwise",
 }
+SMALLEST_SHARE = 1e-5
+"""Of the largest total of a bucket; a term that stays below it has no line."""
 NOTHING_NATS = 1e-9
 """What is drawn as 0: smaller numbers are rounding of float64."""
 
@@ -187,11 +189,12 @@ def _lines(axes: Axes, result: Mapping[str, Any], buckets: Mapping[str, Any]) ->
         axes.text(0.5, 0.5, "no gap", ha="center", va="center", transform=axes.transAxes, color="#777777")
         axes.set_axis_off()
         return
+    least = max(NOTHING_NATS, SMALLEST_SHARE * max(buckets["mean_abs"]["total"][at] for at in places))
     for term in [*shown_terms(result), "total"]:
         values = np.array([buckets["mean_abs"][term][at] for at in places], float)
-        if (values > NOTHING_NATS).any():
+        if (values > least).any():
             style = "--" if term == "total" else "-"
-            shown = np.where(values > NOTHING_NATS, values, np.nan)
+            shown = np.where(values > least, values, np.nan)
             axes.plot(range(len(places)), shown, style, marker="o", markersize=4, color=COLORS[term], label=term)
     axes.set_yscale("log")
     axes.set_xticks(

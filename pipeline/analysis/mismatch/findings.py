@@ -17,6 +17,8 @@ ROUNDING_LUCK = 0.25
 """Of the quantization term's mean |term|, what may be left in the terms after it."""
 EXPLAINED = 0.4
 """A fault is named when it alone accounts for so much of a term's sum of squares; chance gives below a hundredth."""
+TIED = 0.05
+"""Suspects that explain so little less than the best are named beside it."""
 ESS_FINE, ESS_LOW = 0.98, 0.9
 """From the first on nothing need be done. Below the second a tenth of the batch is lost to reweighting."""
 
@@ -118,10 +120,14 @@ def _kernels(result: Mapping[str, Any]) -> list[Finding]:
     size = result["terms"]["kernels"]["mean_abs"]
     if not result["measured"]["kernels"] or size <= _rounding(result):
         return []
-    best = next(iter(result["suspects"].get("kernels", ())), None)
-    if best is not None and best["explained"] >= EXPLAINED:
+    if alike := tied_suspects(result):
+        best, *others = alike
         where, text = _named(best)
         text = f"{text} ({100 * best['explained']:.0f} % of the kernels term is explained by it alone)."
+        if others:
+            names = " or ".join(one["name"] for one in others)
+            text += f" The scores cannot tell that from {names}."
+            where += tuple(module for one in others for module in _named(one)[0])
         return [Finding(term="kernels", kind="fault", cause=best["name"], where=where, text=text)]
     if size <= _luck(result):
         return []
@@ -132,6 +138,17 @@ def _kernels(result: Mapping[str, Any]) -> list[Finding]:
     if not result["measured"]["quantization"] and result["rollout_precision"].startswith("fp8"):
         text = "The formats could not be emulated here: the kernels term holds them too."
     return [Finding(term="kernels", kind="fault", cause="kernels", where=(), text=text)]
+
+
+def tied_suspects(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The best suspects of the kernels term, those that explain it equally well; none where none explains enough.
+
+    Some faults are the same function: attention is linear in v, so that a scale of v_proj is one of o_proj.
+    """
+    every = result["suspects"].get("kernels") or [{"explained": 0.0}]
+    if every[0]["explained"] < EXPLAINED:
+        return []
+    return [one for one in every if one["explained"] >= every[0]["explained"] - TIED]
 
 
 def _named(suspect: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
