@@ -31,8 +31,9 @@ def row(plant: Plant, result: dict[str, Any]) -> list[str]:
         named += f": {place(plant, result) or places[0]}" + (f" and {len(places) - 1} more" if len(places) > 1 else "")
     sizes = [f"{result['terms'][term]['mean_abs']:.2g}" for term in TERMS]
     alone = ""
-    if plant.suspect:
-        alone = f"`{said_by_scores(result)}`, {100 * result['suspects']['kernels'][0]['explained']:.0f} %"
+    if plant.suspect and (names := said_by_scores(result)):
+        share = 100 * result["suspects"]["kernels"][0]["explained"]
+        alone = f"{' or '.join(f'`{name}`' for name in names)}: {share:.0f} %"
     fine = is_named(plant, result) and result["largest_error"] <= LARGEST_ERROR
     ess = f"{result['total']['ess']:.4f}"
     return [plant.name, *sizes, ess, named, alone, "yes" if fine else "NO"]

@@ -17,6 +17,7 @@ from launch.mismatch import fresh
 from launch.mismatch.engine import MeasuredEngine
 from launch.mismatch.measure import measure
 from launch.run.begin import seed_policy
+from pipeline.analysis.mismatch.findings import tied_suspects
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
@@ -204,12 +205,10 @@ def measured_plant(plant: Plant, models: Models, out: Path, *, num_prompts: int,
 def is_named(plant: Plant, result: Mapping[str, Any]) -> bool:
     """Whether the first finding is the planted cause, at its place, and the scores alone say the same."""
     cause = result["cause"]
-    if not plant.cause:
-        return cause is None
-    right = (
-        cause is not None and cause["cause"] == plant.cause and (not plant.where or place(plant, result) is not None)
-    )
-    return bool(right) and plant.suspect in ("", said_by_scores(result))
+    if not plant.cause or cause is None:
+        return not plant.cause and cause is None
+    there = not plant.where or place(plant, result) is not None
+    return cause["cause"] == plant.cause and there and (not plant.suspect or plant.suspect in said_by_scores(result))
 
 
 def place(plant: Plant, result: Mapping[str, Any]) -> str | None:
@@ -218,7 +217,6 @@ def place(plant: Plant, result: Mapping[str, Any]) -> str | None:
     return next((named for named in places if plant.where and named.startswith(plant.where)), None)
 
 
-def said_by_scores(result: Mapping[str, Any]) -> str:
-    """The best suspect of the kernels term."""
-    every = result["suspects"].get("kernels") or [{"name": ""}]
-    return str(every[0]["name"])
+def said_by_scores(result: Mapping[str, Any]) -> list[str]:
+    """The best suspects of the kernels term."""
+    return [str(one["name"]) for one in tied_suspects(result)]

@@ -54,6 +54,15 @@ def test_the_checksums_come_first_and_name_the_parameters() -> None:
     assert "The engine holds other weights: 30 of 30" in findings(lost)[0].text
 
 
+def test_faults_that_the_scores_cannot_tell_apart_are_named_together() -> None:
+    result = measured(effects={SCALE: 2.5, FULL: 0.0}).result()
+    best = result["suspects"]["kernels"][0]
+    result["suspects"]["kernels"].insert(1, best | dict(name="scale:up_proj", explained=best["explained"] - 0.01))
+    found = findings(result)[0]
+    assert (found.cause, found.where) == (SCALE, ("model.layers.1.mlp.down_proj", "up_proj"))
+    assert "cannot tell that from scale:up_proj" in found.text
+
+
 def test_the_verdict_is_a_paragraph_that_says_what_to_do() -> None:
     def said(**changes: Any) -> str:
         result = measured(**changes).result()
