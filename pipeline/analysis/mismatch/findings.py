@@ -17,7 +17,7 @@ ROUNDING_LUCK = 0.25
 """Of the quantization term's mean |term|, what may be left in the terms after it."""
 EXPLAINED = 0.4
 """A fault is named when it alone accounts for so much of a term's sum of squares; chance gives below a hundredth."""
-TIED = 0.05
+TIED = 0.02
 """Suspects that explain so little less than the best are named beside it."""
 ESS_FINE, ESS_LOW = 0.98, 0.9
 """From the first on nothing need be done. Below the second a tenth of the batch is lost to reweighting."""
