@@ -61,21 +61,14 @@ def print_suggestion(result: dict[str, Any]) -> None:
 
     console = Console()
     theirs = {one["group"]: place for place, one in enumerate(result.get("modelopt", {}).get("ranking", []), start=1)}
-    table = Table(title="Each group: KL and ESS when it alone is quantized, ESS when all others are", box=None)
-    for title in (
-        "",
-        "group",
-        "KL, nats",
-        "ESS alone",
-        "ESS of all others",
-        "MiB more",
-        *(["ModelOpt"] * bool(theirs)),
-    ):
-        table.add_column(title, justify="left" if title == "group" else "right")
-    for place, one in enumerate(result["ranking"][:SHOWN], start=1):
-        cells = [f"{one['damage']:.2e}", f"{one['alone']['ess']:.5f}", f"{one['promoted']['ess']:.5f}"]
+    table = Table(title="Each group: KL (nats) and ESS when it alone is quantized; ESS without it", box=None)
+    # The names fill what 80 columns leave.
+    for title in ("group", "KL", "ESS", "ESS without", "MiB more", *(["ModelOpt"] * bool(theirs))):
+        table.add_column(title, justify="left" if title == "group" else "right", no_wrap=True)
+    for one in result["ranking"][:SHOWN]:
+        cells = [f"{one['damage']:.1e}", f"{one['alone']['ess']:.5f}", f"{one['promoted']['ess']:.5f}"]
         cells += [f"{one['extra_bytes'] / 2**20:.2f}"] + ([str(theirs[one["group"]])] if theirs else [])
-        table.add_row(str(place), one["group"].removeprefix("model."), *cells)
+        table.add_row(one["group"].removeprefix("model."), *cells)
     console.print(table)
     left = len(result["ranking"]) - SHOWN
     if left > 0:
