@@ -99,6 +99,20 @@ MUTATIONS = (
         (f"{UNIT}/precision/corrections",),
     ),
     Mutation(
+        "emulated training goes on with the weights of the step before",
+        "megatron_bridge/learner.py",
+        "        weights_changed(self.emulation)\n        self.step += 1",
+        "        self.step += 1",
+        (f"{UNIT}/megatron_bridge/step/test_fp8_emulation.py",),
+    ),
+    Mutation(
+        "gradients of rounded activations are lost",
+        "megatron_bridge/step/fp8_emulation.py",
+        "return (straight_through(hidden, quantized), *inputs[1:])",
+        "return (quantized, *inputs[1:])",
+        (f"{UNIT}/megatron_bridge/step/test_fp8_emulation.py",),
+    ),
+    Mutation(
         "a block's scale is that of its largest positive weight",
         "precision/formats/formats.py",
         "scale_inv = scale_of(tiles.abs().amax(dim=(1, 3)))",

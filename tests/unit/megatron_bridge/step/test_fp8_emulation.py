@@ -154,6 +154,19 @@ def test_weights_keep_what_is_smaller_than_a_step_of_e4m3(models: Path, precisio
     assert float((e4m3 != e4m3_after).double().mean()) < 0.01
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_passes_see_the_weights_of_the_last_step(models: Path, distributed: bool) -> None:
+    """In BF16 Megatron's optimizer writes parameters behind autograd's back."""
+    formats, batch = quant_map("dense", "fp8_block"), make_batch(0, 48)
+    with learner(models / "dense", formats, precision="bf16", distributed_optimizer=distributed) as trained:
+        before = trained.logprobs(batch)
+        step(trained)
+        after = trained.logprobs(batch)
+        with emulated(trained, formats):
+            np.testing.assert_array_equal(trained.logprobs(batch), after)
+    assert not np.array_equal(before, after)
+
+
 def main_weights(learner: MegatronLearner) -> Tensor:
     """The optimizer's float32 weights, as one vector."""
     parts = [p for part in learner.optimizer.chained_optimizers for p in part.get_parameters()]
