@@ -15,7 +15,7 @@ from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.loop, pytest.mark.timeout(500)]
 
-SOME = ("sampler", "one module's weights", "cached values")
+SOME = ("the sampler", "one module's weights", "cached values")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     served, other = make_model(folder / "served"), make_model(folder / "other")
     (file,) = other.glob("*.safetensors")
     tensors = load_file(file)
-    tensors["lm_head.weight"] *= 1.05
+    tensors["lm_head.weight"] *= 1.5
     save_file(tensors, file, metadata={"format": "pt"})
     return Models(served=served, other=other)
 
