@@ -58,6 +58,7 @@ class Job(BaseModel):
         return Job(
             tokens=[self.tokens[row] for row in rows],
             prompt_lengths=[self.prompt_lengths[row] for row in rows],
+            replayed=self.replayed,
             kept=None if self.kept is None else [one for row in rows for one in self.kept[ends[row] : ends[row + 1]]],
         )
 

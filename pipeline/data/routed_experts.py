@@ -60,13 +60,11 @@ class RoutedExperts:
     def __getitem__(self, tokens: slice | NDArray[np.bool_]) -> RoutedExperts:
         return RoutedExperts(ids=self.ids[tokens], known=self.known[tokens])
 
-    def completed_by(self, later: RoutedExperts) -> RoutedExperts:
-        """The rows of `later`, which covers these tokens and more; its first ones replaced by those known here."""
-        known = np.zeros(len(later), np.bool_)
-        known[: len(self)] = self.known
-        ids = later.ids.copy()
-        ids[known] = self.ids[self.known]
-        return RoutedExperts(ids=ids, known=known | later.known)
+    def continued_by(self, later: RoutedExperts) -> RoutedExperts:
+        """These rows, then those of `later`, a record of the same tokens and more, from the last token here on: nothing
+        had followed that one yet. What is unknown of the tokens before it stays unknown, for `later` is about a prefill
+        that came after they were sampled."""
+        return RoutedExperts.joined([self[: len(self) - 1], later[len(self) - 1 :]])
 
     def check(self, num_tokens: int) -> None:
         """Raises ValueError unless there is a row for each of `num_tokens` tokens, of distinct experts where it is

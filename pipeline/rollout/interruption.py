@@ -56,8 +56,8 @@ class Interruption:
 
 
 def _routes(thought: Completion, answer: Completion) -> RoutedExperts | None:
-    """Those with which each part was sampled. The second request prefilled the thought again, or found it in the cache;
-    what it says of the thought counts only where the first does not know."""
+    """Those with which each part was sampled. The second request prefilled the thought again, or found it in the cache:
+    what it says of the thought does not count."""
     if thought.experts is None or answer.experts is None:
         return None
-    return thought.experts.completed_by(answer.experts)
+    return thought.experts.continued_by(answer.experts)

@@ -60,6 +60,8 @@ def test_routing_lies_between_the_learners_own_experts_and_the_engines(
     part = _version_scores(learner, Job(**responses_of(rows)).part(some), None, chosen)
     here = np.isin(rows.row, some)
     np.testing.assert_allclose(part["routed"], found["routed"][here], atol=1e-5)
+    trained_part = _version_scores(learner, Job(**responses_of(rows), replayed=True).part(some), None, chosen)
+    np.testing.assert_allclose(trained_part["then"], trained["then"][here], atol=1e-5)
     assert "routed" not in _version_scores(learner, Job(**responses_of(rows)), None, None)
     write_experts(tmp_path, experts)
     again = read_experts(tmp_path)

@@ -60,7 +60,7 @@ def test_join() -> None:
 
 def test_each_part_keeps_the_routes_that_it_was_sampled_with() -> None:
     """A prompt of one token, two of the thought, the phrase, one of the answer. The routes of the thought say 1, those
-    of the answer 2; the answer's do not know the prompt."""
+    of the answer 2. What was lost of the thought, a later prefill cannot bring back."""
 
     def routes(value: int, known: list[bool]) -> RoutedExperts:
         ids = np.full((len(known), 1, 1), value, np.uint8)
@@ -73,6 +73,12 @@ def test_each_part_keeps_the_routes_that_it_was_sampled_with() -> None:
     assert joined.ids[:, 0, 0].tolist() == [1, 1, 2, 2, 2, 0]
     assert joined.known.tolist() == [True] * 5 + [False]
     assert interruption().join(replace(thought, experts=None), answer).experts is None
+    retracted = replace(thought, experts=routes(1, [False, True, False]))
+    whole = replace(answer, experts=routes(2, [True] * 5 + [False]))
+    joined = interruption().join(retracted, whole).experts
+    assert joined is not None
+    assert joined.ids[:, 0, 0].tolist() == [0, 1, 2, 2, 2, 0]
+    assert joined.known.tolist() == [False, *[True] * 4, False]
 
 
 def test_the_phrase_has_no_kept_sets() -> None:
