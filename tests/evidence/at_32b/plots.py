@@ -102,7 +102,7 @@ def lengths(measured: Measured, ess: dict[str, Estimate], titles: dict[str, str]
         sequences.set(
             xscale="log", xlabel="tokens of a response", ylabel="ESS of whole sequences", title="32B, extrapolated"
         )
-        sequences.legend(fontsize=7)
+        sequences.legend(fontsize=7, loc="lower left")
         _save(figure, path)
 
 
