@@ -29,7 +29,7 @@ _FILE = re.compile(r"(\d{6,})\.json")
 
 
 class ControlRecord(Settings):
-    """One step's record. The last four fields say what follows from the state, for processes that know no ladder."""
+    """One step's record. What comes after `decision` follows from the state, for processes that know no ladder."""
 
     step: int
     evidence: Evidence
@@ -43,6 +43,9 @@ class ControlRecord(Settings):
     """Modules of the recipe's quant map that map `state.quant_map` does not quantize."""
     restarts: Mapping[int, int] = {}
     """Engine → the start of it that is bad: every one that was to be started again so far, the latest start of each."""
+    first_seen: Mapping[int, tuple[int, int]] = {}
+    """Engine → (its latest start, the step after which that was first announced): its tokens in batches that had begun
+    by then may be of the start before."""
 
 
 @dataclass(frozen=True)

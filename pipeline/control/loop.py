@@ -146,11 +146,30 @@ class StepController:
             step=batch.index,
             loss=ess_loss(log_ratios),
             age=mean_age(batch, self.updates_per_batch),
-            engines=engine_evidence(batch, update, {member.index: member.started for member in members}),
+            engines=engine_evidence(batch, update, self._starts_of(batch, members)),
             in_transition=any(
                 member.quant_map != wanted or to_restart.get(member.index) == member.started for member in members
             ),
         )
+
+    def _starts_of(self, batch: Batch, members: Sequence[Member]) -> dict[int, int]:
+        """Engine → its start, for the engines whose tokens in the batch are all of that start: the batch began after
+        the start was first seen. Engines that the run did not start (rollout.urls) are none of them: nobody would start
+        them again."""
+        first_seen = {} if self._record is None else self._record.first_seen
+        return {
+            member.index: member.started
+            for member in members
+            if member.started
+            and member.index in first_seen
+            and first_seen[member.index][0] == member.started
+            and batch.index > first_seen[member.index][1] + self.ladder.lag
+        }
+
+    def _first_seen(self, step: int) -> dict[int, tuple[int, int]]:
+        before = {} if self._record is None else self._record.first_seen
+        seen = {member.index: (member.started, step) for member in self.members()}
+        return {**before, **{i: one for i, one in seen.items() if before.get(i, (None, 0))[0] != one[0]}}
 
     def _recorded(self, evidence: Evidence, outcome: Outcome) -> ControlRecord:
         before, state, decision = self._record, outcome.state, outcome.decision
@@ -171,6 +190,7 @@ class StepController:
             lags=lags,
             promoted=self.modules_of(state.promoted),
             restarts=restarts,
+            first_seen=self._first_seen(evidence.step),
         )
 
 
@@ -210,17 +230,23 @@ def ess_loss(log_ratios: NDArray[np.float64]) -> float:
 
 
 def engine_evidence(batch: Batch, update: Update, starts: dict[int, int]) -> dict[int, EngineEvidence]:
-    """Of each engine that is announced, where the batch has tokens of two or more."""
-    usable = batch.loss_mask & ~np.isnan(update.logprobs)
-    engine = np.repeat(batch.engine, batch.response_lengths)[usable]
-    log_ratios = sampled_log_ratios(batch, update)
-    found: dict[int, EngineEvidence] = {}
-    for index in np.unique(engine).tolist():
-        own = engine == index
-        if index in starts and MIN_ENGINE_TOKENS <= own.sum() <= len(own) - MIN_ENGINE_TOKENS:
-            found[index] = EngineEvidence(
-                loss=ess_loss(log_ratios[own]),
-                loss_of_others=ess_loss(log_ratios[~own]),
-                start=starts[index],
-            )
-    return found
+    """Of each engine in `starts` (index → its start), where the batch has tokens of two or more."""
+    engine = np.repeat(batch.engine, batch.response_lengths)[batch.loss_mask & ~np.isnan(update.logprobs)]
+    ratios = np.exp(sampled_log_ratios(batch, update))
+    tokens = np.bincount(engine)
+    sums = np.bincount(engine, weights=ratios)
+    squares = np.bincount(engine, weights=np.square(ratios))
+
+    def loss(indices: NDArray[np.int64]) -> float:
+        # Sums of sums: the others' as a difference would lose the digits that a large ratio of one engine takes.
+        chosen = tokens[indices].sum(), sums[indices].sum(), squares[indices].sum()
+        return loss_of(ess_from_sums(float(chosen[1]), float(chosen[2]), int(chosen[0])))
+
+    present = np.flatnonzero(tokens)
+    return {
+        index: EngineEvidence(
+            loss=loss(present[present == index]), loss_of_others=loss(present[present != index]), start=starts[index]
+        )
+        for index in present.tolist()
+        if index in starts and MIN_ENGINE_TOKENS <= tokens[index] <= len(ratios) - MIN_ENGINE_TOKENS
+    }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.control.files import ControlFiles, ControlRecord
-from pipeline.control.loop import StepController, mean_age
+from pipeline.control.loop import StepController, engine_evidence, ess_loss, mean_age, sampled_log_ratios
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.membership import Member
 from pipeline.data.records import Batch
@@ -201,21 +201,63 @@ def test_engines_on_another_map_are_a_transition(tmp_path: Path) -> None:
     assert [record.evidence.in_transition for record in records(tmp_path, 8)[5:]] == [False, True, True, False]
 
 
-def test_one_bad_engine_is_named_with_its_start(tmp_path: Path) -> None:
-    members = [Member(0, "http://x", 4, "map of "), Member(1, "http://y", 9, "map of ")]
-    own = controller(tmp_path, members=lambda: members)
-    own.restore(0)
-    for step in range(3):
-        given = batch(step)
-        given = replace(given, engine=np.array([0, 1] * 20, np.uint16))
+def engine_1_is_bad(own: StepController, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        given = replace(batch(step), engine=np.array([0, 1] * 20, np.uint16))
         of_engine_1 = np.repeat(given.engine, given.response_lengths) == 1
         update = trained(given, 0.05)
         worse = np.random.default_rng(step).normal(0.0, 0.8, given.num_response_tokens)
         logprobs = np.where(of_engine_1, update.logprobs + worse, update.logprobs).astype(np.float32)
         own.after(given, replace(update, logprobs=logprobs))
+
+
+def test_one_bad_engine_is_named_with_its_start(tmp_path: Path) -> None:
+    members = [Member(0, "http://x", 4, "map of "), Member(1, "http://y", 9, "map of ")]
+    own = controller(tmp_path, members=lambda: members)
+    own.restore(0)
+    engine_1_is_bad(own, 0, 2)
     record = records(tmp_path, 2)[-1]
     assert record.decision is not None
     assert (record.decision.rung, record.restarts) == ("engine 1", {1: 9})
+
+
+def test_what_an_earlier_start_sampled_is_not_held_against_an_engine(tmp_path: Path) -> None:
+    """Batches that had begun when it came back hold tokens of the start before; also for a learner that is new."""
+    members = [Member(0, "http://x", 4, "map of "), Member(1, "http://y", 9, "map of ")]
+    ladder = Ladder(lag=2)
+    own = controller(tmp_path, ladder=ladder, members=lambda: members)
+    own.restore(0)
+    engine_1_is_bad(own, 0, 3)
+    members[1] = Member(1, "http://y", 10, "map of ")
+    engine_1_is_bad(own, 4, 4)
+    again = controller(tmp_path, ladder=ladder, members=lambda: members)
+    again.restore(5)
+    engine_1_is_bad(again, 5, 7)
+    seen = {
+        record.step: {i: one.start for i, one in record.evidence.engines.items()} for record in records(tmp_path, 7)
+    }
+    assert seen == {0: {}, 1: {}, 2: {}, 3: {0: 4, 1: 9}, 4: {0: 4}, 5: {0: 4}, 6: {0: 4}, 7: {0: 4, 1: 10}}
+    assert not any(record.restarts for record in records(tmp_path, 7))
+
+
+def test_engines_that_the_run_does_not_start_are_not_started_again(tmp_path: Path) -> None:
+    members = [Member(0, "http://x", 0, "map of "), Member(1, "http://y", 0, "map of ")]
+    own = controller(tmp_path, members=lambda: members)
+    own.restore(0)
+    engine_1_is_bad(own, 0, 9)
+    assert not any(record.restarts or record.evidence.in_transition for record in records(tmp_path, 9))
+
+
+def test_each_engine_is_compared_with_all_others() -> None:
+    given = replace(batch(3), engine=np.array([0, 2] * 18 + [5] * 4, np.uint16))
+    update = trained(given, 0.3)
+    found = engine_evidence(given, update, {0: 1, 2: 1})
+    engine = np.repeat(given.engine, given.response_lengths)[given.loss_mask]
+    log_ratios = sampled_log_ratios(given, update)
+    assert found.keys() == {0, 2}
+    for index, one in found.items():
+        assert one.loss == pytest.approx(ess_loss(log_ratios[engine == index]), rel=1e-12)
+        assert one.loss_of_others == pytest.approx(ess_loss(log_ratios[engine != index]), rel=1e-12)
 
 
 def test_records(tmp_path: Path) -> None:
