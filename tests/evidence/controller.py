@@ -58,6 +58,8 @@ def _start(name: str, options: argparse.Namespace, fault_at: int) -> subprocess.
     recipe["learner"] |= dict(tensor_parallel=1)
     recipe["learner"]["optimizer"]["lr"] = 2e-4
     recipe["evaluation"]["every"] = options.steps
+    # So large a fault would otherwise take the engine out at the next publish, by the probe's bound.
+    recipe["weights"] = dict(probe_max_gap_nats=10.0)
     if name == "with":
         recipe["controller"] = dict(ess_floor=options.floor, cooldown_steps=5, evidence_tokens=1024)
     options.root.mkdir(parents=True, exist_ok=True)
