@@ -13,6 +13,7 @@ from pipeline.config.schedule_sections import AsyncSchedule, StagedSchedule
 from pipeline.control.files import ControlFiles
 from pipeline.control.loop import StepController
 from pipeline.data.event_log import EventLog
+from pipeline.data.files import remove_leftovers
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import NumberedMaps, digest_of
 from pipeline.data.records import Batch
@@ -62,6 +63,8 @@ def build_controller(
         return None
     base = build_quant_map(recipe)
     maps = NumberedMaps(run.quant_maps, run.fence)
+    for folder in (run.control, run.quant_maps):
+        learner.tell(functools.partial(remove_leftovers, folder, run.fence))
 
     def with_promoted(names: Sequence[str]) -> QuantMap | None:
         return None if base is None else base.promoted(names)

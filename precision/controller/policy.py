@@ -8,9 +8,9 @@
 *Allowed* is the loss -ln ESS at the floor, *comfortable* a part of it (ControllerSettings.headroom): between the two
 nothing moves. What counts is the median of the latest batches, so that a single odd one moves nothing.
 
-It climbs the cheapest rung that can help. A rung can help when its cause alone explains what is too much; where only
-both causes together do, the larger one comes first. Where they do not either (kernels, decoding), no rung would raise
-the ESS to the floor: then nothing is done, and `State.cannot_help` says so.
+It climbs the cheapest rung that can help. A rung can help when its cause alone explains what is too much; otherwise the
+larger cause comes first. Where both together explain less than half of it (the rest is kernels and decoding), no rung
+would bring the ESS near the floor: then nothing is done, and `State.cannot_help` says so.
 
 It comes down when there is room. What a promoted group would cost is measured beforehand, by emulation. What staleness
 would cost is not known, so it is tried. What was given back too early is tried again only after a pause that doubles
@@ -20,6 +20,7 @@ each swing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from statistics import median
 
@@ -42,6 +43,9 @@ FIRST_PAUSE = 4
 """Cool-downs in which what has failed is not tried again. It doubles with each failure."""
 TRIAL = 4
 """Pauses. What was given back, and is needed again within so many of its next pause, has failed."""
+ENOUGH = 0.5
+"""Of what is too much: causes that explain less are not worth a rung, which would not bring the ESS near the floor.
+More is not asked for, as a term is measured on some tokens only."""
 MOST_OF_A_TERM = 0.9
 """Of what quantization does: the groups that do the rest are many, and do little."""
 LONGEST_PAUSE = 64
@@ -140,7 +144,7 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     if alone:
         # What was given back last is taken back. Otherwise staleness comes first: its rungs cost less.
         cause = tried if tried in alone else alone[0]
-    elif sum(possible.values()) >= excess:
+    elif sum(possible.values()) >= ENOUGH * excess:
         cause = max(possible, key=possible.__getitem__)
         relief = sum(possible.values()) - possible[cause]
     else:
@@ -182,7 +186,9 @@ def _promote(
     else:
         term = evidence.quantization or 0.0
         # To the comfortable loss, or as far as nearly all of the term goes where other causes stand in the way.
-        needed = min(loss - settings.comfortable_loss, max(loss - settings.allowed_loss, MOST_OF_A_TERM * term))
+        excess = loss - settings.allowed_loss
+        needed = max(excess if excess <= term else 0.0, MOST_OF_A_TERM * term)
+        needed = min(loss - settings.comfortable_loss, needed)
         chosen = _most_damaging({group: evidence.groups[group] for group in left}, needed, term)
     failed = _failed(settings, state, evidence.step, chosen)
     promoted = failed.model_copy(update=dict(promoted=(*state.promoted, *chosen), quant_map=state.quant_map + 1))
@@ -348,7 +354,8 @@ def _staleness_key(rung: int) -> str:
 
 
 def _ess(loss: float) -> str:
-    return f"{Evidence(step=0, loss=loss).ess:.4f}"
+    """With as many digits as tell it from 1."""
+    return f"{math.exp(-loss):.4f}" if loss > 1e-3 else f"{math.exp(-loss):.6f}"
 
 
 def _shares(terms: Mapping[str, float], loss: float) -> str:

@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunDirectory:
         run=dict(name="c", steps=STEPS),
         rollout=dict(precision="fp8_block", prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64),
         learner=dict(micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
-        controller=dict(ess_floor=0.99999, cooldown_steps=5, evidence_tokens=200),
+        controller=dict(ess_floor=0.9999, cooldown_steps=5, evidence_tokens=200),
     )
     return RunDirectory(tmp_path / "runs" / "c")
 

@@ -77,6 +77,14 @@ def test_without_an_emulation_all_groups_go_at_once() -> None:
     assert outcome.decision.groups == GROUPS
 
 
+def test_what_does_most_is_taken_though_it_may_not_reach_the_floor() -> None:
+    """.12 of .25 are quantization's, and .2 is too much: the groups that do nine tenths of it are promoted, no more."""
+    damage = dict(a=0.06, b=0.05, c=0.005, d=0.005)
+    outcome = follow(SYNC, [0.25] * 3, quantization=0.12, groups=damage)
+    assert outcome.decision is not None
+    assert outcome.decision.groups == ("a", "b")
+
+
 def test_kernels_are_no_reason_to_climb() -> None:
     outcome = follow(SYNC, [0.2] * 3, quantization=0.01)
     assert (outcome.decision, outcome.needs, outcome.state.cannot_help) == (None, None, True)
