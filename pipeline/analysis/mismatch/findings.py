@@ -199,6 +199,11 @@ def _decoding(result: Mapping[str, Any]) -> list[Finding]:
         "The engine gives its own samples other probabilities when it scores them again. Look at the KV cache (its "
         "format, and prefixes that were kept across a weight update) and at the decoding attention kernel."
     )
+    if not result["measured"]["kernels"]:  # it did not score them again
+        text = (
+            "The decoding term is larger than rounding explains. Here it holds the kernels too, and of mixtures the "
+            "routing of tokens without known experts; these cannot be told apart."
+        )
     return [Finding(term="decoding", kind="fault", cause="decoding", where=(), text=text)]
 
 
