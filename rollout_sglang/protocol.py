@@ -225,10 +225,10 @@ def _kept(meta: MetaInfo, tokens: tuple[int, ...]) -> tuple[tuple[float, ...], K
             f"engine answered {len(masks)} kept sets and {len(logprobs)} log-probabilities for {len(tokens)} response "
             "tokens; ask again"
         )
-    kept = KeptSets.of(masks)
     try:
+        kept = KeptSets.of(masks)
         kept.check(np.array(tokens, np.int32), np.ones(len(tokens), np.bool_))
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise EngineUnavailableError(f"engine answered kept sets that cannot be: {error}; ask again") from error
     return logprobs, kept
 

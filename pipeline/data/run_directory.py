@@ -47,7 +47,7 @@ from pipeline.data.files import create_exclusively, replacing, write_atomically
 from pipeline.data.membership import Membership
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 
-RUN_FORMAT = 3
+RUN_FORMAT = 4
 """Raise it when recipe keys, metrics or files change their names, so that a run that was begun before cannot go on.
 Runs of format 1 have no FORMAT file. Batch files have a schema version of their own (pipeline.data.batch_format)."""
 

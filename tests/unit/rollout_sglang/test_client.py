@@ -136,6 +136,7 @@ def test_an_engine_that_names_no_kept_sets_is_named() -> None:
         (dict(output_token_sampling_mask=[[0], [1]]), "2 kept sets and 3 log-probabilities for 3 response tokens"),
         (dict(output_token_sampling_logprobs=[0.0]), "3 kept sets and 1 log-probabilities for 3 response tokens"),
         (dict(output_token_sampling_mask=[[0], [2], [2]]), "not in their own kept set, the first is response token 1"),
+        (dict(output_token_sampling_mask=[[0], [1], [2, 2**31]]), "kept sets that cannot be"),
     ],
 )
 def test_kept_sets_that_do_not_fit_are_refused(
