@@ -323,7 +323,8 @@ def _trend(first: float, last: float) -> str:
 
 
 def _method(measured: Measured) -> list[str]:
-    seeds = len({one.seed for one in measured.points if one.study == "depth"})
+    seeds = [len({one.seed for one in measured.of("depth", "fp8_block", kind)}) for kind in plots.KIND_TITLES]
+    others = len({one.seed for one in measured.points if one.study != "depth"})
     deepest = max(one.depth for one in measured.of("shapes", "fp8_block"))
     return [
         "## Method, assumptions, limits",
@@ -349,7 +350,8 @@ def _method(measured: Measured) -> list[str]:
         f"and a "
         "growing stream, narrow models amplify errors until nothing is left to compare. Published figures show that "
         "trained models do not.",
-        f"- **Sizes.** {seeds} seed(s) by depth, 64 positions a model, 48 for the true shapes, of which {deepest} "
+        f"- **Sizes.** {min(seeds)} to {max(seeds)} seeds a model by depth, {others} elsewhere, "
+        f"64 positions a model, 48 for the true shapes, of which {deepest} "
         "layers were measured (`measure` keeps the streams and goes on, at about 45 s of one core a layer). Layers of "
         "one growing stream are read at several depths, so those points are not independent.",
         "- **Not covered.** Trained 32B weights, kernels of GPUs, routing of mixtures, decoding. The first thing to do "
