@@ -3,7 +3,7 @@
     full:GROUP      the engine holds these stacked modules without quantizing them, though the map says it does
     quantized:GROUP the other way round
     full:all        nothing is quantized
-    format:FORMAT   … all are in the other FP8 format
+    format:FORMAT   … all are in the other FP8 format that engines serve
     weights_only    the weights are quantized, what they are multiplied with is not
     scale:MODULE    the module's weights are all too large, or too small, by one factor
     bf16:MODULE     the module's weights are rounded to bfloat16
@@ -86,8 +86,9 @@ def _other_maps(quant: QuantMap, usual: RolloutFormat) -> Iterator[tuple[str, Qu
             yield f"full:{name}", quant.promoted(modules)
         else:
             yield f"quantized:{name}", quant.promoted(modules, to=usual)
-    for other in set(RolloutFormat) - {usual}:
-        yield f"format:{other}", quant.promoted(quant.formats, to=other)
+    for other in RolloutFormat:  # in one order on all ranks: a set has another in each process
+        if other.is_served and other is not usual:
+            yield f"format:{other}", quant.promoted(quant.formats, to=other)
 
 
 def _modules(learner: MegatronLearner) -> list[str]:

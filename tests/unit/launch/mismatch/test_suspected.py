@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from launch.mismatch.suspected import effects
+from launch.mismatch.suspected import _other_maps, effects
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import leave_layout
@@ -19,6 +19,7 @@ from megatron_bridge.step.fp8_emulation import emulated
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from pipeline.config.recipe import LearnerSection
 from precision.formats.quant_map import QuantMap
+from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state
 from precision.mismatch.localization import suspects
 from precision.supervised import Supervised
@@ -62,6 +63,14 @@ def flat(learner: MegatronLearner, rows: list[list[int]]) -> Scores:
 
 def unchanged(tensors: NamedTensors) -> NamedTensors:
     return tensors
+
+
+@pytest.mark.parametrize("usual", [one for one in RolloutFormat if one.is_served])
+def test_other_maps_come_in_one_order_and_engines_serve_them(usual: RolloutFormat) -> None:
+    """Ranks score a map together: the order must be that of the formats, not of their hashes."""
+    faults = [fault for fault, _ in _other_maps(QuantMap.for_decoder(2, usual), usual)]
+    served = [one for one in RolloutFormat if one.is_served and one is not usual]
+    assert [fault for fault in faults if fault.startswith("format:")] == [f"format:{one}" for one in served]
 
 
 def test_changed_weights_are_restored_bit_by_bit(learner: MegatronLearner, rows: list[list[int]]) -> None:
