@@ -83,7 +83,9 @@ def decided(root: Path) -> list[ControlRecord]:
 
 def _draw(root: Path, fault_at: int, floor: float, out: Path) -> None:
     lines = {name: read_metrics(root / name) for name in ("with", "without")}
-    with mpl.rc_context({"svg.hashsalt": "controller", "svg.fonttype": "none", "font.size": 9}):
+    with mpl.rc_context(
+        {"svg.hashsalt": "controller", "svg.fonttype": "none", "font.size": 9, "figure.facecolor": "white"}
+    ):
         figure = Figure(figsize=(8.4, 5.4), layout="constrained")
         ess, reward = figure.subplots(2, 1, sharex=True)
         for name, color in (("without", "#d0692c"), ("with", "#2b6cb0")):
@@ -95,18 +97,19 @@ def _draw(root: Path, fault_at: int, floor: float, out: Path) -> None:
             axes.axvline(fault_at, color="#888888", linewidth=1, linestyle=":")
             axes.spines[["top", "right"]].set_visible(False)
         ess.axhline(floor, color="#888888", linewidth=0.8, linestyle="--")
-        ess.annotate(f"floor {floor:g}", (0, floor), (0, -10), textcoords="offset points", color="#666666")
-        ess.annotate(f"rounding error of two layers × {FACTOR}", (fault_at, ess.get_ylim()[0]), (4, 6),
-                     textcoords="offset points", color="#666666")  # fmt: skip
+        ess.set_ylim(-0.05, 1.08)
+        ess.annotate(f"floor {floor:g}", (0, floor), (0, -12), textcoords="offset points", color="#666666")
+        told = f"from here on: rounding error\nof two layers × {FACTOR}"
+        ess.annotate(told, (fault_at, 0.1), (-6, 0), textcoords="offset points", color="#666666", ha="right")
         for record in decided(root):
             assert record.decision is not None
             ess.axvline(record.step, color="#2b6cb0", linewidth=1)
-            ess.annotate(record.decision.rung, (record.step, 1.0), (4, -2), textcoords="offset points",
-                         color="#2b6cb0", fontsize=8)  # fmt: skip
+            where = dict(textcoords="offset points", color="#2b6cb0", ha="right")
+            ess.annotate(record.decision.rung, (record.step, 0.75), (-30, 0), **where)
         ess.set_ylabel("token ESS of a batch")
         reward.set_ylabel("mean reward")
         reward.set_xlabel("step")
-        reward.legend(loc="lower right", frameon=False)
+        reward.legend(loc="lower left", frameon=False)
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, metadata={"Date": None})
 
