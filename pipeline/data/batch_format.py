@@ -171,8 +171,9 @@ def content_sha256(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[A
     return digest.hexdigest()
 
 
-def check_batch(batch: Batch) -> None:
-    """Raises ValueError, naming the array, unless all arrays have their dtype and agree with one another."""
+def check_batch(batch: Batch, *, written: bool = True) -> None:
+    """Raises ValueError, naming the array, unless all arrays have their dtype and agree with one another. A batch that
+    is read, not `written`, need not be searched again for what its digest would show."""
     for name, dtype in (PER_TOKEN | PER_SAMPLE).items():
         array = getattr(batch, name)
         if array.dtype != np.dtype(dtype) or array.ndim != 1:
@@ -186,10 +187,10 @@ def check_batch(batch: Batch) -> None:
             raise ValueError(f"reward part {name} is {part.dtype.name}{part.shape}, expected float32 ({samples},)")
     _check_offsets(batch)
     _check_groups(batch)
-    _check_optional(batch)
+    _check_optional(batch, written=written)
 
 
-def _check_optional(batch: Batch) -> None:
+def _check_optional(batch: Batch, *, written: bool) -> None:
     if (batch.kept is not None) != batch.contract.kept_set:
         raise ValueError(
             f"the contract says kept_set {batch.contract.kept_set}, but the batch has "
@@ -198,7 +199,7 @@ def _check_optional(batch: Batch) -> None:
     if batch.kept is not None:
         batch.kept.check(batch.response_tokens, batch.loss_mask)
     if batch.experts is not None:
-        batch.experts.check(len(batch.tokens))
+        batch.experts.check(len(batch.tokens), distinct=written)
 
 
 def _check_offsets(batch: Batch) -> None:

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.data.routed_experts import ExpertShape, RoutedExperts, decode_engine_rows, rows_still_true
+from pipeline.data.routed_experts import (
+    ROWS_AT_ONCE,
+    ExpertShape,
+    RoutedExperts,
+    decode_engine_rows,
+    rows_still_true,
+)
 
 SHAPE = ExpertShape(num_layers=3, moe_layers=(1, 2), num_experts=8, per_token=2)
 
@@ -94,3 +100,13 @@ def test_parts_are_cut_and_joined() -> None:
     assert not RoutedExperts.unknown(4, SHAPE).known.any()
     with pytest.raises(ValueError, match="one mark for each token"):
         RoutedExperts(ids=whole.ids, known=whole.known[1:])
+
+
+def test_a_repeated_expert_is_found_in_any_part_of_a_long_record() -> None:
+    ids = np.tile(np.arange(2, dtype=np.uint8), (2 * ROWS_AT_ONCE + 9, 1, 1))
+    record = RoutedExperts(ids=ids, known=np.ones(len(ids), np.bool_))
+    record.check(len(ids), distinct=True)
+    ids[-1] = 1
+    with pytest.raises(ValueError, match="names one expert twice"):
+        record.check(len(ids), distinct=True)
+    record.check(len(ids), distinct=False)
