@@ -129,17 +129,24 @@ class EmulationMeter:
 
     def term(self, batch: Batch, promoted: Sequence[str]) -> float | None:
         """See QuantizationMeter."""
-        if self.learner.layers != "megatron" or self.learner.emulation is not None:
+        if not self._can_emulate:
             return None
         if self.quant_map is None:
             return 0.0
         return self._losses(batch, [self.quant_map.promoted(promoted)])[0]
 
-    def groups(self, batch: Batch, names: Sequence[str]) -> dict[str, float]:
+    def groups(self, batch: Batch, names: Sequence[str]) -> dict[str, float] | None:
         """See QuantizationMeter."""
+        if not self._can_emulate:
+            return None
         assert self.quant_map is not None, "a run without formats has no groups"
         losses = self._losses(batch, [self.quant_map.only([name]) for name in names])
         return dict(zip(names, losses, strict=True))
+
+    @property
+    def _can_emulate(self) -> bool:
+        """Not with Transformer Engine layers, which have kernels of their own; nor twice (learner.fp8_emulation)."""
+        return self.learner.layers == "megatron" and self.learner.emulation is None
 
     def _losses(self, batch: Batch, quant_maps: Sequence[QuantMap]) -> list[float]:
         """-ln ESS with each map emulated, over the response tokens of some samples."""

@@ -113,9 +113,10 @@ class StepController:
 
     def _measured(self, batch: Batch, needs: str, groups: Sequence[str]) -> dict[str, Any]:
         if needs == "groups":
-            return dict(groups=self.meter.groups(batch, groups))
-        term = self.meter.term(batch, self.state.promoted)
-        return dict(unmeasurable=True) if term is None else dict(quantization=term)
+            found: Any = self.meter.groups(batch, groups)
+        else:
+            found = self.meter.term(batch, self.state.promoted)
+        return dict(unmeasurable=True) if found is None else {needs: found}
 
     def _next(self, batch: Batch, update: Update, known: dict[str, Any]) -> dict[str, Any]:
         """On rank 0: the record of the step, or what must be measured for it."""

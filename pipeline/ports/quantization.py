@@ -17,6 +17,6 @@ class QuantizationMeter(Protocol):
         `promoted` are not quantized. None where the learner cannot emulate."""
         ...
 
-    def groups(self, batch: Batch, names: Sequence[str]) -> dict[str, float]:
-        """The same for each of some groups as the only one that is quantized."""
+    def groups(self, batch: Batch, names: Sequence[str]) -> dict[str, float] | None:
+        """The same for each of some groups as the only one that is quantized. None where the learner cannot emulate."""
         ...

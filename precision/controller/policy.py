@@ -117,6 +117,11 @@ def _without(state: State, trials: Iterable[str], failures: Iterable[str]) -> St
     return state.model_copy(update=dict(trials=left, failures=failed))
 
 
+def _is_turn_to_measure(settings: ControllerSettings, state: State, step: int) -> bool:
+    """Once in a cool-down: a measurement costs passes over the model."""
+    return (step - (state.acted or 0)) % settings.cooldown_steps == 0
+
+
 def _typical(state: State) -> float:
     return median(observation.loss for observation in state.window)
 
@@ -130,6 +135,8 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     if (engine := _one_bad_engine(settings, state)) is not None:
         return _restart(settings, ladder, state, evidence, engine, loss)
     if evidence.quantization is None and not evidence.unmeasurable:
+        if state.cannot_help and not _is_turn_to_measure(settings, state, evidence.step):
+            return Outcome(state=state)
         return Outcome(state=state, needs="quantization")
     excess = loss - settings.allowed_loss
     terms = _terms(ladder, evidence, loss)
@@ -265,7 +272,7 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
     ready = [group for group in state.promoted if _may_try(state, group, step)]
     # What they would cost is measured, so that half of the headroom is enough.
     room = 0.5 * (settings.comfortable_loss + settings.allowed_loss) - loss
-    if ready and (step - (state.acted or 0)) % settings.cooldown_steps == 0:  # it costs passes over the model
+    if ready and _is_turn_to_measure(settings, state, step):
         if evidence.unmeasurable:
             return _demote(settings, ladder, state, evidence, loss, ready)
         if evidence.groups is None:
@@ -346,7 +353,9 @@ def _pause(settings: ControllerSettings, times: int) -> int:
 
 
 def _acted(state: State, step: int, batches_under_way: int) -> State:
-    return state.model_copy(update=dict(acted=step, quiet_until=step + 1 + batches_under_way, window=()))
+    return state.model_copy(
+        update=dict(acted=step, quiet_until=step + 1 + batches_under_way, window=(), cannot_help=False)
+    )
 
 
 def _staleness_key(rung: int) -> str:

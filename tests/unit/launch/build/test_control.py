@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 
 from launch.build.components import build_quant_map
-from launch.build.control import build_controller
+from launch.build.control import EmulationMeter, build_controller
 from launch.convert.new_model import new_model
 from pipeline.config.loader import recipe_from
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from precision.formats.quant_map import QuantMap
+from precision.formats.rollout_format import RolloutFormat
+from tests.support.batches import batch_of_rewards
 
 
 class Learner:
     """What build_controller asks of one rank."""
 
-    layers = "megatron"
-
-    def __init__(self, quant_map: QuantMap | None) -> None:
+    def __init__(self, quant_map: QuantMap | None, layers: str = "megatron") -> None:
+        self.layers = layers
         self.emulation = None if quant_map is None else SimpleNamespace(quant_map=quant_map)
 
     def tell(self, action: Callable[[], Any]) -> Any:
@@ -59,3 +60,11 @@ def test_a_learner_that_emulates_follows_the_engines_to_another_map(tmp_path: Pa
         before = learner.emulation
         controller.use_map(1, (name,))
         assert learner.emulation is before, "nothing is rounded anew for the same map"
+
+
+def test_with_transformer_engine_layers_nothing_is_measured() -> None:
+    base = QuantMap.for_decoder(2, RolloutFormat.FP8_BLOCK)
+    meter = EmulationMeter(Learner(None, "transformer_engine"), base, 64)  # type: ignore[arg-type]
+    given = batch_of_rewards([[1.0, 0.0]])
+    assert meter.term(given, ()) is None
+    assert meter.groups(given, tuple(base.groups)) is None

@@ -105,6 +105,36 @@ def test_a_fall_is_seen_measured_and_answered_by_name(tmp_path: Path) -> None:
     assert event["ess"] == decided[0].evidence.ess
 
 
+class NoMeter:
+    """Of a learner that cannot emulate the engines' formats."""
+
+    def term(self, batch: Batch, promoted: Sequence[str]) -> None:
+        return None
+
+    def groups(self, batch: Batch, names: Sequence[str]) -> None:
+        return None
+
+
+def test_what_cannot_be_measured_is_promoted_and_given_back_as_a_whole(tmp_path: Path) -> None:
+    own = controller(tmp_path, meter=NoMeter())
+    own.restore(0)
+    go(own, 0, 5)
+    assert own.state.promoted == GROUPS
+    good = controller(
+        tmp_path, meter=NoMeter(), members=lambda: [Member(0, "http://x", 1, "map of " + ",".join(good.state.promoted))]
+    )
+    good.restore(6)
+    for step in range(6, 30):
+        given = batch(step)
+        good.after(given, trained(given, 0.05))
+    decided = [record for record in records(tmp_path, 29) if record.decision]
+    assert [(r.decision.action, r.decision.groups) for r in decided if r.decision] == [
+        ("climb", GROUPS),
+        ("descend", GROUPS),
+    ]
+    assert [record.evidence.unmeasurable for record in decided] == [True, True]
+
+
 def test_the_evidence_is_the_batch_s_own(tmp_path: Path) -> None:
     given = batch(7, lag=3)
     update = trained(given, 0.3)

@@ -93,6 +93,18 @@ def test_kernels_are_no_reason_to_climb() -> None:
     assert not better.state.cannot_help
 
 
+def test_where_nothing_helps_it_is_measured_once_in_a_cool_down() -> None:
+    outcome, asked = Outcome(state=State()), []
+    for step in range(20):
+        evidence = Evidence(step=step, loss=0.2)
+        outcome = decide(FLOOR, SYNC, outcome.state, evidence)
+        if outcome.needs:
+            asked.append(step)
+            outcome = decide(FLOOR, SYNC, outcome.state, evidence.model_copy(update=dict(quantization=0.01)))
+        assert outcome.decision is None
+    assert asked == [2, 4, 8, 12, 16]
+
+
 def test_staleness_climbs_one_rung_at_a_time_to_lag_0() -> None:
     names = [rung.name for rung in ASYNC.staleness]
     assert names == ["objective's cap", "learning rate by age", "lag 2", "lag 1", "lag 0"]
