@@ -125,6 +125,7 @@ def describe(
         temperature=temperature,
         sampled_at=recipe.rollout.temperature,
         versions=versions,
+        trains_formats=recipe.learner.fp8_emulation,
         remarks=tuple(remarks),
     )
 

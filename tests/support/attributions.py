@@ -36,10 +36,12 @@ def measured(
     effects: dict[str, float] | None = None,
     tempered: float = 0.0,
     audit: Audit | None = None,
+    prefilled: bool = True,
     **changes: Any,
 ) -> Measured:
     """Terms of the given sizes, random by token. `effects` are faults and how many times each is in the kernels term;
-    `tempered` is how far the sampling temperature lies above the learner's."""
+    `tempered` is how far the sampling temperature lies above the learner's. Without `prefilled` the engine
+    did not score what it sampled."""
     draw = np.random.default_rng(0)
     sizes = SIZES | (sizes or {})
     entropy = draw.gamma(1.0, 0.5, TOKENS)
@@ -61,7 +63,7 @@ def measured(
             now=tensor(plain + term["staleness"]),
             then=tensor(plain),
             quantized=tensor(quantized) if has_formats else None,
-            prefill=tensor(prefill),
+            prefill=tensor(prefill) if prefilled else None,
             decode=tensor(prefill - term["decoding"]),
         ),
         position=np.arange(TOKENS) % 14,

@@ -33,6 +33,8 @@ class Setting:
     sampled_at: float
     """The engine's."""
     versions: tuple[int, ...]
+    trains_formats: bool = False
+    """Whether the learner trains with the rollout's formats emulated: the quantization term is 0 by construction."""
     remarks: tuple[str, ...] = ()
     """What could not be compared, and why."""
 
@@ -138,7 +140,10 @@ class Measured:
             tempered = {"temperature": below + _tensor(self.entropy)}
             found["decoding"] = suspects(terms["decoding"], tempered)
         if self.searched is not None and self.effects:
-            kernels = terms["kernels"][torch.from_numpy(self.searched)]
+            kernels = terms["kernels"]
+            if self.scores.prefill is None:  # then the decoding term holds them
+                kernels = kernels + terms["decoding"]
+            kernels = kernels[torch.from_numpy(self.searched)]
             found["kernels"] = suspects(kernels, {name: _tensor(effect) for name, effect in self.effects.items()})
         return {term: [asdict(one) for one in every[:MOST_SUSPECTS]] for term, every in found.items()}
 
