@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,9 @@ import pytest
 from launch.cluster.roles.server_turn import reason_to_start_again
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles, ControlRecord
+from pipeline.data.epochs import claim
 from pipeline.data.membership import Member
-from pipeline.data.quant_maps import digest_of, write_quant_map
+from pipeline.data.quant_maps import QUANT_MAP_FILE, digest_of, write_quant_map
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.errors import EngineVersionError
 from precision.controller.records import Evidence, State
@@ -50,10 +53,29 @@ def announce(run: RunDirectory, *maps: str) -> list[Member]:
     return members
 
 
-def whose_turn(run: RunDirectory, *maps: str, serving: bool = True, engines: int = 3) -> list[int]:
+def whose_turn(
+    run: RunDirectory,
+    *maps: str,
+    serving: bool = True,
+    engines: int = 3,
+    unverified: int | None = None,
+    gone: int | None = None,
+    quiet: bool = False,
+) -> list[int]:
+    """Engines that start again. Engine `unverified` has not been verified yet, `gone` does not answer. `quiet`: nothing
+    was heard of any start for longer than a start may take."""
+
+    def look(member: Member) -> str | None:
+        name = "4" if serving and member.index != unverified else "unverified-4"
+        return None if member.index == gone else name
+
     members = announce(run, *maps)
-    wants = [reason_to_start_again(run, recipe(engines), member, lambda _: serving) for member in members]
-    return [member.index for member, why in zip(members, wants, strict=True) if why and member.quant_map]
+    for folder in (run.membership().folder, *(run.path / "epochs").glob("engine-*")) if quiet else ():
+        when = time.time() - recipe(3).rollout.start_deadline_s - 1
+        os.utime(folder, (when, when))
+    wants = [reason_to_start_again(run, recipe(engines), member, look) for member in members if member.index != gone]
+    there = [member.index for member in members if member.index != gone]
+    return [index for index, why in zip(there, wants, strict=True) if why and maps[index]]
 
 
 def test_one_after_the_other(run: RunDirectory) -> None:
@@ -63,6 +85,25 @@ def test_one_after_the_other(run: RunDirectory) -> None:
     assert whose_turn(run, NEW_MAP, OLD_MAP, OLD_MAP) == [1]
     assert whose_turn(run, NEW_MAP, NEW_MAP, OLD_MAP) == [2]
     assert whose_turn(run, NEW_MAP, NEW_MAP, NEW_MAP) == []
+
+
+def test_the_next_one_waits_until_the_one_before_is_verified(run: RunDirectory) -> None:
+    assert whose_turn(run, NEW_MAP, OLD_MAP, OLD_MAP, unverified=0) == []
+    assert whose_turn(run, NEW_MAP, OLD_MAP, OLD_MAP, unverified=0, quiet=True) == [], "however long that takes"
+
+
+@pytest.mark.parametrize("announced", [OLD_MAP, ""], ids=["announced for ever", "nobody starts it again"])
+def test_an_engine_that_is_lost_is_not_waited_for(run: RunDirectory, announced: str) -> None:
+    assert whose_turn(run, announced, OLD_MAP, OLD_MAP, gone=0) == [], "it may be starting"
+    assert whose_turn(run, announced, OLD_MAP, OLD_MAP, gone=0, quiet=True) == [1]
+    assert whose_turn(run, announced, NEW_MAP, OLD_MAP, gone=0, quiet=True) == [2]
+    claim(run.path, "engine", 0)
+    assert whose_turn(run, announced, NEW_MAP, OLD_MAP, gone=0) == [], "it is being started"
+
+
+def test_a_policy_folder_that_is_being_deleted_is_no_new_map(run: RunDirectory) -> None:
+    (run.policy_directory(4) / QUANT_MAP_FILE).unlink()
+    assert whose_turn(run, OLD_MAP, OLD_MAP) == []
 
 
 def test_never_the_last_one_that_serves(run: RunDirectory) -> None:
@@ -77,11 +118,11 @@ def test_the_suspected_start_of_an_engine_is_started_again_once(run: RunDirector
     members = announce(run, NEW_MAP, NEW_MAP)
     record = ControlRecord(step=0, evidence=Evidence(step=0, loss=1.0), state=State(), restarts={1: 1})
     ControlFiles(run.control, unfenced).create(record)
-    wants = [reason_to_start_again(run, recipe(2), member, lambda _: True) for member in members]
+    wants = [reason_to_start_again(run, recipe(2), member, lambda _: "4") for member in members]
     assert wants[0] is None
     assert "ESS of its tokens" in str(wants[1])
-    assert reason_to_start_again(run, recipe(2), Member(1, "http://1", 2, NEW_MAP), lambda _: True) is None
-    assert reason_to_start_again(run, recipe(2, controller=None), members[1], lambda _: True) is None
+    assert reason_to_start_again(run, recipe(2), Member(1, "http://1", 2, NEW_MAP), lambda _: "4") is None
+    assert reason_to_start_again(run, recipe(2, controller=None), members[1], lambda _: "4") is None
 
 
 def test_each_engine_gets_the_weights_in_its_own_formats(run: RunDirectory) -> None:
