@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launch.build.components import build_quant_map, quant_map_of
+from launch.cluster.roles.api_key import read_api_key
 from pipeline.config.recipe import Recipe
 from pipeline.config.schedule_sections import AsyncSchedule, StagedSchedule
 from pipeline.control.files import ControlFiles
@@ -21,6 +22,7 @@ from pipeline.data.run_directory import RunDirectory
 from precision.controller.ladder import Ladder
 from precision.ess import loss_of, token_ess
 from precision.formats.quant_map_file import QuantMapFile
+from rollout_sglang.presence import Presence, look_with
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
@@ -86,6 +88,7 @@ def build_controller(
     def digest(names: Sequence[str]) -> str:
         return digest_of(None if (quant := with_promoted(names)) is None else quant.to_file())
 
+    presence = presence_of(run, recipe)
     return StepController(
         settings=recipe.controller,
         ladder=build_ladder(recipe),
@@ -93,6 +96,7 @@ def build_controller(
         files=ControlFiles(run.control, run.fence),
         meter=EmulationMeter(learner, base, recipe.controller.evidence_tokens),
         members=members,
+        is_lost=lambda member: presence.is_lost(member.index, member),
         digest=digest,
         use_map=use_map,
         modules_of=lambda names: () if base is None else tuple(m for name in names for m in base.groups[name]),
@@ -103,12 +107,14 @@ def build_controller(
 
 
 def older_maps(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> Callable[[str], Sequence[QuantMap]]:
-    """As MapTransition asks for them: of the engines that are announced, read by rank 0."""
-    maps = NumberedMaps(run.quant_maps, run.fence)
+    """As MapTransition asks for them: of the engines that are announced and not lost, read by rank 0."""
+    maps, presence = NumberedMaps(run.quant_maps, run.fence), presence_of(run, recipe)
 
     def read(newest: str) -> list[dict[str, Any]]:
-        served = {member.quant_map for member in run.membership(recipe.rollout.urls).engines()}
-        files = (maps.with_digest(digest) for digest in sorted(served - {newest, ""}))
+        announced = run.membership(recipe.rollout.urls).engines()
+        others = [member for member in announced if member.quant_map not in (newest, "")]
+        served = {member.quant_map for member in others if not presence.is_lost(member.index, member)}
+        files = (maps.with_digest(digest) for digest in sorted(served))
         return [file.model_dump(mode="json") for file in files if file is not None]
 
     def older(newest: str) -> Sequence[QuantMap]:
@@ -116,6 +122,11 @@ def older_maps(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> C
         return [quant_map_of(recipe, QuantMapFile.model_validate(data)) for data in told]
 
     return older
+
+
+def presence_of(run: RunDirectory, recipe: Recipe) -> Presence:
+    """Tells which of the run's engines are there."""
+    return Presence(run, recipe.rollout.start_deadline_s, look_with(read_api_key()))
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ class StepController:
     meter: QuantizationMeter
     members: Callable[[], Sequence[Member]]
     """The engines that are announced."""
+    is_lost: Callable[[Member], bool]
+    """Whether an engine that is announced is gone for good, as far as one can tell: it holds up nothing."""
     digest: Callable[[Sequence[str]], str]
     """Of the quant map in which these groups are promoted."""
     use_map: Callable[[int, Sequence[str]], None]
@@ -149,7 +151,9 @@ class StepController:
             age=mean_age(batch, self.updates_per_batch),
             engines=engine_evidence(batch, update, self._starts_of(batch, members)),
             in_transition=any(
-                member.quant_map != wanted or to_restart.get(member.index) == member.started for member in members
+                (member.quant_map != wanted or to_restart.get(member.index) == member.started)
+                and not self.is_lost(member)
+                for member in members
             ),
         )
 

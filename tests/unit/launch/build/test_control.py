@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +12,13 @@ from typing import Any
 import pytest
 
 from launch.build.components import build_quant_map
-from launch.build.control import EmulationMeter, build_controller
+from launch.build.control import EmulationMeter, build_controller, older_maps
 from launch.convert.new_model import new_model
 from pipeline.config.loader import recipe_from
 from pipeline.data.event_log import EventLog
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.membership import Member
+from pipeline.data.quant_maps import NumberedMaps, digest_of
+from pipeline.data.run_directory import RunDirectory, unfenced
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from tests.support.batches import batch_of_rewards
@@ -68,3 +72,34 @@ def test_with_transformer_engine_layers_nothing_is_measured() -> None:
     given = batch_of_rewards([[1.0, 0.0]])
     assert meter.term(given, ()) is None
     assert meter.groups(given, tuple(base.groups)) is None
+
+
+def test_a_lost_engine_s_map_is_published_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new_model(tmp_path / "model", hidden=32, ffn=32, head_dim=16)
+    recipe = recipe_from(
+        dict(
+            run=dict(name="run", root=str(tmp_path), steps=4),
+            model=dict(path=str(tmp_path / "model")),
+            task=dict(name="sort_digits"),
+            rollout=dict(precision="fp8_block", engines=2),
+            controller=dict(),
+        ),
+        source="test",
+    )
+    run, base = RunDirectory(recipe.directory), build_quant_map(recipe)
+    assert base is not None
+    run.freeze(recipe)
+    NumberedMaps(run.quant_maps, unfenced).write(0, base.to_file())
+    newest = digest_of(base.promoted(("model.layers.1.mlp.down_proj",)).to_file())
+    for member in (
+        Member(0, "http://127.0.0.1:9", 1, newest),
+        Member(1, "http://127.0.0.1:9", 1, digest_of(base.to_file())),
+    ):
+        run.membership().announce(member)
+    older = older_maps(run, recipe, Learner(base))  # type: ignore[arg-type]
+    assert older(newest) == [base], "it may have been announced a moment ago"
+    when = time.time() - recipe.rollout.start_deadline_s - 1
+    os.utime(run.membership().folder, (when, when))
+    assert older(newest) == []
+    monkeypatch.setattr("launch.build.control.look_with", lambda key: lambda member: "unverified")
+    assert older_maps(run, recipe, Learner(base))(newest) == [base], "it answers"  # type: ignore[arg-type]

@@ -69,6 +69,7 @@ def controller(run: Path, *, ladder: Ladder | None = None, **changes: Any) -> St
         files=ControlFiles(run / "control", unfenced),
         meter=Meter(),
         members=lambda: [Member(0, "http://x", 1, "map of ")],
+        is_lost=lambda member: False,
         digest=lambda groups: "map of " + ",".join(groups),
         use_map=lambda number, modules: None,
         modules_of=lambda groups: tuple(f"{group}.proj" for group in groups),
@@ -231,6 +232,18 @@ def test_engines_on_another_map_are_a_transition(tmp_path: Path) -> None:
     assert [record.evidence.in_transition for record in records(tmp_path, 8)[5:]] == [False, True, True, False]
 
 
+def test_an_engine_that_is_lost_is_no_transition(tmp_path: Path) -> None:
+    """Its announcement has the old map for ever."""
+    gone = Member(0, "http://x", 1, "map of before")
+    own = controller(
+        tmp_path, members=lambda: [gone, Member(1, "http://y", 1, "map of ")], is_lost=lambda member: member == gone
+    )
+    own.restore(0)
+    go(own, 0, 5)
+    assert not any(record.evidence.in_transition for record in records(tmp_path, 5))
+    assert any(record.decision for record in records(tmp_path, 5))
+
+
 def engine_1_is_bad(own: StepController, first: int, last: int) -> None:
     for step in range(first, last + 1):
         given = replace(batch(step), engine=np.array([0, 1] * 20, np.uint16))
@@ -272,7 +285,7 @@ def test_what_an_earlier_start_sampled_is_not_held_against_an_engine(tmp_path: P
 
 def test_engines_that_the_run_does_not_start_are_not_started_again(tmp_path: Path) -> None:
     members = [Member(0, "http://x", 0, "map of "), Member(1, "http://y", 0, "map of ")]
-    own = controller(tmp_path, members=lambda: members)
+    own = controller(tmp_path, ladder=Ladder(), members=lambda: members)
     own.restore(0)
     engine_1_is_bad(own, 0, 9)
     assert not any(record.restarts or record.evidence.in_transition for record in records(tmp_path, 9))
