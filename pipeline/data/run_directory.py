@@ -14,7 +14,7 @@
       policy/updates/000031    made by whoever gives weights to engines, before it does
       engines/000003.json      engine 3 listens there (pipeline.data.membership; never its key)
       epochs/learner/000002    the second start of the learner (pipeline.data.epochs)
-      learner.json             where node 0 of the learner meets its other nodes (launch.cluster.roles.meeting)
+      learner.json             where the nodes of the learner find node 0 (launch.cluster.roles.rendezvous)
       control/000012.json      what the ESS controller saw and decided after step 12 (pipeline.control.files)
       quant_maps/000001.yaml   a quant map that it decided on (pipeline.data.quant_maps)
       finished/ROLE            made by the learner and by the collector, once each has nothing left to do
