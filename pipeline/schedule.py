@@ -7,6 +7,10 @@ must be published before batch b may start; who waits, what is stale and when we
     sync                b                       always
     async, lag k        max(0, b - k)           always
     staged, mu updates  floor(b / mu) * mu      when (s + 1) is a multiple of mu
+    async, decided      max over batches ≤ b    always
+
+A lag that the ESS controller raises lets no batch do with an older version than the batch before it: what is required
+never falls, so that what was counted once stays counted (pipeline.rollout.solved_prompts).
 
 The last step of a run always publishes, so that the final policy can be evaluated.
 """
@@ -29,19 +33,17 @@ class Schedule:
     lag: int = 0
     updates_per_stage: int = 1
     decided_lags: tuple[tuple[int, int], ...] = ()
-    """(first batch, lag), ascending: what the ESS controller decided, at most `lag`. Read by `async` only."""
+    """(first batch, lag), ascending by batch: what the ESS controller decided, at most `lag`. Read by `async` only."""
 
     def required_version(self, batch: int) -> int:
         """The policy version that must be published before `batch` may start."""
         if self.kind == "async":
-            return max(0, batch - self.lag_of(batch))
+            lags = [(0, self.lag), *((first, lag) for first, lag in self.decided_lags if first <= batch)]
+            lasts = [*(first - 1 for first, _ in lags[1:]), batch]
+            return max(0, *(last - lag for last, (_, lag) in zip(lasts, lags, strict=True)))
         if self.kind == "staged":
             return batch // self.updates_per_stage * self.updates_per_stage
         return batch
-
-    def lag_of(self, batch: int) -> int:
-        """The lag, in versions, that holds for `batch`."""
-        return next((lag for first, lag in reversed(self.decided_lags) if first <= batch), self.lag)
 
     def published_before(self, batch: int) -> int:
         """The version that is published once all batches before `batch` (`steps`: all) are trained. Until `batch` is

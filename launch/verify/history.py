@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launch.build.components import build_solved_prompt_rule
 from pipeline.analysis.audit import verify_history
+from pipeline.control.files import ControlFiles
 from pipeline.data.run_directory import RunDirectory
 
 
 def check_history(path: Path) -> dict[str, Any]:
     """Counts of lost and duplicated groups, of tokens of a version that the schedule does not allow, and of groups that
-    were asked or passed over though their problem's pass rate says otherwise. Only the batches are read."""
-    recipe = RunDirectory(path).recipe()
-    audit = verify_history(path, recipe.build_schedule(), recipe.run.steps, build_solved_prompt_rule(recipe))
+    were asked or passed over though their problem's pass rate says otherwise. Read are the batches, and the lags that
+    the ESS controller decided."""
+    run = RunDirectory(path)
+    recipe, decided = run.recipe(), ControlFiles(run.control, run.fence).newest()
+    schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)
+    audit = verify_history(path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe))
     return dict(
         lost=len(audit.lost),
         duplicated=len(audit.duplicated),

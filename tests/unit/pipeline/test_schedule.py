@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,11 @@ TABLES = [
         Schedule(kind="async", steps=7, lag=3, decided_lags=((3, 1), (5, 2))),
         [0, 0, 0, 2, 3, 3, 4],
         [0, 1, 2, 3, 4, 5, 6],
+    ),
+    (
+        Schedule(kind="async", steps=12, lag=3, decided_lags=((4, 0), (7, 3))),
+        [0, 0, 0, 0, 4, 5, 6, 6, 6, 6, 7, 8],
+        list(range(12)),
     ),
     (Schedule(kind="staged", steps=7, updates_per_stage=3), [0, 0, 0, 3, 3, 3, 6], [2, 5, 6]),
 ]
@@ -33,6 +40,20 @@ schedules = st.builds(
     lag=st.integers(1, 9),
     updates_per_stage=st.integers(1, 12),
 )
+
+
+decided = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), max_size=4, unique_by=lambda one: one[0])
+
+
+@given(schedules, decided)
+def test_what_is_required_never_falls(schedule: Schedule, lags: list[tuple[int, int]]) -> None:
+    """Nor does a later decision change what a batch before it required."""
+    lags = sorted((first, min(lag, schedule.lag)) for first, lag in lags)
+    required = [replace(schedule, decided_lags=tuple(lags)).required_version(b) for b in range(schedule.steps)]
+    assert required == sorted(required)
+    for index, (first, _) in enumerate(lags):
+        before = replace(schedule, decided_lags=tuple(lags[:index]))
+        assert required[:first] == [before.required_version(b) for b in range(min(first, schedule.steps))]
 
 
 @given(schedules)
