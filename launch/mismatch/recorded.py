@@ -10,6 +10,7 @@ bit-identical for the layout and machine that trained (launch.run.replay). The r
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.hf.writer import write_policy
 from pipeline.analysis.mismatch.measured import Audit, Measured
 from pipeline.config.recipe import Recipe
+from pipeline.control.files import ControlFiles
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
@@ -78,6 +80,7 @@ def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
         local = moved(recipe, Path(scratch))
         run = RunDirectory(local.directory)
         run.freeze(local)
+        require_first_map(source, recorded)
         folders = weights_of(source, run, local, recorded.versions)
         job = _job(recorded, folders, locate)
         learner = score_in_ranks(run, local, job, recorded.batch.experts)
@@ -115,6 +118,21 @@ def read(source: RunDirectory, index: int | None) -> Recorded:
             f"batch {wanted} of {source.path} has no token that the learner looked at; give another --batch"
         )
     return recorded
+
+
+def require_first_map(source: RunDirectory, recorded: Recorded) -> None:
+    """Raises StoreError when the ESS controller may have changed the engines' formats before the batch was sampled:
+    engines change over one by one, so that the formats of a token are not known afterwards."""
+    control = ControlFiles(source.control, source.fence)
+    changed = [record for record in control.decisions() if record.state.quant_map > 0]
+    first = changed[0].step + 1 if changed else math.inf  # the version that the decision came with
+    if max(recorded.versions) >= first:
+        raise StoreError(
+            f"batch {recorded.index} of {source.path} was sampled by versions {min(recorded.versions)} to "
+            f"{max(recorded.versions)}, and from version {first} on the controller changed the engines' formats; "
+            "measured afterwards are batches of earlier versions alone; give --batch an earlier one, or measure a "
+            f"recipe with rollout.quant_map={source.quant_maps / f'{changed[0].state.quant_map:06d}.yaml'}"
+        )
 
 
 def weights_of(source: RunDirectory, run: RunDirectory, recipe: Recipe, versions: tuple[int, ...]) -> dict[int, Path]:

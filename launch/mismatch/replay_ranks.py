@@ -11,6 +11,7 @@ from pathlib import Path
 
 from launch.build.algorithm import build_advantage_computer, build_objective
 from launch.build.components import build_contract, build_tokenizer
+from launch.build.control import build_controller
 from launch.run.learn import build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
@@ -65,7 +66,7 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
         contract=build_contract(recipe, build_tokenizer(recipe)),
         wait_deadline_s=recipe.run.wait_deadline_s,
     )
-    updates = recipe.learner.updates_per_batch
+    updates, event_log = recipe.learner.updates_per_batch, EventLog(run.path, "replay")
     trainer = Trainer(
         run=run,
         batches=batches,
@@ -83,7 +84,8 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
         channel=channel,
         checkpoints=checkpoints,
         checkpoint_every=schedule.steps + 1,
-        event_log=EventLog(run.path, "replay"),
+        event_log=event_log,
+        controller=build_controller(run, recipe, learner, None, event_log, source),  # it set learning rates
     )
     try:
         restored, _ = checkpoints.restore(learner)
