@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 FEWEST = 6
 
 
 def register_profiles() -> None:
     """Load the profile that HYPOTHESIS_PROFILE names. No property test fails because the machine is busy."""
-    settings.register_profile("everyday", deadline=None, derandomize=True, max_examples=30)
-    settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
+    for name, count in (("everyday", 30), ("thorough", 100)):
+        settings.register_profile(
+            name, deadline=None, derandomize=True, max_examples=count, suppress_health_check=[HealthCheck.too_slow]
+        )
     settings.load_profile(profile())
 
 
