@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -58,6 +58,8 @@ class PooledEngine:
     answered: float = field(default_factory=time.monotonic)
     calls: set[asyncio.Task[Any]] = field(default_factory=set)
     """Requests in flight."""
+    formats: Mapping[str, str] | None = None
+    """The quant map's formats in which it was seen to hold its modules: they last as long as its server."""
     refusal: FatalError | None = None
     """What its server last refused as wrong, key or path; another server may have its address by now."""
     failures: int = 0

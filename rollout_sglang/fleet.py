@@ -359,8 +359,13 @@ class Fleet:
         return watch.seconds | await client.while_alive(self._verify(engine, target))
 
     async def _verify(self, engine: PooledEngine, target: Target) -> dict[str, float]:
-        """See WeightVerifier.verify; does not admit the engine."""
-        return await self._verifier.verify(engine.client, target.version, target.check)
+        """See WeightVerifier.verify; does not admit the engine. Its formats are looked at before it is admitted, and
+        not again with each version; those of rollout.urls always: they may be started again under the same URL."""
+        formats = None if target.check is None else target.check.formats
+        is_known = engine.member.started > 0 and engine.quarantined is None and engine.formats == formats
+        measured = await self._verifier.verify(engine.client, target.version, target.check, formats_are_known=is_known)
+        engine.formats = formats
+        return measured
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from pipeline.data.membership import Member
@@ -30,10 +31,15 @@ class Target:
         older = older_folder(self.directory, engine.quant_map)
         if older.is_dir():
             return Target(self.version, older, WeightCheck.load(older))
-        newest = digest_of(read_quant_map(self.directory))
-        if newest not in ("", engine.quant_map):  # empty while the folder behind a broadcast is being written
+        newest = self._quant_map
+        if newest not in ("", engine.quant_map):  # empty where the folder behind a broadcast was not written yet
             raise EngineVersionError(
                 f"engine {engine.index} at {engine.url} was started with quant map {engine.quant_map}, and version "
                 f"{self.version} is there for map {newest} alone; it is started again with that when it is its turn"
             )
         return self
+
+    @cached_property
+    def _quant_map(self) -> str:
+        """Digest of the map of the folder, read once for all engines."""
+        return digest_of(read_quant_map(self.directory))

@@ -1,7 +1,7 @@
 """Verifies that an engine holds the version that it claims. What is compared is in pipeline.ports.weight_check.
 
     weights   the engine names the version ─▶ its checksums are the check's digests, where those are known
-    formats   it holds each module in the format of the check, where its server can tell
+    formats   it holds each module in the format of the check, where its server can tell; once for each admission
     answers   it prefills the probe ─▶ its log-probabilities are as close to the learner's as its precision allows
     peers     where digests are not known: its checksums are those of the first engine that was verified
 
@@ -69,15 +69,18 @@ class WeightVerifier:
         self._reference = ReferenceChecksums()
         self._deadline_s = deadline_s
 
-    async def verify(self, engine: EngineClient, version: int, check: WeightCheck | None) -> dict[str, float]:
-        """Verify that the engine, paused or not, holds `version`. Afterwards it is named so and not paused.
+    async def verify(
+        self, engine: EngineClient, version: int, check: WeightCheck | None, *, formats_are_known: bool = False
+    ) -> dict[str, float]:
+        """Verify that the engine, paused or not, holds `version`. Afterwards it is named so and not paused. An engine
+        whose formats are known is not asked for them.
 
         Returns checksum_s and probe_s, their sum verify_s, engines_checked (1 if it could show checksums, else 0) and
         what verify_probe measures. An engine that fails is invalidated. Raises EngineVersionError with what is wrong,
         RetryableError when it does not answer.
         """
         watch = Stopwatch()
-        held = await self._named(engine, version, check)
+        held = await self._named(engine, version, check, formats_are_known)
         watch.lap("checksum_s")
         try:
             measured = await verify_probe(engine, check)
@@ -90,9 +93,13 @@ class WeightVerifier:
         verify_s = sum(watch.seconds.values())
         return watch.seconds | {"verify_s": verify_s, "engines_checked": float(held is not None)} | measured
 
-    async def _named(self, engine: EngineClient, version: int, check: WeightCheck | None) -> Held | None:
+    async def _named(
+        self, engine: EngineClient, version: int, check: WeightCheck | None, formats_are_known: bool
+    ) -> Held | None:
         try:
-            held = await verify_checksums(engine, version, check, deadline_s=self._deadline_s)
+            held = await verify_checksums(
+                engine, version, check, deadline_s=self._deadline_s, formats_are_known=formats_are_known
+            )
             await engine.name(version)
         except RetryableError:
             await invalidate(engine)
@@ -116,7 +123,7 @@ async def invalidate(engine: EngineClient) -> None:
 
 
 async def verify_checksums(
-    engine: EngineClient, version: int, check: WeightCheck | None, *, deadline_s: float
+    engine: EngineClient, version: int, check: WeightCheck | None, *, deadline_s: float, formats_are_known: bool = False
 ) -> Held | None:
     """The checksums of the engine, paused or not, compared with the check's digests where there are any; None where
     the server cannot tell.
@@ -124,7 +131,8 @@ async def verify_checksums(
     Raises EngineVersionError naming the first parameter that differs, RetryableError when the engine does not answer.
     """
     await engine.verify(version)
-    await verify_formats(engine, check, deadline_s=deadline_s)
+    if not formats_are_known:
+        await verify_formats(engine, check, deadline_s=deadline_s)
     held = await engine.checksums(deadline_s=deadline_s)
     if held is not None and check is not None and check.digests:
         _compare(engine, version, held, check.digests, "the learner sent")

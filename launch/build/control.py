@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from launch.build.components import build_quant_map, quant_map_of
+from launch.build.engines import shares_gpus
 from launch.cluster.roles.api_key import read_api_key
 from pipeline.config.recipe import Recipe
 from pipeline.config.schedule_sections import AsyncSchedule, StagedSchedule
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
 
 def build_ladder(recipe: Recipe) -> Ladder:
     """What the controller may do. Engines that the run does not start itself keep their formats, and so do those that a
-    learner follows by emulation (learner.fp8_emulation)."""
+    learner follows by emulation (learner.fp8_emulation). Engines that share GPUs with the learner keep theirs too and
+    are not started again: the learner may have taken the memory meanwhile."""
     schedule, section = recipe.schedule, recipe.learner
     quant = build_quant_map(recipe)
-    fixed = bool(recipe.rollout.urls) or section.fp8_emulation or quant is None
+    fixed = bool(recipe.rollout.urls) or section.fp8_emulation or quant is None or shares_gpus(recipe)
     lag = schedule.lag if isinstance(schedule, AsyncSchedule) else 0
     if isinstance(schedule, StagedSchedule):
         lag = schedule.updates_per_stage - 1
@@ -43,6 +45,7 @@ def build_ladder(recipe: Recipe) -> Ladder:
         lag=lag,
         lag_may_change=isinstance(schedule, AsyncSchedule),
         has_age=lag > 0 or section.updates_per_batch > 1,
+        engines_may_restart=not shares_gpus(recipe),
         groups=() if fixed or quant is None else quantized_groups(quant),
     )
 
@@ -77,8 +80,6 @@ def build_controller(
             learner.tell(functools.partial(maps.write, number, quant.to_file()))
         if channel is not None:
             channel.use_map(quant)
-        if quant is not None and learner.emulation is not None and learner.emulation.quant_map != quant:
-            learner.emulate(quant)  # learner.fp8_emulation: the learner trains under what the engines change over to
 
     def members() -> Sequence[Member]:
         own = digest(())

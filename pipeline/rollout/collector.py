@@ -283,7 +283,8 @@ class Collector:
         while True:
             version = await self._wait_published(self.schedule.required_version(index))
             lags = () if self.decided_lags is None else await asyncio.to_thread(self.decided_lags, version)
-            if lags == self.schedule.decided_lags:
+            # Batches that begin at once ask in threads: an answer of an earlier version may come after a later one's.
+            if len(lags) <= len(self.schedule.decided_lags):
                 return version
             self.schedule = replace(self.schedule, decided_lags=lags)
 

@@ -36,6 +36,8 @@ class Ladder:
     """Whether the schedule has a lag (`async`)."""
     has_age: bool = False
     """Whether batches are ever trained with other weights than sampled them."""
+    engines_may_restart: bool = True
+    """Whether one engine may be started again while the run goes on."""
     groups: tuple[str, ...] = ()
     """Names of the groups that the engines quantize and could hold unquantized."""
 

@@ -133,6 +133,8 @@ def _batches_under_way(ladder: Ladder, state: State) -> int:
 
 def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, loss: float) -> Outcome:
     if (engine := _one_bad_engine(settings, state)) is not None:
+        if not ladder.engines_may_restart:
+            return Outcome(state=state.model_copy(update=dict(cannot_help=True)))
         return _restart(settings, ladder, state, evidence, engine, loss)
     if evidence.quantization is None and not evidence.unmeasurable:
         if state.cannot_help and not _is_turn_to_measure(settings, state, evidence.step):

@@ -10,7 +10,12 @@ from precision.settings import Settings
 
 
 class ControllerSettings(Settings):
-    """Keeps the token ESS of the batches above a floor. Without this section nothing is controlled."""
+    """Keeps the token ESS of the batches above a floor. Without this section nothing is controlled.
+
+    What quantization does is measured by emulating the engines' formats in the learner. Transformer Engine layers, the
+    usual ones on GPUs, cannot emulate them. There either cause may be all of it: first staleness is lowered
+    rung by rung, then all layers are promoted at once. They are given back at once too.
+    """
 
     ess_floor: float = Field(0.95, gt=0.0, lt=1.0, description="Lowest token ESS of a batch that is accepted.")
     cooldown_steps: PositiveInt = Field(5, description="Steps between two decisions, at least.")

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.data.membership import Member, Membership
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import Probe, WeightCheck
+from rollout_sglang.client import EngineClient
 from rollout_sglang.fleet import Fleet
 from rollout_sglang.target import Target
 from rollout_sglang.weight_verifier import verify_checksums
@@ -79,6 +81,37 @@ def test_the_formats_are_taken_out_of_the_gap_where_they_are_emulated(
     assert measured["probe_gap_nats"] == pytest.approx(0.3 / 8 / 3)
     assert measured["probe_kernels_nats"] == pytest.approx(0.3 / 8 / 3)
     assert len(engines) == 2
+
+
+def test_formats_are_asked_for_once_an_admission(
+    tmp_path: Path, engines: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    async def formats(self: EngineClient, *, deadline_s: float, statistics: bool = False) -> None:
+        asked.append(self.index)
+
+    monkeypatch.setattr(EngineClient, "formats", formats)
+    membership = Membership(tmp_path / "engines")
+    (tmp_path / "engines").mkdir(exist_ok=True)
+    for index, engine in enumerate(engines):
+        membership.announce(Member(index, engine.url, 1))
+    fleet = Fleet(membership, **fleets.settings(tmp_path, deadline_s=5, load_deadline_s=5))
+    check = replace(CHECK, formats={})
+
+    async def act() -> None:
+        for _ in range(3):
+            await fleet.load(1, tmp_path, check)
+        assert sorted(asked) == [0, 1]
+        membership.announce(Member(0, engines[0].url, 2))
+        await fleet.load(1, tmp_path, check)
+        assert sorted(asked) == [0, 0, 1], "another start of the engine"
+        await fleet._pool.quarantine(fleet._pool[1], "a fault")
+        await fleet.load(1, tmp_path, check)
+        assert sorted(asked) == [0, 0, 1, 1], "it comes back"
+        await fleet.close()
+
+    asyncio.run(act())
 
 
 @pytest.mark.parametrize("damage", ["weights", "answers"])

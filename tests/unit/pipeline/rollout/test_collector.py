@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,15 @@ def test_a_lag_that_was_decided_holds_from_its_batch_on(run: RunDirectory, verif
     oldest = [index - store.read(index, None).policy_version.min() for index in range(9)]
     assert max(oldest[1:4]) > 1, "the learner is too fast for this test"
     assert max(oldest[4:]) <= 1
+
+
+def test_an_answer_that_comes_late_takes_no_decided_lag_back(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, Schedule(kind="async", steps=9, lag=3))
+    later = ((4, 1), (6, 0))
+    collector.schedule = replace(collector.schedule, decided_lags=later)
+    collector.decided_lags = lambda version: later[:1]
+    asyncio.run(collector._wait_for_turn(3))
+    assert collector.schedule.decided_lags == later
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)

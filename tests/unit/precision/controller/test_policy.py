@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,6 +162,12 @@ def test_one_bad_engine_is_suspected_and_no_rung_climbed() -> None:
     pauses = [later - earlier for earlier, later in itertools.pairwise(acted)]
     assert pauses == sorted(pauses), "it is tried again less and less often"
     assert pauses[-1] >= 2 * pauses[0]
+
+
+def test_a_bad_engine_that_may_not_restart_is_no_reason_to_climb() -> None:
+    fixed = replace(ASYNC, engines_may_restart=False)
+    outcome = follow(fixed, [0.1] * 3, engines=engines(0.2), age=4.0)
+    assert (outcome.decision, outcome.needs, outcome.state.cannot_help) == (None, None, True)
 
 
 def test_a_fault_that_all_engines_share_is_not_one_engine_s() -> None:
