@@ -180,7 +180,20 @@ class Planner:
                 f"an engine has room for {self.capacity.kv_tokens} tokens of keys and values, one sample may need "
                 f"{self.recipe.rollout.context_tokens} (rollout.context_tokens); raise rollout.tensor_parallel"
             )
+        elif (kv_tokens := self._unquantized_kv_tokens()) < self.recipe.rollout.context_tokens:
+            reasons.append(
+                f"an engine has room for {kv_tokens} tokens of keys and values once the ESS controller has all layers "
+                f"served unquantized, one sample may need {self.recipe.rollout.context_tokens} "
+                "(rollout.context_tokens); raise rollout.tensor_parallel, or leave out the section controller"
+            )
         return reasons
+
+    def _unquantized_kv_tokens(self) -> int:
+        """kv_tokens of an engine with the largest quant map that the ESS controller may give it."""
+        rollout = self.recipe.rollout
+        if self.recipe.controller is not None and rollout.precision.startswith("fp8") and not rollout.urls:
+            rollout = rollout.model_copy(update=dict(precision="bf16"))
+        return engine_capacity(self.engine_model, rollout, self.machine.gpu_gib * GIB).kv_tokens
 
     def _verdict(self, worst: Footprint) -> dict[str, Any]:
         """Fits, and if not every reason."""

@@ -131,6 +131,15 @@ def test_experts() -> None:
     assert any("EP" in row["layout"] for row in found["layouts"])
 
 
+def test_with_a_controller_an_engine_must_hold_the_unquantized_model() -> None:
+    """A promotion that no engine has room for would end the run."""
+    shape = ("rollout.tensor_parallel=1",)
+    assert not any("keys and values" in reason for reason in plan(DENSE, 64, *shape, gpu_gib=72.0)["reasons"])
+    controlled = plan(DENSE, 64, *shape, "controller.ess_floor=0.95", gpu_gib=72.0)
+    assert any("the ESS controller has all layers served unquantized" in reason for reason in controlled["reasons"])
+    assert plan(DENSE, 64, "controller.ess_floor=0.95")["fits"]
+
+
 @pytest.mark.parametrize(("precision", "tokens"), [("bf16", 859_000), ("fp8_block", 978_000)])
 def test_room_for_keys_and_values(precision: Any, tokens: int) -> None:
     """Qwen3-32B on 4 H100 (79.65 GiB as the driver reports) at mem-fraction 0.85: 256 KiB a token over 4 GPUs."""
