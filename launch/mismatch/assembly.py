@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -45,6 +45,9 @@ class Sides:
         prefix = "layer."
         layers = sorted(int(name.removeprefix(prefix)) for name in self._names() if name.startswith(prefix))
         tried = self._searched() & kept
+        if self.job.searched and not any(name.startswith("effect.") for name in self.learner):
+            remark = "The search for known faults failed, for want of memory perhaps; --no-locate leaves it out."
+            setting = replace(setting, remarks=(*setting.remarks, remark))
         return Measured(
             setting=setting,
             scores=TokenScores(
@@ -96,9 +99,9 @@ class Sides:
         return np.asarray(self._searched_rows() & (self.version == self.job.versions[-1].number))
 
 
-def searched_rows(candidates: NDArray[np.int64]) -> tuple[int, ...]:
-    """Some of `candidates`, ascending, evenly spread: neighbors answer one prompt."""
-    count = min(MOST_SEARCHED_ROWS, len(candidates))
+def searched_rows(candidates: NDArray[np.int64], most: int = MOST_SEARCHED_ROWS) -> tuple[int, ...]:
+    """At most `most` of `candidates`, ascending, evenly spread: neighbors answer one prompt."""
+    count = min(most, len(candidates))
     places = np.linspace(0, len(candidates) - 1, count).astype(np.int64)
     return tuple(candidates[places].tolist())
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from launch.mismatch.assembly import Sides, describe, searched_rows
 from launch.mismatch.engine import MeasuredEngine
 from launch.mismatch.fresh import moved
 from launch.mismatch.rows import SampledRows
-from launch.mismatch.scoring import Job, VersionRows, responses_of, score_in_ranks
+from launch.mismatch.scoring import MOST_ROWS, Job, VersionRows, responses_of, score_in_ranks
 from launch.run.processes import child_environment, run_ranks, torchrun
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.hf.writer import write_policy
@@ -48,7 +48,9 @@ class Recorded:
     index: int
     batch: Batch
     now: NDArray[np.float64]
-    """[responses] NaN where the learner never looked."""
+    """[responses] NaN where the learner never looked, and in rows that are left out."""
+    rows_left_out: int = 0
+    """Of a large batch only some rows are attributed, evenly spread."""
 
     @property
     def counts(self) -> NDArray[np.bool_]:
@@ -97,6 +99,9 @@ def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
     )
     name = f"{path.name}, batch {recorded.index}"
     setting = describe(recipe, name, "recorded", recorded.versions, rows=sides.rows, prefilled=prefill is not None)
+    if recorded.rows_left_out:
+        remark = f"Attributed are {MOST_ROWS} rows, evenly spread; {recorded.rows_left_out:,} more are left out."
+        setting = replace(setting, remarks=(*setting.remarks, remark))
     return sides.measured(setting, audit)
 
 
@@ -117,7 +122,16 @@ def read(source: RunDirectory, index: int | None) -> Recorded:
         raise StoreError(
             f"batch {wanted} of {source.path} has no token that the learner looked at; give another --batch"
         )
-    return recorded
+    return bounded(recorded)
+
+
+def bounded(recorded: Recorded) -> Recorded:
+    """With at most MOST_ROWS rows that have tokens to attribute."""
+    row = np.repeat(np.arange(recorded.batch.num_samples), np.diff(recorded.batch.response_offsets))
+    every = np.unique(row[recorded.counts])
+    chosen = searched_rows(every, MOST_ROWS)
+    now = np.where(np.isin(row, chosen), recorded.now, np.nan)
+    return replace(recorded, now=now, rows_left_out=len(every) - len(chosen))
 
 
 def require_first_map(source: RunDirectory, recorded: Recorded) -> None:

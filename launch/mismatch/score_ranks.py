@@ -55,17 +55,26 @@ def score(run: RunDirectory) -> None:
         chosen = None if experts is None else experts[tokens_of(job.tokens, version.rows)]
         for name, values in _version_scores(learner, part, quant, chosen).items():
             found[f"{version.number}.{name}"] = values
-    if job.searched:
-        searched = job.part(job.searched)
-        told = None if experts is None else experts[tokens_of(job.tokens, job.searched)]
-        suspected = effects(learner, lambda: _plain(learner, searched, told), quant, job.former)
-        found |= {f"effect.{name}": values for name, values in suspected.items()}
     if job.now is not None:
         _load(learner, job.now)
         found["now"] = _plain(learner, job, experts if job.replayed else None)
+    _keep(run, learner, found)  # the search needs more memory than all before it
+    if job.searched:
+        if job.now is not None:
+            _load(learner, job.versions[-1].weights)
+        searched = job.part(job.searched)
+        told = None if experts is None else experts[tokens_of(job.tokens, job.searched)]
+        suspected = effects(learner, lambda: _plain(learner, searched, told), quant, job.former)
+        _keep(run, learner, found | {f"effect.{name}": values for name, values in suspected.items()})
+
+
+def _keep(run: RunDirectory, learner: MegatronLearner, found: Arrays) -> None:
+    """Write the scores whole or not at all. Collective."""
     if learner.is_rank_zero:
-        with (run.path / SCORES_FILE).open("wb") as file:
+        path = run.path / SCORES_FILE
+        with path.with_suffix(".part").open("wb") as file:
             np.savez(file, **found)  # type: ignore[arg-type]
+        path.with_suffix(".part").replace(path)
     learner.barrier()
 
 

@@ -12,13 +12,19 @@ from pydantic import BaseModel, ConfigDict
 
 from launch.mismatch.rows import SampledRows
 from launch.run.processes import child_environment, run_ranks, torchrun
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.recipe import Recipe
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import FatalError
 
 JOB_FILE, EXPERTS_FILE, SCORES_FILE = "job.json", "experts.npz", "scores.npz"
 MOST_SEARCHED_ROWS = 32
 """A fault moves all rows alike, and each suspect takes a pass."""
+MOST_ROWS = 256
+"""Of a recorded batch: each layer takes a pass over them."""
+MOST_MODULES = 64
+"""Models with more are searched layer by layer."""
 
 
 class VersionRows(BaseModel):
@@ -62,6 +68,11 @@ class Job(BaseModel):
             kept=None if self.kept is None else [one for row in rows for one in self.kept[ends[row] : ends[row + 1]]],
         )
 
+    def most_passes(self, num_layers: int) -> int:
+        """At most so many passes over rows: one a layer of each version, and two a module that is searched."""
+        search = 2 * max(MOST_MODULES, num_layers) + 8 if self.searched else 0
+        return len(self.versions) * (num_layers + 4) + search + 1
+
     def write(self, folder: Path) -> None:
         (folder / JOB_FILE).write_text(self.model_dump_json())
 
@@ -89,8 +100,13 @@ def score_in_ranks(
     if experts is not None:
         write_experts(run.path, experts)
     command = torchrun(recipe.learner.num_processes, "launch.mismatch.score_ranks", str(run.path))
-    log = run.logs / "mismatch.log"
-    run_ranks(run, command, log=log, env=child_environment(), deadline_s=recipe.learner.step_deadline_s)
+    num_layers = ModelConfig.from_hf(read_hf_config(recipe.model.path)).num_layers
+    deadline_s = recipe.learner.step_deadline_s * (1 + job.most_passes(num_layers))  # the first is for the start
+    try:
+        run_ranks(run, command, log=run.logs / "mismatch.log", env=child_environment(), deadline_s=deadline_s)
+    except FatalError:
+        if not (run.path / SCORES_FILE).exists():
+            raise  # otherwise only the search for faults, which comes last, has failed; the page says so
     with np.load(run.path / SCORES_FILE, allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files}
 

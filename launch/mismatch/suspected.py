@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from launch.mismatch.scoring import MOST_MODULES
 from megatron_bridge.hf.tensor_folder import TensorFolder
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.step.changed_weights import NamedTensors, changed, rounded, scaled
@@ -35,8 +36,6 @@ from precision.mismatch.sensitivity import whole_layers
 
 SCALE = 1.1
 """Small enough that a larger or smaller factor has nearly the same effect, times a number."""
-MOST_MODULES = 64
-"""Models with more are searched layer by layer."""
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 Scores = NDArray[np.float64]

@@ -71,7 +71,7 @@ def verdict(result: Mapping[str, Any], found: list[Finding]) -> str:
         f"sampled tokens; the ESS is {total['ess']:.4f}."
     )
     if not found:
-        return f"{size} That is rounding, and nothing need be done."
+        return " ".join([size, "That is rounding, and nothing need be done.", *result["remarks"]])
     shares = [
         f"{100 * statistics['share']:.0f} % {_words(result, term)}"
         for term, statistics in sorted(result["terms"].items(), key=lambda item: -abs(item[1]["share"]))

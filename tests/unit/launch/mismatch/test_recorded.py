@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from launch.mismatch import replay_ranks
-from launch.mismatch.recorded import Recorded, require_first_map
+from launch.mismatch.recorded import Recorded, bounded, require_first_map
+from launch.mismatch.scoring import MOST_ROWS, Job, VersionRows
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
@@ -52,3 +53,22 @@ def test_training_again_repeats_the_controllers_decisions(tmp_path: Path) -> Non
         replay_ranks.replay(run, source, {2})
     assert made["Trainer"].call_args.kwargs["controller"] is made["build_controller"].return_value
     assert made["build_controller"].call_args.args[-1] is source
+
+
+def test_of_a_large_batch_some_rows_are_attributed_evenly_spread() -> None:
+    count = 4 * MOST_ROWS
+    offsets = 2 * np.arange(count + 1)
+    batch: Any = SimpleNamespace(num_samples=count, response_offsets=offsets, loss_mask=np.ones(2 * count, np.bool_))
+    some = bounded(Recorded(6, batch, np.zeros(2 * count)))
+    rows = np.unique(np.flatnonzero(some.counts) // 2)
+    assert (len(rows), some.counts.sum(), some.rows_left_out) == (MOST_ROWS, 2 * MOST_ROWS, 3 * MOST_ROWS)
+    assert set(np.diff(rows)) <= {4, 5}
+    assert bounded(some).rows_left_out == 0
+
+
+def test_the_deadline_grows_with_the_passes() -> None:
+    version = VersionRows(number=0, weights=Path(), rows=(0,))
+    plain = Job(tokens=[[1, 2]], prompt_lengths=[1], versions=(version,))
+    assert plain.most_passes(64) > 64
+    assert plain.model_copy(update=dict(versions=(version, version))).most_passes(64) > 2 * 64
+    assert plain.model_copy(update=dict(searched=(0,))).most_passes(64) > 3 * 64
