@@ -22,13 +22,14 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 def changed(learner: MegatronLearner, change: Callable[[NamedTensors], NamedTensors]) -> Iterator[None]:
     """Score with `change(learner.named_weights())`; weights are restored bit by bit at the end. Collective.
 
-    Every rank holds the whole changed model meanwhile. For `logprobs` and `score_tokens` only: an update inside would
-    be lost. Formats that are emulated inside (megatron_bridge.step.fp8_emulation) are those of the changed weights.
+    Every rank holds its share twice meanwhile, and of the whole model the tensor that is being changed. For `logprobs`
+    and `score_tokens` only: an update inside would be lost. Formats that are emulated inside
+    (megatron_bridge.step.fp8_emulation) are those of the changed weights.
     """
     chunks = [chunk.module for chunk in learner.model]
     saved = [(parameter, parameter.detach().clone()) for chunk in chunks for parameter in chunk.parameters()]
     try:
-        load_named(chunks, learner.model_config, dict(change(learner.named_weights())))
+        load_named(chunks, learner.model_config, change(learner.named_weights()))
         weights_changed(learner.emulation)
         yield
     finally:

@@ -6,7 +6,7 @@ parameter at a time over the ranks that share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,25 @@ def load_hf(chunks: Sequence[Any], config: ModelConfig, folder: Path) -> None:
     _load(chunks, config, lambda tensor_slice: tensors.slice(tensor_slice.name, tensor_slice.index))
 
 
-def load_named(chunks: Sequence[Any], config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Copy this rank's share of whole HF tensors, given by name, into its model chunks."""
-    _load(chunks, config, lambda tensor_slice: tensors[tensor_slice.name][tensor_slice.index])
+def load_named(chunks: Sequence[Any], config: ModelConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy this rank's share of whole HF tensors, each as it comes, into its model chunks; none is kept.
+
+    They may be made from `export_hf` of the same chunks: it reads no row of a parameter after it has yielded the tensor
+    of that row. Raises ValueError naming a tensor that never came.
+    """
+    names, coords = NameMap(config), ShardCoords.here()
+    wanted: dict[str, list[tuple[Tensor, TensorSlice]]] = {}
+    for name, parameter in parameter_names(chunks, names):
+        row = 0
+        for tensor_slice in names.slices(name, coords):
+            height = tensor_slice.size[0]
+            wanted.setdefault(tensor_slice.name, []).append((parameter.detach().narrow(0, row, height), tensor_slice))
+            row += height
+    for name, tensor in tensors:
+        for part, tensor_slice in wanted.pop(name, ()):
+            part.copy_(tensor[tensor_slice.index])
+    if wanted:
+        raise ValueError(f"{len(wanted)} tensors never came, the first {min(wanted)}; give every tensor of the model")
 
 
 def export_hf(chunks: Sequence[Any], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

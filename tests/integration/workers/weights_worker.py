@@ -88,7 +88,7 @@ def run_layout(layout: Layout, folder: Path, out: Path) -> None:
     assert stage_order == stage_tensors(chunks, shape)
     whole = {name: tensor.clone() for name, tensor in export_hf(chunks, shape)}
     again = build_chunks(shape, layout, dtype, 1.0)
-    load_named(again, shape, original)
+    load_named(again, shape, original.items())
     pairs = zip(*(list(parameter_names(model, NameMap(shape))) for model in (chunks, again)), strict=True)
     found = {
         "stage_order": stage_order,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -83,6 +84,36 @@ def test_changed_weights_are_restored_bit_by_bit(learner: MegatronLearner, rows:
         assert np.abs(flat(learner, rows) - plain).max() > 1e-4
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.named_weights())
     np.testing.assert_array_equal(flat(learner, rows), plain)
+
+
+def test_changed_tensors_are_not_kept(learner: MegatronLearner) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def change(tensors: NamedTensors) -> NamedTensors:
+        nonlocal most
+        for name, tensor in tensors:
+            made = tensor.clone()
+            alive.append(weakref.ref(made))
+            yield name, made
+            most = max(most, sum(one() is not None for one in alive))
+
+    with changed(learner, change):
+        pass
+    assert len(alive) > 10
+    assert most <= 2
+
+
+def test_a_change_that_loses_a_tensor_is_refused(learner: MegatronLearner) -> None:
+    before = {name: tensor.clone() for name, tensor in learner.named_weights()}
+    lost = f"{MODULE}.weight"
+
+    def doubled(tensors: NamedTensors) -> NamedTensors:
+        return ((name, 2.0 * tensor) for name, tensor in tensors if name != lost)
+
+    with pytest.raises(ValueError, match=f"1 tensors never came, the first {lost}"), changed(learner, doubled):
+        pass
+    assert all(torch.equal(tensor, before[name]) for name, tensor in learner.named_weights())
 
 
 def test_a_layer_is_scaled_with_all_its_matrices_and_without_its_norms(learner: MegatronLearner) -> None:

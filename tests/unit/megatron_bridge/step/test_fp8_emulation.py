@@ -119,14 +119,14 @@ def write_out_definition(learner: MegatronLearner, formats: QuantMap) -> None:
     linears = [linear.module for linear in Fp8Emulation.of(learner, formats)._linears]
     masters = [linear.weight.detach().clone() for linear in linears]
     state = {name: tensor.clone() for name, tensor in learner.named_weights()}
-    load_named(learner.model, learner.model_config, dict(fake_quantize_state(state.items(), formats)))
+    load_named(learner.model, learner.model_config, fake_quantize_state(state.items(), formats))
     (chosen,) = set(formats.formats.values())
     for linear in linears:
         linear.forward = definition(linear.weight, linear.weight.detach().clone(), chosen)
     with torch.no_grad():
         for linear, master in zip(linears, masters, strict=True):
             linear.weight.copy_(master)
-    load_named(learner.model, learner.model_config, state)
+    load_named(learner.model, learner.model_config, state.items())
 
 
 def definition(weight: Tensor, rounded: Tensor, chosen: RolloutFormat) -> Any:
