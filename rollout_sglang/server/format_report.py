@@ -23,15 +23,8 @@ from precision.formats.weight_statistics import scale_statistics, sum_of_squares
 FORMATS, STATISTICS = "formats", "statistics"
 
 
-def register_hooks() -> None:
-    """Call it in each process of an engine, before SGLang applies its hooks."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _handle, HookType.AROUND)
-
-
-def _handle(original: Callable[..., Any], checker: Any, *args: Any, **options: Any) -> Any:
-    """SGLang's signature; other actions are its own."""
+def handle(original: Callable[..., Any], checker: Any, *args: Any, **options: Any) -> Any:
+    """In place of SGLang's WeightChecker.handle, which is `original`; other actions are its own."""
     action = options.get("action", args[0] if args else None)
     if action not in (FORMATS, STATISTICS):
         return original(checker, *args, **options)

@@ -62,10 +62,16 @@ def serve(argv: Sequence[str]) -> None:
 
 def register_hooks() -> None:
     """What is changed of SGLang on every device. Call it in each of its processes, before it applies its hooks."""
-    from rollout_sglang.server import format_report
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     bound_groups()
-    format_report.register_hooks()
+    HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _report_formats, HookType.AROUND)
+
+
+def _report_formats(*arguments: Any, **options: Any) -> Any:
+    from rollout_sglang.server import format_report  # torch: not before somebody asks
+
+    return format_report.handle(*arguments, **options)
 
 
 if __name__ == "__mp_main__":  # a scheduler, spawned by SGLang

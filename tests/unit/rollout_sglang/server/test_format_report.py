@@ -181,7 +181,7 @@ def test_other_actions_stay_sglangs() -> None:
         return "checksums"
 
     checker = SimpleNamespace()
-    assert format_report._handle(original, checker, action="checksum", role="target") == "checksums"
+    assert format_report.handle(original, checker, action="checksum", role="target") == "checksums"
     assert calls == [((checker,), dict(action="checksum", role="target"))]
 
 
