@@ -34,7 +34,7 @@ Scores = NDArray[np.float64]
 MODULE = "model.layers.1.mlp.down_proj"
 GROUP = "model.layers.2.self_attn.qkv_proj"
 ALIKE = {f"scale:model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")}
-"""Scales of MODULE and of up_proj are one function. In a random model the gate is nearly linear, so its scale is too."""
+"""Scales of MODULE and of up_proj are one function. In a random model the gate is nearly linear: its scale is too."""
 
 
 @pytest.fixture(scope="module")
