@@ -116,7 +116,8 @@ class Peers:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = _Line(reader, writer)
         try:
-            node = await asyncio.wait_for(self._greet(line), HANDSHAKE_S)
+            async with asyncio.timeout(HANDSHAKE_S):
+                node = await self._greet(line)
         except (OSError, ValueError, KeyError, TypeError, EOFError, TimeoutError):
             writer.close()
             return
@@ -259,7 +260,9 @@ class _Line:
 
     async def receive(self) -> dict[str, Any]:
         """The next message. Raises TimeoutError when none comes for DEAD_S seconds."""
-        return await asyncio.wait_for(self.read(), DEAD_S)
+        # In Python 3.11 asyncio.wait_for loses a cancellation that comes together with the message.
+        async with asyncio.timeout(DEAD_S):
+            return await self.read()
 
     def beating(self) -> _Beat:
         return _Beat(self)

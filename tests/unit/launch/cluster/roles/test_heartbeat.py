@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from launch.cluster.roles import heartbeat
-from launch.cluster.roles.heartbeat import Peer, Peers, Verdict
+from launch.cluster.roles.heartbeat import Peer, Peers, Verdict, _Line
 from rollout_sglang.server.process import free_port
 
 HOST, KEY, EPOCH = "127.0.0.1", "a key", 3
@@ -139,3 +140,21 @@ def test_a_node_misses_node_0(port: int) -> None:
 def test_a_taken_port_is_an_error(peers: Peers, port: int) -> None:
     with pytest.raises(OSError, match="address already in use"):
         Peers(HOST, port, nodes=2, epoch=EPOCH, key=KEY)
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_message_does_not_keep_a_wait_from_being_cancelled(turns: int) -> None:
+    """An end that comes in the same moment as a message must not be lost: the wait would go on for ever."""
+
+    async def cancelled() -> bool:
+        reader = asyncio.StreamReader()
+        wait = asyncio.create_task(_Line(reader, None).receive())  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        reader.feed_data(b"{}\n")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        done, _ = wait.done(), wait.cancel()
+        await asyncio.wait([wait])
+        return done or wait.cancelled()
+
+    assert asyncio.run(cancelled())
