@@ -53,6 +53,7 @@ def stored_bytes(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_to_megatron_and_back_is_byte_identical(tmp_path: Path) -> None:
     """Untied, by the command line, read by another layout (one rank) for --verify."""
     source, checkpoint, back = tmp_path / "hf", tmp_path / "megatron", tmp_path / "back"

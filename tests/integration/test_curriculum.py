@@ -17,7 +17,7 @@ from pipeline.data.records import Batch
 from pipeline.data.store import BatchStore
 from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_prompts, make_recipe
 
-pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.loop, pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS, PROMPTS, GROUP = 6, 4, 4
 PHRASE = "=="
 

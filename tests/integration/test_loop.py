@@ -222,6 +222,7 @@ def test_async_lag_2_with_pp2(workshop: Path) -> None:
     assert json.loads((newest / "loop_state.json").read_text())["advantage_solve_rate"] == rates[-1]
 
 
+@pytest.mark.slow
 def test_staged_mu_8_with_two_engines_and_dp2(workshop: Path) -> None:
     run = finished(
         workshop,

@@ -13,6 +13,7 @@ from tests.support.ranks import run_ranks
 LAYOUTS = ["DP2", "TP2", "CP2"]
 
 
+@pytest.mark.slow
 def test_statistics_are_exact_in_every_layout(tmp_path: Path) -> None:
     write_model(tmp_path / "model", experts=False)
     for rank in run_ranks(2, mismatch_worker.compare, tmp_path / "model", LAYOUTS):
