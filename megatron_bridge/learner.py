@@ -212,12 +212,7 @@ class MegatronLearner:
         grad_norm = self._finite_gradient_norm(gathered, batch.index)
         seen = seen_tokens(batch, trained)
         mismatch = _finite_or_refused(lambda: self._meter(gathered, batch, advantages, seen, step=self.step), batch)
-        section = self.section.optimizer
-        lr = lr_factor * learning_rate(self.step, section, self._total_steps)
-        set_learning_rate(self.optimizer, lr, section.weight_decay)
-        step_with_clipping(self.optimizer, grad_norm, section.clip_grad)
-        weights_changed(self.emulation)
-        self.step += 1
+        lr = self._take_step(grad_norm, lr_factor)
         measured = {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share, **prepared.measured}
         measured |= asdict(replay.found) if replay and replay.found else {}
         return Update(
@@ -334,6 +329,16 @@ class MegatronLearner:
             sampled=sampled,
             anchor_logprobs=prepared.anchor_logprobs,
         )
+
+    def _take_step(self, grad_norm: float, lr_factor: float) -> float:
+        """One step of the optimizer, on clipped gradients. Returns its learning rate."""
+        section = self.section.optimizer
+        lr = lr_factor * learning_rate(self.step, section, self._total_steps)
+        set_learning_rate(self.optimizer, lr, section.weight_decay)
+        step_with_clipping(self.optimizer, grad_norm, section.clip_grad)
+        weights_changed(self.emulation)
+        self.step += 1
+        return lr
 
     def _finite_gradient_norm(self, gathered: passes.Gathered, batch: int) -> float:
         """The global gradient norm. `gathered` is the same everywhere, and the norm is agreed on: all ranks raise, or
