@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from precision.ess import ess_from_sums
+from precision.mismatch.quantiles import quantiles_of_sorted
 from precision.ratios import require_usable
 from precision.torch_on_use import Tensor, torch
 
@@ -144,7 +145,7 @@ def term_statistics(term: Tensor, total: Tensor) -> TermStatistics:
     """Statistics of one term beside the total, both float64 [tokens]."""
     ratios = term.exp()
     power = float(total.square().sum())
-    at = torch.tensor(QUANTILES, dtype=torch.float64, device=term.device)
+    quantiles = quantiles_of_sorted(term.sort().values, QUANTILES)
     return TermStatistics(
         mean=float(term.mean()),
         mean_abs=float(term.abs().mean()),
@@ -155,19 +156,8 @@ def term_statistics(term: Tensor, total: Tensor) -> TermStatistics:
         positive_share=float((term > 0).double().mean()),
         mean_positive=float(term.clamp(min=0).mean()),
         mean_negative=float(term.clamp(max=0).mean()),
-        quantiles={
-            f"{100 * order:g}": value for order, value in zip(QUANTILES, _quantiles(term, at).tolist(), strict=True)
-        },
+        quantiles={f"{100 * order:g}": value for order, value in zip(QUANTILES, quantiles.tolist(), strict=True)},
     )
-
-
-def _quantiles(values: Tensor, at: Tensor) -> Tensor:
-    """Exact, by linear interpolation. (torch.quantile refuses more than 16 million values.)"""
-    ordered = values.sort().values
-    place = at * (len(ordered) - 1)
-    below = place.floor().long()
-    above = (below + 1).clamp(max=len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def split_by_layer(steps: Sequence[Tensor]) -> Iterator[Tensor]:

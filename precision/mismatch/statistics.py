@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from precision.ess import sequence_ess_of_totals
 from precision.histogram import NUM_LOG_RATIO_BINS
+from precision.mismatch.quantiles import quantiles_of_sorted
 from precision.mismatch.splits import ALL, GROUPS, OFFSETS, SPLITS
 from precision.ratios import MAX_LOG_RATIO, SUMS, RatioSums, log_ratio_bins, masked_log_ratios, ratio_terms
 from precision.torch_on_use import Tensor, torch
@@ -283,19 +284,12 @@ def _group_quantiles(log_ratios: Tensor, buckets: Tensor) -> Tensor:
     """float64 [groups, len(QUANTILES)] of the log-ratios [tokens] in each group."""
     ordered, order = log_ratios.sort()
     columns = buckets[order].T
-    rows = [_quantiles_of_sorted(ordered)]
+    rows = [quantiles_of_sorted(ordered, QUANTILES)]
     for split, offset, column in zip(SPLITS, OFFSETS, columns, strict=True):
-        rows += [_quantiles_of_sorted(ordered[column == offset + place]) for place in range(len(split.buckets))]
+        rows += [
+            quantiles_of_sorted(ordered[column == offset + place], QUANTILES) for place in range(len(split.buckets))
+        ]
     return torch.stack(rows)
-
-
-def _quantiles_of_sorted(ordered: Tensor) -> Tensor:
-    """float64 [len(QUANTILES)]; torch.quantile takes no more than 16 million values."""
-    if not ordered.numel():
-        return torch.full((len(QUANTILES),), math.nan, dtype=torch.float64, device=ordered.device)
-    places = torch.tensor(QUANTILES, dtype=torch.float64, device=ordered.device) * (ordered.numel() - 1)
-    below, above = ordered[places.floor().long()], ordered[places.ceil().long()]
-    return below + (above - below) * (places - places.floor())
 
 
 def _sequences(log_ratios: Tensor, learner: Tensor, rollout: Tensor, tokens: StepTokens) -> NDArray[np.float64]:
