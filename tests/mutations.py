@@ -58,7 +58,7 @@ MUTATIONS = (
     ),
     Mutation(
         "quantiles of log-ratios are not interpolated",
-        "precision/mismatch/statistics.py",
+        "precision/mismatch/quantiles.py",
         "return below + (above - below) * (places - places.floor())",
         "return below",
         (f"{UNIT}/precision/mismatch/test_step_statistics.py",),
