@@ -9,7 +9,7 @@ SHARED := -n 2 --dist loadfile
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-cluster test-all mutations check bench evidence gpu gpu-rehearsal clean
+.PHONY: help install demo test test-slow test-cluster test-all mutations chaos check bench evidence gpu gpu-rehearsal clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,9 @@ test-all: test test-slow  ## All tests that need no root.
 
 mutations: install  ## Break the product on purpose in two dozen places: some test must catch each (about 5 minutes).
 	@$(BIN)/python -m tests.mutations $(ONLY)
+
+chaos: install  ## The worst day, on purpose: kills, faults, bit flips, malformed input (an hour, resumable; PARTS, ARGS).
+	@$(BIN)/python -m tests.chaos $(PARTS) $(ARGS)
 
 check: install  ## Format, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
