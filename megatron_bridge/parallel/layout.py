@@ -9,6 +9,7 @@ Torch and Megatron are loaded when a process group is joined, not before: `Layou
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,23 @@ def _join_world(layout: Layout, backend: str, timeout: Any) -> None:
 
 
 def leave_layout() -> None:
-    """Leave the parallel groups, and stay in the world: `initialize` may build others."""
+    """Leave the parallel groups, and stay in the world: `initialize` may build others. Collective."""
+    import torch.distributed
     from megatron.core import parallel_state
 
+    # Megatron forgets most of its groups, yet torch keeps them, with two threads each.
+    groups = _groups_of(vars(parallel_state)) if torch.distributed.is_initialized() else []
+    if groups:
+        torch.distributed.barrier()  # a group must not end while another rank still waits in it
+    for group in groups:
+        torch.distributed.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+
+
+def _groups_of(names: Mapping[str, Any]) -> list[Any]:
+    """The process groups among a module's variables, each once, without the world."""
+    from torch.distributed import GroupMember, ProcessGroup
+
+    values = [value for held in list(names.values()) for value in (held if isinstance(held, list) else [held])]
+    groups = {id(value): value for value in values if isinstance(value, ProcessGroup)}
+    return [group for group in groups.values() if group is not GroupMember.WORLD]
