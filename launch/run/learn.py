@@ -32,8 +32,9 @@ from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
+from pipeline.patience import noted_in
 from pipeline.ports.weight_update import WeightChannel
-from pipeline.trainer.batch_source import STOP_FILE_VARIABLE, BatchSource
+from pipeline.trainer.batch_source import STOP_FILE_VARIABLE, BatchSource, waiting_for_batches
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs
@@ -105,6 +106,8 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         if recipe.controller is not None:
             transition = build_transition(run, recipe, learner, epoch)
         channel = transition or build_channel(run, recipe, learner, epoch)
+    metrics = metrics_of("learner", run.path) if learner.is_rank_zero else None
+    event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     shared: dict[str, Any] = dict(
         run=run,
         batches=BatchSource(
@@ -113,14 +116,13 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
             learner=learner,
             contract=build_contract(recipe, build_tokenizer(recipe)),
             wait_deadline_s=recipe.run.wait_deadline_s,
+            patience=waiting_for_batches(noted_in(event_log.event)),
         ),
         learner=learner,
         schedule=recipe.build_schedule(),
         updates_per_batch=recipe.learner.updates_per_batch,
     )
     objective = build_objective(recipe)
-    metrics = metrics_of("learner", run.path) if learner.is_rank_zero else None
-    event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     trainer = Trainer(
         **shared,
         old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,

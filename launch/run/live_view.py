@@ -24,10 +24,13 @@ from pipeline.analysis.bottleneck import WINDOW_STEPS, bottleneck, phase_shares
 from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
 from pipeline.data.event_log import log_files, parse_line
+from pipeline.patience import notice_line
 from precision.mismatch.alarms import Alarm, alarms
 
 PHASE_STYLES = {"wait": "bright_black", "logprobs": "cyan", "update": "magenta", "publish": "yellow", "save": "green"}
 BAR_CELLS = 40
+SAID = ("evaluated", "restarted", "controlled", "no_progress", "skipped")
+"""Kinds of events that are printed where there is no terminal."""
 
 
 @dataclass
@@ -79,6 +82,8 @@ class Progress:
     """Whether engines sample in a coarser format than the learner trains in."""
     alarms: list[Alarm] = field(default_factory=list)
     """Of the newest step."""
+    waits: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By who waits: the latest notice of a wait that has not ended."""
 
     def take_metrics(self, line: dict[str, Any]) -> None:
         """One step has ended."""
@@ -94,6 +99,10 @@ class Progress:
             self.restarts += 1
         elif event.get("kind") == "controlled":
             self.control = event
+        elif event.get("kind") == "no_progress":
+            self.waits |= {event["who"]: event}
+            if event["over"]:
+                del self.waits[event["who"]]
         elif event.get("kind") == "started" and not self.recent:
             self.doing = f"starting {event.get('process', '')}"
 
@@ -126,8 +135,8 @@ class Progress:
 class LiveView:
     """Context manager; the supervisor calls `refresh` about twice a second.
 
-    On a terminal it redraws one block; elsewhere it prints a line every `every_steps` steps, on each evaluation, on
-    each restart, and when an alarm begins or ends. Lines that were written before it started are read without being
+    On a terminal it redraws one block; elsewhere it prints a line every `every_steps` steps, for each event of a kind
+    of SAID, and when an alarm begins or ends. Lines that were written before it started are read without being
     printed.
     """
 
@@ -169,7 +178,7 @@ class LiveView:
     def _take(self, *, says: bool) -> None:
         for event in self._events.new_lines():
             self.progress.take_event(event)
-            if says and event.get("kind") in ("evaluated", "restarted", "controlled"):
+            if says and event.get("kind") in SAID:
                 self._say(event_line(event))
         for line in self._metrics.new_lines():
             before = {alarm.rule.name: alarm for alarm in self.progress.alarms}
@@ -207,6 +216,8 @@ def render(progress: Progress) -> RenderableType:
     blocks: list[RenderableType] = [head, Text(), numbers]
     if progress.control is not None:
         blocks += [Text(), Text(event_line(progress.control), style="yellow")]
+    if progress.waits:
+        blocks += [Text(), *(Text(event_line(wait), style="yellow") for wait in progress.waits.values())]
     if progress.alarms:
         blocks += [Text(), *(_alarm(alarm) for alarm in progress.alarms)]
     if shares := phase_shares(list(progress.recent)):
@@ -232,7 +243,11 @@ def step_line(progress: Progress) -> str:
 
 
 def event_line(event: dict[str, Any]) -> str:
-    """An evaluation, a restart or a decision of the ESS controller as plain text."""
+    """An event of a kind of SAID as plain text."""
+    if event["kind"] == "no_progress":
+        return notice_line(event)
+    if event["kind"] == "skipped":
+        return f"step {event['step']} is skipped: its batch was lost by damage"
     if event["kind"] == "controlled":
         return f"controller after step {event['step']}: {event['rung']}. {event['because']}"
     if event["kind"] == "restarted":

@@ -36,6 +36,8 @@ EventKind = Literal[
     "quarantined",
     "admitted",
     "controlled",
+    "no_progress",
+    "skipped",
     "finished",
 ]
 EVENT_KINDS: tuple[str, ...] = get_args(EventKind)

@@ -29,6 +29,7 @@ from pipeline.data.records import SOLVED_REWARD, Batch, Completion, Group, Logpr
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, PromptsExhaustedError
+from pipeline.patience import Patience, noted_in
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import BatchBuilder, PromptSource
@@ -89,8 +90,10 @@ class Collector:
     _solved: SolvedPromptFilter = field(init=False)
     _allocator: GroupAllocator = field(init=False)
     _evaluated: set[int] = field(init=False)
+    _for_publish: Patience = field(init=False)
 
     def __post_init__(self) -> None:
+        say = noted_in(self.event_log.event)
         self._sampler = GroupSampler(
             engines=self.engines,
             slots=PrioritySemaphore(self.settings.concurrent_prompts),
@@ -99,7 +102,9 @@ class Collector:
             interruption=self.settings.interruption,
             deadline_s=self.settings.wait_deadline_s,
             retry_s=self.settings.retry_s,
+            patience=Patience(say, "the collector", "engines that answer as the schedule allows (logs in RUN/logs)"),
         )
+        self._for_publish = Patience(say, "the collector", "the learner's publish (its log is in RUN/logs)")
         self._evaluated = self.run.evaluated_versions()
 
     @property
@@ -294,6 +299,7 @@ class Collector:
         trained, deadline = self.run.trained_at_ns(), time.monotonic() + self.settings.wait_deadline_s
         pause_s = FIRST_POLL_S
         while (published := self.run.published_version()) < version:
+            self._for_publish.still(f"version {version} (published: {published})")
             if time.monotonic() > deadline:
                 before, trained = trained, self.run.trained_at_ns()
                 if trained == before:
@@ -305,6 +311,7 @@ class Collector:
             self.run.fence()
             await asyncio.sleep(pause_s)
             pause_s = min(slower(pause_s), self.settings.poll_s)
+        self._for_publish.progress()
         return published
 
     async def _resync(self) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pipeline.data.event_log import EventLog
 from pipeline.data.records import Completion, Prompt
 from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
+from pipeline.patience import Patience, retry_pause_s
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.priority_semaphore import Priority, PrioritySemaphore, gather_or_cancel
@@ -33,6 +34,9 @@ class GroupSampler:
     deadline_s: float
     """Longest time, in seconds, in which no sample of a prompt comes."""
     retry_s: float
+    """Pause after a prompt's first failure; it doubles with each one in a row."""
+    patience: Patience
+    """Of all prompts together: a sample of any of them is progress."""
 
     async def sample(
         self, prompt: Prompt, wanted: int, sampling: Sampling, *, priority: Priority, allowed: Callable[[int], bool]
@@ -44,16 +48,21 @@ class GroupSampler:
         """
         accepted: dict[int, Completion] = {}
         give_up: float | None = None
+        failures = 0
         while missing := [member for member in range(wanted) if member not in accepted]:
             async with self.slots.acquire(priority):
                 answers = await self._ask(prompt, missing, sampling)
             fresh = {m: a for m, a in zip(missing, answers, strict=True) if _is_fresh(a, allowed)}
             accepted |= {member: answer for member, answer in fresh.items() if isinstance(answer, Completion)}
+            if fresh:
+                self.patience.progress()
             if len(fresh) == len(missing):
                 break
             if fresh or give_up is None:  # the clock starts at a failure: waiting for a slot may take hours
                 give_up = time.monotonic() + self.deadline_s
-            await self._recover(prompt, answers, give_up)
+                failures = 0
+            failures += 1
+            await self._recover(prompt, answers, give_up, retry_pause_s(self.retry_s, failures))
         return [accepted[member] for member in range(wanted)]
 
     async def _ask(
@@ -84,7 +93,9 @@ class GroupSampler:
             return error
         return interruption.join(thought, answer)
 
-    async def _recover(self, prompt: Prompt, answers: Sequence[Completion | RetryableError], give_up: float) -> None:
+    async def _recover(
+        self, prompt: Prompt, answers: Sequence[Completion | RetryableError], give_up: float, pause_s: float
+    ) -> None:
         """Log what went wrong, resync the engines, and pause. Raises DeadlineExceededError past `give_up`."""
         refused = EngineVersionError("samples were aborted or of a stale version")
         error = next((answer for answer in answers if isinstance(answer, RetryableError)), refused)
@@ -93,8 +104,9 @@ class GroupSampler:
                 f"group {prompt.group} was not answered within {self.deadline_s:.0f} s: {error}; see logs/engine-*.log"
             ) from error
         self.event_log.event("retried", group=prompt.group, reason=str(error))
+        self.patience.still(f"samples, such as those of group {prompt.group}: {error}")
         await self.resync()
-        await asyncio.sleep(self.retry_s)
+        await asyncio.sleep(pause_s)
 
 
 def _is_fresh(answer: Completion | RetryableError, allowed: Callable[[int], bool]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +19,7 @@ from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, StoppedError
+from pipeline.patience import Patience, Say, print_notice
 from pipeline.ports.learner import Learner
 
 STOP_FILE_VARIABLE = "EVENKEEL_STOP_FILE"
@@ -35,6 +36,11 @@ def stop_file_exists() -> bool:
     return name is not None and Path(name).exists()
 
 
+def waiting_for_batches(say: Say) -> Patience:
+    """What says so when a batch does not come for long."""
+    return Patience(say, "the learner", "the collector's commit (its log is in RUN/logs)")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchSource:
     """The committed batches of `store`, for the learner of `run`. Every method is collective."""
@@ -48,6 +54,8 @@ class BatchSource:
     stop_requested: Callable[[], bool] = stop_file_exists
     """Asked on rank 0 alone."""
     visible_s: float = VISIBLE_S
+    patience: Patience = field(default_factory=lambda: waiting_for_batches(print_notice))
+    """Of rank 0."""
 
     def wait(self, index: int) -> Batch:
         """Batch `index`, once it is committed. Raises on every rank StoppedError when the process was asked to end,
@@ -81,7 +89,9 @@ class _Watch:
             if source.stop_requested():
                 return "stop"
             if source.store.exists(self._index):
+                source.patience.progress()
                 return "there"
+            source.patience.still(f"batch {self._index}")
             self._judge()
             if time.monotonic() >= ends:
                 return "not yet"

@@ -193,6 +193,23 @@ def test_engines_that_never_answer_end_the_collector(run: RunDirectory, verifier
     assert collector.store.committed() == []
 
 
+def test_engines_that_fail_for_long_are_told_and_asked_ever_more_rarely(
+    run: RunDirectory, verifiers: Verifiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """360 samples were asked again in a minute, and nothing was printed."""
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1), evaluate_every=100, retry_s=0.05)
+    monkeypatch.setattr(collector._sampler.patience, "first_s", 0.3)
+    engines_of(collector).faults = [EngineUnavailableError("down")] * 12
+    collect(collector)
+    first, *_, last = read_events(run.path, "no_progress")
+    assert (first["who"], first["over"], last["over"]) == ("the collector", False, True)
+    assert "samples, such as those of group" in first["waits_for"]
+    assert "down" in first["waits_for"]
+    by_group = [event["time"] for event in read_events(run.path, "retried") if event["group"] == 0]
+    pauses = np.diff(by_group)
+    assert all(pauses[1:] > 1.5 * pauses[:-1])
+
+
 def test_a_version_that_is_never_published_ends_the_collector(run: RunDirectory, verifiers: Verifiers) -> None:
     collector = build(run, verifiers, Schedule(kind="sync", steps=2), wait_deadline_s=0.2)
     with pytest.raises(DeadlineExceededError, match="version 1 was not published"):
