@@ -5,7 +5,8 @@
 
 What is forked is what `rollout_sglang.server.start.start` would have started, and it dies with the test, like its
 model. Where `evenkeel train` runs in the test's own process, its engine roles are forked the same way; each forks its
-server. Everything starts as the product does where EVENKEEL_ROLLOUT_PYTHON names another Python.
+server. The learner's role is forked, too (tests.support.learner_forks). Everything starts as the product does where
+EVENKEEL_ROLLOUT_PYTHON names another Python.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pipeline.child_process import die_with_parent
 from rollout_sglang.server import start as product
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.rollout_python import rollout_python
+from tests.support.learner_forks import ForkedLearner
 
 ROOT = Path(__file__).parents[2]
 SERVER = "rollout_sglang.cpu.cpu_server"
@@ -143,7 +145,8 @@ def start_engine(spec: product.EngineSpec) -> ServerProcess:
 
 @contextmanager
 def forked_engines() -> Iterator[None]:
-    """While it is open, the product's `start` forks servers where that is possible, and `train` the engines' roles."""
+    """While it is open, the product's `start` forks servers where that is possible, and `train` the engines' roles and
+    the learner's."""
     if rollout_python() is not None or product.has_cuda():
         yield
         return
@@ -152,9 +155,12 @@ def forked_engines() -> Iterator[None]:
 
 
 def _unit(command: Sequence[str], log: Path, environment: Mapping[str, str], **settings: Any) -> starter.Started:
-    """The other roles start as ever."""
-    if command[command.index("role") + 1] == "engine":
+    """Routers and collectors start as ever: they import little."""
+    role = command[command.index("role") + 1]
+    if role == "engine":
         return ForkedRole(command, log, environment)
+    if role == "learner":
+        return ForkedLearner(command, log, environment)
     return _OWN_PROCESS(command, log, environment, **settings)
 
 

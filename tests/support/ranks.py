@@ -51,7 +51,7 @@ class Ranks:
     """
 
     def __init__(self, count: int, body: Callable[..., Any], *arguments: Any) -> None:
-        context = _context()
+        context = forkserver_context()
         self._scratch = tempfile.TemporaryDirectory(prefix="evenkeel-ranks-")
         self._folder = Path(self._scratch.name)
         self._results: dict[int, Any] = {}
@@ -157,7 +157,7 @@ def run_ranks(count: int, body: Callable[..., Any], *arguments: Any, deadline_s:
         return ranks.results(deadline_s)
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
+def forkserver_context() -> multiprocessing.context.ForkServerContext:
     """The fork server of this process, started at the first call with one thread and this checkout on its path."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
