@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -12,13 +13,14 @@ import typer
 from launch.cluster.commands import launch_app
 from launch.cluster.roles.commands import role_app
 from launch.convert.commands import convert_app
+from launch.endings import end_of
 from launch.mismatch.command import mismatch
 from launch.quant_map.commands import quant_map_app
 from launch.recipe_options import RECIPE_HELP, Overrides, RecipePath
 from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
 from launch.show.scaling import scaling_app
 from pipeline.child_process import see_own_classes
-from pipeline.errors import EvenKeelError, RecipeError
+from pipeline.errors import RecipeError
 
 app = typer.Typer(
     name="evenkeel",
@@ -43,8 +45,6 @@ app.add_typer(scaling_app, name="scaling")
 app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(verify_app, name="verify")
 
-LEARNER_STACK = ("torch", "megatron", "mbridge", "transformers")
-"""What a machine that only plans and reads runs need not have."""
 app.command("mismatch")(mismatch)
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)]
 
@@ -373,22 +373,18 @@ def verify_history(run: RunPath, as_json: AsJson = False) -> None:
 
 
 def main() -> NoReturn:
-    """Entry point: errors of ours become one line and exit code 1."""
+    """Entry point: what is wrong becomes one line and an exit status (launch.endings)."""
+    for stream in (sys.stdout, sys.stderr):  # a name in another encoding, or a terminal in one, is no reason to fail
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(end_of(_command))
+
+
+def _command() -> None:
     see_own_classes()
-    try:
-        app()
-    except EvenKeelError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] not in LEARNER_STACK:
-            raise
-        print(f"error: this command needs {error.name}: pip install evenkeel[learner]", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
-    sys.exit(0)
+    command = typer.main.get_command(app)
+    with command.make_context("evenkeel", sys.argv[1:]) as context:
+        command.invoke(context)
 
 
 if __name__ == "__main__":

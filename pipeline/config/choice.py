@@ -19,6 +19,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from pipeline.config.section import Section
 from precision.settings import Settings, name_of
+from precision.text.short import one_line, quoted
 
 
 class OwnClass(Section):
@@ -50,14 +51,14 @@ class Choice:
         if isinstance(value, self.base):
             return value
         if not isinstance(value, dict):
-            raise ValueError(f"expected name and the keys that belong to it, got {value!r}")
+            raise ValueError(f"expected name and the keys that belong to it, got {quoted(value)}")
         if "class" in value:
             own = OwnClass.model_validate(value)
             return _with_options(self._own(own.class_), own)
         name = value.get("name")
         chosen = self.named.get(str(name))
         if chosen is None:
-            problem = "name is missing" if name is None else f"name is {name!r}"
+            problem = "name is missing" if name is None else f"name is {quoted(name)}"
             raise ValueError(f"{problem}; expected one of {', '.join(self.named)}, or class: package.module:Class")
         return chosen.model_validate(value)
 
@@ -73,13 +74,13 @@ class Choice:
         """The class called `package.module:Class`. Raises ValueError."""
         module, colon, name = path.partition(":")
         if not colon:
-            raise ValueError(f"class is {path!r}, expected package.module:Class")
+            raise ValueError(f"class is {quoted(path)}, expected package.module:Class")
         try:
             found = getattr(import_module(module), name, None)
         except Exception as error:
             raise ValueError(
-                f"class {path} cannot be imported ({type(error).__name__}: {error}); install its package, or put the "
-                "folder that holds it on PYTHONPATH"
+                f"class {one_line(path, 120)} cannot be imported ({type(error).__name__}: {one_line(error, 200)}); "
+                "install its package, or put the folder that holds it on PYTHONPATH"
             ) from error
         kind = f"{self.base.__module__}.{self.base.__name__}"
         if not (isinstance(found, type) and issubclass(found, self.base)):

@@ -10,20 +10,26 @@ clip mean nothing to P3O.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from pipeline.config.choice import Choice
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
+from precision.text.short import listed, one_line, quoted
+from precision.text.yaml_data import YamlError, parse_yaml, read_yaml
 
 SHIPPED = Path(__file__).parents[1] / "recipes"
 """Recipes that come with the program, in an installed wheel as in the repository."""
+_MOST_FILES = 16
+"""Recipes that extend one another."""
+_MOST_SECTIONS = 16
+"""Words of a key of `--set`, such as the three of learner.optimizer.lr."""
 
 
 def _choice_keys(field: FieldInfo) -> tuple[str, ...]:
@@ -47,13 +53,21 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def find_recipe(path: Path) -> Path:
     """The path itself, or the file of a shipped recipe where `path` is only a name, such as `demo`, and no file."""
-    return path if path.is_file() else _shipped(str(path)) or path
+    return path if _is_file(path) else _shipped(str(path)) or path
+
+
+def _is_file(path: Path) -> bool:
+    """False also for what no file can be called."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _shipped(name: str) -> Path | None:
     """The file of the shipped recipe of that name, which may end in `.yaml`."""
     path = SHIPPED / f"{name.removesuffix('.yaml')}.yaml"
-    return path if path.parent == SHIPPED and path.is_file() else None
+    return path if path.parent == SHIPPED and _is_file(path) else None
 
 
 def recipe_from(data: dict[str, Any], *, source: str) -> Recipe:
@@ -61,8 +75,8 @@ def recipe_from(data: dict[str, Any], *, source: str) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        problems = "; ".join(_explain(detail) for detail in error.errors(include_url=False))
-        raise RecipeError(f"{source}: {problems}") from None
+        problems = [_explain(detail) for detail in error.errors(include_url=False)]
+        raise RecipeError(f"{source}: {listed(problems)}") from None
 
 
 def differing_keys(ours: Recipe, theirs: Recipe) -> list[str]:
@@ -78,32 +92,34 @@ def differing_keys(ours: Recipe, theirs: Recipe) -> list[str]:
 def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     """The data of a file over that of the file it extends."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = read_yaml(path)
     except OSError as error:
         by = f" (extended by {extended_by[-1]})" if extended_by else ""
         names = ", ".join(sorted(recipe.stem for recipe in SHIPPED.glob("*.yaml")))
         raise RecipeError(
-            f"cannot read recipe {path}{by}: {error.strerror}; give the path of a YAML file, or the name of a shipped "
-            f"recipe ({names})"
+            f"cannot read recipe {one_line(path, 200)}{by}: {error.strerror}; give the path of a YAML file, or the "
+            f"name of a shipped recipe ({names})"
         ) from error
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    except YamlError as error:
+        raise RecipeError(f"{path}: {error}") from None
     if not isinstance(data, dict):
-        raise RecipeError(f"{path} holds {type(data).__name__}, expected sections such as run, model and task")
+        raise RecipeError(f"{path} holds {quoted(data)}, expected sections such as run, model and task")
     base = data.pop("extends", None)
     if base is None:
         return data
     if not isinstance(base, str):
         raise RecipeError(
-            f"{path}: extends is {base!r}, expected another recipe: its path relative to this one, or the name of a "
-            "shipped one"
+            f"{path}: extends is {quoted(base)}, expected another recipe: its path relative to this one, or the name "
+            "of a shipped one"
         )
-    chain = (*extended_by, path.resolve())
+    chain = (*extended_by, Path(os.path.realpath(path)))
     target = path.parent / base
-    if not target.is_file():
+    if not _is_file(target):
         target = _shipped(base) or target
-    if target.resolve() in chain:
-        raise RecipeError(f"{path}: extends {base}, which extends this file again; break the circle")
+    if Path(os.path.realpath(target)) in chain:
+        raise RecipeError(f"{path}: extends {quoted(base)}, which extends this file again; break the circle")
+    if len(chain) >= _MOST_FILES:
+        raise RecipeError(f"{path}: it is the {len(chain)}th recipe that extends another; put some of them into one")
     return _merged(_read(target, chain), data)
 
 
@@ -127,18 +143,20 @@ def _flatten(data: Any, prefix: str = "") -> dict[str, Any]:
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
-    if not equals or not key:
-        raise RecipeError(f"--set {override!r} is not key=value; for example --set learner.tensor_parallel=2")
     *sections, leaf = key.split(".")
+    if not equals or not all((*sections, leaf)) or len(sections) >= _MOST_SECTIONS:
+        raise RecipeError(
+            f"--set {quoted(override)} is not section.key=value; for example --set learner.tensor_parallel=2"
+        )
     node = data
     for section in sections:
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
-            raise RecipeError(f"--set {override!r}: {section} is a value, not a section")
+            raise RecipeError(f"--set {quoted(override)}: {quoted(section)} is a value, not a section")
     try:
-        parsed = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"--set {override!r}: the value is not YAML") from error
+        parsed = parse_yaml(value)
+    except YamlError as error:
+        raise RecipeError(f"--set {quoted(override)}: the value: {error}") from None
     if _is_choice(key) and node.get(leaf) != parsed:
         node.clear()
     node[leaf] = parsed
@@ -150,9 +168,15 @@ def _is_choice(key: str) -> bool:
 
 
 def _explain(detail: Any) -> str:
-    where = ".".join(str(part) for part in detail["loc"]) or "recipe"
+    where = ".".join(_named(part) for part in detail["loc"]) or "recipe"
     if detail["type"] == "extra_forbidden":
         return f"unknown key {where}; `evenkeel recipe --schema` lists the known ones"
-    message = str(detail["msg"]).removeprefix("Value error, ")
-    got = "" if detail["type"] in ("missing", "value_error") else f", got {detail['input']!r}"
+    message = one_line(str(detail["msg"]).removeprefix("Value error, "), 400)
+    got = "" if detail["type"] in ("missing", "value_error") else f", got {quoted(detail['input'])}"
     return f"{where}: {message}{got}"
+
+
+def _named(part: object) -> str:
+    """A key or an index, as a message names it: any text can be a key."""
+    text = str(part)
+    return text if text.isidentifier() and len(text) <= 60 else quoted(part)

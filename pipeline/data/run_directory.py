@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from pipeline.config.loader import differing_keys, recipe_from
@@ -46,6 +45,7 @@ from pipeline.data.epochs import Epoch
 from pipeline.data.files import create_exclusively, replacing, write_atomically
 from pipeline.data.membership import Membership
 from pipeline.errors import RecipeError, RunConflictError, StoreError
+from precision.text.yaml_data import YamlError, read_yaml
 
 RUN_FORMAT = 4
 """Raise it when recipe keys, metrics or files change their names, so that a run that was begun before cannot go on.
@@ -246,9 +246,9 @@ class RunDirectory:
             )
         self.check_format()
         try:
-            data = yaml.safe_load(frozen.read_text())
-        except yaml.YAMLError as error:
-            raise RecipeError(f"{frozen} is damaged ({' '.join(str(error).split())}); start a new run") from error
+            data = read_yaml(frozen)
+        except YamlError as error:
+            raise RecipeError(f"{frozen} is damaged ({error}); put back a copy of it, or start a new run") from None
         return recipe_from(data, source=str(frozen))
 
     def check_format(self) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import codecs
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from pipeline.config.task_sections import JsonlTask
 from pipeline.errors import RecipeError
 from pipeline.tasks.base import HELD_OUT_ONE_IN, Problem, check_index, is_held_out
+from precision.text.json_data import JsonError, parse_json
+from precision.text.short import one_line, quoted
 
 _MATH_VERIFY = "pipeline.rewards.verifiers:math_verify"
+_MOST_BYTES = 16 << 20
+"""Longest line."""
 
 
 class Jsonl:
@@ -61,26 +67,44 @@ class Jsonl:
 def read_problems(path: Path) -> list[Problem]:
     """All problems of a file, blank lines skipped. Raises RecipeError naming file and line."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        if not path.is_file():
+            path.stat()
+            raise RecipeError(f"{one_line(path, 200)} is not a file; set task.path to a JSON Lines file")
+        with path.open("rb") as file:
+            return [
+                _parse(line, f"{path}, line {number}")
+                for number, line in enumerate(_lines(file, path), 1)
+                if line.strip(b" \t\r\n")
+            ]
     except OSError as error:
-        raise RecipeError(f"cannot read {path}: {error.strerror}; set task.path to a JSON Lines file") from error
-    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+        raise RecipeError(
+            f"cannot read {one_line(path, 200)}: {error.strerror}; set task.path to a JSON Lines file"
+        ) from error
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Lines end with \\n alone. A file without line ends is not read into memory as one."""
+    number = 0
+    while line := file.readline(_MOST_BYTES + 1):
+        number += 1
+        if len(line) > _MOST_BYTES:
+            raise RecipeError(
+                f"{path}, line {number}: longer than {_MOST_BYTES >> 20} MiB; no context holds such a prompt: see "
+                "whether the file has line ends"
+            )
+        yield line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
 def _parse(line: bytes, where: str) -> Problem:
     try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{where}: not UTF-8 at byte {error.start}; convert the file") from error
-    except json.JSONDecodeError as error:
-        raise RecipeError(
-            f"{where}: not JSON ({error.msg} at column {error.colno}); write one object a line"
-        ) from error
+        row = parse_json(line.rstrip(b"\r\n"))
+    except JsonError as error:
+        raise RecipeError(f"{where}: {error}; write one object a line") from None
     if not isinstance(row, dict):
         raise RecipeError(f'{where}: a {type(row).__name__}, expected an object {{"prompt": …, "answer": …}}')
     for key in ("prompt", "answer"):
         if not isinstance(row.get(key), str):
-            got = f"{row[key]!r}, a {type(row[key]).__name__}" if key in row else "nothing"
+            got = f"{quoted(row[key])}, a {type(row[key]).__name__}" if key in row else "nothing"
             raise RecipeError(f"{where}: {key} is {got}, expected a string; quote it")
     if not row["prompt"]:
         raise RecipeError(f"{where}: prompt is empty, expected text; remove the line")
@@ -92,6 +116,6 @@ def _refuse_overlap(path: Path, training: list[Problem], held_out_path: Path, he
     shared = [problem.text for problem in training if problem.text in kept_apart]
     if shared:
         raise RecipeError(
-            f"{path} and {held_out_path} share {len(shared)} prompts, the first {shared[0][:60]!r}; evaluation would "
+            f"{path} and {held_out_path} share {len(shared)} prompts, the first {quoted(shared[0])}; evaluation would "
             "measure memory: remove them from one of the two"
         )

@@ -13,6 +13,7 @@ not take them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,8 @@ from pydantic import Field, ValidationError
 
 from precision.formats.rollout_format import RolloutFormat
 from precision.settings import Settings
+from precision.text.short import listed, one_line
+from precision.text.yaml_data import YamlError, read_yaml
 
 ModuleFormat = Literal["full", "bf16", "fp16", "fp32", "fp8_tensor", "fp8_block", "fp8_channel", "mxfp8"]
 ENGINE_DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -37,15 +40,16 @@ class QuantMapFile(Settings):
     def read(cls, path: Path) -> QuantMapFile:
         """Raises ValueError, in one line, for a file that cannot be read or says something else."""
         try:
-            return cls.model_validate(yaml.safe_load(path.read_text()))
+            return cls.model_validate(read_yaml(path))
         except OSError as error:
-            raise ValueError(f"cannot read quant map {path}: {error.strerror}; give the path of a YAML file") from error
-        except yaml.YAMLError as error:
-            raise ValueError(f"quant map {path} is not YAML: {' '.join(str(error).split())}") from error
+            raise ValueError(
+                f"cannot read quant map {one_line(path, 200)}: {error.strerror}; give the path of a YAML file"
+            ) from error
         except ValidationError as error:
-            details = error.errors(include_url=False)
-            problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in details)
-            raise ValueError(f"quant map {path}: {problems}; expected `base` and `exceptions`") from None
+            problems = [_explained(one["loc"], one["msg"]) for one in error.errors(include_url=False)]
+            raise ValueError(f"quant map {path}: {listed(problems)}; expected `base` and `exceptions`") from None
+        except YamlError as error:
+            raise ValueError(f"quant map {path}: {error}") from None
 
     def to_yaml(self) -> str:
         """The file's text."""
@@ -64,6 +68,10 @@ class QuantMapFile(Settings):
                     f"{module} is {name}, but the engines of this run compute in {dtype}, which is the only "
                     "dtype they hold beside FP8; write full, or change learner.precision"
                 )
+
+
+def _explained(where: Sequence[int | str], what: str) -> str:
+    return f"{one_line('.'.join(map(str, where)), 120)}: {one_line(what, 200)}"
 
 
 def rollout_format_of(name: ModuleFormat) -> RolloutFormat | None:

@@ -58,7 +58,9 @@ def test_set_takes_a_file(recipe_file: Path) -> None:
     assert load_recipe(recipe_file, ["rollout.quant_map=null", "rollout.precision=bf16"]).rollout.quant_map is None
 
 
-@pytest.mark.parametrize(("text", "problem"), [("base: int4", "base: Input should be"), ("[", "is not YAML")])
+@pytest.mark.parametrize(
+    ("text", "problem"), [("base: int4", "base: Input should be"), ("[", "line 1, column 2: not YAML")]
+)
 def test_a_file_that_says_something_else_is_refused_in_one_line(recipe_file: Path, text: str, problem: str) -> None:
     (recipe_file.parent / "map.yaml").write_text(text)
     with pytest.raises(RecipeError, match=problem) as refused:

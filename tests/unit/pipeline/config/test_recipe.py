@@ -113,7 +113,7 @@ def test_an_override_of_the_choice_clears_the_section_whatever_the_order(tmp_pat
     ("files", "parts"),
     [
         (dict(r=dict(extends="gone.yaml")), ["gone.yaml", "extended by", "r.yaml"]),
-        (dict(r=dict(extends="a.yaml"), a=dict(extends="r.yaml")), ["a.yaml", "extends r.yaml", "circle"]),
+        (dict(r=dict(extends="a.yaml"), a=dict(extends="r.yaml")), ["a.yaml", "extends 'r.yaml'", "circle"]),
         (dict(r=dict(extends=3)), ["r.yaml", "extends is 3"]),
     ],
 )

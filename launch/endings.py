@@ -1,0 +1,158 @@
+"""How a command ends: its exit status, and one line on stderr where something was wrong.
+
+    0  done     1  refused, or it failed: one line says why     2  the command line itself     130  Ctrl-C
+    70 a fault of Even Keel's own: one line says where the traceback lies. EVENKEEL_TRACEBACK=1 prints it, whatever the
+       error was
+
+A raw traceback buries what the user could do about it. It is kept for whoever mends the fault.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import typer
+
+from pipeline.errors import EvenKeelError
+from precision.text.short import one_line
+
+TRACEBACK_VARIABLE = "EVENKEEL_TRACEBACK"
+FAULT_EXIT_CODE = 70
+"""EX_SOFTWARE of sysexits.h: a fault of the program, not of its input."""
+_INTERRUPTED = 130
+_PIPE_CLOSED = 141
+LEARNER_STACK = ("torch", "megatron", "mbridge", "transformers")
+"""What a machine that only plans and reads runs need not have."""
+
+_REMEDIES = {
+    errno.ENOENT: "see whether the path is spelled right and its disk is mounted",
+    errno.ENOTDIR: "a part of the path is a file; give another path",
+    errno.EISDIR: "give the path of a file",
+    errno.EEXIST: "give another path, or remove what is there",
+    errno.ENOTEMPTY: "give another path, or remove what is there",
+    errno.EACCES: "give this user the permission, or use another folder",
+    errno.EPERM: "give this user the permission, or use another folder",
+    errno.EROFS: "the file system is mounted read-only; use another folder",
+    errno.ENOSPC: "free some disk space and start again",
+    errno.EDQUOT: "this user's share of the disk is used up; free some and start again",
+    errno.ENAMETOOLONG: "shorten the path or run.name",
+    errno.ELOOP: "the path goes through links that lead in a circle; give another path",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files",
+    errno.ENOMEM: "free some memory and start again",
+    errno.EIO: "the disk failed; look at the system's log, and use another one",
+    errno.ESTALE: "the shared file system was mounted anew; start again",
+}
+
+
+def end_of(command: Callable[[], object]) -> int:
+    """Run a command; returns the exit status, and says in one line what was wrong."""
+    try:
+        status = command()
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
+    except typer.Exit as end:
+        return _flushed(end.exit_code)
+    except KeyboardInterrupt:
+        return _say("interrupted; the same command goes on from here", _INTERRUPTED)
+    except BaseException as error:
+        if isinstance(error, SystemExit | GeneratorExit):
+            raise
+        if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+            traceback.print_exc()
+        return _told(error)
+
+
+def _told(error: BaseException) -> int:
+    match error:
+        case EvenKeelError():
+            return _say(f"error: {one_line(error)}", 1)
+        case BrokenPipeError() if _stdout_is_closed():
+            return _PIPE_CLOSED
+        case ModuleNotFoundError() if (error.name or "").split(".")[0] in LEARNER_STACK:
+            return _say(f"error: this command needs {error.name}: pip install evenkeel[learner]", 1)
+        case OSError() if error.errno is not None:
+            return _say(f"error: {os_error_line(error)}", 1)
+        case MemoryError():
+            return _say("error: this machine has too little memory for that; free some, or give the command less", 1)
+        case _ if _is_usage(error):
+            return _usage(error)
+        case _:
+            return _say(f"error: {_fault_line(error)}", FAULT_EXIT_CODE)
+
+
+def os_error_line(error: OSError) -> str:
+    """What could not be done with which file, and what helps, in one line."""
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    where = f"{one_line(' → '.join(names), 300)}: " if names else ""
+    name = errno.errorcode.get(error.errno or 0, str(error.errno))
+    remedy = _REMEDIES.get(error.errno or 0, "see what the system says about it")
+    return f"{where}{one_line(error.strerror or error, 200)} ({name}); {remedy}"
+
+
+def _fault_line(error: BaseException) -> str:
+    what = f"{type(error).__name__}: {one_line(error, 200)}"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    kept = _keep_traceback(error)
+    there = f"the traceback is in {kept}" if kept is not None else f"set {TRACEBACK_VARIABLE}=1 to see the traceback"
+    return f"this is a fault of Even Keel, not of what it was given ({what}{place}); {there}: please report it"
+
+
+def _keep_traceback(error: BaseException) -> Path | None:
+    """A file of its own in the temporary folder; None where there is no room for it."""
+    with suppress(OSError):
+        descriptor, name = tempfile.mkstemp(prefix="evenkeel-traceback-", suffix=".txt")
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write("".join(traceback.format_exception(error)))
+        return Path(name)
+    return None
+
+
+def _is_usage(error: BaseException) -> bool:
+    """Whether the command line itself is wrong. typer brings its own click, or uses the one that is installed."""
+    return any(kind.__name__ == "ClickException" for kind in type(error).__mro__)
+
+
+def _usage(error: BaseException) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()  # type: ignore[attr-defined]
+        return 2
+    context = getattr(error, "ctx", None)
+    command = "evenkeel" if context is None else context.command_path
+    message = one_line(error.format_message(), 400)  # type: ignore[attr-defined]
+    return _say(f"error: {message.rstrip('.')}; `{command} --help` says what it takes", 2)
+
+
+def _flushed(status: int) -> int:
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    return status
+
+
+def _say(line: str, status: int) -> int:
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+    return status
+
+
+def _stdout_is_closed() -> bool:
+    """Whether it was our reader that went, as `head` does; then nothing more is written to it, at exit either."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return False
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return closed
