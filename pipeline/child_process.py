@@ -64,6 +64,9 @@ class ChildProcess:
     when_parent_dies: ClassVar[int] = signal.SIGTERM
     ignored: ClassVar[tuple[int, ...]] = ()
     """Signals that the child and all below it ignore, unless they say otherwise."""
+    log: Path | None
+    log_begin: int = 0
+    """Size of the log when the child was started: earlier ones have written what is before."""
 
     def __init__(
         self, command: Sequence[str], log: Path | None, environment: Mapping[str, str], *, own_session: bool = False
@@ -72,6 +75,7 @@ class ChildProcess:
         self.log = log
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
+            self.log_begin = log.stat().st_size if log.exists() else 0
         # Not as preexec_fn: in a process with threads, Python code between fork and exec may wait for ever.
         ignored = ",".join(str(int(number)) for number in self.ignored)
         wrapper = [sys.executable, "-I", "-S", __file__, str(int(self.when_parent_dies)), str(os.getpid()), ignored]
@@ -92,6 +96,14 @@ class ChildProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def said(self) -> str:
+        """What was written to the log since this child was started; nothing where there is no log."""
+        if self.log is None or not self.log.exists():
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(self.log_begin)
+            return file.read().decode(errors="replace")
 
     def poll(self) -> int | None:
         """Exit status, None while it runs."""

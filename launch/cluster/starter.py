@@ -108,19 +108,30 @@ class LocalStarter:
         """Raises PortInUseError when a port that the recipe names is taken. `metrics_port` is the supervisor's."""
         self._run, self._api_key, self._metrics_port = run, api_key, metrics_port
         rollout = recipe.rollout
-        count = rollout.engines + 1
-        self._ports = free_ports(count) if rollout.port is None else [rollout.port + i for i in range(count)]
-        for port in self._ports[: rollout.engines + (rollout.engines > 1)]:
-            check_port_free(port)
+        self._first_port, self._engines = rollout.port, rollout.engines
+        self._drawn: dict[Unit, int] = {}
+        """Ports that the recipe does not name, as they were drawn for the newest start of each unit."""
+        if rollout.port is not None:
+            for port in range(rollout.port, rollout.port + rollout.engines + (rollout.engines > 1)):
+                check_port_free(port)
 
     def start(self, unit: Unit, log: Path) -> Started:
         """See Starter."""
         options = metrics_options(unit, self._metrics_port)
         if unit.role in ("engine", "router"):
-            options += ["--port", str(self._ports[-1 if unit.index is None else unit.index])]
+            options += ["--port", str(self._port(unit))]
         environment = {**child_environment(), API_KEY_VARIABLE: self._api_key, LOG_VARIABLE: str(log)}
         environment.pop(API_KEY_FILE_VARIABLE, None)
         return _Child(role_command(self._run, unit, *options), log, environment, own_session=True)
+
+    def _port(self, unit: Unit) -> int:
+        """The one that follows from the recipe, or another one at each start: what took the last one may still be
+        there."""
+        if self._first_port is not None:
+            return self._first_port + (self._engines if unit.index is None else unit.index)
+        others = {port for one, port in self._drawn.items() if one != unit}
+        self._drawn[unit] = next(port for port in free_ports(len(others) + 1) if port not in others)
+        return self._drawn[unit]
 
 
 class _Child(ChildProcess):

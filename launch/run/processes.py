@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +25,10 @@ from pipeline.errors import (
     StoppedError,
     SupersededError,
 )
+from pipeline.process_log import log_tail
 
 _POLL_S = 0.25
 _DEATH_S = 10.0
-_RAISED = re.compile(r"^(\[rank\d+\]: ?)?(error: |[\w.]*(Error|Exception|Interrupt)\b: )")
-"""A line on which Python, or this program, says what went wrong."""
 
 
 def child_environment() -> dict[str, str]:
@@ -49,18 +47,6 @@ def torchrun(num_processes: int, module: str, *arguments: str, options: Sequence
         *(sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts", "0"),
         *("--nproc-per-node", str(num_processes), "-m", module, *arguments),
     ]
-
-
-def log_tail(log: Path, lines: int = 8) -> str:
-    """Why a process ended, for a one-line message: its last exception, or else the last non-empty lines of its log."""
-    try:
-        text = log.read_text(errors="replace")
-    except OSError:
-        return "(no log)"
-    said = [line.strip() for line in text.splitlines() if line.strip()]
-    # torchrun ends a log with a long account of its own, in which its exception comes last and says nothing.
-    raised = [line for line in said if _RAISED.match(line) and "ChildFailedError" not in line]
-    return raised[-1] if raised else " | ".join(said[-lines:])
 
 
 def run_ranks(

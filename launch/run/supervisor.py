@@ -1,8 +1,9 @@
 """Supervise the roles of one run: engines, router, learner, collector, wherever its starter starts them.
 
-Any of them may die at any time. It is started again, and reads from the run directory what it has to do. The run ends
-when one dies again and again without progress of the run, when an engine never comes up, or when a role says that
-starting it again cannot help. The same command then resumes the run.
+Any of them may die at any time, also while it starts for the first time. It is started again, after a pause that grows
+from death to death, and reads from the run directory what it has to do. The run ends when one dies again and again
+without progress of the run, or when a role says that starting it again cannot help. An engine alone never ends a run
+that another engine serves. The same command then resumes the run.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from launch.cluster.roles.base import EPOCH_POLL_S, FINISHED_POLL_S, Every, anno
 from launch.cluster.starter import Started, Starter, Unit
 from launch.run.fatal_notes import FatalNotes
 from launch.run.live_view import LiveView
-from launch.run.processes import log_tail
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
 from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, FatalError
+from pipeline.process_log import ending, log_tail
 
 POLL_S = 0.25
 SERVERS_GRACE_S = 3.0
 """Nothing is in flight when servers are asked to end: this is for taking back what they have announced."""
 SPARE_S = 10.0
 """What a unit gets beyond its own grace before it is killed."""
+LONGEST_PAUSE_S = 30.0
+"""Before a unit is started again that dies again and again. The first pauses are shorter."""
 Outcome = Literal["finished", "stopped"]
 
 
@@ -48,6 +51,11 @@ class RestartBudget:
         self.progress = progress
         if self.spent > self.limit:
             raise FatalError(f"{name} died {self.spent} times without progress: {reason}")
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next start: none after one death, then 1, 2, 4, …"""
+        return 0.0 if self.spent < 2 else min(LONGEST_PAUSE_S, 2.0 ** min(self.spent - 2, 6))
 
 
 @dataclass
@@ -68,8 +76,10 @@ class Supervisor:
     running: dict[Unit, Started] = field(default_factory=dict)
     ended: set[Unit] = field(default_factory=set)
     """Units that have nothing left to do, or that were started elsewhere meanwhile."""
+    due: dict[Unit, float] = field(default_factory=dict)
+    """Units that have died, and when each is started again (time.monotonic)."""
     came_up: set[int] = field(default_factory=set)
-    """Engines that were up once. Only these are started again when they give up."""
+    """Engines that were up once."""
     budgets: dict[str, RestartBudget] = field(default_factory=dict)
     notes: FatalNotes = field(init=False)
 
@@ -99,6 +109,9 @@ class Supervisor:
             for unit, started in list(self.running.items()):
                 if (status := started.poll()) is not None:
                     self._take(unit, started, status)
+            for unit in [unit for unit, at in self.due.items() if at <= time.monotonic()]:
+                del self.due[unit]
+                self._start(unit)
             self.view.refresh()
             time.sleep(POLL_S)
         self.view.refresh()
@@ -106,7 +119,7 @@ class Supervisor:
 
     def _is_finished(self) -> bool:
         """Whether learner and collector have ended, which they do by themselves when nothing is left to do."""
-        if any(unit.role in ("learner", "collector") for unit in self.running):
+        if any(unit.role in ("learner", "collector") for unit in [*self.running, *self.due]):
             return False
         return self._finished_elsewhere() and self.run.is_finished()
 
@@ -132,22 +145,32 @@ class Supervisor:
         if status == 0 or status == SUPERSEDED_EXIT_CODE:
             self.ended.add(unit)
             return
-        reason = "(no log)" if started.log is None else log_tail(started.log)
         if status == FATAL_EXIT_CODE:
-            raise FatalError(self.notes.message() or reason.removeprefix("error: "))
-        gave_up = 0 < status < 128  # not killed
-        leads = unit.role == "engine" and unit.node == 0  # other hosts of an engine end when they lose that one
-        if leads and gave_up and unit.index not in self.came_up:
-            raise FatalError(f"{unit.name} never came up: {reason.removeprefix('error: ')}")
-        self._spend(unit.name, reason)
-        self._start(unit)
+            raise FatalError(self.notes.message() or _said(started).removeprefix("error: "))
+        killed = not 0 < status < 128
+        reason = ending(status) if killed else _said(started).removeprefix("error: ")
+        if unit.role == "engine" and unit.node == 0 and unit.index not in self.came_up:
+            reason = f"it never came up; {reason}"
+        self._spend(unit, reason if started.log is None else f"{reason}; its log is {started.log}")
 
-    def _spend(self, name: str, reason: str) -> None:
-        self.event_log.event("restarted", process=name, reason=reason)
+    def _spend(self, unit: Unit, reason: str) -> None:
+        """Plan another start. Raises FatalError when there were too many, unless another engine serves."""
+        self.event_log.event("restarted", process=unit.name, reason=reason)
         progress = BatchStore(self.run.batches).next_index + (
             self.run.published_version() if self.run.is_published() else 0
         )
-        self.budgets.setdefault(name, RestartBudget(self.recipe.run.max_restarts)).spend(name, progress, reason)
+        budget = self.budgets.setdefault(unit.name, RestartBudget(self.recipe.run.max_restarts))
+        try:
+            budget.spend(unit.name, progress, reason)
+        except FatalError:
+            if unit.role != "engine" or not self._another_serves(unit):
+                raise
+        self.due[unit] = time.monotonic() + budget.pause_s
+
+    def _another_serves(self, unit: Unit) -> bool:
+        """Whether an engine beside this one runs and has announced itself."""
+        up = {member.index for member in announced(self.run, self.recipe)}
+        return any(one.role == "engine" and one.index in up - {unit.index} for one in self.running)
 
     def _stop(self) -> None:
         """The learner may be publishing: engines outlive it."""
@@ -166,3 +189,7 @@ class Supervisor:
             time.sleep(POLL_S)
         for one in started:
             one.kill()
+
+
+def _said(started: Started) -> str:
+    return "(no log)" if started.log is None else log_tail(started.log)

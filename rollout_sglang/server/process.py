@@ -14,9 +14,10 @@ import httpx
 
 from pipeline.child_process import ChildProcess
 from pipeline.errors import EngineStartError, PortInUseError
+from pipeline.process_log import ending, first_error, last_lines
 
 LOG_LINES = 12
-"""Last lines of the log that an EngineStartError carries."""
+"""Last lines of the log that an EngineStartError carries, where no line of it says what went wrong."""
 FREE_PORTS = range(20_000, 32_768)
 _POLL_S = 0.2
 
@@ -51,10 +52,10 @@ class ServerProcess(ChildProcess):
             while not self._answers(http):
                 status = self.poll()
                 if status is not None:
-                    raise EngineStartError(f"server ended with status {status} before it was up; {self.log_end()}")
+                    raise EngineStartError(f"server {self.how_it_ended()} before it was up; {self.why()}")
                 if time.monotonic() - started > deadline_s:
                     self.stop()
-                    raise EngineStartError(f"server was not up within {deadline_s:g} s, stopped; {self.log_end()}")
+                    raise EngineStartError(f"server was not up within {deadline_s:g} s, stopped; {self.why()}")
                 time.sleep(_POLL_S)
         return time.monotonic() - started
 
@@ -63,13 +64,19 @@ class ServerProcess(ChildProcess):
         with httpx.Client(timeout=2.0, trust_env=False, verify=False) as http:
             return self._answers(http)
 
-    def log_end(self) -> str:
-        """The last lines of the log, on one line and without the key."""
+    def how_it_ended(self) -> str:
+        """ "ended with status 3" or "was killed by signal 9 (SIGKILL)"."""
+        said = ending(self.poll() or 0)
+        return said if said.startswith("ended") else f"was {said}"
+
+    def why(self) -> str:
+        """The first error in its log since this start, or else the last lines, on one line and without the key."""
         if self.log is None:
             return "see its output"
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-        text = " | ".join(line.strip() for line in lines if line.strip())
-        return f"{self.log} ends: {text.replace(self._secret, '***') if self._secret else text}"
+        said = self.said()
+        error = first_error(said)
+        text = f"the first error in {self.log}: {error}" if error else f"{self.log} ends: {last_lines(said, LOG_LINES)}"
+        return text.replace(self._secret, "***") if self._secret else text
 
     def _answers(self, http: httpx.Client) -> bool:
         try:

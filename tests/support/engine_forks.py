@@ -30,6 +30,7 @@ from launch.cluster import starter
 from launch.cluster.roles import base
 from launch.run.processes import end_tree
 from pipeline.child_process import die_with_parent
+from pipeline.errors import EngineStartError
 from rollout_sglang.server import start as product
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.rollout_python import rollout_python
@@ -37,6 +38,8 @@ from tests.support.learner_forks import ForkedLearner
 
 ROOT = Path(__file__).parents[2]
 SERVER = "rollout_sglang.cpu.cpu_server"
+STARTS = 3
+"""How often a server is started until it comes up."""
 _OWN_PROCESS = starter._Child
 
 
@@ -52,7 +55,21 @@ class ForkedServer(ServerProcess):
         assert (python, *flags, module) == (sys.executable, "-P", "-m", SERVER), command
         arguments = list(command[4:])
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._server = psutil.Process(_fork(dict(arguments=arguments, environment=dict(environment), log=str(log))))
+        self._order = dict(arguments=arguments, environment=dict(environment), log=str(log))
+        self._start()
+
+    def _start(self) -> None:
+        assert self.log is not None
+        self.log_begin = self.log.stat().st_size if self.log.exists() else 0
+        self._server = psutil.Process(_fork(self._order))
+
+    def wait_ready(self, deadline_s: float) -> float:
+        """As the product does, which starts an engine again that did not come up: a busy machine may end a start."""
+        for _ in range(STARTS - 1):
+            with suppress(EngineStartError):
+                return super().wait_ready(deadline_s)
+            self._start()
+        return super().wait_ready(deadline_s)
 
     @property
     def pid(self) -> int:

@@ -38,12 +38,14 @@ from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineStartError, LayoutError
+from pipeline.errors import EngineStartError, LayoutError, RecipeError
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, server_url, start
 
 DEFAULT_PORT = 30000
 """Of engine 0, where neither --port nor rollout.port says another; engine i has the i-th after it."""
+USAGE_STATUS = 2
+"""Exit status of argparse: the same command line fails again."""
 RENDEZVOUS_PORTS = 10_000
 """The hosts of an engine meet at the port that lies so far above its own."""
 
@@ -141,15 +143,16 @@ def serve(
     It is announced again when it is not listed: an earlier start, which does not know yet that it is superseded, may
     have replaced the announcement.
 
-    Raises EngineStartError when it does not come up or ends, SupersededError when a later start has begun.
+    Raises EngineStartError when it does not come up or ends, RecipeError when it does not take its arguments,
+    SupersededError when a later start has begun.
     """
     look, look_for_end = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S)
     ends, up = time.monotonic() + start_deadline_s, False
     while not stop.asked:
         if (status := server.poll()) is not None:
-            raise EngineStartError(
-                f"server ended with status {status}{'' if up else ' before it was up'}; {server.log_end()}"
-            )
+            if status == USAGE_STATUS and not up:
+                raise RecipeError(f"SGLang does not take its arguments ({server.why()}); correct rollout.extra_args")
+            raise EngineStartError(f"server {server.how_it_ended()}{'' if up else ' before it was up'}; {server.why()}")
         if look():
             epoch.check()
         if (due := look_for_end()) and run.is_finished():
@@ -161,7 +164,7 @@ def serve(
             up = True
             announce()
         if not up and time.monotonic() > ends:
-            raise EngineStartError(f"server was not up within {start_deadline_s:g} s, stopped; {server.log_end()}")
+            raise EngineStartError(f"server was not up within {start_deadline_s:g} s, stopped; {server.why()}")
         time.sleep(POLL_S)
     return None
 

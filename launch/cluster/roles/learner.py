@@ -37,7 +37,7 @@ from launch.cluster.roles.ranks import Ranks
 from launch.cluster.roles.rendezvous import Rendezvous
 from launch.run.begin import preflight, seed_policy
 from launch.run.fatal_notes import FatalNotes
-from launch.run.processes import child_environment, log_tail, torchrun
+from launch.run.processes import child_environment, torchrun
 from pipeline.config.advice import advice
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
@@ -51,6 +51,7 @@ from pipeline.errors import (
     PortInUseError,
     SupersededError,
 )
+from pipeline.process_log import log_tail
 
 DEFAULT_PORT = 29500
 VERDICT_S = 5.0

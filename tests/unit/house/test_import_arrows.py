@@ -17,7 +17,8 @@ ADAPTERS_MAY_USE = (
     *("pipeline.ports", "pipeline.data.records", "pipeline.data.run_directory"),
     *("pipeline.data.files", "pipeline.data.epochs", "pipeline.data.membership", "pipeline.data.routed_experts"),
     *("pipeline.data.quant_maps", "pipeline.data.kept_sets"),
-    *("pipeline.errors", "pipeline.config.recipe", "pipeline.child_process", "pipeline.stopwatch"),
+    *("pipeline.errors", "pipeline.config.recipe", "pipeline.child_process", "pipeline.process_log"),
+    "pipeline.stopwatch",
 )
 """Of `pipeline`, what a learner and an engine may know: modules, or rooms with all that is in them."""
 LOOPS = ("pipeline.rollout.collector", "pipeline.trainer.loop")

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from launch.cluster import starter
 from launch.cluster.starter import LocalStarter, Unit, role_command, units_of
 from launch.run.processes import child_environment
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import PortInUseError
+from rollout_sglang.server.process import free_port
 
 
 def a_recipe(root: Path, **rollout: object) -> Recipe:
@@ -66,3 +68,23 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> 
         port = holder.getsockname()[1]
         with pytest.raises(PortInUseError, match=f"port {port} is taken"):
             LocalStarter(RunDirectory(tmp_path), a_recipe(tmp_path, port=port), "key")
+
+
+def test_each_start_has_another_port_unless_the_recipe_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(starter, "_Child", lambda command, *_, **__: commands.append(command))
+    units = [Unit("engine", 0), Unit("engine", 1), Unit("router")]
+    drawn = LocalStarter(RunDirectory(tmp_path), a_recipe(tmp_path, engines=2), "key")
+    for _ in range(20):
+        for unit in units:
+            drawn.start(unit, tmp_path / "log")
+    ports = [int(command[command.index("--port") + 1]) for command in commands]
+    assert all(len(set(ports[place : place + 3])) == 3 for place in range(58)), "no two at a time have the same"
+    assert len(set(ports[::3])) > 1
+    commands.clear()
+    named = LocalStarter(RunDirectory(tmp_path), a_recipe(tmp_path, engines=2, port=free_port()), "key")
+    for unit in units * 2:
+        named.start(unit, tmp_path / "log")
+    assert [int(command[command.index("--port") + 1]) - named._first_port for command in commands] == [0, 1, 2] * 2

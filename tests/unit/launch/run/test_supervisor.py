@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from launch.cluster.starter import Unit, units_of
 from launch.run import supervisor as supervising
 from launch.run.fatal_notes import leave_fatal_note
-from launch.run.supervisor import Supervisor
+from launch.run.supervisor import RestartBudget, Supervisor
 from pipeline.config.loader import recipe_from
 from pipeline.data.epochs import claim
 from pipeline.data.membership import Member
@@ -90,6 +91,7 @@ class Case:
         monkeypatch.setattr(supervising.time, "sleep", lambda _: self.script.pop(0)() if self.script else None)
         monkeypatch.setattr(supervising, "EPOCH_POLL_S", 0.0)
         monkeypatch.setattr(supervising, "FINISHED_POLL_S", 0.0)
+        monkeypatch.setattr(supervising, "LONGEST_PAUSE_S", 0.0)
         self.supervisor.__post_init__()
 
     def end(self, unit: Unit, status: int) -> Callable[[], None]:
@@ -107,9 +109,9 @@ class Case:
         self.end(LEARNER, 0)()
         self.end(COLLECTOR, 0)()
 
-    def engine_is_up(self) -> None:
-        epoch = claim(self.run.path, "engine", 0)
-        self.run.membership().announce(Member(0, "http://127.0.0.1:1", epoch.number))
+    def engine_is_up(self, index: int = 0) -> None:
+        epoch = claim(self.run.path, "engine", index)
+        self.run.membership().announce(Member(index, "http://127.0.0.1:1", epoch.number))
 
 
 @pytest.fixture
@@ -137,14 +139,54 @@ def test_what_dies_is_started_again_with_a_log_of_its_own(case: Case) -> None:
 
 def test_one_that_dies_again_and_again_ends_the_run(case: Case) -> None:
     case.script = [case.end(LEARNER, 1)] * 3
-    with pytest.raises(FatalError, match="learner died 3 times without progress: error: out of memory"):
+    with pytest.raises(FatalError, match="learner died 3 times without progress: out of memory; its log is"):
         case.supervisor.supervise()
 
 
-def test_an_engine_that_never_came_up_ends_the_run(case: Case) -> None:
+def test_an_engine_that_never_comes_up_ends_the_run_when_its_budget_is_spent(case: Case) -> None:
+    case.script = [case.end(ENGINE, 1)] * 3
+    with pytest.raises(
+        FatalError, match=r"engine-0 died 3 times .*: it never came up; out of memory; its log is .*3.log"
+    ):
+        case.supervisor.supervise()
+    assert len(case.starter.processes(ENGINE)) == 3
+
+
+def test_an_engine_alone_ends_no_run_that_another_serves(case: Case) -> None:
+    other = Unit("engine", 1)
+    case.supervisor.units = [*case.supervisor.units, other]
+    case.script = [lambda: case.engine_is_up(1), *[case.end(ENGINE, 1)] * 5, case.finish]
+    assert case.supervisor.supervise() == "finished"
+    assert len(case.starter.processes(ENGINE)) == 6
+    case.run.membership().withdraw(case.run.membership().engines()[0])
     case.script = [case.end(ENGINE, 1)]
-    with pytest.raises(FatalError, match="engine-0 never came up: out of memory"):
-        case.supervisor.supervise()
+    with pytest.raises(FatalError, match="engine-0 died"):
+        case.supervisor._take(ENGINE, case.starter.processes(ENGINE)[-1], 1)
+
+
+def test_one_that_dies_again_waits_longer_each_time(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervising, "LONGEST_PAUSE_S", 30.0)
+    budget = RestartBudget(limit=9)
+    pauses = []
+    for _ in range(9):
+        budget.spend("learner", 0, "")
+        pauses.append(budget.pause_s)
+    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30, 30]
+    monkeypatch.setattr(RestartBudget, "pause_s", 3600.0)
+    case.supervisor.units = [COLLECTOR]
+    case.script = [case.end(COLLECTOR, 1), lambda: None, lambda: setattr(case, "stop", True)]
+    assert case.supervisor.supervise() == "stopped", "a collector that is due is not one that has ended"
+    assert len(case.starter.processes(COLLECTOR)) == 1
+
+
+def test_a_process_that_was_killed_is_said_to_be(case: Case) -> None:
+    reasons: list[str] = []
+    case.supervisor.event_log = SimpleNamespace(  # type: ignore[assignment]
+        event=lambda kind, **fields: reasons.append(fields["reason"]) if kind == "restarted" else None
+    )
+    case.script = [case.end(LEARNER, -9), case.finish]
+    case.supervisor.supervise()
+    assert reasons == [f"killed by signal 9 (SIGKILL); its log is {case.run.logs}/learner-000001.log"]
 
 
 def test_another_host_of_an_engine_is_started_again(case: Case) -> None:

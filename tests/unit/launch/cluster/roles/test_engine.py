@@ -15,7 +15,7 @@ from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineStartError, StoppedError, SupersededError
+from pipeline.errors import EngineStartError, RecipeError, StoppedError, SupersededError
 from rollout_sglang.server.start import EngineSpec
 
 
@@ -31,7 +31,10 @@ class Server:
     def is_ready(self) -> bool:
         return True
 
-    def log_end(self) -> str:
+    def how_it_ended(self) -> str:
+        return f"ended with status {self.status}"
+
+    def why(self) -> str:
         return "no log"
 
     def kill(self) -> None:
@@ -101,6 +104,19 @@ def test_a_superseded_engine_does_not_announce_itself(run: RunDirectory, monkeyp
     with pytest.raises(SupersededError):
         serve(Server(), run, epoch, Stop(), 60, lambda: announced.append(0), lambda: False)  # type: ignore[arg-type]
     assert not announced
+
+
+def test_a_server_that_does_not_take_its_arguments_is_not_started_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor starts again what ends with another error than a fatal one."""
+    server, epoch = Server(), claim(run.path, "engine", 0)
+    monkeypatch.setattr(Server, "is_ready", lambda _: False)
+    for status, error in ((2, RecipeError), (3, EngineStartError)):
+        at_each_look(monkeypatch, lambda status=status: setattr(server, "status", status))
+        server.status = None
+        with pytest.raises(error, match="no log"):
+            serve(server, run, epoch, Stop(), 60, lambda: None, lambda: True)  # type: ignore[arg-type]
 
 
 class OtherHost:

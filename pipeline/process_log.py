@@ -1,0 +1,60 @@
+"""Why a process ended, for a one-line message: by which signal, and what its log says first and last about it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+_AT = r"^(?:\[[^\]]*\]\s*)*"
+"""What logs put before a line: a rank, a time."""
+_ERROR = re.compile(
+    _AT + r"(?:error: |ERROR: |[\w./-]+: error: |Fatal Python error: |[\w.]*(?:Error|Exception|Interrupt)(?:: |$))"
+)
+"""A line on which Python, argparse, uvicorn or this program says what went wrong."""
+_RAISED = re.compile(r"^(\[rank\d+\]: ?)?(error: |[\w.]*(Error|Exception|Interrupt)\b: )")
+_ROOT_CAUSE = "Root Cause (first observed failure)"
+_RANK_KILLED = re.compile(r"rank\s*:\s*(\d+).*?Signal (\d+) \(\w+\) received by PID \d+", re.DOTALL)
+_PLACE = re.compile(_AT)
+
+
+def ending(status: int) -> str:
+    """How a process ended whose exit status is `status`; minus the signal, or 128 and the signal as shells say it."""
+    number = -status if status < 0 else status - 128
+    with suppress(ValueError):
+        if number > 0:
+            return f"killed by signal {number} ({signal.Signals(number).name})"
+    return f"ended with status {status}"
+
+
+def first_error(text: str) -> str | None:
+    """The first line of a log that says what went wrong: those after it are often its consequences."""
+    for line in text.splitlines():
+        if _ERROR.match(line) and "ChildFailedError" not in line:
+            return _PLACE.sub("", line).strip()
+    return None
+
+
+def last_lines(text: str, lines: int) -> str:
+    """The last lines that are not empty, on one line."""
+    said = [line.strip() for line in text.splitlines() if line.strip()]
+    return " | ".join(said[-lines:])
+
+
+def last_error(text: str, lines: int = 8) -> str:
+    """The last exception of a log, or else its last lines. Where torchrun names a rank that was killed, that."""
+    if (killed := _RANK_KILLED.search(text.partition(_ROOT_CAUSE)[2])) is not None:
+        return f"rank {killed[1]} was {ending(-int(killed[2]))}"
+    # torchrun ends a log with a long account of its own, in which its exception comes last and says nothing.
+    raised = [line.strip() for line in text.splitlines() if _RAISED.match(line.strip())]
+    raised = [line for line in raised if "ChildFailedError" not in line]
+    return raised[-1] if raised else last_lines(text, lines)
+
+
+def log_tail(log: Path, lines: int = 8) -> str:
+    """`last_error` of a file."""
+    try:
+        return last_error(log.read_text(errors="replace"), lines)
+    except OSError:
+        return "(no log)"
