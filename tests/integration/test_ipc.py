@@ -1,6 +1,6 @@
 """Real SGLang servers open memory of this process and load what lies in it, bit by bit.
 
-The whole loop by this channel is in test_loop.py and test_chaos.py.
+The whole loop by this channel is in test_loop.py and in tests/chaos/kills.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ SHARE_ENGINES = (
 
 SECONDS = {
     "tests/integration/test_loop.py": 120,
-    "tests/integration/test_chaos.py": 110,
+    "tests/chaos/kills/test_kills.py": 115,
     "tests/integration/test_broadcast.py": 90,
     ENGINES: 60,
     "tests/integration/test_convert.py": 35,

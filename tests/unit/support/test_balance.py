@@ -20,10 +20,10 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 def test_long_files_come_first_and_tests_keep_their_order() -> None:
-    found = items("tests/a.py::b", "tests/a.py::a", "tests/integration/test_chaos.py::x", *["tests/many.py::c"] * 3)
+    found = items("tests/a.py::b", "tests/a.py::a", "tests/integration/test_broadcast.py::x", *["tests/many.py::c"] * 3)
     sort_by_length(found)
     assert [item.nodeid for item in found] == [
-        "tests/integration/test_chaos.py::x",
+        "tests/integration/test_broadcast.py::x",
         *["tests/many.py::c"] * 3,
         "tests/a.py::b",
         "tests/a.py::a",

@@ -1,0 +1,55 @@
+"""The kill matrix: every process of a real run is killed, stopped or robbed of its disk at every point that matters.
+
+Process × point × schedule × channel (tests.chaos.kills.plan); after each run: nothing lost, nothing twice, nothing
+stale, every step recorded, the replay bit-identical, nothing left behind (tests.chaos.kills.verdict).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.chaos.ledger import OK, Case
+
+if TYPE_CHECKING:
+    from tests.chaos.kills.plan import Plan
+
+RUNS = Path("runs/chaos/kills")
+"""Folders of cases that are under way or went wrong."""
+
+
+@dataclass
+class Kills:
+    """One run and all that happens to it."""
+
+    plan: Plan
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return self.plan.id
+
+    def run(self) -> str:
+        from tests.chaos.kills.zygote import ask
+        from tests.support.runs import make_model
+
+        folder, model = (RUNS / self.id).absolute(), (RUNS / "model").absolute()
+        shutil.rmtree(folder, ignore_errors=True)
+        if not (model / "config.json").exists():
+            make_model(model)
+        found = ask(self.plan, folder, model)
+        self.details = found["details"]
+        verdict: str = found["verdict"]
+        if verdict == OK:
+            shutil.rmtree(folder)
+        return verdict
+
+
+def cases() -> Sequence[Case]:
+    """All runs."""
+    from tests.chaos.kills.plan import plans
+
+    return [Kills(plan) for plan in plans()]

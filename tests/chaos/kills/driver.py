@@ -1,0 +1,290 @@
+"""One case: start the run, let each fault of the plan happen, start again what must be, and judge what is left.
+
+The driver is a process of its own, to which orphans of the run fall (PR_SET_CHILD_SUBREAPER), and where the machine
+lets it, one with a /dev/shm of its own: whatever is left behind is seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.kills import hooks
+from tests.chaos.kills.plan import STEPS_A_FAULT, Fault, Plan
+from tests.chaos.kills.run import write_recipe
+
+ROOT = Path(__file__).parents[3]
+INJECT = Path(__file__).parent / "inject"
+FIRE_S = 300.0
+"""Longest wait for a point, and for what a fault ended to be back; for a machine with twenty busy processes a core."""
+FINISH_S = 600.0
+ORPHANS_S = 20.0
+_POLL_S = 0.05
+_UNPLANNED_ENDS = 3
+_PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNS = 0x00020000
+_MS_REC, _MS_PRIVATE = 0x4000, 1 << 18
+
+
+@dataclass
+class Drive:
+    """A plan under way in `folder`."""
+
+    plan: Plan
+    folder: Path
+    model: Path
+    problems: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+    kills: int = 0
+    missed: list[str] = field(default_factory=list)
+    _supervisor: int = 0
+    _ended: int | None = None
+    _expected: bool = False
+    _unplanned: int = 0
+    _pace: int = 3
+    _server: list[int] = field(default_factory=list)
+    """Engine 0 before the fault."""
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / "run"
+
+    def drive(self) -> dict[str, Any]:
+        """Everything, to the verdict."""
+        began = time.monotonic()
+        for name in ("fired", "pids", "tmp"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self.recipe = write_recipe(self.folder, self.model, self.plan)
+        self._put("pace", str(self._pace))
+        self._start()
+        for fault in self.plan.faults:
+            self._let_happen(fault)
+        self._put("pace", str(sys.maxsize))
+        self._wait(lambda: self._ended == 0, FINISH_S, "the run to finish")
+        took = time.monotonic() - began
+        if self._ended == 0:
+            from tests.chaos.kills.verdict import judge
+
+            self.problems += judge(self)
+        else:
+            self.end()
+        self.problems += [f"not reached: {', '.join(self.missed)}"] if self.missed else []
+        return dict(
+            verdict="; ".join(self.problems) or "ok",
+            details=dict(kills=self.kills, faults=len(self.plan.faults), seconds_of_run=round(took, 1), log=self.log),
+        )
+
+    # ------------------------------------------------------------------------------------------------------- one fault
+
+    def _let_happen(self, fault: Fault) -> None:
+        started = time.monotonic()
+        self._pace += STEPS_A_FAULT
+        self._put("pace", str(self._pace))
+        if fault.action == "clock":
+            self._jump(fault)
+            return
+        self._put("armed.json", json.dumps([fault.order()]))
+        mark = self.folder / "fired" / fault.id
+        self._server = hooks.find("engine-0")
+        if fault.first:
+            self._kill(fault.first)
+        self._expected = fault.action == "full" or any(victim.startswith("supervisor") for victim in fault.victims)
+        fired = self._wait(lambda: mark.exists() and mark.read_bytes()[-1:] == b"}", FIRE_S, f"{fault.id}")
+        if not fired:
+            self.missed.append(fault.id)
+            self._put("armed.json", "[]")
+            return
+        said = json.loads(mark.read_text())
+        struck = [pid for pids in said["pids"] for pid in pids]
+        if fault.action == "stop":
+            time.sleep(fault.lasts_s)
+            for pid in struck:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+        if fault.action == "kill":
+            self.kills += len(fault.victims)
+            self._wait(lambda: all(self._is_back(v, struck) for v in fault.victims), FIRE_S, f"{fault.victims} back")
+        self._put("armed.json", "[]")
+        self.log.append(f"{fault.id}: by {said['by']}, {time.monotonic() - started:.1f} s")
+
+    def _is_back(self, victim: str, struck: list[int]) -> bool:
+        if victim == "scheduler":
+            victim, struck = "engine-0", self._server  # a server without its scheduler ends itself
+        if victim == "verifier":
+            return True  # replaced when it is asked
+        found = hooks.find(victim)
+        return bool(found) and not set(found) & set(struck)
+
+    def _kill(self, name: str) -> None:
+        self._wait(lambda: hooks.find(name), FIRE_S, f"{name} to be there")
+        for pid in hooks.find(name):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.kills += 1
+
+    def _jump(self, fault: Fault) -> None:
+        self._put("clock", json.dumps({fault.victims[0]: fault.jump_s}))
+        ends = time.monotonic() + fault.lasts_s
+        self._wait(lambda: time.monotonic() > ends, FIRE_S, "a wrong clock")
+        self._put("clock", "{}")
+        self.log.append(fault.id)
+
+    # --------------------------------------------------------------------------------------------------- the supervisor
+
+    def _start(self) -> None:
+        self._ended = None
+        command = [sys.executable, "-m", "launch.cli", "train", str(self.recipe), "--json"]
+        self._supervisor = start(command, self.folder, "train", forked=self.plan.forked)
+
+    def _look(self) -> None:
+        """Start the supervisor again when it has ended before the run has."""
+        if self._ended is not None:
+            return
+        pid, status = os.waitpid(self._supervisor, os.WNOHANG)
+        if not pid:
+            return
+        code = os.waitstatus_to_exitcode(status)
+        if left := self.end():
+            self.problems.append(f"outlived their supervisor by {ORPHANS_S:g} s: {', '.join(left)}")
+        if code == 0:
+            self._ended = 0
+            return
+        said = last_line(self.folder / "train.err")
+        self.log.append(f"train ended with {code}: {said}")
+        if not self._expected:
+            self._unplanned += 1
+            self.problems.append(f"train ended with {code}: {said}")
+        if self._unplanned > _UNPLANNED_ENDS:
+            self._ended = code
+            return
+        self._start()
+
+    def end(self) -> list[str]:
+        """What is left of the run's processes: given some time, then killed. Returns what they were."""
+        deadline = time.monotonic() + ORPHANS_S
+        while (left := children()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        names = [command_of(pid) for pid in left]
+        for pid in left:
+            for one in (*hooks.below([pid]), pid):
+                with suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
+        while children():
+            time.sleep(_POLL_S)
+        return names
+
+    def _wait(self, condition: Callable[[], object], deadline_s: float, what: str) -> bool:
+        ends = time.monotonic() + deadline_s
+        while not condition():
+            self._look()
+            if self._ended is not None and not condition():
+                return False
+            if time.monotonic() > ends:
+                self.problems.append(f"waited {deadline_s:g} s for {what}")
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _put(self, name: str, text: str) -> None:
+        temporary = self.folder / f".{name}"
+        temporary.write_text(text)
+        temporary.replace(self.folder / name)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of the run's programs."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    return kept | {
+        hooks.VARIABLE: str(folder),
+        "PYTHONPATH": f"{INJECT}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder / "tmp"),
+        "COLUMNS": "200",
+    }
+
+
+def start(command: list[str], folder: Path, name: str, *, forked: bool) -> int:
+    """A program of ours, which dies with this process. Its output goes to FOLDER/NAME.out and .err."""
+    with (folder / f"{name}.out").open("ab") as out, (folder / f"{name}.err").open("ab") as err:
+        if not forked:
+            wrapper = [sys.executable, "-I", "-S", str(ROOT / "pipeline/child_process.py"), "9", str(os.getpid()), ""]
+            started = subprocess.Popen(
+                [*wrapper, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=environment(folder),
+                cwd=ROOT,
+            )
+            started.returncode = 0  # it is waited for by its process id
+            return started.pid
+        from tests.chaos.kills import forks
+
+        parent = os.getpid()
+
+        def body() -> None:
+            os.dup2(descriptor, 2)
+            forks.install()
+            forks.run_cli(command, parent)
+
+        descriptor = os.dup(err.fileno())
+        os.set_inheritable(descriptor, True)
+        try:
+            return forks.fork(body, command, environment(folder), out.fileno(), keep=(descriptor,))
+        finally:
+            os.close(descriptor)
+
+
+def ask(folder: Path, name: str, *arguments: str, forked: bool) -> tuple[int, str, str]:
+    """Run a command to its end: status, the last line of its output, and of its errors."""
+    pid = start([sys.executable, "-m", "launch.cli", *arguments], folder, name, forked=forked)
+    ends = time.monotonic() + FINISH_S
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            break
+        if time.monotonic() > ends:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    code = os.waitstatus_to_exitcode(status)
+    return code, last_line(folder / f"{name}.out"), last_line(folder / f"{name}.err")
+
+
+def become_reaper() -> bool:
+    """Orphans of this process's descendants are its children. Returns whether it got a /dev/shm of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if libc.unshare(_CLONE_NEWNS):
+        return False
+    private = libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    return not private and not libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=2g")
+
+
+def children() -> list[int]:
+    """Living children of this process; the dead are buried."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    own = f"/proc/self/task/{os.getpid()}/children"
+    return [int(word) for word in Path(own).read_text().split()]
+
+
+def command_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[-120:].strip()
+    return str(pid)
+
+
+def last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    return lines[-1] if lines else ""

@@ -1,0 +1,218 @@
+"""Which faults are tried, in which runs: process × point × schedule × channel, each pair of them at least once.
+
+A run is one case: some twenty short steps, and a fault at about every second one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from typing import Any, Literal
+
+SEED = 13
+PROCESSES = (
+    "supervisor",
+    "collector",
+    "learner",
+    "rank-0",
+    "rank-1",
+    "engine-role-0",
+    "engine-0",
+    "scheduler",
+    "router",
+    "verifier",
+)
+EVENTS = ("issued", "committed", "consumed", "published", "saved", "evaluated")
+HALVES = ("batch", "evaluation", "logprobs", "pointer", "policy", "checkpoint", "commit", "metrics", "event")
+NAMES = ("batch", "policy", "checkpoint", "pointer")
+AT_STARTS = {"half:epoch": "collector", "half:member": "engine-role-1", "half:update": "rank-1"}
+"""Point that is reached when a role starts → the process that is killed first, so that it is."""
+POINTS = (*EVENTS, *(f"half:{kind}" for kind in HALVES), *(f"name:{kind}" for kind in NAMES), *AT_STARTS)
+SCHEDULES = ("sync", "async", "staged")
+CHANNELS = ("disk", "broadcast", "ipc")
+LAYOUTS = ("tensor_parallel", "data_parallel")
+STEPS_A_FAULT = 3
+"""A checkpoint, a stage and an evaluation come every two steps: each point is reached within three."""
+Action = Literal["kill", "stop", "full", "clock"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """At a point of the run, something happens to processes of it (tests.chaos.kills.hooks)."""
+
+    id: str
+    point: str
+    victims: tuple[str, ...]
+    action: Action = "kill"
+    apart_s: float = 0.0
+    """Between two victims."""
+    lasts_s: float = 0.0
+    """Of a stop, and of a wrong clock."""
+    jump_s: float = 0.0
+    """Of a clock."""
+    first: str = ""
+    """Killed by the driver beforehand, so that the point is reached."""
+
+    def order(self) -> dict[str, Any]:
+        """For the processes of the run."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run and its faults."""
+
+    id: str
+    schedule: str
+    channel: str
+    layout: str
+    faults: tuple[Fault, ...]
+    forked: bool = True
+    """Else every program is started by exec, ranks by torchrun."""
+    overrides: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def steps(self) -> int:
+        return STEPS_A_FAULT * len(self.faults) + 3
+
+
+def plans() -> list[Plan]:
+    """All of them; those that say most come first."""
+    return [*matrix(), *pairs(), *stops(), full_disks(), clocks(), *by_exec()]
+
+
+def matrix() -> Iterator[Plan]:
+    """One kill for every process at every point, spread so that each point meets every schedule with every channel."""
+    ways = list(product(SCHEDULES, CHANNELS))
+    rng = random.Random(SEED)
+    runs: list[list[tuple[str, str]]] = [[] for _ in range(2 * len(ways))]
+    for offset, point in enumerate(POINTS):
+        victims = list(PROCESSES)
+        rng.shuffle(victims)
+        for place, victim in enumerate(victims):
+            way = (place + offset) % len(ways)
+            both = runs[way], runs[way + len(ways)]
+            min(both, key=len).append((point, victim))
+    for number, found in enumerate(runs):
+        schedule, channel = ways[number % len(ways)]
+        rng.shuffle(found)
+        faults = tuple(_kill(place, point, victim) for place, (point, victim) in enumerate(found))
+        yield Plan(f"kills-{number:02d}-{schedule}-{channel}", schedule, channel, LAYOUTS[number % 2], faults)
+
+
+def _kill(place: int, point: str, victim: str) -> Fault:
+    if point in EVENTS:  # the line before, and the line after
+        point = f"{'before' if place % 2 else 'after'}:{point}"
+    return Fault(f"{place:02d}-{victim}-at-{_word(point)}", point, (victim,), first=AT_STARTS.get(point, ""))
+
+
+def pairs() -> Iterator[Plan]:
+    """Two processes within 100 ms."""
+    rng = random.Random(SEED + 1)
+    found = [(a, b) for a in PROCESSES for b in PROCESSES if a < b and "supervisor" not in (a, b)]
+    rng.shuffle(found)
+    points = [point for point in POINTS if point not in AT_STARTS]
+    for number, (schedule, channel) in enumerate(zip(SCHEDULES, CHANNELS, strict=True)):
+        faults = []
+        for place, victims in enumerate(found[number::3]):
+            point = rng.choice(points)
+            point = f"after:{point}" if point in EVENTS else point
+            apart = round(rng.uniform(0.0, 0.1), 3)
+            faults.append(Fault(f"{place:02d}-{'-and-'.join(victims)}", point, victims, apart_s=apart))
+        yield Plan(f"pairs-{schedule}-{channel}", schedule, channel, LAYOUTS[number % 2], tuple(faults))
+
+
+def stops() -> Iterator[Plan]:
+    """SIGSTOP, then SIGCONT: of one process, and of a role with all below it."""
+    rng = random.Random(SEED + 2)
+    single = [name for name in PROCESSES if name != "verifier"]
+    roles = ["collector*", "learner*", "engine-role-0*", "router*"]
+    for number, (victims, lasts) in enumerate(((single, 4.0), (roles, 25.0))):
+        faults = []
+        for place, victim in enumerate(victims):
+            point = rng.choice(("before:consumed", "after:committed", "after:published", "half:batch", "half:policy"))
+            faults.append(Fault(f"{place:02d}-stop-{_word(victim)}", point, (victim,), action="stop", lasts_s=lasts))
+        yield Plan(
+            f"stops-{'roles' if number else 'single'}",
+            SCHEDULES[number],
+            CHANNELS[number],
+            LAYOUTS[number],
+            tuple(faults),
+        )
+
+
+def full_disks() -> Plan:
+    """Half a file is written, then the disk is full; a moment later it has room again."""
+    points = [*(f"half:{kind}" for kind in (*HALVES, "epoch", "member", "update"))]
+    faults = tuple(
+        Fault(f"{place:02d}-full-{_word(point)}", point, ("self",), action="full", first=AT_STARTS.get(point, ""))
+        for place, point in enumerate(points)
+    )
+    return Plan("full-disk-at-each-writer", "async", "disk", LAYOUTS[0], faults)
+
+
+def clocks() -> Plan:
+    """The clock of a role jumps, forwards and back, and stays wrong for a while."""
+    jumps = (3600.0, -3600.0, 86400.0 * 400, -86400.0 * 400)
+    roles = ("collector", "rank", "learner", "engine", "router", "supervisor", "")
+    faults = tuple(
+        Fault(
+            f"{place:02d}-clock-{role or 'all'}",
+            "after:consumed",
+            (role,),
+            "clock",
+            lasts_s=6.0,
+            jump_s=jumps[place % 4],
+        )
+        for place, role in enumerate(roles)
+    )
+    return Plan("clocks", "async", "disk", LAYOUTS[1], faults)
+
+
+def by_exec() -> Iterator[Plan]:
+    """The same without forks: exec, torchrun, and death with the parent as the product has them."""
+    rng = random.Random(SEED + 3)
+    for number, (schedule, channel) in enumerate(zip(SCHEDULES, reversed(CHANNELS), strict=True)):
+        points = rng.sample([*EVENTS, "half:batch", "half:checkpoint", "half:policy"], 4)
+        victims = rng.sample(PROCESSES, 4)
+        faults = tuple(
+            _kill(place, point, victim) for place, (point, victim) in enumerate(zip(points, victims, strict=True))
+        )
+        yield Plan(f"exec-{schedule}-{channel}", schedule, channel, LAYOUTS[number % 2], faults, forked=False)
+
+
+def in_short() -> Plan:
+    """For everyday: each process once, at points that matter."""
+    points = (
+        "after:committed",
+        "half:batch",
+        "after:published",
+        "half:policy",
+        "before:saved",
+        "half:checkpoint",
+        "name:checkpoint",
+        "before:issued",
+        "half:metrics",
+        "after:evaluated",
+    )
+    faults = tuple(
+        Fault(f"{place:02d}-{victim}-at-{_word(point)}", point, (victim,))
+        for place, (victim, point) in enumerate(zip(PROCESSES, points, strict=True))
+    )
+    return Plan("in-short", "async", "disk", LAYOUTS[0], faults)
+
+
+def _word(text: str) -> str:
+    return text.replace(":", "-").replace("*", "-all")
+
+
+def counted(plan: Sequence[Plan]) -> dict[str, int]:
+    """Runs, kills and other faults, for a reader."""
+    faults = [fault for one in plan for fault in one.faults]
+    return dict(
+        runs=len(plan),
+        kills=sum(len(fault.victims) + bool(fault.first) for fault in faults if fault.action == "kill"),
+        others=sum(fault.action != "kill" for fault in faults),
+    )

@@ -1,0 +1,48 @@
+"""A part of the kill matrix for everyday: every process of one run is killed once, at a point that matters to it.
+
+`make chaos PARTS=kills` runs the rest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.kills.plan import CHANNELS, POINTS, PROCESSES, SCHEDULES, counted, in_short, matrix, plans
+from tests.chaos.kills.zygote import ask
+from tests.support.runs import make_model
+
+
+@pytest.mark.loop
+@pytest.mark.timeout(900)
+def test_every_process_may_die(tmp_path: Path) -> None:
+    plan = in_short()
+    assert {victim for fault in plan.faults for victim in fault.victims} == set(PROCESSES)
+    found = ask(plan, tmp_path / "case", make_model(tmp_path / "model"))
+    assert found["verdict"] == "ok", "\n".join([found["verdict"], *found["details"].get("log", [])])
+    assert found["details"]["kills"] == len(PROCESSES)
+
+
+def test_the_matrix_is_covered() -> None:
+    """Every process dies at every point, and every point is met under every schedule, and with every channel."""
+    seen: Counter[tuple[str, str]] = Counter()
+    for plan in matrix():
+        for fault in plan.faults:
+            point = fault.point.removeprefix("before:").removeprefix("after:")
+            seen[fault.victims[0], point] += 1
+            seen[point, plan.schedule] += 1
+            seen[point, plan.channel] += 1
+    wanted = {(process, point) for process in PROCESSES for point in POINTS}
+    wanted |= {(point, way) for point in POINTS for way in (*SCHEDULES, *CHANNELS)}
+    assert wanted <= seen.keys()
+    assert all(seen[process, point] == 1 for process in PROCESSES for point in POINTS)
+
+
+def test_there_are_enough() -> None:
+    count = counted(plans())
+    assert count["kills"] >= 200
+    assert len({plan.id for plan in plans()}) == count["runs"]
+    for plan in plans():
+        assert len({fault.id for fault in plan.faults}) == len(plan.faults)
