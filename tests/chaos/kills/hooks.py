@@ -288,10 +288,17 @@ def below(pids: Sequence[int]) -> list[int]:
     """Descendants, in the order of their making."""
     found: list[int] = []
     for pid in pids:
-        with suppress(OSError), _open(f"/proc/{pid}/task/{pid}/children") as file:
-            children = [int(word) for word in file.read().split()]
-            found += [*children, *below(children)]
+        for thread in _threads(pid):
+            with suppress(OSError), _open(f"/proc/{pid}/task/{thread}/children") as file:
+                children = [int(word) for word in file.read().split()]
+                found += [*children, *below(children)]
     return found
+
+
+def _threads(pid: int) -> list[str]:
+    with suppress(OSError):
+        return os.listdir(f"/proc/{pid}/task")
+    return []
 
 
 def start_of(pid: int) -> int | None:
