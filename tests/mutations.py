@@ -178,9 +178,23 @@ MUTATIONS = (
     Mutation(
         "a collector that is started again forgets what was solved",
         "pipeline/rollout/collector.py",
-        "for index in range(committed if self.settings.solved_rule else 0):",
-        "for index in range(0):",
+        "for there in range(index if self.settings.solved_rule else 0):",
+        "for there in range(0):",
         (f"{UNIT}/pipeline/rollout/test_collector_curriculum.py",),
+    ),
+    Mutation(
+        "a batch that is made again leaves none of its groups to the others of its hole",
+        "pipeline/rollout/group_allocator.py",
+        "self._kept_back = self._further * wanted",
+        "self._kept_back = 0",
+        (f"{UNIT}/pipeline/rollout/test_collector_holes.py",),
+    ),
+    Mutation(
+        "a batch that is made again loses the groups that it does not need",
+        "pipeline/rollout/batch_builder.py",
+        "for group in self.allocator.leftover():",
+        "for group in ():",
+        (f"{UNIT}/pipeline/rollout/test_collector_holes.py",),
     ),
     Mutation(
         "a problem counts as solved one version too early",

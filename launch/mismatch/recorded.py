@@ -107,14 +107,16 @@ def measure_run(path: Path, *, batch: int | None, locate: bool) -> Measured:
 
 def read(source: RunDirectory, index: int | None) -> Recorded:
     """The batch, and what the learner said. Raises StoreError when it is not trained yet."""
-    trained = sorted(int(path.stem) for path in source.logprobs.glob("*.npy") if path.stem.isdigit())
+    store = BatchStore(source.batches)
+    lost = {batch.index for batch in store.all_lost()}
+    trained = sorted({int(path.stem) for path in source.logprobs.glob("*.npy") if path.stem.isdigit()} - lost)
     wanted = max(trained, default=0) if index is None else index
     if wanted not in trained:
         raise StoreError(
             f"{source.path} has not trained on batch {wanted}; trained are "
             f"{f'{trained[0]} to {trained[-1]}' if trained else 'none'}; give --batch one of these, or train on"
         )
-    batch = BatchStore(source.batches).read(wanted, None)
+    batch = store.read(wanted, None)
     now = source.learner_logprobs(wanted)
     assert now is not None, wanted
     recorded = Recorded(wanted, batch, now.astype(np.float64))

@@ -17,6 +17,7 @@ from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from pipeline.child_process import die_with_parent, see_own_classes
 from pipeline.data.event_log import EventLog
+from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
 from pipeline.data.store import BatchStore
 from pipeline.trainer.batch_source import BatchSource
@@ -89,6 +90,7 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
     )
     try:
         restored, _ = checkpoints.restore(learner)
+        learner.tell(lambda: refuse_to_pass_lost(source, batches.store.all_lost(), restored, max(wanted)))
         channel.publish(restored)  # a checkpoint holds the version of its own number
         trainer.train()
     except AllExportedError:

@@ -16,7 +16,9 @@ from launch.run.live_view import LiveView
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.config.loader import load_recipe
+from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
 
 
@@ -25,6 +27,7 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     original = RunDirectory(source)
     original.recipe()  # which also says when SOURCE is no run, or one of another version
     wanted = manifest(original)
+    refuse_to_pass_lost(original, BatchStore(original.batches).all_lost(), 0, original.recipe().run.steps)
     recipe = load_recipe(source / "recipe.yaml", [f"run.name={source.name}-replay", *overrides])
     run = RunDirectory(source.parent / f"{source.name}-replay")
     with claimed(run):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.data.ledger.lost_batches import LostBatch
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -23,9 +24,12 @@ class Audit:
 
     missing: tuple[int, ...]
     """Batches below `steps` that are not committed."""
+    damaged: tuple[LostBatch, ...]
+    """Batches below `steps` that are recorded as lost by damage: nobody can say more of them than their record does. A
+    history with them is sound, if nothing else is wrong."""
     lost: tuple[int, ...]
-    """Groups below the last batch's next_group that are in no batch, in no dropped list, and not open for a later one.
-    """
+    """Groups below the last batch's next_group that are in no batch, lost ones included, in no dropped list, and not
+    open for a later one."""
     duplicated: tuple[int, ...]
     """Groups that are in more than one batch or dropped list, or that the last batch leaves open all the same."""
     version_violations: int
@@ -54,14 +58,20 @@ class Audit:
 def verify_history(run_dir: Path, schedule: Schedule, steps: int, solved_rule: SolvedPromptRule | None = None) -> Audit:
     """Read and verify the first `steps` batches of a run. Raises CorruptBatchError."""
     store = BatchStore(RunDirectory(run_dir).batches)
-    present = [index for index in range(steps) if store.exists(index)]
+    damaged = {batch.index: batch for batch in store.all_lost() if batch.index < steps}
+    there = set(store.committed()) - damaged.keys()
+    present = [index for index in range(steps) if index in there]
     seen: Counter[int] = Counter()
     lags: Counter[int] = Counter()
     kinds: Counter[str] = Counter()
     solved, misjudged = SolvedPromptFilter(solved_rule), set[int]()
     tokens = violations = 0
     groups_to_ask: tuple[int, tuple[int, ...]] = (0, ())
-    for index in present:
+    for index in sorted({*present, *damaged}):
+        if index in damaged:
+            seen.update(damaged[index].groups)
+            groups_to_ask = damaged[index].next_group, damaged[index].open_groups
+            continue
         batch = store.read(index, None)
         seen.update(np.unique(batch.group).tolist())
         seen.update(drop.group for drop in batch.dropped)
@@ -70,13 +80,17 @@ def verify_history(run_dir: Path, schedule: Schedule, steps: int, solved_rule: S
         violations += sum(count for version, count in counts.items() if not schedule.allows(index, version))
         tokens += batch.num_response_tokens
         kinds.update(drop.kind for drop in batch.dropped)
-        misjudged |= _misjudged(batch, solved.solved(schedule.required_version(index)))
+        required = schedule.required_version(index)
+        known = solved.solved(required)
+        if min(damaged, default=required) >= required:  # else its pass rates rest on samples that are lost
+            misjudged |= _misjudged(batch, known)
         solved.record(batch)
         groups_to_ask = batch.next_group, batch.open_groups
     next_group, open_groups = groups_to_ask
     reopened = seen.keys() & set(open_groups)
     return Audit(
-        missing=tuple(sorted(set(range(steps)) - set(present))),
+        missing=tuple(sorted(set(range(steps)) - set(present) - damaged.keys())),
+        damaged=tuple(damaged[index] for index in sorted(damaged)),
         lost=tuple(sorted(set(range(next_group)) - seen.keys() - set(open_groups))),
         duplicated=tuple(sorted(reopened | {group for group, times in seen.items() if times > 1})),
         version_violations=violations,

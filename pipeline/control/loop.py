@@ -108,6 +108,21 @@ class StepController:
             staleness_rung=float(state.staleness),
         )
 
+    def skip(self, step: int) -> None:
+        """A step whose batch was lost by damage. What was decided before the loss holds; without, what holds goes on.
+        Collective."""
+
+        def read() -> dict[str, Any] | None:
+            record = (self.decided_before or self.files).read(step)
+            if record is None and self._record is not None:
+                record = self._record.model_copy(update=dict(step=step, decision=None))
+            if record is not None:
+                self.files.create(record)
+            return None if record is None else record.model_dump(mode="json")
+
+        if (told := self.learner.tell(read)) is not None:
+            self._take(ControlRecord.model_validate(told))
+
     def _take(self, record: ControlRecord) -> None:
         """What it says holds from now on."""
         self._record = record

@@ -17,6 +17,8 @@
       learner.json             where the nodes of the learner find node 0 (launch.cluster.roles.rendezvous)
       control/000012.json      what the ESS controller saw and decided after step 12 (pipeline.control.files)
       quant_maps/000001.yaml   a quant map that it decided on (pipeline.data.quant_maps)
+      batches/000012.lost.json batch 12 was lost by damage (pipeline.data.ledger.lost_batches)
+      skipped/000012           its step was skipped: made by the learner
       finished/ROLE            made by the learner and by the collector, once each has nothing left to do
       metrics/SOURCE.jsonl  events/SOURCE.jsonl  logs/  report.html      for people: no process takes a decision from
                                them. SOURCE is a role and its start, such as collector-000003
@@ -92,6 +94,11 @@ class RunDirectory:
     @property
     def mismatch(self) -> Path:
         return self.path / "mismatch"
+
+    @property
+    def skipped(self) -> Path:
+        """One file for each step that was skipped because its batch was lost by damage, named by its number."""
+        return self.path / "skipped"
 
     @property
     def evaluations(self) -> Path:
@@ -187,6 +194,32 @@ class RunDirectory:
         """Where `write_old_logprobs` keeps those of batch `step`."""
         return self.logprobs / f"{numbered(step)}-old.npy"
 
+    def saved_steps(self) -> list[int]:
+        """Steps of the checkpoints that have their COMMIT, ascending (pipeline.trainer.checkpoints checks the rest)."""
+        found = numbered_folders(self.checkpoints) if self.checkpoints.is_dir() else []
+        return [step for step in found if (self.checkpoints / numbered(step) / "COMMIT").exists()]
+
+    def why_not_sampled(self, index: int) -> str | None:
+        """Why batch `index` cannot be sampled now, or again: a checkpoint has learned from one, or engines serve a
+        version that has, and the schedule allows no answer of it. None where it can."""
+        saved = max(self.saved_steps(), default=0)
+        if saved > index:
+            return f"the checkpoint of step {saved} has learned from it"
+        published = self.published_version() if self.is_published() else 0
+        if published > index:
+            return f"the engines serve version {published}, which has learned from it"
+        return None
+
+    def note_skipped(self, step: int) -> None:
+        """Keep that the learner went past `step` without training, because its batch was lost by damage."""
+        self.fence()
+        self.skipped.mkdir(exist_ok=True)
+        write_atomically(self.skipped / numbered(step), "")
+
+    def skipped_steps(self) -> list[int]:
+        """What `note_skipped` kept, ascending."""
+        return numbered_folders(self.skipped) if self.skipped.is_dir() else []
+
     def trained_at_ns(self) -> int:
         """Changes with every step that the learner trains, also again after a resume: each leaves its logprobs."""
         return self.logprobs.stat().st_mtime_ns
@@ -278,7 +311,7 @@ def numbered(number: int) -> str:
 
 
 def numbered_folders(directory: Path) -> list[int]:
-    """The numbers of the folders in `directory` that are named by a number, ascending."""
+    """The numbers that name folders, or files, of `directory`, ascending."""
     return sorted(int(path.name) for path in directory.iterdir() if _NUMBER.fullmatch(path.name))
 
 

@@ -15,7 +15,6 @@ import os
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -34,8 +33,9 @@ from pipeline.data.batch_format import (
     content_sha256,
 )
 from pipeline.data.files import FIRST_POLL_S, await_visible, creating, remove_leftovers, slower
+from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
-from pipeline.data.run_directory import RunDirectory, numbered, unfenced
+from pipeline.data.run_directory import numbered, unfenced
 from pipeline.data.zarr_zip import write_zarr_zip
 from pipeline.errors import (
     AlreadyCommittedError,
@@ -70,10 +70,35 @@ class BatchStore:
         matches = (_NAME.match(name) for name in os.listdir(self.directory))
         return sorted(int(match[1]) for match in matches if match)
 
+    def lost_path(self, index: int) -> Path:
+        """Where it is recorded that batch `index` was lost by damage."""
+        return self.directory / f"{numbered(index)}{LOST_SUFFIX}"
+
+    def lost(self, index: int) -> LostBatch | None:
+        """The record of batch `index` if it was lost by damage. Raises StoreError when the record is damaged."""
+        return LostBatch.read(self.lost_path(index)) if index in self._recorded_lost() else None
+
+    def all_lost(self) -> list[LostBatch]:
+        """The records of all batches that were lost by damage, ascending."""
+        return [LostBatch.read(self.lost_path(index)) for index in self._recorded_lost()]
+
+    def _recorded_lost(self) -> list[int]:
+        names = (name.removesuffix(LOST_SUFFIX) for name in os.listdir(self.directory) if name.endswith(LOST_SUFFIX))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def settled(self) -> list[int]:
+        """Indices of the batches that are committed or lost: nothing is to be made of them. Ascending."""
+        return sorted({*self.committed(), *self._recorded_lost()})
+
     @property
     def next_index(self) -> int:
-        """The first batch that is not committed. A file that was deleted is made again."""
-        return next(i for i, found in enumerate([*self.committed(), -1]) if i != found)
+        """The first batch that is to be made. A file that was deleted is made again."""
+        return next(i for i, found in enumerate([*self.settled(), -1]) if i != found)
+
+    def holes(self) -> list[int]:
+        """Batches that are to be made, below the newest one that is there; ascending."""
+        settled = self.settled()
+        return sorted({*range(max(settled, default=0))} - {*settled})
 
     def groups_to_ask(self) -> tuple[int, tuple[int, ...]]:
         """`next_group` and `open_groups` (see Batch) before batch `next_index` is made, as the batch before it says.
@@ -81,7 +106,7 @@ class BatchStore:
         index = self.next_index
         if index == 0:
             return 0, ()
-        newest = self.read(index - 1, None)
+        newest = self.lost(index - 1) or self.read(index - 1, None)
         return newest.next_group, newest.open_groups
 
     def commit(self, batch: Batch) -> Path:
@@ -124,6 +149,8 @@ class BatchStore:
         path = self.path(index)
         if visible_s:
             await_visible(path, visible_s)
+        if (lost := self.lost(index)) is not None:
+            raise StoreError(f"{lost}; there is nothing to read")
         if not path.is_file():
             raise StoreError(f"batch {index} is not committed: no file {path}; start the collector to make it")
         try:
@@ -134,22 +161,16 @@ class BatchStore:
             raise
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy(index)}") from error
+            raise CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}") from error
         if contract is not None and batch.contract != contract:
             _refuse_contract(path, found=batch.contract, expected=contract)
         return batch
 
-    def _remedy(self, index: int) -> str:
-        """What helps against a damaged batch. Engines answer for batches up to the version that they serve, so one
-        that the policy has learned from cannot be sampled again."""
-        copy = "put back a copy of it if there is one; without a copy, stop the run"
-        published = _published(self.directory.parent)
-        if published > index:
-            return (
-                f"{copy}: the engines serve version {published}, which has learned from it, so it cannot be made anew; "
-                "start a new run from a checkpoint (`evenkeel convert megatron-to-hf`)"
-            )
-        return f"{copy}, delete this batch and every later one, and start again: the collector makes them anew"
+    def _remedy(self) -> str:
+        return (
+            f"put back a copy of it, or stop the run and repair it: `evenkeel repair {self.directory.parent}` says "
+            "whether it can be made again"
+        )
 
     def wait(self, index: int, contract: LogprobContract | None, *, deadline_s: float) -> Batch:
         """Read batch `index` as soon as it is committed. Raises DeadlineExceededError after `deadline_s`, and what
@@ -169,13 +190,6 @@ class BatchStore:
         """Delete what killed commits left behind, or superseded ones may still write; for the collector of the newest
         epoch, before its first commit. Returns the names."""
         return remove_leftovers(self.directory, self._fence)
-
-
-def _published(run: Path) -> int:
-    """The published version of the run that the batches belong to; 0 where there is none."""
-    with suppress(StoreError):
-        return RunDirectory(run).published_version() if RunDirectory(run).is_published() else 0
-    return 0
 
 
 def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobContract) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pipeline.data.records import SOLVED_REWARD, DroppedGroup, Group, Prompt
-from pipeline.rollout.group_allocator import GroupAllocator
+from pipeline.rollout.group_allocator import Allocator
 from pipeline.rollout.solved_prompts import Attempts
 
 
@@ -39,7 +39,7 @@ class BatchBuilder:
 
     index: int
     prompts: PromptSource
-    allocator: GroupAllocator
+    allocator: Allocator
     solved: Mapping[int, Attempts]
     """Problems that are not asked any more. At least one problem of `prompts` is not among them."""
     wanted: int
@@ -55,14 +55,19 @@ class BatchBuilder:
         """Another prompt to ask, or None past the bound. Groups of solved problems are passed over."""
         if self.asked == (1 + self.max_refills) * self.wanted:
             return None
-        self.asked += 1
-        while True:
-            group = self.allocator.take(self.index)
-            problem = self.prompts.problem(group)
-            if problem not in self.solved:
+        while (group := self.allocator.take(self.index)) is not None:
+            if not self._passed_over(group):
+                self.asked += 1
                 return self.prompts.prompt(group)
+        return None
+
+    def _passed_over(self, group: int) -> bool:
+        """Whether the group asks a solved problem; it is dropped then."""
+        problem = self.prompts.problem(group)
+        if problem in self.solved:
             reason = f"problem {problem} is solved: {self.solved[problem]}"
             self.dropped.append(DroppedGroup(group=group, reason=reason, kind="solved", problem=problem))
+        return problem in self.solved
 
     def keep(self, group: Group) -> bool:
         """Keep the group for the batch or for the reserve; False when another one should be asked in its place."""
@@ -76,7 +81,12 @@ class BatchBuilder:
         return self.max_refills == 0
 
     def fill_up(self) -> None:
-        """Call it when nothing more is asked: groups of the reserve take the free places, the others are dropped."""
+        """Call it when nothing more is asked: groups of the reserve take the free places, the others are dropped. So
+        are those that only this batch may have."""
+        for group in self.allocator.leftover():
+            if not self._passed_over(group):
+                reason, problem = "not needed when the batch was made again", self.prompts.problem(group)
+                self.dropped.append(DroppedGroup(group=group, reason=reason, problem=problem))
         self._reserve.sort(key=_number)
         free = self.wanted - len(self.kept)
         self.kept = sorted([*self.kept, *self._reserve[:free]], key=_number)

@@ -28,13 +28,13 @@ from pipeline.data.files import FIRST_POLL_S, slower
 from pipeline.data.records import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import DeadlineExceededError, PromptsExhaustedError
+from pipeline.errors import DeadlineExceededError, PromptsExhaustedError, StoreError
 from pipeline.patience import Patience, noted_in
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import BatchBuilder, PromptSource
 from pipeline.rollout.evaluation import summarize
-from pipeline.rollout.group_allocator import GroupAllocator
+from pipeline.rollout.group_allocator import Allocator, GroupAllocator, HoleAllocator
 from pipeline.rollout.group_sampler import GroupSampler
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.priority_semaphore import PrioritySemaphore, gather_or_cancel
@@ -88,7 +88,7 @@ class Collector:
     """Set it to end in order: nothing more is asked, what is in flight is asked again at the next start."""
     _sampler: GroupSampler = field(init=False)
     _solved: SolvedPromptFilter = field(init=False)
-    _allocator: GroupAllocator = field(init=False)
+    _allocator: Allocator = field(init=False)
     _evaluated: set[int] = field(init=False)
     _for_publish: Patience = field(init=False)
 
@@ -127,8 +127,15 @@ class Collector:
             await asyncio.gather(work, stopped, return_exceptions=True)
 
     async def _collect(self) -> None:
+        await self._collect_batches()
+        await self._evaluate(self.schedule.steps)
+
+    async def _collect_batches(self) -> None:
         await self._resync()
-        index = self._resume()
+        for hole in self.store.holes():
+            await self._make_again(hole)
+        index = self.store.next_index
+        self._take_up(index, GroupAllocator(*self.store.groups_to_ask()))
         under_way: deque[_UnderWay] = deque()
         try:
             while index < self.schedule.steps or under_way:
@@ -143,16 +150,24 @@ class Collector:
             for batch in under_way:
                 batch.task.cancel()
             await asyncio.gather(*(batch.task for batch in under_way), return_exceptions=True)
-        await self._evaluate(self.schedule.steps)
 
-    def _resume(self) -> int:
-        """Take up what the committed batches say; the index of the next one."""
-        self._allocator = GroupAllocator(*self.store.groups_to_ask())
+    async def _make_again(self, index: int) -> None:
+        """A batch that is gone, though later ones are there. Raises StoreError when no engine can answer for it."""
+        if (reason := self.run.why_not_sampled(index)) is not None:
+            raise StoreError(
+                f"{self.store.path(index)} is missing, and {reason}, so it is not sampled again; put back a copy, or "
+                f"`evenkeel repair {self.run.path}` records it as lost"
+            )
+        self._take_up(index, HoleAllocator.of(self.store, index, self.settings.prompts_per_batch))
+        await self._produce(index, asyncio.Event(), None)
+
+    def _take_up(self, index: int, allocator: Allocator) -> None:
+        """What the batches below `index` say."""
+        self._allocator = allocator
         self._solved = SolvedPromptFilter(self.settings.solved_rule)
-        committed = self.store.next_index
-        for index in range(committed if self.settings.solved_rule else 0):
-            self._solved.record(self.store.read(index, None))
-        return committed
+        for there in range(index if self.settings.solved_rule else 0):
+            if self.store.lost(there) is None:
+                self._solved.record(self.store.read(there, None))
 
     async def _produce(self, index: int, entered: asyncio.Event, previous: _UnderWay | None) -> None:
         """Generate, score and commit one batch."""
@@ -163,6 +178,10 @@ class Collector:
         builder = self._builder(index, required)
         prompts = [prompt for _ in range(builder.wanted) if (prompt := builder.next_prompt())]
         entered.set()
+        if not prompts:
+            raise StoreError(
+                f"no group is left for {self.store.path(index)}: put back a copy of it, or begin a new run"
+            )
         started = time.time()
         self.run.fence()
         self.event_log.event("issued", batch=index, first_group=prompts[0].group, groups=len(prompts), version=version)

@@ -27,7 +27,7 @@ STOP_FILE_VARIABLE = "EVENKEEL_STOP_FILE"
 ANSWER_S = 3.0
 """Rank 0 answers at least this often: the other ranks wait in a collective, which has a deadline of its own."""
 
-Answer = Literal["there", "not yet", "stop"]
+Answer = Literal["there", "lost", "not yet", "stop"]
 
 
 def stop_file_exists() -> bool:
@@ -57,14 +57,19 @@ class BatchSource:
     patience: Patience = field(default_factory=lambda: waiting_for_batches(print_notice))
     """Of rank 0."""
 
-    def wait(self, index: int) -> Batch:
-        """Batch `index`, once it is committed. Raises on every rank StoppedError when the process was asked to end,
-        DeadlineExceededError, SupersededError, and what BatchStore.read raises on any."""
+    def wait(self, index: int) -> Batch | None:
+        """Batch `index`, once it is committed; None when it was lost by damage.
+
+        Raises on every rank StoppedError when the process was asked to end, DeadlineExceededError, SupersededError, and
+        what BatchStore.read raises on any.
+        """
         watch = _Watch(self, index)
         while (answer := self.learner.tell(watch.look)) == "not yet":
             pass
         if answer == "stop":
             raise StoppedError(f"asked to end before batch {index}; start the run again to go on")
+        if answer == "lost":
+            return None
         found: list[Batch] = []
         self.learner.everywhere(lambda: found.append(self.store.read(index, self.contract, visible_s=self.visible_s)))
         return found[0]
@@ -88,9 +93,9 @@ class _Watch:
         while True:
             if source.stop_requested():
                 return "stop"
-            if source.store.exists(self._index):
+            if self._index in source.store.settled():
                 source.patience.progress()
-                return "there"
+                return "there" if source.store.lost(self._index) is None else "lost"
             source.patience.still(f"batch {self._index}")
             self._judge()
             if time.monotonic() >= ends:

@@ -91,6 +91,9 @@ class Trainer:
         watch = Stopwatch()
         with watch.phase("wait"):
             batch = self.batches.wait(step)
+        if batch is None:
+            self._skip(step)
+            return
         update = self._update(batch, watch)
         measured = describe(batch, step)
         self.advantage_computer.estimator.observe(solve_rate=asked_solve_rate(batch), entropy=update.metrics["entropy"])
@@ -99,8 +102,21 @@ class Trainer:
             controlled = {} if self.controller is None else self.controller.after(batch, update)
             published = controlled | self._publish(step)
         self.learner.tell(lambda: self._record(step, update, measured, published, watch))
-        if (step + 1) % self.checkpoint_every == 0 or step + 1 == self.schedule.steps:
-            self._save(step + 1)
+        self._save_if_due(step + 1)
+
+    def _skip(self, step: int) -> None:
+        """A step whose batch was lost by damage: the next version has the weights of this one."""
+        if self.controller is not None:
+            self.controller.skip(step)
+        self._publish(step)
+        if self.learner.is_rank_zero:
+            self.run.note_skipped(step)
+            self.event_log.event("skipped", step=step)
+        self._save_if_due(step + 1)
+
+    def _save_if_due(self, step: int) -> None:
+        if step % self.checkpoint_every == 0 or step == self.schedule.steps:
+            self._save(step)
 
     def _record(
         self, step: int, update: Update, measured: dict[str, float], published: dict[str, float], watch: Stopwatch

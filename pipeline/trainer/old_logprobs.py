@@ -52,7 +52,10 @@ class OldLogprobs:
     def _score_stage(self, first: int) -> None:
         self._stage.clear()
         for index in range(first, min(first + self.schedule.updates_per_stage, self.schedule.steps)):
-            self._stage[index] = self.learner.logprobs(self.batches.wait(index))
+            batch = self.batches.wait(index)
+            if batch is None:
+                continue
+            self._stage[index] = self.learner.logprobs(batch)
             self.learner.tell(lambda index=index: self.run.write_old_logprobs(index, self._stage[index]))  # type: ignore[misc]
 
     def _kept(self, step: int) -> NDArray[np.float32]:
@@ -61,7 +64,7 @@ class OldLogprobs:
         if not self.learner.tell(path.exists):
             raise StoreError(
                 f"{self.run.logprobs} lacks the log-probabilities of batch {step} from the beginning of its stage; "
-                "remove the checkpoints after that beginning: the stage is then trained again"
+                f"`evenkeel repair {self.run.path}` goes back to a checkpoint from which the stage is trained again"
             )
 
         self.learner.everywhere(lambda: await_visible(path))

@@ -142,7 +142,7 @@ async def learner(run: RunDirectory, schedule: Schedule, seconds_per_step: float
     """Publishes version b + 1 once batch b is committed, as the real one does."""
     store = BatchStore(run.batches)
     for step in range(schedule.steps):
-        while not store.exists(step):
+        while step not in store.settled():
             await asyncio.sleep(0.005)
         await asyncio.sleep(seconds_per_step)
         if schedule.publishes_after(step) and step + 1 > run.published_version():

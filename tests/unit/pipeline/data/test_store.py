@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ from zarr.storage import ZipStore
 
 from pipeline.data.batch_format import PER_SAMPLE, PER_TOKEN, arrays_of, attributes_of, content_sha256
 from pipeline.data.epochs import claim
+from pipeline.data.ledger.lost_batches import LostBatch
 from pipeline.data.records import Batch, DroppedGroup, LogprobContract
-from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import (
     AlreadyCommittedError,
@@ -36,7 +37,6 @@ from pipeline.errors import (
     StoreError,
     SupersededError,
 )
-from pipeline.schedule import Schedule
 from tests.support.examples import examples
 
 MakeBatch = Callable[..., Batch]
@@ -352,25 +352,44 @@ def test_every_truncation_is_detected(tmp_path: Path, make_batch: MakeBatch) -> 
     lengths = {0, 1, 22, len(whole) - 1, len(whole) - 22, *random.Random(0).sample(range(len(whole)), 150)}
     for length in sorted(lengths):
         path.write_bytes(whole[:length])
-        with pytest.raises(CorruptBatchError, match=r"000000\.zarr\.zip fails its checks .* delete this batch"):
+        with pytest.raises(CorruptBatchError, match=r"000000\.zarr\.zip fails its checks .* `evenkeel repair "):
             store.read(0, None)
 
 
-@pytest.mark.parametrize(
-    ("published", "remedy"), [(3, "delete this batch and every later"), (4, "start a new run from")]
-)
-def test_the_remedy_for_a_damaged_batch_is_one_that_helps(
-    tmp_path: Path, make_batch: MakeBatch, published: int, remedy: str
-) -> None:
-    """No engine may answer for batch 3 once version 4 is published: made anew, it would never be filled."""
-    run = RunDirectory(tmp_path)
-    run.make_folders()
-    run.set_published(published)
-    store = BatchStore(run.batches)
-    store.commit(make_batch(3)).write_bytes(b"")
-    with pytest.raises(CorruptBatchError, match=f"put back a copy of it .* {remedy}"):
-        store.read(3, None)
-    assert Schedule(kind="sync", steps=9).allows(3, published) == (published == 3)
+def lost(index: int, **changes: Any) -> LostBatch:
+    fields: dict[str, Any] = dict(reason="flipped", recorded="now", learned=True, groups=(2, 3), known="all")
+    return LostBatch(**{**fields, "index": index, "next_group": 6, "open_groups": (4, 5), **changes})
+
+
+def test_a_lost_batch_keeps_its_place(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    store.commit(make_batch(0))
+    lost(1).write(store.lost_path(1))
+    assert (store.committed(), store.settled(), store.next_index, store.holes()) == ([0], [0, 1], 2, [])
+    assert store.groups_to_ask() == (6, (4, 5))
+    assert store.lost(1) == lost(1)
+    assert store.all_lost() == [lost(1)]
+    with pytest.raises(StoreError, match=r"batch 1 was lost by damage \(flipped; recorded now\)"):
+        store.read(1, None)
+    with pytest.raises(FileExistsError):
+        lost(1, reason="other").write(store.lost_path(1))
+
+
+def test_a_damaged_record_of_a_loss_is_named(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    lost(1).write(store.lost_path(1))
+    store.lost_path(1).write_text("{}")
+    with pytest.raises(StoreError, match=r"000001\.lost\.json is damaged .* `evenkeel repair"):
+        store.lost(1)
+
+
+def test_holes_are_what_is_to_be_made_below_the_newest(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    assert store.holes() == []
+    for index in (1, 4):
+        store.commit(make_batch(index))
+    lost(3).write(store.lost_path(3))
+    assert (store.holes(), store.next_index) == ([0, 2], 0)
 
 
 @given(position=st.integers(0, 2**32), bit=st.integers(0, 7))

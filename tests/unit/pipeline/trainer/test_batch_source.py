@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.epochs import claim
+from pipeline.data.ledger.lost_batches import LostBatch
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -28,6 +29,11 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
+def index_of(batch: Batch | None) -> int:
+    assert batch is not None
+    return batch.index
+
+
 def source(run: RunDirectory, **changes: Any) -> BatchSource:
     fields: dict[str, Any] = dict(
         run=run, store=BatchStore(run.batches), learner=OneRank(), contract=None, wait_deadline_s=20.0
@@ -41,8 +47,16 @@ def test_a_batch_is_read_once_it_is_there(
     monkeypatch.setattr(batch_source, "ANSWER_S", 0.05)  # several rounds
     writer = threading.Timer(0.3, BatchStore(run.batches).commit, [make_batch(0)])
     writer.start()
-    assert source(run).wait(0).index == 0
+    assert index_of(source(run).wait(0)) == 0
     writer.join()
+
+
+def test_a_lost_batch_is_not_waited_for(run: RunDirectory) -> None:
+    store = BatchStore(run.batches)
+    LostBatch(
+        index=0, reason="r", recorded="now", learned=False, groups=(), known="all", next_group=0, open_groups=()
+    ).write(store.lost_path(0))
+    assert source(run).wait(0) is None
 
 
 def test_a_request_to_stop_ends_the_wait(
@@ -52,7 +66,7 @@ def test_a_request_to_stop_ends_the_wait(
     stop = tmp_path / "stop"
     monkeypatch.setenv(STOP_FILE_VARIABLE, str(stop))
     BatchStore(run.batches).commit(make_batch(0))
-    assert source(run).wait(0).index == 0
+    assert index_of(source(run).wait(0)) == 0
     threading.Timer(0.2, stop.touch).start()
     with pytest.raises(StoppedError, match="before batch 1; start the run again"):
         source(run).wait(1)
@@ -78,7 +92,7 @@ def test_a_collector_that_evaluates_or_commits_is_waited_for(run: RunDirectory, 
         next(happens)()
         return False
 
-    assert source(run, wait_deadline_s=0.0, stop_requested=collector_goes_on).wait(1).index == 1
+    assert index_of(source(run, wait_deadline_s=0.0, stop_requested=collector_goes_on).wait(1)) == 1
 
 
 def test_a_superseded_learner_does_not_wait_on(run: RunDirectory) -> None:

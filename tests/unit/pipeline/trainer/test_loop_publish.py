@@ -99,12 +99,15 @@ def test_a_thawed_learner_does_not_publish(run: RunDirectory) -> None:
 class Steps(Recorder):
     """A learner whose every step is trained at once; the batches come until one is asked for that is not there."""
 
-    def __init__(self, run: RunDirectory, stop_before: int) -> None:
+    def __init__(self, run: RunDirectory, stop_before: int, lost: int = -1) -> None:
         super().__init__()
         self.run = run
         self.stop_before = stop_before
+        self.lost = lost
 
     def wait(self, index: int) -> Any:
+        if index == self.lost:
+            return None
         if index == self.stop_before:
             raise StoppedError("asked to end")
         return SimpleNamespace()
@@ -114,7 +117,9 @@ class Steps(Recorder):
 
     def save(self, learner: Any, step: int, state: Any) -> None:
         recorded = [line["step"] for line in read_metrics(self.run.path)]
-        assert recorded == list(range(step)), "a step is recorded before its checkpoint"
+        assert recorded == [done for done in range(step) if done != self.lost], (
+            "a step is recorded before its checkpoint"
+        )
         assert all(self.run.learner_logprobs(trained) is not None for trained in recorded)
         super().save(learner, step, state)
 
@@ -141,6 +146,25 @@ def test_a_run_to_its_end_saves_when_due(run: RunDirectory, monkeypatch: pytest.
     loop_of(run, steps, monkeypatch).train()
     assert steps.calls == ["save 2", "save 4", "export"]
     assert [event["step"] for event in read_events(run.path, "saved")] == [2, 4]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_a_step_whose_batch_was_lost_is_skipped_published_and_saved(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    steps = Steps(run, stop_before=99, lost=lost)
+    loop = loop_of(run, steps, monkeypatch)
+    loop.channel = steps  # type: ignore[assignment]
+    run.set_published(0)
+    skipped: list[int] = []
+    loop.controller = SimpleNamespace(  # type: ignore[assignment]
+        restore=lambda step: None, after=lambda batch, update: {}, skip=skipped.append
+    )
+    loop.train()
+    assert [call for call in steps.calls if call.startswith("save")] == ["save 2", "save 4"]
+    assert [call for call in steps.calls if call.startswith("publish")] == [f"publish {v}" for v in (1, 2, 3, 4)]
+    assert [event["step"] for event in read_events(run.path, "skipped")] == [lost]
+    assert run.skipped_steps() == skipped == [lost]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +56,17 @@ def test_a_stage_is_scored_once_and_whole(tmp_path: Path) -> None:
     assert learner.scored == [0, 1, 2, 3, 4]  # the run ends within its second stage
 
 
+def test_a_lost_batch_of_a_stage_is_left_out(tmp_path: Path) -> None:
+    learner = Learner(weights=-10.0)
+    old = old_logprobs(tmp_path, learner, Schedule(kind="staged", steps=3, updates_per_stage=3))
+    old = replace(old, batches=SimpleNamespace(wait=lambda index: None if index == 1 else batch(index)))  # type: ignore[arg-type]
+    assert old.of(batch(0)) is not None
+    found = old.of(batch(2))
+    assert found is not None
+    assert found[0] == -8.0
+    assert learner.scored == [0, 2]
+
+
 def test_a_learner_that_is_started_again_inside_a_stage_reads_what_was_kept(tmp_path: Path) -> None:
     schedule = Schedule(kind="staged", steps=3, updates_per_stage=3)
     old_logprobs(tmp_path, Learner(weights=-10.0), schedule).of(batch(0))
@@ -67,7 +79,7 @@ def test_a_learner_that_is_started_again_inside_a_stage_reads_what_was_kept(tmp_
 
 def test_without_it_the_stage_cannot_go_on(tmp_path: Path) -> None:
     old = old_logprobs(tmp_path, Learner(0.0), Schedule(kind="staged", steps=4, updates_per_stage=4))
-    with pytest.raises(StoreError, match="batch 2 from the beginning of its stage; remove the checkpoints"):
+    with pytest.raises(StoreError, match="batch 2 from the beginning of its stage; `evenkeel repair"):
         old.of(batch(2))
 
 
