@@ -1,0 +1,79 @@
+"""What must hold of a run directory at the end, whatever happened on the way."""
+
+from __future__ import annotations
+
+import os
+
+from pipeline.analysis.audit import verify_history
+from pipeline.data.event_log import read_events, read_metrics
+from pipeline.data.files import is_temporary
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from tests.chaos.simulation.learner import HashLearner
+from tests.chaos.simulation.roles import Setting, final_weights, schedule_of, solved_rule_of, trainer
+
+
+def judge(setting: Setting) -> None:
+    """Name every invariant that does not hold."""
+    _history(setting)
+    _records(setting)
+    _replay(setting)
+    _leftovers(setting)
+
+
+def _history(setting: Setting) -> None:
+    world, plan = setting.world, setting.world.plan
+    audit = verify_history(setting.path, schedule_of(plan), plan.steps, solved_rule_of(plan))
+    if not audit.sound:
+        world.problem(f"verify history: {audit}")
+    if audit.batches != plan.steps:
+        world.problem(f"{audit.batches} batches of {plan.steps}")
+    store = BatchStore(setting.run.batches)
+    if beyond := [index for index in store.committed() if index >= plan.steps]:
+        world.problem(f"batches beyond the end: {beyond}")
+    for index in store.committed():
+        groups = len(set(store.read(index, None).group.tolist()))
+        if plan.refills and groups != plan.prompts:
+            world.problem(f"batch {index} has {groups} groups, expected {plan.prompts}")
+
+
+def _records(setting: Setting) -> None:
+    world, plan, run = setting.world, setting.world.plan, setting.run
+    steps = list(range(plan.steps))
+    if (found := [line["step"] for line in read_metrics(run.path)]) != steps:
+        world.problem(f"metrics of steps {found}")
+    if missing := [step for step in steps if run.learner_logprobs(step) is None]:
+        world.problem(f"no learner log-probabilities of steps {missing}")
+    if (published := run.published_version()) != plan.steps:
+        world.problem(f"version {published} is published at the end")
+    schedule = schedule_of(plan)
+    due = {schedule.published_before(index) for index in range(0, plan.steps, plan.evaluate_every)} | {plan.steps}
+    if (evaluated := run.evaluated_versions()) != due:
+        world.problem(f"versions {sorted(evaluated)} are evaluated, due are {sorted(due)}")
+    committed = [event["batch"] for event in read_events(run.path, "committed")]
+    if len(set(committed)) != len(committed) and "power cut" not in world.happened:
+        world.problem(f"batches were committed twice: {committed}")
+    consumed = {event["step"] for event in read_events(run.path, "consumed")}
+    if consumed != set(steps):
+        world.problem(f"steps {sorted(consumed)} were consumed")
+
+
+def _replay(setting: Setting) -> None:
+    """The same batches again, without interruption and without engines."""
+    world = setting.world
+    replay = RunDirectory(setting.path.with_name("replay"))
+    replay.make_folders()
+    trainer(setting, replay, setting.run, HashLearner(world), None, "learner-000001", lambda: False).train()
+    if final_weights(replay) != final_weights(setting.run):
+        world.problem("the final weights are not those of a replay of the batches")
+
+
+def _leftovers(setting: Setting) -> None:
+    left = [
+        os.path.relpath(os.path.join(folder, name), setting.path)
+        for folder, folders, files in os.walk(setting.path)
+        for name in (*folders, *files)
+        if is_temporary(name)
+    ]
+    if left:
+        setting.world.problem(f"left behind: {', '.join(sorted(left))}")

@@ -1,0 +1,146 @@
+"""A learner whose weights are a hash of everything that it was trained on, and the channel that publishes them.
+
+Two such learners have equal weights if, and only if, they were trained on the same batches, in the same order, with the
+same advantages and the same old log-probabilities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_bridge.hf.folders import replace_folder
+from pipeline.data.batch_format import arrays_of
+from pipeline.data.files import temporary_name
+from pipeline.data.records import Batch
+from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders, unfenced
+from pipeline.ports.learner import Update
+from rollout_sglang.weights.update_lease import Updates
+from tests.chaos.simulation.engines import EngineRoom, SimulatedFleet
+from tests.chaos.simulation.turns import run_loop
+from tests.chaos.simulation.world import World
+from tests.support.one_rank import OneRank
+
+Floats = NDArray[np.float32]
+
+
+class HashLearner(OneRank):
+    """Implements pipeline.ports.learner.Learner on one rank."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._draw = world.random(f"learner {world.me().name}")
+        self.weights = hashlib.sha256(b"initial").hexdigest()
+
+    def logprobs(self, batch: Batch) -> Floats:
+        seed = hashlib.sha256(f"{self.weights} {batch.index}".encode()).digest()
+        draw = np.random.Generator(np.random.Philox(key=np.frombuffer(seed[:16], "<u8")))
+        self._spend(0.1)
+        return -draw.random(batch.num_response_tokens, np.float32)
+
+    def update(
+        self,
+        batch: Batch,
+        advantages: Floats,
+        scored: Floats | None,
+        *,
+        old_logprobs: Floats | None = None,
+        trained: NDArray[np.bool_] | None = None,
+        lr_factor: float = 1.0,
+    ) -> Update:
+        before = self.logprobs(batch)
+        digest = hashlib.sha256(f"{self.weights} {batch.index} {lr_factor}".encode())
+        for array in (*arrays_of(batch).values(), advantages, scored, old_logprobs, trained):
+            digest.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
+        self._spend(0.5)
+        self._world.point("update", f"batch {batch.index}")
+        self.weights = digest.hexdigest()
+        metrics = dict(loss=0.0, entropy=float(-before.mean()), num_tokens=float(len(before)))
+        return Update(metrics=metrics, histogram=[1.0], logprobs=before)
+
+    def save(self, directory: Path) -> None:
+        (directory / "model").mkdir()
+        (directory / "model" / "shard.bin").write_text(self.weights)
+        self._spend(0.1)
+        (directory / "rng.json").write_text(json.dumps(dict(weights=self.weights)))
+
+    def load(self, directory: Path) -> None:
+        self.weights = (directory / "model" / "shard.bin").read_text()
+        assert json.loads((directory / "rng.json").read_text())["weights"] == self.weights, "a mixed checkpoint"
+
+    def export(self, directory: Path, fence: Callable[[], None] = unfenced) -> None:
+        write_policy(self.weights, directory, fence)
+
+    def _spend(self, mean_s: float) -> None:
+        time.sleep(self._draw.expovariate(1 / mean_s))
+
+
+def write_policy(weights: str, target: Path, fence: Callable[[], None]) -> None:
+    """A policy folder, by the product's own way to give folders their names."""
+    temporary = temporary_name(target)
+    temporary.mkdir(parents=True)
+    (temporary / "model.safetensors").write_text(weights)
+    (temporary / "manifest.json").write_text(json.dumps(dict(tensors=dict(all=weights))))
+    replace_folder(temporary, target, fence)
+
+
+class SimulatedChannel:
+    """Implements pipeline.ports.weight_update.WeightChannel, in the order of the disk channel or of a streamed one."""
+
+    def __init__(
+        self, room: EngineRoom, run: RunDirectory, learner: HashLearner, updates: Updates, note: Callable[[int], None]
+    ) -> None:
+        self._room, self._run, self._learner, self._updates = room, run, learner, updates
+        self._note = note
+        """Told which version is published now, whatever dies."""
+        self._folder: tuple[int, str] | None = None
+        """What a writer in the background has not written yet."""
+
+    def publish(self, version: int) -> dict[str, float]:
+        world = self._room.world
+        world.point("publish", str(version))
+        self.wait_for_folder()
+        self._folder = version, self._learner.weights
+        if not world.plan.streamed:
+            self.wait_for_folder()
+        fleet = SimulatedFleet(self._room, self._run, self._updates)
+        folder = self._run.policy_directory(version)
+        if world.plan.streamed:
+            folder = self._run.policies  # the tensors come over the network: no folder is read
+        seconds = run_loop(world, fleet.load(version, folder))
+        self._run.set_published(version)
+        self._note(version)
+        self._prune(version)
+        return seconds | {"publish_s": 0.5}
+
+    def wait_for_folder(self) -> None:
+        if self._folder is not None:
+            (version, weights), self._folder = self._folder, None
+            write_policy(weights, self._run.policy_directory(version), self._run.fence)
+
+    def close(self) -> None:
+        self.wait_for_folder()
+
+    def _prune(self, published: int) -> None:
+        """As megatron_bridge.weight_sync.export.prune, which needs torch."""
+        import shutil
+
+        older = [version for version in numbered_folders(self._run.policies) if version < published]
+        for version in older[: max(0, len(older) - self._room.world.plan.keep_policies)]:
+            shutil.rmtree(self._run.policy_directory(version))
+
+
+def seed_policy(run: RunDirectory) -> None:
+    """As launch.run.begin.seed_policy."""
+    if not run.is_published():
+        write_policy("initial", run.policy_directory(0), run.fence)
+        run.set_published(0)
+
+
+__all__ = ["HashLearner", "SimulatedChannel", "numbered", "seed_policy", "write_policy"]

@@ -1,0 +1,295 @@
+"""The two programs of a run, put together as launch.run.collect and launch.run.learn do, over the doubles."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from launch.cluster.roles.base import status_of
+from pipeline.advantages.compute import AdvantageComputer
+from pipeline.advantages.methods.fade import FADE
+from pipeline.advantages.methods.grpo import GRPO
+from pipeline.data.epochs import Epoch, claim
+from pipeline.data.event_log import EventLog
+from pipeline.data.records import LogprobContract, Prompt
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.errors import EvenKeelError, StoppedError
+from pipeline.ports.engines import Sampling
+from pipeline.rollout.collector import Collector, CollectorSettings
+from pipeline.rollout.interruption import Interruption
+from pipeline.rollout.solved_prompts import SolvedPromptRule
+from pipeline.schedule import Schedule
+from pipeline.tasks.order import PromptOrder
+from pipeline.trainer.batch_source import BatchSource
+from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.trainer.loop import Trainer
+from pipeline.trainer.old_logprobs import OldLogprobs
+from rollout_sglang.weights.update_lease import Updates
+from tests.chaos.simulation.engines import VOCABULARY, EngineRoom, SimulatedFleet, SimulatedVerifiers
+from tests.chaos.simulation.learner import HashLearner, SimulatedChannel, seed_policy
+from tests.chaos.simulation.plan import Plan
+from tests.chaos.simulation.turns import run_loop
+from tests.chaos.simulation.world import Process, World
+
+WAIT_DEADLINE_S = 120.0
+CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="ab" * 32)
+NUM_PROBLEMS = 9
+
+
+@dataclass
+class Promises:
+    """What a process was told is done for good: no fault may take it back."""
+
+    batches: set[int] = field(default_factory=set)
+    saved: int = 0
+    published: int = 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all processes of a simulation share."""
+
+    world: World
+    path: Path
+    room: EngineRoom
+    promises: Promises
+
+    @property
+    def run(self) -> RunDirectory:
+        return RunDirectory(self.path)
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    return Schedule(kind=plan.kind, steps=plan.steps, lag=plan.lag, updates_per_stage=plan.stage)
+
+
+def solved_rule_of(plan: Plan) -> SolvedPromptRule | None:
+    return SolvedPromptRule(pass_rate=0.75, min_samples=4) if plan.solved else None
+
+
+class SimulatedPrompts:
+    """Implements pipeline.rollout.batch_builder.PromptSource. Problem 0 cannot be solved; the others ever more easily.
+    Some groups do not fit."""
+
+    num_problems = NUM_PROBLEMS
+
+    def __init__(self) -> None:
+        self._order = PromptOrder(NUM_PROBLEMS, 0)
+
+    def problem(self, group: int) -> int:
+        return self._order.problem(group)
+
+    def prompt(self, group: int) -> Prompt:
+        problem = self.problem(group)
+        fill = (9,) * (30 if problem == 3 else 1)
+        return Prompt(group=group, text="p", answer="a", tokens=(_ease(problem), *fill), problem=problem)
+
+    def held_out(self, count: int) -> Sequence[Prompt]:
+        return [Prompt(group=-1 - i, text="h", answer="a", tokens=(20, 2)) for i in range(count)]
+
+
+def _ease(problem: int) -> int:
+    return 0 if problem == 0 else min(VOCABULARY, 10 * problem)
+
+
+class PlainTokenizer:
+    """Tokens are their numbers."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
+
+class WatchedStore(BatchStore):
+    """Notes what it promised."""
+
+    promises: Promises
+
+    def commit(self, batch: Any) -> Path:
+        path = super().commit(batch)
+        self.promises.batches.add(batch.index)
+        return path
+
+
+@dataclass(frozen=True)
+class WatchedCheckpoints(Checkpoints):
+    """Notes what it promised, and asks for it."""
+
+    setting: Setting | None = None
+
+    def save(self, learner: Any, step: int, state: Mapping[str, float]) -> None:
+        super().save(learner, step, state)
+        if self.setting is not None:
+            self.setting.promises.saved = max(self.setting.promises.saved, step)
+
+    def restore(self, learner: Any) -> tuple[int, dict[str, float]]:
+        promised = 0 if self.setting is None else self.setting.promises.saved
+        step, state = super().restore(learner)
+        if step < promised and self.setting is not None:
+            self.setting.world.problem(f"a checkpoint was lost: saved up to step {promised}, resumed at {step}")
+        return step, state
+
+
+def guarded(body: Any) -> Any:
+    """The exit status of a role that meets an error, as launch.cluster.roles.base.run_role decides it."""
+
+    def run(process: Process) -> int:
+        try:
+            return int(body(process))
+        except EvenKeelError as error:
+            process.error = error
+            return status_of(error)
+
+    return run
+
+
+def collector_role(setting: Setting, process: Process) -> int:
+    """As launch.cluster.roles.collector and launch.run.collect."""
+    world, plan = setting.world, setting.world.plan
+    epoch = claim(setting.path, "collector")
+    run = setting.run.under(epoch)
+    if run.is_finished():
+        return 0
+    while not run.is_published():
+        _sleep(world, process)
+    store = WatchedStore(run.batches, run.fence)
+    store.promises = setting.promises
+    store.remove_partial()
+    fleet = SimulatedFleet(setting.room, run, Updates(run.updates, epoch))
+
+    async def work() -> bool:
+        collector = _collector(setting, run, store, fleet, epoch)
+        nonlocal stop
+        stop = collector.stop
+        return await collector.collect()
+
+    stop: asyncio.Event | None = None
+
+    def every_turn() -> None:
+        if process.stop_requested and stop is not None:
+            stop.set()
+
+    if not run_loop(world, work(), every_turn):
+        raise StoppedError("asked to end")
+    run.set_finished("collector")
+    del plan
+    return 0
+
+
+def _sleep(world: World, process: Process) -> None:
+    world.point("sleep")
+    world.sleep(0.5)
+    if process.stop_requested:
+        raise StoppedError("asked to end")
+
+
+def _collector(
+    setting: Setting, run: RunDirectory, store: BatchStore, fleet: SimulatedFleet, epoch: Epoch
+) -> Collector:
+    plan = setting.world.plan
+    interruption = Interruption(from_tokens=1, to_tokens=3, phrase=(11, 12), answer_tokens=2, seed=0)
+    return Collector(
+        run=run,
+        store=store,
+        schedule=schedule_of(plan),
+        engines=fleet,
+        prompts=SimulatedPrompts(),
+        tokenizer=PlainTokenizer(),  # type: ignore[arg-type]
+        verifiers=SimulatedVerifiers(setting.world),  # type: ignore[arg-type]
+        contract=CONTRACT,
+        event_log=EventLog(run.path, epoch.name),
+        settings=CollectorSettings(
+            prompts_per_batch=plan.prompts,
+            group_size=plan.group,
+            sampling=Sampling(max_new_tokens=8),
+            concurrent_prompts=3,
+            max_prompt_tokens=20,
+            evaluate_every=plan.evaluate_every,
+            evaluation_prompts=1,
+            evaluation_samples=2,
+            evaluation_sampling=Sampling(max_new_tokens=8),
+            wait_deadline_s=WAIT_DEADLINE_S,
+            recipe_sha256="cd" * 32,
+            interruption=interruption if plan.interruption else None,
+            max_refills=plan.refills,
+            solved_rule=solved_rule_of(plan),
+        ),
+    )
+
+
+def learner_role(setting: Setting, process: Process) -> int:
+    """As launch.cluster.roles.learner and launch.run.learn."""
+    setting.run.make_folders()
+    epoch = claim(setting.path, "learner")
+    run = setting.run.under(epoch)
+    if run.is_finished():
+        return 0
+    seed_policy(run)
+    learner = HashLearner(setting.world)
+    promises = setting.promises
+
+    def published(version: int) -> None:
+        promises.published = max(promises.published, version)
+
+    channel = SimulatedChannel(setting.room, run, learner, Updates(run.updates, epoch), published)
+    trainer(setting, run, run, learner, channel, epoch.name, lambda: process.stop_requested).train()
+    channel.close()
+    run.set_finished("learner")
+    return 0
+
+
+def trainer(
+    setting: Setting,
+    run: RunDirectory,
+    source: RunDirectory,
+    learner: HashLearner,
+    channel: SimulatedChannel | None,
+    name: str,
+    stop_requested: Any,
+) -> Trainer:
+    """The loop of `run`, on the batches of `source`; without a channel it replays them."""
+    plan = setting.world.plan
+    advantage = (FADE if plan.moving_advantage else GRPO)()
+    shared: dict[str, Any] = dict(
+        run=run,
+        batches=BatchSource(
+            run=run,
+            store=BatchStore(source.batches),
+            learner=learner,
+            contract=CONTRACT,
+            wait_deadline_s=WAIT_DEADLINE_S,
+            stop_requested=stop_requested,
+        ),
+        learner=learner,
+        schedule=schedule_of(plan),
+        updates_per_batch=plan.updates_per_batch,
+    )
+    return Trainer(
+        **shared,
+        old_logprobs=OldLogprobs(**shared) if plan.old_logprobs else None,
+        advantage_computer=AdvantageComputer(section=advantage, estimator=advantage.estimator(), max_new_tokens=8),
+        scores_step=True,
+        reads_step_logprobs=True,
+        channel=channel,
+        checkpoints=WatchedCheckpoints(
+            run.checkpoints,
+            plan.keep_checkpoints,
+            run.fence,
+            setting=None if channel is None else setting,
+        ),
+        checkpoint_every=plan.checkpoint_every,
+        event_log=EventLog(run.path, name),
+    )
+
+
+def final_weights(run: RunDirectory) -> str:
+    """Of the exported model."""
+    return (run.model / "model.safetensors").read_text()
+
+
+__all__ = ["Setting", "collector_role", "final_weights", "guarded", "learner_role", "np", "trainer"]

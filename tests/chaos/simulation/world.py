@@ -1,0 +1,252 @@
+"""Virtual time, and processes that take turns: exactly one runs, and the seed decides which one is next.
+
+A process of the simulation is a thread. It runs until it sleeps or until a point (a file operation, a turn of its event
+loop) at which a fault of the plan is due, or at which the seed lets others run first. Then the one whose time has come
+goes on. No thread ever runs beside another one, so one seed gives one history.
+
+A killed process gets `Killed` at its point, and at every later one: what unwinds of it can change nothing any more.
+"""
+
+from __future__ import annotations
+
+import _thread
+import hashlib
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from tests.chaos.simulation.baton import Stack, new_stack
+from tests.chaos.simulation.plan import Fault, Plan
+
+OPERATION_S = 1e-4
+"""What a point takes: a process that only looks, without sleeping, gets no further in no time."""
+MOST_POINTS = 60_000
+LATEST_S = 30_000.0
+EPOCH_S = 1_750_000_000.0
+"""The time of day when a simulation begins, in seconds since 1970."""
+
+
+class Killed(BaseException):
+    """kill -9 of the process that runs; no handler of the product catches it."""
+
+
+class Process:
+    """One start of a role; `operator` is the one that is no part of the machine."""
+
+    def __init__(self, role: str, number: int, host: str) -> None:
+        self.role = role
+        self.name = f"{role}.{number}"
+        self.host = host
+        self.status: int | None = None
+        """Exit status; None while it lives. -9: killed."""
+        self.error: BaseException | None = None
+        self.dead = False
+        """It was killed, and may not have unwound yet."""
+        self.stop_requested = False
+        self.unwinding = False
+        self.wake: tuple[float, float] = (0.0, 0.0)
+        """(virtual seconds, a draw that decides between two of the same time)."""
+        self.stack: Stack
+        self.began = 0.0
+        self.ident = 0
+        """Of its thread."""
+
+        self.frozen = False
+        self.replaced = False
+        """Frozen, and given up: its role is started again elsewhere."""
+
+
+class World:
+    """The clock, the processes and the trace of one simulation."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.now = 0.0
+        self.clock_offset = EPOCH_S
+        """Of time.time; faults change it."""
+        self.processes: list[Process] = []
+        self.current: Process | None = None
+        self.points = 0
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """(role, operation) → how often it was reached."""
+        self.problems: list[str] = []
+        self.happened: list[str] = []
+        """Faults that struck."""
+        self.trace: list[str] | None = None
+        self.digest = hashlib.sha256()
+        self.full_until = -1.0
+        """No space is left on the device until then."""
+        self.power_cut: Fault | None = None
+        self.schedule_random = random.Random(f"schedule {plan.seed}")
+        self.names_random = random.Random(f"names {plan.seed}")
+        self._pending = list(plan.faults)
+        self.started = 0
+        self.ends = False
+        self.root = "?"
+        """Where its disk lies."""
+
+    def random(self, what: str) -> random.Random:
+        """A stream of its own for each part of the simulation: leaving out a fault changes no other draw."""
+        return random.Random(f"{what} {self.plan.seed}")
+
+    # ---- processes
+
+    def start(self, role: str, body: Callable[[Process], int], delay_s: float = 0.0, host: str = "a") -> Process:
+        """Begin a process in `delay_s`; `body` returns its exit status."""
+        self.started += 1
+        process = Process(role, self.started, host)
+        process.began = self.now + delay_s
+        process.wake = (process.began, self.schedule_random.random())
+        self.processes.append(process)
+
+        def run() -> None:
+            process.ident = _thread.get_ident()
+            try:
+                if process.dead:
+                    raise Killed
+                process.status = body(process)
+            except Killed:
+                process.status = -9
+            except BaseException as error:  # noqa: BLE001 (a bug of the product or of the simulation: the verdict names it)
+                process.status, process.error = 1, error
+            self.note(process.name, "ends", f"{process.status} {self.said(process.error)}")
+            self.processes.remove(process)
+            following = self._next()
+            process.stack.leave(self._ground if following is None else following.stack)
+
+        process.stack = new_stack(run)
+        return process
+
+    def run(self, body: Callable[[Process], int]) -> None:
+        """Run the operator, and everything that it starts, to the end."""
+        self._ground = new_stack()
+        self.start("operator", body)
+        following = self._next()
+        assert following is not None
+        self._ground.give(following.stack)
+
+    def kill(self, process: Process) -> None:
+        """It unwinds next, before anything else happens."""
+        process.dead = True
+        process.wake = (-math.inf, 0.0)
+
+    def sleep(self, seconds: float) -> None:
+        """The process that runs lets the others run for `seconds`. Raises Killed."""
+        me = self.me()
+        if me.dead:
+            if me.unwinding:
+                return
+            raise Killed
+        me.wake = (self.now + max(0.0, seconds), self.schedule_random.random())
+        following = self._next()
+        if following is not me:
+            assert following is not None
+            me.stack.give(following.stack)
+        if me.dead:
+            raise Killed
+
+    def me(self) -> Process:
+        """The process that runs."""
+        assert self.current is not None
+        return self.current
+
+    def is_mine(self) -> bool:
+        """Whether the calling thread is the process that runs (others belong to libraries, or to the test)."""
+        return self.current is not None and self.current.ident == _thread.get_ident()
+
+    def _next(self) -> Process | None:
+        """Whose turn it is; None when all have ended."""
+        self.current = min(self.processes, key=lambda process: process.wake) if self.processes else None
+        if self.current is not None:
+            self.now = max(self.now, self.current.wake[0])
+        return self.current
+
+    # ---- points
+
+    def point(self, operation: str, what: str = "") -> None:
+        """Something is about to be done that others can see, or that takes time. Raises Killed, and OSError where the
+        disk is full."""
+        me = self.me()
+        if me.dead:
+            if me.unwinding and operation == "turn":
+                return
+            raise Killed
+        if me.role == "operator":
+            return
+        self.now += OPERATION_S
+        self.points += 1
+        if operation != "turn":
+            self.note(me.name, operation, what)
+        if self.points > MOST_POINTS or self.now > LATEST_S:
+            self.end(f"no end after {self.points} operations and {self.now:.0f} virtual seconds")
+        self.counts[me.role, operation] += 1
+        self.counts[me.role, "any"] += 1
+        if self._pending:
+            self._strike(me, operation)
+        if self.schedule_random.random() < self.plan.preemption:
+            self.sleep(10 ** self.schedule_random.uniform(-3, 0.7))
+
+    def end(self, why: str) -> None:
+        """Give up this simulation: everything dies."""
+        self.problem(why)
+        self.ends = True
+        for process in self.processes:
+            self.kill(process)
+        raise Killed
+
+    def problem(self, what: str) -> None:
+        """An invariant does not hold."""
+        self.problems.append(what)
+        self.note("!", "PROBLEM", what)
+
+    def said(self, error: BaseException | None) -> str:
+        """The error without the name of the temporary folder."""
+        return "" if error is None else f"{type(error).__name__}: {error}".replace(self.root, "")
+
+    def note(self, who: str, operation: str, what: str) -> None:
+        """A line of the trace."""
+        line = f"{self.now:12.4f}  {who:14} {operation:10} {what}"
+        self.digest.update(line.encode())
+        if self.trace is not None:
+            self.trace.append(line)
+
+    def _strike(self, me: Process, operation: str) -> None:
+        for fault in self._pending:
+            is_here = fault.role == me.role and fault.operation in (operation, "any")
+            if is_here and self.counts[me.role, fault.operation] >= fault.count:
+                self._pending.remove(fault)
+                self.happened.append(fault.kind)
+                self.note(me.name, "FAULT", str(fault))
+                self._apply(fault, me)
+                return
+
+    def _apply(self, fault: Fault, me: Process) -> None:
+        match fault.kind:
+            case "kill":
+                me.dead = True
+            case "kill both":
+                self._kill_all(lambda process: process.role in ("collector", "learner"))
+            case "power cut":
+                self.power_cut = fault
+                self._kill_all(lambda process: process.role != "operator")
+            case "freeze":
+                me.frozen, me.replaced = True, fault.replaced
+                self.sleep(fault.seconds)
+                me.frozen = False
+                self.note(me.name, "THAWS", "")
+            case "full":
+                self.full_until = self.now + fault.seconds
+            case "clock":
+                self.clock_offset += fault.seconds
+            case "stop":
+                me.stop_requested = True
+            case _:
+                raise AssertionError(fault.kind)
+        if me.dead:
+            raise Killed
+
+    def _kill_all(self, which: Callable[[Process], bool]) -> None:
+        for process in self.processes:
+            if which(process):
+                self.kill(process)
