@@ -1,4 +1,4 @@
-"""What runs inside a verifier process: reward functions are found by name and called with three strings.
+"""Reward functions are found by name and called with three strings; the built-in ones are here.
 
 A reward function is `function(prompt, response, answer)` and returns a number, or (number, {part: number}) where the
 parts explain it. This module is imported by every worker, so it stays light.
@@ -7,26 +7,19 @@ parts explain it. This module is imported by every worker, so it stays light.
 from __future__ import annotations
 
 import importlib
-import json
 import math
-import signal
 from collections.abc import Callable
 from functools import lru_cache
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
-from pipeline.child_process import die_with_parent
+from pipeline.rewards.judgment import Judgment
 
 MATH_VERIFY_TIMEOUT_S = 5
 
 
-class Judgment(NamedTuple):
-    """What a worker sends back; plain values only. `failed` is a reason, with `detail` for the log."""
-
-    reward: float
-    parts: dict[str, float]
-    failed: str | None = None
-    detail: str = ""
+PYTHON_TESTS = "pipeline.rewards.verifiers:python_tests"
+TRUSTED = frozenset(f"pipeline.rewards.verifiers:{name}" for name in ("math_verify", "exact_match"))
+"""Built-in rewards that run no code of others, so that they need no sandbox."""
 
 
 @lru_cache(maxsize=4)
@@ -39,44 +32,6 @@ def resolve(reward: str) -> Callable[[str, str, str], Any]:
     if not callable(function):
         raise ValueError(f"{reward!r} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
-
-
-def serve(pipe: Connection, reward: str, parent: int) -> None:
-    """Body of a worker: import the reward function, say so, then judge what comes until the pipe ends.
-
-    Messages are JSON, not pickle: foreign code writes into this pipe and the run reads from it.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # they are the run's business; Slurm signals every process
-    # One that hangs would outlive a run that was killed, as it does where there is no Linux. The kernel watches the
-    # thread that spawned this process, one of the pool's: `close` kills the workers before it ends the threads.
-    die_with_parent(parent)
-    try:
-        resolve(reward)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; what it raised is the answer
-        pipe.send_bytes(_encode(Judgment(0.0, {}, "raised", f"{type(error).__name__}: {error}")))
-        return
-    pipe.send_bytes(_encode(Judgment(0.0, {})))
-    while True:
-        try:
-            texts = json.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        pipe.send_bytes(_encode(judge(reward, *texts)))
-
-
-def encode_texts(prompt: str, response: str, answer: str) -> bytes:
-    """The message for one sample."""
-    return json.dumps([prompt, response, answer]).encode()
-
-
-def decode_judgment(message: bytes) -> Judgment:
-    """What a worker sent."""
-    return Judgment(*json.loads(message))
-
-
-def _encode(judgment: Judgment) -> bytes:
-    return json.dumps(judgment).encode()
 
 
 def judge(reward: str, prompt: str, response: str, answer: str) -> Judgment:
@@ -118,3 +73,9 @@ def math_verify(prompt: str, response: str, answer: str) -> float:  # noqa: ARG0
 def exact_match(prompt: str, response: str, answer: str) -> float:  # noqa: ARG001
     """1 if the response, without its end-of-sequence token, is the answer and nothing else; otherwise 0."""
     return float(response == answer)
+
+
+def python_tests(prompt: str, response: str, answer: str) -> float:
+    """1 if the Python program in the response passes the tests in `answer`. Never called: a worker runs the program
+    itself, in a process of its own (`pipeline.rewards.programs`)."""
+    raise NotImplementedError("python_tests is run by the workers of pipeline.rewards.pool")

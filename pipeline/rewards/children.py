@@ -1,0 +1,115 @@
+"""The processes that a worker starts: looked at while they run, ended with all that they started."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.rewards.channel import Channel
+from pipeline.rewards.sandbox.limits import watch
+
+_MAX_ROUNDS = 100
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class RunIsGoneError(Exception):
+    """The verdict pipe has ended: so does the worker."""
+
+
+class Children:
+    """One process at a time, and what it starts. `namespace`: this process is process 1 of a PID namespace."""
+
+    def __init__(self, verdicts: Channel, memory_bytes: int, scratch: Path | None, *, namespace: bool) -> None:
+        self.scratch = scratch
+        self._verdicts = verdicts
+        self._memory_bytes = memory_bytes
+        self._namespace = namespace
+        self._pid: int | None = None
+        self._newest = ""
+
+    def began(self, pid: int) -> None:
+        """`pid` was forked."""
+        self._pid = pid
+
+    def look(self) -> None:
+        """While it runs. Raises RunIsGoneError, and OverLimitError when it and what it started use too much."""
+        if self._verdicts.pending:
+            raise RunIsGoneError
+        watch(self._running(), self._memory_bytes, None if self._namespace else self.scratch)
+
+    def left_any(self) -> bool:
+        """Whether it left a process behind since this was last asked. Looks only where something was started: one of a
+        sample's processes holds its socket, and could answer for the next sample."""
+        if not self._namespace or (newest := _newest_pid()) == self._newest:
+            return False
+        self._newest = newest
+        return set(self._running()) != {self._pid}
+
+    def kill(self) -> int | None:
+        """End all of them and wait until they are gone. The exit status of the process that began, if there is one."""
+        pid, self._pid = self._pid, None
+        status = None
+        if pid is not None:
+            for end in (os.killpg, os.kill):
+                with suppress(ProcessLookupError, PermissionError):
+                    end(pid, signal.SIGKILL)
+        if self._namespace:  # the kernel does it at one blow: no fork bomb can outrun it
+            with suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
+        if pid is not None:
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self._reap()
+        return status
+
+    def empty_scratch(self) -> None:
+        """Remove what was written."""
+        folders = [self.scratch, _SHARED_MEMORY] if self._namespace else [self.scratch]
+        for folder in folders:
+            for entry in [] if folder is None else list(folder.iterdir()):
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    entry.unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        self.kill()
+        if self.scratch is not None and not self._namespace:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _running(self) -> Iterator[int]:
+        if self._namespace:
+            yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1")
+        elif self._pid is not None:
+            yield self._pid
+
+    def _reap(self) -> None:
+        """Collect what lost its parent and so became a child of this process. Without a namespace it may still run."""
+        for _ in range(_MAX_ROUNDS):
+            try:
+                while os.waitpid(-1, 0 if self._namespace else os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            for orphan in _children():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(orphan, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _newest_pid() -> str:
+    """Of this PID namespace; another one after each process and thread that was started."""
+    try:
+        return Path("/proc/loadavg").read_text().split()[-1]
+    except OSError:
+        return ""

@@ -1,0 +1,84 @@
+"""Which sandbox there is: rungs are tried from the top, by starting a worker on each and letting it try to get out.
+
+    bubblewrap    namespaces of its own: processes, network, mounts; reward code may start processes
+    landlock      no privilege, no namespace: containers that forbid both allow it; reward code starts no process
+    none          only where the recipe says so
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeline.rewards.sandbox import landlock, probe
+from pipeline.rewards.sandbox.bubblewrap import PROGRAM
+from pipeline.rewards.sandbox.confine import Rung
+from pipeline.rewards.worker_process import Sandbox, WorkerProcess
+
+RUNGS: tuple[Rung, ...] = ("bubblewrap", "landlock")
+"""From the top."""
+_PROBE_DEADLINE_S, _PROBE_MEMORY_MIB = 60.0, 512
+_MISSING = {
+    "bubblewrap": f"{PROGRAM} is not installed (Debian: apt install bubblewrap)",
+    "landlock": "the kernel has no Landlock, or it is not among its active security modules",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The highest rung that holds, None where none does; and why those above it do not."""
+
+    rung: Rung | None
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def sandbox(self, hidden: tuple[Path, ...]) -> Sandbox | None:
+        """The rung with what it has to hide."""
+        return None if self.rung is None else Sandbox(rung=self.rung, landlock_abi=landlock.version(), hidden=hidden)
+
+
+def choose() -> Choice:
+    """Try the rungs from the top; up to some seconds each."""
+    refused: dict[str, str] = {}
+    for rung in RUNGS:
+        problem = what_is_wrong_with(rung)
+        if problem is None:
+            return Choice(rung=rung, refused=refused)
+        refused[rung] = problem
+    return Choice(rung=None, refused=refused)
+
+
+def what_is_wrong_with(rung: Rung) -> str | None:
+    """None where the rung holds against every attempt of the probe."""
+    present = shutil.which(PROGRAM) if rung == "bubblewrap" else landlock.version()
+    if not present:
+        return _MISSING[rung]
+    with tempfile.TemporaryDirectory(prefix="evenkeel-probe-") as folder:
+        hidden = Path(folder).resolve() / "hidden"
+        hidden.write_text("not to be read")
+        sandbox = Sandbox(rung=rung, landlock_abi=landlock.version(), hidden=(hidden.parent,))
+        with subprocess.Popen([sys.executable, "-ISc", "input()"], stdin=subprocess.PIPE) as target:
+            try:
+                return _attempt(sandbox, hidden, target.pid)
+            finally:
+                target.kill()
+
+
+def _attempt(sandbox: Sandbox, hidden: Path, process: int) -> str | None:
+    worker = WorkerProcess(probe.NAME, _PROBE_DEADLINE_S, _PROBE_MEMORY_MIB, sandbox)
+    try:
+        if (problem := worker.start()) is not None:
+            return f"it cannot be started here: {problem}"
+        judgment = worker.ask(os.fspath(hidden), str(process), "")
+    finally:
+        worker.end()
+        worker.release()
+    if judgment.failed is not None:
+        return f"its probe failed ({judgment.failed}): {judgment.detail}"
+    escaped = [name for name, succeeded in judgment.parts.items() if succeeded]
+    return f"code in it {', '.join(escaped)}" if escaped else None

@@ -1,0 +1,194 @@
+"""`python_tests`: whether the Python program in a response passes the tests in the answer.
+
+The answer is a JSON list of tests of two kinds:
+
+    {"input": "3 4\\n", "output": "7\\n"}            the program reads standard input and prints
+    {"call": "add(3, 4)", "value": 7}              the expression, evaluated after the program, has this JSON value
+
+Each test runs in a fresh, confined process that is told neither the output nor the value: what is compared with them
+comes out through its standard output, and the comparison is made by the worker. So a program cannot pass by ending
+early, by changing what `==` does, or by looking up the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import select
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipeline.rewards.children import Children
+from pipeline.rewards.judgment import Judgment, decode_texts, failure
+from pipeline.rewards.runner import prepare_child
+from pipeline.rewards.sandbox.confine import Confinement
+from pipeline.rewards.sandbox.limits import WATCH_EVERY_S, OverLimitError
+
+MAX_OUTPUT_BYTES = 2**20
+_FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_CALLER = """\
+import json
+program = {"__name__": "program"}
+with open("program.py", encoding="utf-8") as file:
+    exec(compile(file.read(), "program.py", "exec"), program)
+print("\\n" + json.dumps(eval(CALL, program)))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramTest:
+    """What the program is given, and what must come out. `call` is None where it reads standard input."""
+
+    given: str
+    expected: Any
+    call: str | None = None
+
+
+def program_in(response: str) -> str:
+    """The last fenced block of code, or the whole response where there is none."""
+    blocks: list[str] = _FENCED.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def tests_in(answer: str) -> list[ProgramTest]:
+    """Raises ValueError for an answer that is not a list of tests."""
+    try:
+        listed = json.loads(answer)
+    except (ValueError, RecursionError):
+        raise ValueError(f"answer {answer[:80]!r} is not JSON, expected a list of tests") from None
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f"answer {answer[:80]!r} is not a list of one test or more")
+    return [_test(entry) for entry in listed]
+
+
+def _test(entry: Any) -> ProgramTest:
+    match entry:
+        case {"input": str(given), "output": str(output)} if len(entry) == 2:
+            return ProgramTest(given=given, expected=output)
+        case {"call": str(call), "value": value} if len(entry) == 2:
+            return ProgramTest(given="", expected=value, call=call)
+    raise ValueError(f'test {str(entry)[:80]!r} is neither {{"input", "output"}} nor {{"call", "value"}}, all text')
+
+
+def passes(test: ProgramTest, output: str) -> bool:
+    """Whether what was printed is what was expected; spaces at the end of lines, and empty last lines, do not count."""
+    if test.call is None:
+        return _lines(output) == _lines(test.expected)
+    lines = _lines(output)
+    try:
+        return bool(lines) and _same(json.loads(lines[-1]), test.expected)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """Equal JSON values; numbers with a fraction up to rounding."""
+    if isinstance(found, float) or isinstance(expected, float):
+        numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (found, expected))
+        return numbers and math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-12)
+    if type(found) is not type(expected):
+        return False
+    if isinstance(found, list):
+        return len(found) == len(expected) and all(map(_same, found, expected))
+    if isinstance(found, dict):
+        return found.keys() == expected.keys() and all(_same(value, expected[key]) for key, value in found.items())
+    return bool(found == expected)
+
+
+class ProgramJudge:
+    """Runs programs one after another. The deadline is that of all tests of a sample together."""
+
+    def __init__(
+        self, children: Children, scratch: Path, confinement: Confinement | None, deadline_s: float
+    ) -> None:
+        self._children = children
+        self._scratch = scratch
+        self._confinement = confinement
+        self._deadline_s = deadline_s
+
+    def start(self) -> None:
+        """There is nothing to import."""
+
+    def judge(self, texts: bytes) -> Judgment:
+        """Reward 1 if all tests pass. Parts: `passed`, the share of tests before the first that fails; `cut`, 1 where a
+        limit ended that one."""
+        _, response, answer = decode_texts(texts)
+        try:
+            tests = tests_in(answer)
+        except ValueError as error:
+            return failure("raised", str(error))
+        program, give_up = program_in(response), time.monotonic() + self._deadline_s
+        passed = cut = 0
+        for test in tests:
+            output = self._run(program, test, give_up)
+            cut = int(output is None)
+            if output is None or not passes(test, output):
+                break
+            passed += 1
+        return Judgment(float(passed == len(tests)), {"passed": passed / len(tests), "cut": float(cut)})
+
+    def _run(self, program: str, test: ProgramTest, give_up: float) -> str | None:
+        """What the program printed; None where it was cut for its time, its output or what it used."""
+        self._children.empty_scratch()
+        self._write("program.py", program)
+        if test.call is not None:
+            self._write("call.py", f"CALL = {test.call!r}\n{_CALLER}")
+        reading, writing = os.pipe()
+        given = os.memfd_create("given")
+        try:
+            os.write(given, test.given.encode(errors="surrogatepass"))
+            os.lseek(given, 0, os.SEEK_SET)
+            pid = os.fork()
+            if pid == 0:
+                script = "program.py" if test.call is None else "call.py"
+                _become_program(given, writing, self._scratch / script, self._confinement)
+            os.close(writing)
+            self._children.began(pid)
+            output = self._output(reading, give_up)
+            return None if output is None else output.decode(errors="replace")
+        finally:
+            self._children.kill()
+            os.close(reading)
+            os.close(given)
+
+    def _write(self, name: str, text: str) -> None:
+        (self._scratch / name).write_bytes(text.encode(errors="surrogatepass"))
+
+    def _output(self, reading: int, give_up: float) -> bytes | None:
+        output, waiting = bytearray(), select.poll()
+        waiting.register(reading, select.POLLIN)
+        try:
+            while len(output) <= MAX_OUTPUT_BYTES:
+                self._children.look()
+                left_s = give_up - time.monotonic()
+                if left_s <= 0.0:
+                    return None
+                if waiting.poll(min(WATCH_EVERY_S, left_s) * 1000):
+                    if not (piece := os.read(reading, 1 << 16)):
+                        return bytes(output)
+                    output += piece
+        except OverLimitError:
+            return None
+        return None
+
+
+def _become_program(given: int, writing: int, script: Path, confinement: Confinement | None) -> NoReturn:
+    try:
+        os.dup2(given, 0)
+        os.dup2(writing, 1)
+        prepare_child([0, 1])
+        os.chdir(script.parent)
+        if confinement is not None:
+            confinement.enter()
+        os.execv(sys.executable, [sys.executable, "-I", "-B", script.name])
+    finally:
+        os._exit(1)

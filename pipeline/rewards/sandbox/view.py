@@ -1,0 +1,125 @@
+"""What code in the sandbox can read: the system, this Python, and, for a reward function, the user's own folder.
+
+Only what is listed here can be seen. Never: the run directory, the file of the API key. Nor the entries of the user's
+folders that begin with a dot (.ssh, .git, .env): a command may be given in a home folder.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2]
+"""Our own package `pipeline`, of which the processes in the sandbox run a part."""
+
+_SYSTEM = (
+    "/usr /bin /sbin /lib /lib32 /lib64 /libx32 /etc/alternatives /etc/ld.so.cache /etc/ld.so.conf /etc/ld.so.conf.d "
+    "/etc/localtime /etc/passwd /etc/group /etc/nsswitch.conf /etc/mime.types /sys/devices/system/cpu"
+).split()
+_TOO_WIDE = frozenset(map(Path, "/ /etc /proc /sys /dev /home /var /run".split()))
+"""Never taken for a user's own folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """`system` is shown whole, `own` without entries that begin with a dot; of both, nothing that is `hidden`.
+
+    All paths are absolute, without symbolic links in `own` and `hidden`.
+    """
+
+    system: tuple[Path, ...]
+    own: tuple[Path, ...] = ()
+    hidden: tuple[Path, ...] = ()
+
+    def pieces(self) -> list[tuple[Path, bool]]:
+        """(path, with all below it?) so that together they show the view: for a sandbox that can only allow, not take
+        away. A folder that holds what is not to be seen is listed without what is below it."""
+        found = [piece for root in self.system for piece in self._carve(root.resolve(), dots=True)]
+        return found + [piece for root in self.own for piece in self._carve(root, dots=False)]
+
+    def dotted(self) -> Iterator[Path]:
+        """The entries of `own` folders that begin with a dot."""
+        for root in self.own:
+            yield from (path for path in _entries(root) if path.name.startswith("."))
+
+    def shows(self, path: Path) -> bool:
+        """Whether a folder can be entered there."""
+        inside = any(path.is_relative_to(root) for root in (*self.system, *self.own))
+        return inside and not any(path.is_relative_to(hidden) for hidden in self.hidden)
+
+    def _carve(self, root: Path, *, dots: bool) -> Iterator[tuple[Path, bool]]:
+        if any(root.is_relative_to(hidden) for hidden in self.hidden):
+            return
+        if dots and not any(hidden.is_relative_to(root) for hidden in self.hidden):
+            yield root, True
+            return
+        yield root, False
+        for entry in _entries(root):
+            real = entry.resolve()
+            if entry.name.startswith(".") and not dots:
+                continue
+            if not any(hidden.is_relative_to(real) for hidden in self.hidden):
+                if not any(real.is_relative_to(hidden) for hidden in self.hidden):
+                    yield real, True
+            elif not entry.is_symlink():  # a link to a folder above the run would show all that lies beside it
+                yield from self._carve(real, dots=True)
+
+
+def view_of(reward: str, hidden: Iterable[Path], *, own: bool) -> View:
+    """What the reward function `package.module:function` needs. With `own` False, only the system and Python: a program
+    that a model wrote must not find the answers in the user's folder."""
+    system = [Path(path) for path in _SYSTEM if os.path.exists(path)] + [*_python()]
+    mine = [*_own(reward)] if own else []
+    inside = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sys.prefix, sys.base_prefix, "/usr"]
+    return View(
+        system=tuple(dict.fromkeys(system)),
+        own=tuple(dict.fromkeys(path for path in mine if not any(path.is_relative_to(p) for p in inside))),
+        hidden=tuple(path.resolve() for path in hidden),
+    )
+
+
+def _python() -> Iterator[Path]:
+    """This interpreter, every link on the way to it, and what it imports from."""
+    yield from (Path(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix))
+    yield from (Path(path) for path in sysconfig.get_paths().values() if os.path.isdir(path))
+    link = Path(sys.executable)
+    while link.is_symlink():
+        link = link.parent / link.readlink()
+        yield link.parent if link.parent != Path("/") else link
+    yield PACKAGE
+
+
+def _own(reward: str) -> Iterator[Path]:
+    """The folder that the command was given in, those on the path, and the one that holds the reward's package (an
+    editable install may be on no path)."""
+    candidates = [os.getcwd(), *sys.path, *_package_folders(reward)]
+    for candidate in candidates:
+        path = Path(candidate or os.getcwd()).resolve()
+        if path.exists() and path not in _TOO_WIDE:
+            yield path
+
+
+def _package_folders(reward: str) -> Sequence[str]:
+    """Where the reward's top package lies; it is looked for, not imported."""
+    top = reward.partition(":")[0].partition(".")[0]
+    for finder in sys.meta_path:
+        try:
+            spec: importlib.machinery.ModuleSpec | None = finder.find_spec(top, None)
+        except Exception:  # noqa: BLE001, S112 - a finder of somebody else's; the import in the sandbox says what is wrong
+            continue
+        if spec is not None:
+            files = [spec.origin] if spec.origin and os.path.isabs(spec.origin) else []
+            return [*(spec.submodule_search_locations or []), *(os.path.dirname(file) for file in files)]
+    return []
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []

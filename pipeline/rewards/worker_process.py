@@ -1,0 +1,192 @@
+"""The run's side of a worker: one process at a time, started, asked and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.rewards.channel import BadMessageError, Channel, ChannelClosedError, ChannelTimeoutError
+from pipeline.rewards.functions import START_DEADLINE_S
+from pipeline.rewards.judgment import (
+    MAX_JUDGMENT_BYTES,
+    MAX_REQUEST_BYTES,
+    Judgment,
+    decode_judgment,
+    encode_request,
+    encode_texts,
+    failure,
+    new_key,
+)
+from pipeline.rewards.runner import READY
+from pipeline.rewards.sandbox.bubblewrap import bubblewrap_command
+from pipeline.rewards.sandbox.confine import Rung
+from pipeline.rewards.sandbox.view import PACKAGE, view_of
+from pipeline.rewards.verifiers import PYTHON_TESTS
+
+_GRACE_S = 10.0
+"""How much later than its own deadline a worker may answer."""
+_END_DEADLINE_S = 5.0
+_KEY_VARIABLES = ("EVENKEEL_API_KEY", "EVENKEEL_API_KEY_FILE")
+_ENVIRONMENT = frozenset(
+    "PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH OMP_NUM_THREADS OPENBLAS_NUM_THREADS "
+    "MKL_NUM_THREADS NUMEXPR_NUM_THREADS OPENBLAS_CORETYPE OPENBLAS_L2_SIZE".split()
+)
+"""The only variables that code in the sandbox sees, with those that begin with LC_."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sandbox:
+    """How reward code is confined. `hidden`: what it must not read, wherever it lies."""
+
+    rung: Rung
+    landlock_abi: int = 0
+    hidden: tuple[Path, ...] = ()
+
+
+def scrubbed(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What of the environment code in the sandbox gets."""
+    return {name: value for name, value in environment.items() if name in _ENVIRONMENT or name.startswith("LC_")}
+
+
+class WorkerProcess:
+    """Only `kill` and `end` may be called while another thread is in a method."""
+
+    def __init__(self, reward: str, deadline_s: float, memory_mib: int, sandbox: Sandbox | None) -> None:
+        self.alive = False
+        self._ended = False
+        self._pipe: socket.socket | None = None
+        self._deadline_s = deadline_s
+        self._scratch: Path | None = None
+        self._command = _python_command()
+        self._environment = {name: value for name, value in os.environ.items() if name not in _KEY_VARIABLES}
+        settings = dict(
+            reward=reward,
+            deadline_s=deadline_s,
+            memory_mib=memory_mib,
+            path=[os.path.realpath(entry or os.getcwd()) for entry in sys.path],
+            folder=os.getcwd(),
+            rung=None,
+        )
+        if sandbox is not None:
+            view = view_of(reward, sandbox.hidden, own=reward != PYTHON_TESTS)
+            settings |= dict(rung=sandbox.rung, landlock_abi=sandbox.landlock_abi, pieces=[])
+            settings["folder"] = os.getcwd() if view.shows(Path.cwd()) else "/"
+            self._environment = scrubbed()
+            if sandbox.rung == "bubblewrap":
+                self._command = bubblewrap_command(self._command, view)
+            else:
+                settings["pieces"] = [(str(path), whole) for path, whole in view.pieces()]
+        self._settings = json.dumps(settings).encode()
+
+    def start(self) -> str | None:
+        """Start the process and wait until it has imported the reward function. Returns what went wrong, or None."""
+        if self._ended:
+            return "it was ended"
+        self.release()
+        mine, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=self._environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            mine.close()
+            return str(error)
+        finally:
+            theirs.close()
+        self._pipe, self._channel = mine, Channel(mine.fileno(), mine.fileno())
+        self.alive = True
+        judgment = self._exchange(READY, self._settings, START_DEADLINE_S)
+        if judgment.failed is not None:
+            self.kill()
+            return judgment.detail
+        self._scratch = Path(judgment.detail) if judgment.detail else None
+        return None
+
+    def ask(self, prompt: str, response: str, answer: str) -> Judgment:
+        """The verdict on one sample. Nothing is raised."""
+        texts = encode_texts(prompt, response, answer)
+        if len(texts) > MAX_REQUEST_BYTES - 100:
+            return failure("too_large", f"a sample of {len(texts)} bytes, expected at most {MAX_REQUEST_BYTES - 100}")
+        key = new_key()
+        judgment = self._exchange(key, encode_request(key, texts), START_DEADLINE_S + 2 * self._deadline_s)
+        if not self.alive and judgment.failed == "crashed" and self.start() is None:
+            # A worker runs no code of others: if it died, it was killed, perhaps idle, and not by this sample.
+            key = new_key()
+            judgment = self._exchange(key, encode_request(key, texts), START_DEADLINE_S + 2 * self._deadline_s)
+        return judgment
+
+    def kill(self) -> None:
+        """End the process, if there is one, with all that it started, and wait until they are gone."""
+        if not self.alive:
+            return
+        self.alive = False
+        assert self._pipe is not None
+        with suppress(OSError):  # at the end of its pipe it kills what it started, removes what was written, and leaves
+            self._pipe.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(_END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._scratch is not None and self._scratch != Path("/tmp"):
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def end(self) -> None:
+        """`kill`, for good; any thread may call it."""
+        self._ended = True
+        self.kill()
+
+    def release(self) -> None:
+        """Close what belonged to a process that is gone. No other thread may be in a method."""
+        if self._pipe is not None:
+            self._pipe.close()
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+            self._pipe = None
+
+    def _exchange(self, key: str, request: bytes, deadline_s: float) -> Judgment:
+        try:
+            self._channel.send(request, deadline_s)
+            return decode_judgment(key, self._channel.receive(MAX_JUDGMENT_BYTES, deadline_s + _GRACE_S))
+        except ChannelTimeoutError:
+            self.kill()
+            return failure("timeout", f"its worker did not answer within {deadline_s + _GRACE_S:g} s")
+        except (ChannelClosedError, OSError):
+            said = self._last_words()
+            self.kill()
+            return failure("crashed", f"its worker ended with status {self._process.returncode}{said}")
+        except BadMessageError as error:
+            self.kill()
+            return failure("bad_result", f"its worker sent {error}")
+
+    def _last_words(self) -> str:
+        """What bubblewrap, or Python, wrote before it ended."""
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        try:
+            words = (self._process.stderr.read() or b"").decode(errors="replace").strip()
+        except OSError:
+            return ""
+        return f": {words.splitlines()[-1]}" if words else ""
+
+
+def _python_command() -> Sequence[str]:
+    """A Python that runs the worker and reads nothing of the user's environment."""
+    root = str(PACKAGE.parent)
+    installed = root in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    path = "" if installed else f"import sys; sys.path.insert(0, {root!r}); "
+    return [sys.executable, "-I", "-B", "-c", f"{path}from pipeline.rewards.worker import main; main()"]
