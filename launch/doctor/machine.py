@@ -27,6 +27,7 @@ from rich.text import Text
 
 from pipeline.data.files import create_exclusively
 from pipeline.errors import EngineStartError, StoreError
+from pipeline.rewards.ladder import choose
 from rollout_sglang.server.rollout_python import require_sglang, rollout_python
 
 GIB = 2**30
@@ -78,6 +79,7 @@ def diagnose(runs_root: Path = Path("runs")) -> list[Check]:
         check_shared_memory(),
         check_exclusive_creation(runs_root),
         check_loopback(),
+        check_sandbox(),
     ]
 
 
@@ -258,6 +260,19 @@ def check_loopback() -> Check:
                 return Check("loopback", "ok", "127.0.0.1 accepts connections")
     except OSError as error:
         return Check("loopback", "fail", str(error), "allow TCP on 127.0.0.1 (sandbox or firewall)")
+
+
+def check_sandbox() -> Check:
+    """What reward code would run in, found by trying to get out of it."""
+    choice = choose()
+    reasons = "; ".join(f"{rung}: {reason}" for rung, reason in choice.refused.items())
+    if choice.rung is None:
+        advice = "only built-in rewards and reward.sandbox: none will run; see docs/sandbox.md"
+        return Check("reward sandbox", "warn", f"none ({reasons})", advice)
+    if choice.refused:
+        advice = "good; with bubblewrap reward code could start processes, too"
+        return Check("reward sandbox", "ok", f"{choice.rung} ({reasons})", advice)
+    return Check("reward sandbox", "ok", choice.rung)
 
 
 def _amount(name: str, free_gib: float, least: float, wanted: float, advice: str) -> Check:

@@ -15,6 +15,7 @@ from launch.build.components import (
     build_solved_prompt_rule,
     build_tokenizer,
 )
+from launch.build.rewards import build_verifiers
 from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.api_key import read_api_key
 from pipeline.config.recipe import Recipe
@@ -24,7 +25,6 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoppedError
-from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.tasks.tokenizer import Tokenizer
 from rollout_sglang.engine_pool import OnChange
@@ -101,7 +101,7 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     fleet = build_fleet(run, recipe, epoch, event_log.event)
     try:
-        with Verifiers(prompts.task.reward, recipe.reward.workers, recipe.reward.deadline_s) as verifiers:
+        with build_verifiers(run, recipe, prompts.task.reward, event_log) as verifiers:
             collector = Collector(
                 run=run,
                 store=store,

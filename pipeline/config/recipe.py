@@ -65,6 +65,12 @@ class ModelSection(Section):
 class RewardSection(Section):
     workers: PositiveInt = Field(1, description="Verifier processes.")
     deadline_s: PositiveFloat = Field(10.0, description="A verifier that takes longer is killed; its sample gets 0.")
+    sandbox: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto: reward code runs in the best sandbox of the machine (docs/sandbox.md), and not without one. "
+        "none: with all rights of this user, the network too; for code that you trust with them.",
+    )
+    memory_mib: PositiveInt = Field(2048, description="Memory that one verifier, and all it starts, may use.")
 
 
 RolloutPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block"]

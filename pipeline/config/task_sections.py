@@ -39,7 +39,11 @@ class JsonlTask(Section):
     name: Literal["jsonl"]
     path: Path = Field(description='One JSON object a line: {"prompt": …, "answer": …}.')
     held_out_path: Path | None = Field(None, description="Evaluation prompts; otherwise 1 in 16 lines is held out.")
-    reward: str = Field("math_verify", description="math_verify or package.module:function(prompt, response, answer).")
+    reward: str = Field(
+        "math_verify",
+        description="math_verify, python_tests (answers are tests, see docs/sandbox.md), or "
+        "package.module:function(prompt, response, answer).",
+    )
     chat_template: bool = Field(False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
 
 

@@ -32,6 +32,7 @@ EventKind = Literal[
     "saved",
     "evaluated",
     "started",
+    "sandbox",
     "restarted",
     "quarantined",
     "admitted",

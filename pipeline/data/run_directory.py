@@ -19,6 +19,7 @@
       quant_maps/000001.yaml   a quant map that it decided on (pipeline.data.quant_maps)
       batches/000012.lost.json batch 12 was lost by damage (pipeline.data.ledger.lost_batches)
       skipped/000012           its step was skipped: made by the learner
+      SANDBOX                  the sandbox that the run's reward code began in (launch.build.rewards)
       finished/ROLE            made by the learner and by the collector, once each has nothing left to do
       metrics/SOURCE.jsonl  events/SOURCE.jsonl  logs/  report.html      for people: no process takes a decision from
                                them. SOURCE is a role and its start, such as collector-000003
@@ -122,6 +123,22 @@ class RunDirectory:
     def model(self) -> Path:
         """The final policy in full precision, an HF folder."""
         return self.path / "model"
+
+    @property
+    def sandbox_file(self) -> Path:
+        """Names the sandbox that the run's reward code began in."""
+        return self.path / "SANDBOX"
+
+    def sandbox(self) -> str | None:
+        """The sandbox that the run's reward code began in; None before, or where there is none."""
+        with suppress(FileNotFoundError):
+            return self.sandbox_file.read_text().strip()
+        return None
+
+    def set_sandbox(self, rung: str) -> None:
+        """Say in which sandbox the run's reward code begins."""
+        self.fence()
+        write_atomically(self.sandbox_file, rung + "\n")
 
     @property
     def updates(self) -> Path:

@@ -17,8 +17,9 @@ _MAX_DETAIL, _MAX_PARTS, _MAX_NAME = 500, 64, 200
 _KEY_CHARACTERS = 32
 
 FAILURES = (
-    "timeout crashed raised non_finite bad_result too_large memory processes files"
-).split()
+    *("timeout", "crashed", "raised", "non_finite", "bad_result", "too_large"),
+    *("memory", "processes", "files"),
+)
 """Why there is no score. memory, processes, files: above a limit of the sandbox."""
 
 

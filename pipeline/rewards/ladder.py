@@ -1,8 +1,8 @@
 """Which sandbox there is: rungs are tried from the top, by starting a worker on each and letting it try to get out.
 
-    bubblewrap    namespaces of its own: processes, network, mounts; reward code may start processes
-    landlock      no privilege, no namespace: containers that forbid both allow it; reward code starts no process
-    none          only where the recipe says so
+bubblewrap    namespaces of its own: processes, network, mounts; reward code may start processes
+landlock      no privilege, no namespace: containers that forbid both allow it; reward code starts no process
+none          only where the recipe says so
 """
 
 from __future__ import annotations

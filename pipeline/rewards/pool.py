@@ -64,9 +64,7 @@ class Verifiers:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verifier")
         used = None if reward in TRUSTED else sandbox
         self._workers = [WorkerProcess(reward, deadline_s, memory_mib, used) for _ in range(workers)]
-        problems = [
-            problem for problem in self._threads.map(WorkerProcess.start, self._workers) if problem is not None
-        ]
+        problems = [problem for problem in self._threads.map(WorkerProcess.start, self._workers) if problem is not None]
         if problems:
             self.close()
             where = "" if used is None else f" in the sandbox ({used.rung})"

@@ -107,9 +107,7 @@ def _same(found: Any, expected: Any) -> bool:
 class ProgramJudge:
     """Runs programs one after another. The deadline is that of all tests of a sample together."""
 
-    def __init__(
-        self, children: Children, scratch: Path, confinement: Confinement | None, deadline_s: float
-    ) -> None:
+    def __init__(self, children: Children, scratch: Path, confinement: Confinement | None, deadline_s: float) -> None:
         self._children = children
         self._scratch = scratch
         self._confinement = confinement

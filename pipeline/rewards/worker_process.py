@@ -36,9 +36,9 @@ _GRACE_S = 10.0
 """How much later than its own deadline a worker may answer."""
 _END_DEADLINE_S = 5.0
 _KEY_VARIABLES = ("EVENKEEL_API_KEY", "EVENKEEL_API_KEY_FILE")
-_ENVIRONMENT = frozenset(
-    "PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH OMP_NUM_THREADS OPENBLAS_NUM_THREADS "
-    "MKL_NUM_THREADS NUMEXPR_NUM_THREADS OPENBLAS_CORETYPE OPENBLAS_L2_SIZE".split()
+_ENVIRONMENT = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
+    *("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"),
 )
 """The only variables that code in the sandbox sees, with those that begin with LC_."""
 
@@ -96,7 +96,7 @@ class WorkerProcess:
         try:
             self._process = subprocess.Popen(
                 self._command,
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 env=self._environment,

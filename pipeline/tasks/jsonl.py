@@ -13,7 +13,8 @@ from pipeline.tasks.base import HELD_OUT_ONE_IN, Problem, check_index, is_held_o
 from precision.text.json_data import JsonError, parse_json
 from precision.text.short import one_line, quoted
 
-_MATH_VERIFY = "pipeline.rewards.verifiers:math_verify"
+_BUILT_IN = ("math_verify", "python_tests")
+"""Rewards with a short name; both are in pipeline.rewards.verifiers."""
 _MOST_BYTES = 16 << 20
 """Longest line."""
 
@@ -28,7 +29,7 @@ class Jsonl:
     characters = None
 
     def __init__(self, section: JsonlTask) -> None:
-        self.reward = _MATH_VERIFY if section.reward == "math_verify" else section.reward
+        self.reward = f"pipeline.rewards.verifiers:{section.reward}" if section.reward in _BUILT_IN else section.reward
         self.chat_template = section.chat_template
         problems = read_problems(section.path)
         if section.held_out_path is None:

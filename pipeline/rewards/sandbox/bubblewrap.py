@@ -16,7 +16,7 @@ _SHARED_MEMORY_BYTES = 64 * 2**20
 
 def bubblewrap_command(command: Sequence[str], view: View) -> list[str]:
     """`command` in the sandbox, as process 1 there: the others cannot signal it, and die with it."""
-    arguments = "--unshare-all --die-with-parent --new-session --as-pid-1 --cap-drop ALL".split()
+    arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     arguments += ["--size", str(MAX_FILES_BYTES), "--tmpfs", "/tmp"]
     empty = []
     for path, shown in _mounts(view):

@@ -35,7 +35,7 @@ USE_DEVICE = _READ_FILE | _WRITE_FILE
 
 def version() -> int:
     """Of the kernel's interface; 0 where there is none."""
-    return max(0, ctypes.CDLL(None, use_errno=True).syscall(_CREATE, None, 0, _ASK_VERSION))
+    return max(0, int(ctypes.CDLL(None, use_errno=True).syscall(_CREATE, None, 0, _ASK_VERSION)))
 
 
 def restrict(allowed: Iterable[tuple[Path, int]], abi: int) -> None:

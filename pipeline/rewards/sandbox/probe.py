@@ -11,7 +11,7 @@ from pathlib import Path
 NAME = "pipeline.rewards.sandbox.probe:escapes"
 
 
-def escapes(prompt: str, response: str, answer: str) -> tuple[float, dict[str, float]]:
+def escapes(prompt: str, response: str, answer: str) -> tuple[float, dict[str, float]]:  # noqa: ARG001
     """The prompt names a hidden file, the response a process of the same user. Parts: which attempt succeeded (1)."""
     hidden, process = Path(prompt), int(response)
     attempts: dict[str, Callable[[], object]] = {

@@ -18,10 +18,11 @@ PACKAGE = Path(__file__).resolve().parents[2]
 """Our own package `pipeline`, of which the processes in the sandbox run a part."""
 
 _SYSTEM = (
-    "/usr /bin /sbin /lib /lib32 /lib64 /libx32 /etc/alternatives /etc/ld.so.cache /etc/ld.so.conf /etc/ld.so.conf.d "
-    "/etc/localtime /etc/passwd /etc/group /etc/nsswitch.conf /etc/mime.types /sys/devices/system/cpu"
-).split()
-_TOO_WIDE = frozenset(map(Path, "/ /etc /proc /sys /dev /home /var /run".split()))
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/alternatives", "/etc/localtime"),
+    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf"),
+    *("/etc/mime.types", "/sys/devices/system/cpu"),
+)
+_TOO_WIDE = frozenset(Path(path) for path in ("/", "/etc", "/proc", "/sys", "/dev", "/home", "/var", "/run"))
 """Never taken for a user's own folder."""
 
 
@@ -110,7 +111,7 @@ def _package_folders(reward: str) -> Sequence[str]:
     for finder in sys.meta_path:
         try:
             spec: importlib.machinery.ModuleSpec | None = finder.find_spec(top, None)
-        except Exception:  # noqa: BLE001, S112 - a finder of somebody else's; the import in the sandbox says what is wrong
+        except Exception:  # noqa: BLE001 - a finder of somebody else's; the import in the sandbox says what is wrong
             continue
         if spec is not None:
             files = [spec.origin] if spec.origin and os.path.isabs(spec.origin) else []

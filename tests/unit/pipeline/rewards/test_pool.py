@@ -10,11 +10,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.errors import RecipeError
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.rewards.verifiers import judge, math_verify
+from pipeline.rewards.worker_process import Sandbox
+from tests.support.sandboxes import sandbox_of
 
 HERE = str(Path(__file__).parent)
 
@@ -26,10 +29,27 @@ def examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]))
 
 
+@pytest.fixture(params=[None, "bubblewrap", "landlock"])
+def sandbox(request: pytest.FixtureRequest) -> Sandbox | None:
+    return None if request.param is None else sandbox_of(request.param)
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[str, Verifiers]]:
+    """One pool a rung for all tests of this file."""
+    made: dict[str, Verifiers] = {}
+    yield made
+    for verifiers in made.values():
+        verifiers.close()
+
+
 @pytest.fixture
-def behave() -> Iterator[Verifiers]:
-    with Verifiers("verifier_examples:behave", workers=2, deadline_s=1.0) as verifiers:
-        yield verifiers
+def behave(sandbox: Sandbox | None, pools: dict[str, Verifiers]) -> Verifiers:
+    name = "none" if sandbox is None else sandbox.rung
+    if name not in pools:
+        pools[name] = Verifiers("verifier_examples:behave", workers=2, deadline_s=1.0, sandbox=sandbox)
+    pools[name].failures.clear()
+    return pools[name]
 
 
 def score(verifiers: Verifiers, *responses: str) -> list[Verdict]:
@@ -91,14 +111,21 @@ def test_workers_inherit_nothing_of_the_run(behave: Verifiers) -> None:
     assert verdict.parts == {"torch": 0.0, "sglang": 0.0, "httpx": 0.0}
 
 
-def test_workers_that_die_between_samples_are_replaced(behave: Verifiers) -> None:
-    pids = {int(v.reward) for v in score(behave, *["pid"] * 20)}
-    assert os.getpid() not in pids
-    for pid in pids:
-        os.kill(pid, 9)
+@pytest.mark.parametrize("whose", ["the worker", "the process of the reward function"])
+def test_processes_that_die_between_samples_are_replaced(behave: Verifiers, whose: str) -> None:
+    score(behave, *["fine"] * 20)
+    workers = psutil.Process().children()
+    for process in workers if whose == "the worker" else [leaf for worker in workers for leaf in leaves(worker)]:
+        process.kill()
     time.sleep(0.5)
     assert [v.reward for v in score(behave, "fine", "fine", "fine")] == [1.0, 1.0, 1.0]
     assert not behave.failures
+
+
+def leaves(process: psutil.Process) -> list[psutil.Process]:
+    """The processes below it that have started no other one."""
+    below = process.children(recursive=True)
+    return [child for child in below if not child.children()]
 
 
 @pytest.mark.parametrize(
@@ -110,13 +137,15 @@ def test_workers_that_die_between_samples_are_replaced(behave: Verifiers) -> Non
         ("verifier_examples", "is not package.module:function"),
     ],
 )
-def test_a_reward_that_cannot_be_imported_is_refused_at_the_start(reward: str, message: str) -> None:
+def test_a_reward_that_cannot_be_imported_is_refused_at_the_start(
+    reward: str, message: str, sandbox: Sandbox | None
+) -> None:
     with pytest.raises(RecipeError, match=message):
-        Verifiers(reward, workers=1, deadline_s=1.0)
+        Verifiers(reward, workers=1, deadline_s=1.0, sandbox=sandbox)
 
 
 def test_close_kills_what_hangs() -> None:
-    verifiers = Verifiers("verifier_examples:behave", workers=1, deadline_s=600.0)
+    verifiers = Verifiers("verifier_examples:behave", workers=1, deadline_s=600.0, sandbox=None)
     (verdict,) = score(verifiers, "pid")
 
     async def hang() -> None:
@@ -135,7 +164,7 @@ def test_workers_do_not_outlive_a_killed_parent(last: str) -> None:
         "import asyncio, os, signal, sys, threading\n"
         "from pipeline.rewards.pool import Verifiers\n"
         "if __name__ == '__main__':\n"
-        "    verifiers = Verifiers('verifier_examples:behave', workers=1, deadline_s=60.0)\n"
+        "    verifiers = Verifiers('verifier_examples:behave', workers=1, deadline_s=60.0, sandbox=None)\n"
         "    print(int(asyncio.run(verifiers.score('', 'pid', '')).reward), flush=True)\n"
         "    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGKILL]).start()\n"
         "    asyncio.run(verifiers.score('', sys.argv[1], ''))\n"
@@ -148,8 +177,8 @@ def test_workers_do_not_outlive_a_killed_parent(last: str) -> None:
         time.sleep(0.1)
 
 
-def test_any_text_reaches_the_verifier() -> None:
-    with Verifiers("verifier_examples:echo", workers=1, deadline_s=60.0) as verifiers:
+def test_any_text_reaches_the_verifier(sandbox: Sandbox | None) -> None:
+    with Verifiers("verifier_examples:echo", workers=1, deadline_s=60.0, sandbox=sandbox) as verifiers:
         for text in ("", "\x00\n\r", "é漢🙂", "\udcff", "long" * 500_000):
             verdict = asyncio.run(verifiers.score(text, text, text))
             assert (verdict.reward, verdict.parts) == (1.0, {text[:9]: float(len(text))})
@@ -179,7 +208,7 @@ def test_math_verify_knows_equal_mathematics(response: str, answer: str, reward:
 
 
 def test_math_verify_in_a_worker() -> None:
-    with Verifiers("pipeline.rewards.verifiers:math_verify", workers=1, deadline_s=30.0) as verifiers:
+    with Verifiers("pipeline.rewards.verifiers:math_verify", workers=1, deadline_s=30.0, sandbox=None) as verifiers:
         good, bad, unusable = asyncio.run(three(verifiers))
     assert (good.reward, bad.reward) == (1.0, 0.0)
     assert unusable.failed == "raised"

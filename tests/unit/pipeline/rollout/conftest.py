@@ -16,7 +16,7 @@ from tests.support.collecting import new_run
 
 @pytest.fixture(scope="session")
 def verifiers() -> Iterator[Verifiers]:
-    with Verifiers(build_task(SortDigitsTask(), seed=0).reward, workers=1, deadline_s=30.0) as pool:
+    with Verifiers(build_task(SortDigitsTask(), seed=0).reward, workers=1, deadline_s=30.0, sandbox=None) as pool:
         yield pool
 
 

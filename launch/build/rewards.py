@@ -1,0 +1,59 @@
+"""The run's verifiers, in the sandbox that this machine allows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE
+from pipeline.config.recipe import Recipe
+from pipeline.data.event_log import EventLog
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError, RunConflictError
+from pipeline.rewards.ladder import RUNGS, Choice, choose
+from pipeline.rewards.pool import Verifiers
+from pipeline.rewards.verifiers import TRUSTED
+from pipeline.rewards.worker_process import Sandbox
+
+
+def build_verifiers(run: RunDirectory, recipe: Recipe, reward: str, event_log: EventLog) -> Verifiers:
+    """Start the workers of a run's reward. Which sandbox they run in becomes an event of the run.
+
+    Raises RecipeError where there is no sandbox and the recipe does not renounce it, and RunConflictError where the run
+    began in a better one than this machine has.
+    """
+    section = recipe.reward
+    sandbox = choose_sandbox(run, reward, event_log) if section.sandbox == "auto" else None
+    if section.sandbox == "none":
+        event_log.event("sandbox", rung="none", why="reward.sandbox is none")
+    return Verifiers(reward, section.workers, section.deadline_s, sandbox=sandbox, memory_mib=section.memory_mib)
+
+
+def choose_sandbox(run: RunDirectory, reward: str, event_log: EventLog) -> Sandbox | None:
+    """The sandbox for a reward; None where it is built in and runs no code of others."""
+    if reward in TRUSTED:
+        event_log.event("sandbox", rung="none", why=f"{reward} runs no code of others")
+        return None
+    choice = choose()
+    reasons = "; ".join(f"{rung}: {reason}" for rung, reason in choice.refused.items())
+    if choice.rung is None:
+        raise RecipeError(
+            f"reward {reward!r} is code that is not our own, and this machine allows no sandbox for it ({reasons}); "
+            "install or allow one of them, or set reward.sandbox to none: it then runs with all rights of this user"
+        )
+    _refuse_a_lower_rung(run, choice, reasons)
+    event_log.event("sandbox", rung=choice.rung, why=reasons)
+    key_file = os.environ.get(API_KEY_FILE_VARIABLE)
+    return choice.sandbox((run.path.absolute(), *([Path(key_file).absolute()] if key_file else [])))
+
+
+def _refuse_a_lower_rung(run: RunDirectory, choice: Choice, reasons: str) -> None:
+    assert choice.rung is not None
+    began = run.sandbox()
+    if began is None:
+        run.set_sandbox(choice.rung)
+    elif began not in RUNGS or RUNGS.index(choice.rung) > RUNGS.index(began):
+        raise RunConflictError(
+            f"{run.path} began with its reward code under {began}, and here there is only {choice.rung} ({reasons}); "
+            f"bring {began} back, or remove {run.sandbox_file} to go on with less"
+        )
