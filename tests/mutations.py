@@ -219,9 +219,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a verifier that hangs is not killed",
-        "pipeline/rewards/pool.py",
-        '            self.kill()\n            return Judgment(0.0, {}, "timeout"',
-        '            return Judgment(0.0, {}, "timeout"',
+        "pipeline/rewards/functions.py",
+        '            self._end()\n            return failure("timeout"',
+        '            return failure("timeout"',
         (f"{UNIT}/pipeline/rewards/test_pool.py",),
     ),
     Mutation(
