@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
+from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config
+from pipeline.border.values import Limits
 from pipeline.config.recipe import Recipe
 from pipeline.data.records import LogprobContract, Prompt
 from pipeline.data.routed_experts import ExpertShape
@@ -119,13 +120,25 @@ def build_contract(recipe: Recipe, tokenizer: Tokenizer) -> LogprobContract:
     )
 
 
+def build_limits(recipe: Recipe) -> Limits:
+    """Which values a batch of the run may hold. Sizes of a model whose folder is gone are not known."""
+    longest = recipe.rollout.max_new_tokens
+    try:
+        model = ModelConfig.from_hf(read_config(recipe.model.path))
+    except ModelError:
+        return Limits(max_response_tokens=longest)
+    experts = None if model.experts is None else model.experts.count
+    return Limits(vocab_size=model.vocab_size, max_response_tokens=longest, num_experts=experts)
+
+
 def build_sampling(recipe: Recipe, temperature: float | None = None) -> Sampling:
     """How training rollouts are sampled; with `temperature`, how evaluations are, over the whole vocabulary."""
-    rollout = recipe.rollout
+    rollout, vocab_size = recipe.rollout, build_limits(recipe).vocab_size
     if temperature is not None:
-        return Sampling(max_new_tokens=rollout.max_new_tokens, temperature=temperature)
+        return Sampling(max_new_tokens=rollout.max_new_tokens, temperature=temperature, vocab_size=vocab_size)
     return Sampling(
         max_new_tokens=rollout.max_new_tokens,
+        vocab_size=vocab_size,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,

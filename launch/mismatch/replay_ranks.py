@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from launch.build.algorithm import build_advantage_computer, build_objective
-from launch.build.components import build_contract, build_tokenizer
+from launch.build.components import build_contract, build_limits, build_tokenizer
 from launch.build.control import build_controller
 from launch.run.learn import build_learner
 from launch.run.processes import run_child
@@ -62,7 +62,7 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
     objective, schedule = build_objective(recipe), recipe.build_schedule()
     batches = BatchSource(
         run=run,
-        store=BatchStore(source.batches),
+        store=BatchStore(source.batches, limits=build_limits(recipe)),
         learner=learner,
         contract=build_contract(recipe, build_tokenizer(recipe)),
         wait_deadline_s=recipe.run.wait_deadline_s,

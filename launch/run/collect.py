@@ -10,6 +10,7 @@ from pathlib import Path
 from launch.build.components import (
     build_contract,
     build_interruption,
+    build_limits,
     build_prompts,
     build_sampling,
     build_solved_prompt_rule,
@@ -95,7 +96,7 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
     recipe = run.recipe()
     tokenizer = build_tokenizer(recipe)
     prompts = build_prompts(recipe, tokenizer)
-    store = BatchStore(run.batches, run.fence)
+    store = BatchStore(run.batches, run.fence, limits=build_limits(recipe))
     store.remove_partial()
     metrics = metrics_of("collector", run.path)
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))

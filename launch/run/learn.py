@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launch.build.algorithm import build_advantage_computer, build_objective
-from launch.build.components import build_contract, build_quant_map, build_tokenizer, require_engines_here
+from launch.build.components import (
+    build_contract,
+    build_limits,
+    build_quant_map,
+    build_tokenizer,
+    require_engines_here,
+)
 from launch.build.control import build_controller, older_maps
 from launch.build.weight_checks import build_weight_check_plan
 from launch.cluster.metrics import metrics_of, observers_of
@@ -112,7 +118,7 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         run=run,
         batches=BatchSource(
             run=run,
-            store=BatchStore((replayed or run).batches),
+            store=BatchStore((replayed or run).batches, limits=build_limits(recipe)),
             learner=learner,
             contract=build_contract(recipe, build_tokenizer(recipe)),
             wait_deadline_s=recipe.run.wait_deadline_s,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launch.build.components import build_solved_prompt_rule
+from launch.build.components import build_limits, build_solved_prompt_rule
 from pipeline.analysis.audit import verify_history
 from pipeline.control.files import ControlFiles
 from pipeline.data.run_directory import RunDirectory
@@ -14,17 +14,20 @@ from pipeline.data.run_directory import RunDirectory
 
 def check_history(path: Path) -> dict[str, Any]:
     """Counts of lost and duplicated groups, of tokens of a version that the schedule does not allow, and of groups that
-    were asked or passed over though their problem's pass rate says otherwise. Read are the batches, and the lags that
-    the ESS controller decided."""
+    were asked or passed over though their problem's pass rate says otherwise; and which samples hold values that cannot
+    be. Read are the batches, the lags that the ESS controller decided and, if it is there, the model's config.json."""
     run = RunDirectory(path)
     recipe, decided = run.recipe(), ControlFiles(run.control, run.fence).newest()
     schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)
-    audit = verify_history(path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe))
+    limits = build_limits(recipe)
+    audit = verify_history(path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe), limits)
     return dict(
         lost=len(audit.lost),
         duplicated=len(audit.duplicated),
         version_violations=audit.version_violations,
         solved_violations=len(audit.solved_violations),
+        value_faults=list(audit.value_faults),
+        vocabulary_checked=limits.vocab_size is not None,
         missing_batches=len(audit.missing),
         batches=audit.batches,
         groups=audit.groups,

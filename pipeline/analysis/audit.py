@@ -1,5 +1,5 @@
-"""The audit of a run, from its batches alone: nothing lost, nothing trained twice, nothing staler than agreed, and
-problems left out when, and only when, their pass rate says so."""
+"""The audit of a run, from its batches alone: nothing lost, nothing trained twice, nothing staler than agreed, no value
+that cannot be, and problems left out when, and only when, their pass rate says so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.border.batches import batch_faults
+from pipeline.border.values import UNKNOWN, Limits
 from pipeline.data.ledger.lost_batches import LostBatch
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
@@ -36,6 +38,9 @@ class Audit:
     """Response tokens of a version that the schedule does not allow in their batch."""
     solved_violations: tuple[int, ...]
     """Groups passed over although their problem was not solved, and groups asked although it was."""
+    value_faults: tuple[str, ...]
+    """Which batch and sample holds which value that cannot be (pipeline.border.values), the first of each kind in each
+    batch."""
     batches: int
     groups: int
     """Groups trained on or dropped."""
@@ -52,10 +57,16 @@ class Audit:
     @property
     def sound(self) -> bool:
         wrong = self.missing or self.lost or self.duplicated or self.version_violations or self.solved_violations
-        return not wrong
+        return not (wrong or self.value_faults)
 
 
-def verify_history(run_dir: Path, schedule: Schedule, steps: int, solved_rule: SolvedPromptRule | None = None) -> Audit:
+def verify_history(
+    run_dir: Path,
+    schedule: Schedule,
+    steps: int,
+    solved_rule: SolvedPromptRule | None = None,
+    limits: Limits = UNKNOWN,
+) -> Audit:
     """Read and verify the first `steps` batches of a run. Raises CorruptBatchError."""
     store = BatchStore(RunDirectory(run_dir).batches)
     damaged = {batch.index: batch for batch in store.all_lost() if batch.index < steps}
@@ -64,6 +75,7 @@ def verify_history(run_dir: Path, schedule: Schedule, steps: int, solved_rule: S
     seen: Counter[int] = Counter()
     lags: Counter[int] = Counter()
     kinds: Counter[str] = Counter()
+    faults: list[str] = []
     solved, misjudged = SolvedPromptFilter(solved_rule), set[int]()
     tokens = violations = 0
     groups_to_ask: tuple[int, tuple[int, ...]] = (0, ())
@@ -72,7 +84,8 @@ def verify_history(run_dir: Path, schedule: Schedule, steps: int, solved_rule: S
             seen.update(damaged[index].groups)
             groups_to_ask = damaged[index].next_group, damaged[index].open_groups
             continue
-        batch = store.read(index, None)
+        batch = store.read(index, None, check=False)
+        faults.extend(f"batch {index}, {fault}" for fault in batch_faults(batch, limits))
         seen.update(np.unique(batch.group).tolist())
         seen.update(drop.group for drop in batch.dropped)
         counts = _tokens_by_version(batch)
@@ -95,6 +108,7 @@ def verify_history(run_dir: Path, schedule: Schedule, steps: int, solved_rule: S
         duplicated=tuple(sorted(reopened | {group for group, times in seen.items() if times > 1})),
         version_violations=violations,
         solved_violations=tuple(sorted(misjudged)),
+        value_faults=tuple(faults),
         batches=len(present),
         groups=len(seen),
         dropped=kinds.total(),

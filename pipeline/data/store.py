@@ -23,6 +23,8 @@ import numpy as np
 import zarr
 from zarr.storage import ZipStore
 
+from pipeline.border.batches import check_values
+from pipeline.border.values import UNKNOWN, Limits
 from pipeline.data.batch_format import (
     array_names,
     arrays_of,
@@ -51,10 +53,12 @@ _NAME = re.compile(r"^(\d{6,})\.zarr\.zip$")
 class BatchStore:
     """The committed batches of a run; `directory` is the run's `batches` folder, made on first use."""
 
-    def __init__(self, directory: Path, fence: Callable[[], None] = unfenced) -> None:
-        """`fence` is called just before a batch gets its name; Epoch.check raises there in a superseded collector."""
+    def __init__(self, directory: Path, fence: Callable[[], None] = unfenced, *, limits: Limits = UNKNOWN) -> None:
+        """`fence` is called just before a batch gets its name; Epoch.check raises there in a superseded collector.
+        Batches with values outside `limits` are neither committed nor read."""
         self.directory = directory
         self._fence = fence
+        self._limits = limits
         directory.mkdir(parents=True, exist_ok=True)
 
     def path(self, index: int) -> Path:
@@ -111,12 +115,14 @@ class BatchStore:
 
     def commit(self, batch: Batch) -> Path:
         """Make `batch` durable and visible, in that order. Raises AlreadyCommittedError when another process was first,
-        SupersededError behind the fence, StoreError if its arrays do not agree with one another."""
+        SupersededError behind the fence, StoreError if its arrays do not agree with one another or hold values that
+        cannot be (pipeline.border.values)."""
         path = self.path(batch.index)
         if self.exists(batch.index):
             self._refuse_second(path)
         try:
             check_batch(batch)
+            check_values(batch, self._limits)
         except ValueError as error:
             raise StoreError(
                 f"refused to commit batch {batch.index}: {error}; correct the code that built it"
@@ -139,9 +145,12 @@ class BatchStore:
             "batches are never rewritten: start the collector again, it goes on with the next one"
         )
 
-    def read(self, index: int, contract: LogprobContract | None, *, visible_s: float = 0.0) -> Batch:
+    def read(
+        self, index: int, contract: LogprobContract | None, *, visible_s: float = 0.0, check: bool = True
+    ) -> Batch:
         """Read and verify batch `index`; with a `contract` of None, whatever its contract. A batch that another
-        host knows to be committed may be seen here `visible_s` later (files.VISIBLE_S).
+        host knows to be committed may be seen here `visible_s` later (files.VISIBLE_S). Without `check`, also one with
+        values that cannot be, for whoever looks into it.
 
         Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check,
         ContractMismatchError when it was sampled under another contract.
@@ -157,6 +166,8 @@ class BatchStore:
             batch = _decode(path)
             if batch.index != index:
                 raise ValueError(f"the file holds batch {batch.index}")
+            if check:
+                check_values(batch, self._limits)
         except MemoryError:
             raise
         except Exception as error:

@@ -18,6 +18,8 @@ class Sampling:
     as an engine can name (pipeline.config.recipe.MOST_KEPT)."""
 
     max_new_tokens: int
+    vocab_size: int | None = None
+    """Of the model: ids lie below it. None: the caller does not know it."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1

@@ -20,17 +20,19 @@ def make(
     next_group: int | None = None,
     versions: tuple[int, ...] = (0, 0, 0),
     open_groups: tuple[int, ...] = (),
+    golden: bool = False,
 ) -> Batch:
-    """`num_groups` groups of three samples; one of the three has an empty response, one has reward parts."""
+    """`num_groups` groups of three samples; one of the three has reward parts. In the `golden` files one was aborted
+    before its first token, which is not committed any more."""
 
     def sample(group: int, member: int) -> Sample:
-        length = (len(versions), 0, 1)[member]
+        length = (len(versions), 0 if golden else 1, 1)[member]
         return Sample(
             completion=Completion(
                 tokens=tuple(7 + group + position for position in range(length)),
                 logprobs=tuple(-0.5 * (position + 1) for position in range(length)),
                 versions=versions[:length],
-                finish=("stop", "abort", "length")[member],  # type: ignore[arg-type]
+                finish=("stop", "abort" if golden else "stop", "length")[member],  # type: ignore[arg-type]
                 engine=member,
                 queued_s=0.25,
                 generated_s=1.5,

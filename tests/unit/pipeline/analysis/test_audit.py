@@ -39,9 +39,9 @@ def test_a_sound_history(tmp_path: Path, store: BatchStore, make_batch: MakeBatc
     assert audit.sound
     assert (audit.lost, audit.duplicated, audit.missing, audit.version_violations) == ((), (), (), 0)
     assert (audit.batches, audit.groups, audit.dropped) == (3, 7, 1)
-    # By group: [0 0] [0]; [0 1] [0]; [1 2 2] [1]; two groups a batch.
-    assert audit.tokens == 2 * (3 + 3 + 4)
-    assert audit.lags == {0: 2 * (3 + 1 + 2), 1: 2 * (2 + 2)}
+    # By group: [0 0] [0] [0]; [0 1] [0] [0]; [1 2 2] [1] [1]; two groups a batch.
+    assert audit.tokens == 2 * (4 + 4 + 5)
+    assert audit.lags == {0: 2 * (4 + 1 + 2), 1: 2 * (3 + 3)}
 
 
 def test_only_the_first_steps_are_read(tmp_path: Path, store: BatchStore, make_batch: MakeBatch) -> None:
@@ -149,8 +149,8 @@ def test_a_missing_batch(tmp_path: Path, store: BatchStore, make_batch: MakeBatc
     [
         (Schedule(kind="async", steps=3, lag=2), 0),
         (Schedule(kind="async", steps=3, lag=1), 0),
-        (Schedule(kind="sync", steps=3), 2 * (2 + 2)),
-        (Schedule(kind="staged", steps=4, updates_per_stage=2), 2 * 2),
+        (Schedule(kind="sync", steps=3), 2 * (3 + 3)),
+        (Schedule(kind="staged", steps=4, updates_per_stage=2), 2 * 3),
     ],
 )
 def test_tokens_staler_than_agreed(
@@ -164,7 +164,7 @@ def test_tokens_from_the_future(tmp_path: Path, store: BatchStore, make_batch: M
     batch = make_batch(0)
     store.commit(replace(batch, policy_version=np.full_like(batch.policy_version, 1)))
     audit = verify_history(tmp_path, ASYNC, steps=1)
-    assert (audit.version_violations, audit.lags) == (8, {-1: 8})
+    assert (audit.version_violations, audit.lags) == (10, {-1: 10})
 
 
 def test_a_damaged_batch_is_an_error(tmp_path: Path, store: BatchStore, make_batch: MakeBatch) -> None:

@@ -27,7 +27,7 @@ def test_golden(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
     """Token 1 ends, tokens 2 … 11 are the digits 0 … 9, 12 is "=", 13 a line end."""
     batch = make_batch(4, first_group=5, num_groups=1, dropped=(6,), versions=(3, 3, 4))
     assert list(render_batch(batch, tokenizer, samples=[0, 2])) == [
-        "batch 4: 3 samples, 4 response tokens; group 6 dropped: too long",
+        "batch 4: 3 samples, 5 response tokens; group 6 dropped: too long",
         "",
         "sample 0, group 5",
         "  prompt    <|end|>5",
@@ -46,7 +46,7 @@ def test_golden(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
 
 
 def test_an_empty_response(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
-    lines = list(render_batch(make_batch(0), tokenizer, samples=[1]))
+    lines = list(render_batch(make_batch(0, golden=True), tokenizer, samples=[1]))
     assert lines[4:] == [
         "  response  ",
         "  reward    0",
@@ -57,23 +57,23 @@ def test_an_empty_response(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
 
 def test_gaps_between_learner_and_rollout(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
     batch = make_batch(0, num_groups=2)
-    learner = batch.rollout_logprobs + np.arange(8, dtype=np.float32) / 8
+    learner = batch.rollout_logprobs + np.arange(10, dtype=np.float32) / 8
     lines = list(render_batch(batch, tokenizer, learner_logprobs=learner, samples=[3]))
     assert lines[-4:] == [
         "  token            version   rollout   learner       gap",
-        "  6                      0   -0.5000    0.0000   +0.5000",
-        "  7                      0   -1.0000   -0.3750   +0.6250",
-        "  8                      0   -1.5000   -0.7500   +0.7500",
+        "  6                      0   -0.5000    0.1250   +0.6250",
+        "  7                      0   -1.0000   -0.2500   +0.7500",
+        "  8                      0   -1.5000   -0.6250   +0.8750",
     ]
-    with pytest.raises(ValueError, match=r"learner_logprobs is \(3,\), expected \(8,\)"):
+    with pytest.raises(ValueError, match=r"learner_logprobs is \(3,\), expected \(10,\)"):
         list(render_batch(batch, tokenizer, learner_logprobs=learner[:3]))
 
 
 def test_tokens_that_no_engine_sampled_are_shown_as_such(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
     batch = make_batch(0, num_groups=1)
-    unsampled = np.array([False, True, False, False])
+    unsampled = np.array([False, True, False, False, False])
     lines = list(
-        render_batch(replace(batch, loss_mask=~unsampled), tokenizer, samples=[0], learner_logprobs=np.zeros(4, "f4"))
+        render_batch(replace(batch, loss_mask=~unsampled), tokenizer, samples=[0], learner_logprobs=np.zeros(5, "f4"))
     )
     assert lines[-5:] == [
         "  unsampled 6",

@@ -43,7 +43,7 @@ CONTRACT = LogprobContract(temperature=0.7, top_p=0.8, top_k=-1, scaled=True, to
 
 
 def batch_with_kept_sets() -> Batch:
-    """Three samples of 3, 0 and 2 response tokens; the second token of the first was not sampled."""
+    """Two samples of 3 and 2 response tokens; the second token of the first was not sampled."""
 
     def sample(tokens: tuple[int, ...], kept: list[list[int]], mask: tuple[bool, ...] = ()) -> Sample:
         given = Completion.given(tokens, [-0.5 if not mask or mask[i] else 0.0 for i in range(len(tokens))])
@@ -51,7 +51,6 @@ def batch_with_kept_sets() -> Batch:
 
     samples = (
         sample((5, 6, 7), [[9, 5], [], [7]], (True, False, True)),
-        sample((), []),
         sample((8, 5), [[8, 3, 11], [5]]),
     )
     group = Group(prompt=Prompt(group=0, text="", answer="", tokens=(1, 2)), samples=samples)
@@ -65,7 +64,7 @@ def test_a_batch_keeps_its_sets(tmp_path: Path) -> None:
     assert found.kept is not None
     assert lists(found.kept) == [[5, 9], [], [7], [3, 8, 11], [5]]
     assert found.response_tokens.tolist() == [5, 6, 7, 8, 5]
-    chosen = found.select(np.array([False, True, True]))
+    chosen = found.select(np.array([False, True]))
     assert chosen.kept is not None
     assert lists(chosen.kept) == [[3, 8, 11], [5]]
 
@@ -101,6 +100,7 @@ def test_damaged_offsets_are_not_read(tmp_path: Path, monkeypatch: pytest.Monkey
     falling = KeptSets(offsets=np.array([0, 2, 1, 3, 6, 7], np.int64), tokens=batch.kept.tokens)
     with monkeypatch.context() as patch:
         patch.setattr("pipeline.data.store.check_batch", lambda batch: None)
+        patch.setattr("pipeline.data.store.check_values", lambda batch, limits: None)
         store.commit(replace(batch, kept=falling))
     with pytest.raises(CorruptBatchError, match="kept_offsets does not rise"):
         store.read(0, None)

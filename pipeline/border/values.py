@@ -1,0 +1,181 @@
+"""Which numbers may enter the ledger: one set of rules, for an engine's answer, a verdict, a commit and an audit.
+
+    an answer of an engine ──▶ response_faults ──▶ refused: the engine's fault, asked again elsewhere
+    a verdict              ──▶ verdict_fault   ──▶ refused: counts as a verifier that failed
+    a batch                ──▶ batch_faults (pipeline.border.batches), at the commit, at each read, in `verify history`
+
+What is checked is what would be stored: numbers after their cast to float32 and int32. 1e39 is a good double and an
+infinite float32.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.kept_sets import KeptSets
+from precision.text.short import quoted
+
+HIGHEST_LOGPROB = 1e-5
+"""Engines divide by a sum that they rounded, some with a fast division of two units in the last place: a probability of
+1 + 1e-6 can come of it. 84 units of float32 are more than any of them loses, and nothing to a learner."""
+LOWEST_LOGPROB = -128.0
+"""Engines draw from float32 probabilities: what has less than 2^-149 (a logarithm of -103.3) is 0 there, and is not
+drawn. Engines clamp the logarithm of 0 to -3.4e38, which is finite, and of which a ratio becomes infinite."""
+MOST_TOKENS = 1 << 31
+"""Token ids and versions are stored as int32."""
+MOST_PARTS = 64
+"""Names of reward parts, of a sample and of a batch: the batch stores a column for each name."""
+PART_NAME = re.compile(r"\w[\w.:/+=@ -]{0,63}")
+"""They are printed to terminals and become columns of reports. Letters are those of any language."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the recipe and the model allow; None where the caller does not know it, and it is not checked."""
+
+    vocab_size: int | None = None
+    """Rows of the embedding: an engine may sample an id that the tokenizer does not have."""
+    max_response_tokens: int | None = None
+    num_experts: int | None = None
+    """Of each layer that has any."""
+
+
+UNKNOWN = Limits()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that cannot be. `sample` is counted from 0."""
+
+    sample: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"sample {self.sample}: {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Responses:
+    """What n samples say about their response tokens, flat, as a batch stores it."""
+
+    offsets: NDArray[np.int64]
+    """[n + 1] where each response starts in the arrays of tokens."""
+    tokens: NDArray[np.integer]
+    """[responses] ids."""
+    logprobs: NDArray[np.float32]
+    """[responses] after the cast."""
+    versions: NDArray[np.integer]
+    """[responses]"""
+    sampled: NDArray[np.bool_]
+    """[responses] False where no engine sampled the token: the log-probability is 0 there."""
+    may_be_empty: NDArray[np.bool_]
+    """[n] a sample that was aborted before its first token has none."""
+    queued_s: NDArray[np.float32]
+    """[n]"""
+    generated_s: NDArray[np.float32]
+    """[n]"""
+    kept: KeptSets | None = None
+
+
+def response_faults(responses: Responses, limits: Limits) -> Iterator[Fault]:
+    """The first fault of each kind. Arrays are taken to agree in length."""
+    yield from _length_faults(responses, limits)
+    yield from _token_faults(responses, limits)
+    for name, seconds in (("queued_s", responses.queued_s), ("generated_s", responses.generated_s)):
+        for sample in np.flatnonzero(~(np.isfinite(seconds) & (seconds >= 0.0)))[:1].tolist():
+            yield Fault(sample, f"{name} is {seconds[sample]:g}, expected seconds from 0 on")
+
+
+def verdict_fault(reward: float, parts: Mapping[str, float]) -> str | None:
+    """What is wrong with a verdict; None: nothing."""
+    if not is_finite_float32(reward):
+        return f"the reward is {quoted(reward)}, expected a number that float32 can hold"
+    return part_names_fault(parts) or next(
+        (
+            f"part {name} is {quoted(value)}, expected a number that float32 can hold"
+            for name, value in parts.items()
+            if not is_finite_float32(value)
+        ),
+        None,
+    )
+
+
+def part_names_fault(names: Mapping[str, object]) -> str | None:
+    """Whether the names of reward parts can be stored and shown."""
+    if len(names) > MOST_PARTS:
+        return f"there are {len(names)} reward parts, expected at most {MOST_PARTS}: name them alike for all samples"
+    for name in names:
+        if not PART_NAME.fullmatch(name):
+            return (
+                f"a reward part is named {quoted(name)}, expected 1 to 64 letters, digits and "
+                "._:/+=@- or blanks, a letter or digit first"
+            )
+    return None
+
+
+def is_finite_float32(value: float) -> bool:
+    """Whether it is a number, and one that float32 can hold."""
+    return isinstance(value, int | float) and math.isfinite(as_float32([value])[0])
+
+
+def as_float32(values: object) -> NDArray[np.float32]:
+    """The cast to what is stored; what float32 cannot hold becomes infinite, without a warning."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        try:
+            return np.asarray(values, np.float64).astype(np.float32)
+        except OverflowError:  # an int that no double can hold
+            return np.array([np.inf], np.float32)
+
+
+def _length_faults(responses: Responses, limits: Limits) -> Iterator[Fault]:
+    lengths = np.diff(responses.offsets)
+    yield from _first(
+        (lengths == 0) & ~responses.may_be_empty,
+        lambda i: Fault(i, "the response is empty, expected one token at least: an engine samples an end, too"),
+    )
+    most = limits.max_response_tokens
+    if most is not None:
+        yield from _first(
+            lengths > most, lambda i: Fault(i, f"the response has {lengths[i]} tokens, at most {most} were asked for")
+        )
+
+
+def _token_faults(responses: Responses, limits: Limits) -> Iterator[Fault]:
+    tokens, logprobs, versions = responses.tokens, responses.logprobs, responses.versions
+    vocab_size = MOST_TOKENS if limits.vocab_size is None else limits.vocab_size
+
+    def first(bad: NDArray[np.bool_], what: Callable[[int], str]) -> Iterator[Fault]:
+        for place in np.flatnonzero(bad)[:1].tolist():
+            sample = int(np.searchsorted(responses.offsets, place, side="right")) - 1
+            yield Fault(sample, f"response token {place - int(responses.offsets[sample])}: {what(place)}")
+
+    yield from first((tokens < 0) | (tokens >= vocab_size), lambda i: f"id {tokens[i]}, expected 0 to {vocab_size - 1}")
+    yield from first(
+        (versions < 0) | (versions >= MOST_TOKENS), lambda i: f"policy version {versions[i]}, expected 0 or later"
+    )
+    in_range = np.isfinite(logprobs) & (logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)
+    yield from first(
+        responses.sampled & ~in_range,
+        lambda i: f"log-probability {logprobs[i]:g}, expected {LOWEST_LOGPROB:g} to 0",
+    )
+    yield from first(
+        ~responses.sampled & (logprobs != 0.0),
+        lambda i: f"log-probability {logprobs[i]:g} of a token that no engine sampled, expected 0",
+    )
+    if responses.kept is not None:
+        kept = responses.kept
+        bad = (kept.tokens < 0) | (kept.tokens >= vocab_size)
+        if bad.any():
+            owner = np.zeros(len(tokens), np.bool_)
+            owner[np.searchsorted(kept.offsets, np.flatnonzero(bad)[:1], side="right") - 1] = True
+            yield from first(owner, lambda _: f"its kept set holds an id outside 0 to {vocab_size - 1}")
+
+
+def _first(bad: NDArray[np.bool_], fault: Callable[[int], Fault]) -> Iterator[Fault]:
+    yield from map(fault, np.flatnonzero(bad)[:1].tolist())
