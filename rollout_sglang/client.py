@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,26 +15,39 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeline.config.recipe import MOST_KEPT
 from pipeline.data.records import Completion
-from pipeline.errors import EngineUnavailableError, EngineVersionError
+from pipeline.errors import BadAnswerError, EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
 from precision.formats.audit import Held
+from precision.text.short import one_line
 from rollout_sglang.protocol import (
-    GENERATED_LIST,
     INVALIDATED,
     UNVERIFIED,
     Checksums,
     Generated,
     ModelInfo,
     Updated,
-    aborted_completion,
     claimed_version,
-    completion_of,
 )
+from rollout_sglang.samples import (
+    SAMPLE_BYTES,
+    Asked,
+    aborted_completion,
+    problem_of,
+    read_completions,
+    read_samples,
+    scoring_bytes,
+)
+from rollout_sglang.scores import input_logprobs, tempered_totals
 from rollout_sglang.server.sglang_compat import ABORTED, DialectOf
 from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
 
 FORMATS, STATISTICS = "formats", "statistics"
 """As in rollout_sglang.server.format_report, which loads torch."""
+REPORT_BYTES = 1 << 26
+"""Of a report about all parameters: a mixture of 48 layers and 128 experts has 18,000 on each of 8 ranks, of some 200
+bytes each."""
+OFF_LOOP_BYTES = 1 << 16
+"""Up to here an answer is read where it arrives, which takes about a millisecond."""
 CONTROL_DEADLINE_S = 30.0
 """For calls that an engine answers between two of its steps: pause, continue, names of weights."""
 
@@ -69,10 +83,11 @@ class EngineClient:
         top-k; with `sampling.kept_set` they are of what these left, renormalized, and each completion holds its kept
         sets. Samples of a request that was aborted have as many tokens as there were, or none."""
         started = time.monotonic()
+        asked = Asked(num_prompt=len(prompt_tokens), num_samples=num_samples, sampling=sampling)
         # For n samples SGLang (0.5.23) first prefills the prompt by a request of no new tokens. With kept sets it finds
         # none for that one and refuses all. Equal prompts share their prefill too.
         copies, n = (num_samples, 1) if sampling.kept_set else (1, num_samples)
-        samples = await self._generate(
+        body = await self._generate(
             {
                 "input_ids": [list(prompt_tokens)] * copies,
                 "sampling_params": {
@@ -86,30 +101,19 @@ class EngineClient:
                 **({} if sampling.experts is None else {"return_routed_experts": True}),
                 **({"return_sampling_mask": True} if sampling.kept_set else {}),
             },
-            expected=num_samples,
+            most_bytes=asked.most_bytes,
         )
         elapsed_s = time.monotonic() - started
-        if samples is None:
+        if body is None:
             return [aborted_completion(self.index, elapsed_s)] * num_samples
-        return [
-            completion_of(
-                sample,
-                engine=self.index,
-                elapsed_s=elapsed_s,
-                num_prompt=len(prompt_tokens),
-                experts=sampling.experts,
-                kept_set=sampling.kept_set,
-            )
-            for sample in samples
-        ]
+        return await self._off_loop(body, lambda: read_completions(body, asked, engine=self.index, elapsed_s=elapsed_s))
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Prefill scoring: for each row of n tokens, [n - 1] log-probabilities of tokens 1…n-1 given those before.
 
         At temperature 1: SGLang does not scale the log-probabilities of input tokens.
         """
-        samples = await self._prefill(rows, {})
-        return [_input_logprobs(row, sample) for row, sample in zip(rows, samples, strict=True)]
+        return await self._prefill(rows, {}, 0, lambda number, sample: input_logprobs(rows[number], sample))
 
     async def tempered_prompt_logprobs(
         self,
@@ -124,16 +128,24 @@ class EngineClient:
         `kept`, for each row the token ids over which tokens 1 … n-1 are renormalized, restricts that sum; an empty set
         stands for the whole vocabulary.
         """
-        samples = await self._prefill(rows, {"top_logprobs_num": vocab_size})
-        sets = [()] * len(rows) if kept is None else kept
-        found = []
-        for row, sample, own in zip(rows, samples, sets, strict=True):
-            totals = _tempered_totals(row, sample, temperature, own)
-            found.append((_input_logprobs(row, sample) / temperature - totals).astype(np.float32))
-        return found
 
-    async def _prefill(self, rows: Sequence[Sequence[int]], options: dict[str, Any]) -> list[Generated]:
-        samples = await self._generate(
+        def score(number: int, sample: Generated) -> NDArray[np.float32]:
+            sets = () if kept is None else kept[number]
+            totals = tempered_totals(rows[number], sample, temperature, sets)
+            return (input_logprobs(rows[number], sample) / temperature - totals).astype(np.float32)
+
+        return await self._prefill(rows, {"top_logprobs_num": vocab_size}, vocab_size, score)
+
+    async def _prefill(
+        self,
+        rows: Sequence[Sequence[int]],
+        options: dict[str, Any],
+        vocab_size: int,
+        read: Callable[[int, Generated], NDArray[np.float32]],
+    ) -> list[NDArray[np.float32]]:
+        """What `read` makes of the answer to each row."""
+        row_bytes = [scoring_bytes(len(row), vocab_size) for row in rows]
+        body = await self._generate(
             {
                 "input_ids": [list(row) for row in rows],
                 "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -141,11 +153,23 @@ class EngineClient:
                 "logprob_start_len": 0,
                 **options,
             },
-            expected=len(rows),
+            most_bytes=SAMPLE_BYTES + sum(row_bytes),
         )
-        if samples is None:
+        if body is None:
             raise EngineUnavailableError(f"engine {self.index} at {self.url} aborted the scoring of prompts; ask again")
-        return samples
+
+        def scores() -> list[NDArray[np.float32]]:
+            samples = read_samples(body, expected=len(rows), sample_bytes=max(row_bytes, default=0))
+            return [read(number, sample) for number, sample in enumerate(samples)]
+
+        return await self._off_loop(body, scores)
+
+    async def _off_loop(self, body: bytes, read: Callable[[], T]) -> T:
+        """What `read` makes of `body`; in a thread where that takes longer than a step of the loop should."""
+        try:
+            return await asyncio.to_thread(read) if len(body) > OFF_LOOP_BYTES else read()
+        except BadAnswerError as error:
+            raise BadAnswerError(f"engine {self.index} at {self.url}: {error}; the answer is thrown away") from error
 
     async def model_info(self, deadline_s: float | None = None) -> ModelInfo:
         """Which folder and version the server serves. A busy engine answers at once: its HTTP process alone does."""
@@ -195,7 +219,7 @@ class EngineClient:
         if not updated.success:
             raise EngineVersionError(
                 f"engine {self.index} at {self.url} did not take version {version} from {directory}: "
-                f"{' '.join(updated.message.split())}; check that the folder is complete and readable there"
+                f"{one_line(updated.message, 500)}; check that the folder is complete and readable there"
             )
 
     async def verify(self, version: int) -> None:
@@ -229,13 +253,15 @@ class EngineClient:
     async def _check_weights(self, action: str, deadline_s: float) -> list[dict[str, str]] | None:
         path = "/weights_checker"
         request = {"action": action}
-        answer = await self._transport.call("POST", path, deadline_s=deadline_s, json=request, accept=(400, 404))
+        answer = await self._transport.call(
+            "POST", path, deadline_s=deadline_s, json=request, accept=(400, 404), most_bytes=REPORT_BYTES
+        )
         if answer.status_code == 404:
             return None
         found = _parse(TypeAdapter(Checksums), answer)
         if not found.success:
             return None
-        return [dict(rank.checksums) for rank in sorted(found.ranks, key=lambda rank: rank.parallelism_info[0].tp_rank)]
+        return [dict(rank.checksums) for rank in sorted(found.ranks, key=lambda rank: rank.tp_rank)]
 
     async def name(self, version: int) -> None:
         """Name the weights that the engine holds `version`, as verified. Requests under way go on."""
@@ -252,60 +278,24 @@ class EngineClient:
     async def _control(self, path: str, request: dict[str, Any]) -> None:
         await self._transport.call("POST", path, deadline_s=self._control_deadline_s, json=request)
 
-    async def _generate(self, request: dict[str, Any], *, expected: int) -> list[Generated] | None:
-        """The samples; None when the request was aborted before there were any."""
+    async def _generate(self, request: dict[str, Any], *, most_bytes: int) -> bytes | None:
+        """The answer; None when the request was aborted before there was any sample."""
         answer = await self._transport.call(
-            "POST", "/generate", deadline_s=self._request_deadline_s, json=request, accept=(ABORTED,)
+            "POST",
+            "/generate",
+            deadline_s=self._request_deadline_s,
+            json=request,
+            accept=(ABORTED,),
+            most_bytes=most_bytes,
         )
-        if answer.status_code == ABORTED:
-            return None
-        samples = _parse(GENERATED_LIST, answer)
-        if len(samples) != expected:
-            raise EngineUnavailableError(
-                f"engine {self.index} at {self.url} answered {len(samples)} samples, expected {expected}; ask again"
-            )
-        return samples
+        return None if answer.status_code == ABORTED else answer.content
 
 
 def _parse(adapter: TypeAdapter[T], answer: httpx.Response) -> T:
     try:
         return adapter.validate_json(answer.content)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise EngineUnavailableError(
-            f"{answer.request.url} answered something else than SGLang's protocol ({where}: {problem['msg']}); "
+        raise BadAnswerError(
+            f"{answer.request.url} answered something else than SGLang's protocol ({problem_of(error)}); "
             "check the version of the server"
         ) from None
-
-
-def _input_logprobs(row: Sequence[int], sample: Generated) -> NDArray[np.float32]:
-    scored = sample.meta_info.input_token_logprobs or ()
-    values = [value for value, _, _ in scored[1:] if value is not None]
-    # SGLang names the last id of the vocabulary 0 here (it clips the ids of image tokens), yet scores the real one.
-    foreign = [token for token, (_, named, _) in zip(row, scored, strict=False) if named not in (token, 0)]
-    if foreign or len(values) != len(row) - 1:
-        raise EngineUnavailableError(f"engine scored {len(values)} of {len(row) - 1} tokens; ask again")
-    return np.array(values, np.float32)
-
-
-def _tempered_totals(
-    row: Sequence[int], sample: Generated, temperature: float, kept: Sequence[NDArray[np.int32]]
-) -> NDArray[np.float64]:
-    """For each of tokens 1 … n-1, log sum p^(1/T) over the distribution from which it came, or what was kept of it."""
-    distributions = (sample.meta_info.input_top_logprobs or ())[1:]
-    if len(distributions) != len(row) - 1 or not all(distributions):
-        raise EngineUnavailableError(f"engine gave {len(distributions)} of {len(row) - 1} distributions; ask again")
-    totals = []
-    for place, distribution in enumerate(distributions):
-        answered = [(value, token) for value, token, _ in distribution or () if value is not None]
-        logprobs = np.array([value for value, _ in answered], np.float64)
-        if abs(np.exp(logprobs).sum() - 1.0) > 1e-3:
-            raise EngineUnavailableError(
-                f"engine gave distributions of {np.exp(logprobs).sum():.4f} in all, expected 1; start it with a larger "
-                "limit for top_logprobs_num"
-            )
-        if kept and len(kept[place]):
-            logprobs = logprobs[np.isin([token for _, token in answered], kept[place])]
-        totals.append(np.logaddexp.reduce(logprobs / temperature))
-    return np.array(totals)

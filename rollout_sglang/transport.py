@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import cache
 from typing import Any, TypeVar
 
 import httpx
 
-from pipeline.errors import EngineUnavailableError, EngineVersionError, EvenKeelError, FatalError
+from pipeline.errors import (
+    BadAnswerError,
+    EngineUnavailableError,
+    EngineVersionError,
+    EvenKeelError,
+    FatalError,
+)
+from precision.text.short import one_line, quoted
 from rollout_sglang.server.update_fence import UPDATE_HEADER
 
 CONNECT_ATTEMPTS = 3
@@ -23,6 +30,11 @@ LOOK_DEADLINE_S = 4.0
 SILENCE_S = 8.0
 """An engine that has answered no such call for so long is taken to be gone. A long prefill does not delay them."""
 _LOOK_PAUSE_S = 1.0
+MOST_BYTES = 1 << 20
+"""Of an answer about which the caller says nothing else: names, versions, states of an engine."""
+_LENGTH_DIGITS = 18
+REFUSAL_BYTES = 1 << 16
+"""Of an answer that refuses the call; the rest is not read."""
 
 T = TypeVar("T")
 
@@ -45,7 +57,7 @@ class Transport:
         """Number of the weight update that calls belong to (rollout_sglang.weights.update_lease)."""
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             timeout=None,  # `call` bounds the whole exchange
             trust_env=False,
@@ -61,17 +73,22 @@ class Transport:
         json: Any = None,
         accept: tuple[int, ...] = (),
         repeatable: bool = True,
+        most_bytes: int = MOST_BYTES,
     ) -> httpx.Response:
         """Answer with a status of 200…299 or one in `accept`.
 
         Connections that break are tried again, unless the call is not `repeatable`.
-        Raises EngineUnavailableError when no usable answer arrives within `deadline_s`, EngineVersionError when a later
-        weight update has overtaken the one of this call (409), FatalError when the server refuses the request itself
-        (other 4xx).
+        Raises EngineUnavailableError when no usable answer arrives within `deadline_s`, BadAnswerError for one of more
+        than `most_bytes`, EngineVersionError when a later weight update has overtaken the one of this call (409),
+        FatalError when the server refuses the request itself (other 4xx).
         """
+
+        async def ask() -> httpx.Response:
+            return await self._exchange(method, path, json, most_bytes, accept)
+
         try:
             async with asyncio.timeout(deadline_s):
-                response = await self._send(method, path, json, CONNECT_ATTEMPTS if repeatable else 1)
+                response = await self._send(f"{method} {self.url}{path}", ask, CONNECT_ATTEMPTS if repeatable else 1)
         except TimeoutError:
             raise EngineUnavailableError(
                 f"{method} {self.url}{path} got no answer within {deadline_s:g} s; the server hangs or is overloaded"
@@ -104,32 +121,72 @@ class Transport:
             return True
         return False
 
-    async def _send(self, method: str, path: str, json: Any, attempts: int) -> httpx.Response:
-        headers = {} if self.update is None else {UPDATE_HEADER: str(self.update)}
+    async def _send(self, what: str, ask: Callable[[], Awaitable[httpx.Response]], attempts: int) -> httpx.Response:
         for attempt in range(1, attempts + 1):
             try:
-                return await self._http.request(method, path, json=json, headers=headers)
+                return await ask()
             except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
                 if attempt == attempts:
                     raise EngineUnavailableError(
-                        f"{method} {self.url}{path}: {type(error).__name__} {error} ({attempt} attempts); "
+                        f"{what}: {type(error).__name__} {one_line(error, 300)} ({attempt} attempts); "
                         "see the log of the server"
                     ) from error
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                raise EngineUnavailableError(
+                    f"{what}: {type(error).__name__} {one_line(error, 300)}; see the log of the server"
+                ) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    async def _exchange(
+        self, method: str, path: str, json: Any, most_bytes: int, accept: tuple[int, ...]
+    ) -> httpx.Response:
+        """One request and its answer, cut off where it becomes larger than it can rightly be."""
+        headers = {} if self.update is None else {UPDATE_HEADER: str(self.update)}
+        async with self._http.stream(method, path, json=json, headers=headers) as response:
+            wanted = response.is_success or response.status_code in accept
+            body = await _body(response, most_bytes) if wanted else await _beginning(response)
+            return httpx.Response(response.status_code, content=body, request=response.request)
 
     async def close(self) -> None:
         """Release the connections."""
         await self._http.aclose()
 
 
+async def _body(response: httpx.Response, most_bytes: int) -> bytes:
+    """All of it. Raises BadAnswerError as soon as it is larger than `most_bytes`, or compressed: a few bytes may become
+    gigabytes, and nobody asked for it."""
+    what = f"{response.request.method} {response.request.url}"
+    if (encoding := response.headers.get("Content-Encoding", "identity").strip().lower()) not in ("identity", ""):
+        raise BadAnswerError(f"{what} was answered in the encoding {quoted(encoding)}, which nobody asked for")
+    declared = response.headers.get("Content-Length", "0")
+    if not declared.isdecimal() or len(declared) > _LENGTH_DIGITS or int(declared) > most_bytes:
+        raise BadAnswerError(f"{what} is answered by {quoted(declared)} bytes, expected at most {most_bytes}")
+    body = bytearray()
+    async for part in response.aiter_raw():
+        body += part
+        if len(body) > most_bytes:
+            raise BadAnswerError(f"{what} is answered by more than {most_bytes} bytes; the rest is not read")
+    return bytes(body)
+
+
+async def _beginning(response: httpx.Response) -> bytes:
+    body = bytearray()
+    async for part in response.aiter_raw():
+        body += part
+        if len(body) >= REFUSAL_BYTES:
+            break
+    return bytes(body[:REFUSAL_BYTES])
+
+
 def _refusal(response: httpx.Response) -> EngineUnavailableError | EngineVersionError | FatalError:
     request = response.request
-    what = f"{request.method} {request.url} answered {response.status_code}: {' '.join(response.text.split())[:500]}"
+    said = one_line(response.content.decode("utf-8", "replace"), 500)
+    what = f"{request.method} {request.url} answered {response.status_code}: {said}"
     if response.status_code in (401, 403):
         return FatalError(f"{what}; the server was started with another API key")
     if response.status_code == 409:
         return EngineVersionError(what)
-    if response.status_code >= 500 or response.status_code in (408, 429):
+    if not 400 <= response.status_code < 500 or response.status_code in (408, 429):
         return EngineUnavailableError(f"{what}; see the log of the server")
     return FatalError(f"{what}; the request itself is wrong, for example longer than rollout.context_tokens")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config
-from pipeline.border.values import Limits
 from pipeline.config.recipe import Recipe
+from pipeline.data.border.values import Limits
 from pipeline.data.records import LogprobContract, Prompt
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import ModelError, RecipeError

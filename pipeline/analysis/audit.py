@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.border.batches import batch_faults
-from pipeline.border.values import UNKNOWN, Limits
+from pipeline.data.border.batches import batch_faults
+from pipeline.data.border.values import UNKNOWN, Limits
 from pipeline.data.ledger.lost_batches import LostBatch
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
@@ -39,7 +39,7 @@ class Audit:
     solved_violations: tuple[int, ...]
     """Groups passed over although their problem was not solved, and groups asked although it was."""
     value_faults: tuple[str, ...]
-    """Which batch and sample holds which value that cannot be (pipeline.border.values), the first of each kind in each
+    """Which batch and sample holds which value that cannot be (pipeline.data.border), the first of each kind in each
     batch."""
     batches: int
     groups: int

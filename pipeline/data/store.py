@@ -23,8 +23,6 @@ import numpy as np
 import zarr
 from zarr.storage import ZipStore
 
-from pipeline.border.batches import check_values
-from pipeline.border.values import UNKNOWN, Limits
 from pipeline.data.batch_format import (
     array_names,
     arrays_of,
@@ -34,6 +32,8 @@ from pipeline.data.batch_format import (
     check_sizes,
     content_sha256,
 )
+from pipeline.data.border.batches import check_values
+from pipeline.data.border.values import UNKNOWN, Limits
 from pipeline.data.files import FIRST_POLL_S, await_visible, creating, remove_leftovers, slower
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
@@ -116,7 +116,7 @@ class BatchStore:
     def commit(self, batch: Batch) -> Path:
         """Make `batch` durable and visible, in that order. Raises AlreadyCommittedError when another process was first,
         SupersededError behind the fence, StoreError if its arrays do not agree with one another or hold values that
-        cannot be (pipeline.border.values)."""
+        cannot be (pipeline.data.border.values)."""
         path = self.path(batch.index)
         if self.exists(batch.index):
             self._refuse_second(path)

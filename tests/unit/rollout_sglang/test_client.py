@@ -16,8 +16,10 @@ from pipeline.config.recipe import MOST_KEPT
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
-from rollout_sglang.client import EngineClient, _input_logprobs
-from rollout_sglang.protocol import MetaInfo, policy_version, token_versions
+from rollout_sglang.client import EngineClient
+from rollout_sglang.protocol import MetaInfo, policy_version
+from rollout_sglang.samples import token_versions
+from rollout_sglang.scores import input_logprobs
 from tests.doubles.sglang_double import LARGEST_MASK, PARAMETER, EngineDouble, GenerateFault, checksum_of
 
 T = TypeVar("T")
@@ -334,8 +336,8 @@ def test_spans_that_do_not_cover_the_response_are_refused() -> None:
             "e2e_latency": 0.5,
         }
     )
-    assert token_versions(meta, 3) == (1, 2, 2)
-    with pytest.raises(EngineUnavailableError, match="spans over 3 tokens for 4"):
+    assert token_versions(meta, 3) == [1, 2, 2]
+    with pytest.raises(EngineUnavailableError, match="do not follow one another over 4 tokens"):
         token_versions(meta, 4)
 
 
@@ -352,7 +354,7 @@ def test_scores_of_other_tokens_than_those_asked_for_are_refused() -> None:
         return SimpleNamespace(meta_info=SimpleNamespace(input_token_logprobs=scored))
 
     for named in ((9, 1, 3), (9, 1, 0)):
-        np.testing.assert_array_equal(_input_logprobs([9, 1, 3], answer(*named)), np.full(2, -0.5, np.float32))
+        np.testing.assert_array_equal(input_logprobs([9, 1, 3], answer(*named)), np.full(2, -0.5, np.float32))
     for wrong in ((9, 2, 3), (9, 1)):
-        with pytest.raises(EngineUnavailableError, match="ask again"):
-            _input_logprobs([9, 1, 3], answer(*wrong))
+        with pytest.raises(EngineUnavailableError, match="others than asked"):
+            input_logprobs([9, 1, 3], answer(*wrong))

@@ -46,7 +46,14 @@ def test_batches_of_changed_formats_are_refused(tmp_path: Path, step: int, refus
 
 def test_training_again_repeats_the_controllers_decisions(tmp_path: Path) -> None:
     source, run = RunDirectory(tmp_path / "source"), MagicMock()
-    names = ("build_learner", "build_objective", "build_contract", "build_tokenizer", "build_advantage_computer")
+    names = (
+        "build_learner",
+        "build_objective",
+        "build_contract",
+        "build_limits",
+        "build_tokenizer",
+        "build_advantage_computer",
+    )
     classes = ("Checkpoints", "BatchSource", "BatchStore", "OldLogprobs", "EventLog", "ExportChannel", "Trainer")
     with patch.multiple(replay_ranks, build_controller=DEFAULT, **dict.fromkeys((*names, *classes), DEFAULT)) as made:
         made["Checkpoints"].return_value.restore.return_value = (0, None)

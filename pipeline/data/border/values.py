@@ -2,7 +2,7 @@
 
     an answer of an engine ──▶ response_faults ──▶ refused: the engine's fault, asked again elsewhere
     a verdict              ──▶ verdict_fault   ──▶ refused: counts as a verifier that failed
-    a batch                ──▶ batch_faults (pipeline.border.batches), at the commit, at each read, in `verify history`
+    a batch                ──▶ batch_faults (`batches`), at the commit, at each read, in `verify history`
 
 What is checked is what would be stored: numbers after their cast to float32 and int32. 1e39 is a good double and an
 infinite float32.

@@ -13,8 +13,15 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.analysis.audit import verify_history
-from pipeline.border.batches import batch_faults
-from pipeline.border.values import HIGHEST_LOGPROB, LOWEST_LOGPROB, MOST_PARTS, Limits, is_finite_float32, verdict_fault
+from pipeline.data.border.batches import batch_faults
+from pipeline.data.border.values import (
+    HIGHEST_LOGPROB,
+    LOWEST_LOGPROB,
+    MOST_PARTS,
+    Limits,
+    is_finite_float32,
+    verdict_fault,
+)
 from pipeline.data.records import Batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.store import BatchStore

@@ -1,4 +1,4 @@
-"""The rules of pipeline.border.values for a whole batch: nothing else is committed, read for training, or sound."""
+"""The rules of `values` for a whole batch: nothing else is committed, read for training, or sound."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.border.values import (
+from pipeline.data.border.values import (
     MOST_TOKENS,
     UNKNOWN,
     Fault,
