@@ -275,9 +275,9 @@ MUTATIONS = (
     ),
     Mutation(
         "scores of other tokens than those asked for are taken",
-        "rollout_sglang/client.py",
-        "if foreign or len(values) != len(row) - 1:",
-        "if len(values) != len(row) - 1:",
+        "rollout_sglang/scores.py",
+        "if foreign or len(scored) != len(row) or",
+        "if len(scored) != len(row) or",
         (f"{UNIT}/rollout_sglang/test_client.py",),
     ),
     Mutation(
@@ -317,10 +317,24 @@ MUTATIONS = (
     ),
     Mutation(
         "probabilities over the whole vocabulary are stored beside kept sets",
-        "rollout_sglang/protocol.py",
-        "        values, kept = _kept(meta, tokens)",
-        "        _, kept = _kept(meta, tokens)",
+        "rollout_sglang/samples.py",
+        "    if kept_set:\n        return sample.meta_info.output_token_sampling_logprobs or []\n",
+        "",
         (f"{UNIT}/rollout_sglang/test_client.py",),
+    ),
+    Mutation(
+        "a log-probability above 0 enters the ledger",
+        "pipeline/data/border/values.py",
+        "& (logprobs >= LOWEST_LOGPROB) & (logprobs <= HIGHEST_LOGPROB)",
+        "& (logprobs >= LOWEST_LOGPROB)",
+        (f"{UNIT}/pipeline/data/border/test_values.py",),
+    ),
+    Mutation(
+        "a batch is read for training without a look at its values",
+        "pipeline/data/store.py",
+        "            if check:\n                check_values(batch, self._limits)\n",
+        "",
+        (f"{UNIT}/pipeline/data/border/test_values.py",),
     ),
     Mutation(
         "a token is renormalized over the kept set of another",
