@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_bridge.hf.writer import write_policy
 from megatron_bridge.parallel.rank_sync import RankZero
+from pipeline.data.files import temporary_name
 from pipeline.data.run_directory import numbered, numbered_folders, unfenced
 from pipeline.ports.weight_check import ChecksumRecorder
 from precision.formats.quant_map import QuantMap
@@ -50,7 +51,9 @@ def prune(policies: Path, published: int, keep: int) -> list[int]:
     older = [version for version in numbered_folders(policies) if version < published]
     doomed = older[: max(0, len(older) - keep)]
     for version in doomed:
-        shutil.rmtree(policies / numbered(version))
+        aside = temporary_name(policies / numbered(version))
+        (policies / numbered(version)).rename(aside)  # no reader may find a folder half deleted
+        shutil.rmtree(aside)
     return doomed
 
 

@@ -21,11 +21,10 @@ from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, StoppedError
 from pipeline.patience import Patience, Say, print_notice
 from pipeline.ports.learner import Learner
+from pipeline.trainer.long_actions import ANSWER_S
 
 STOP_FILE_VARIABLE = "EVENKEEL_STOP_FILE"
 """Names a local file: once it is there, training ends in order."""
-ANSWER_S = 3.0
-"""Rank 0 answers at least this often: the other ranks wait in a collective, which has a deadline of its own."""
 
 Answer = Literal["there", "lost", "not yet", "stop"]
 
