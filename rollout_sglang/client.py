@@ -19,6 +19,16 @@ from pipeline.errors import BadAnswerError, EngineUnavailableError, EngineVersio
 from pipeline.ports.engines import Sampling
 from precision.formats.audit import Held
 from precision.text.short import one_line
+from rollout_sglang.answers.samples import (
+    SAMPLE_BYTES,
+    Asked,
+    aborted_completion,
+    problem_of,
+    read_completions,
+    read_samples,
+    scoring_bytes,
+)
+from rollout_sglang.answers.scores import input_logprobs, tempered_totals
 from rollout_sglang.protocol import (
     INVALIDATED,
     UNVERIFIED,
@@ -28,16 +38,6 @@ from rollout_sglang.protocol import (
     Updated,
     claimed_version,
 )
-from rollout_sglang.samples import (
-    SAMPLE_BYTES,
-    Asked,
-    aborted_completion,
-    problem_of,
-    read_completions,
-    read_samples,
-    scoring_bytes,
-)
-from rollout_sglang.scores import input_logprobs, tempered_totals
 from rollout_sglang.server.sglang_compat import ABORTED, DialectOf
 from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
 

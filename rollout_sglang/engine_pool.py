@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from pipeline.data.membership import Member, Membership
 from pipeline.errors import EngineUnavailableError, FatalError, RetryableError
+from precision.text.short import one_line
+from rollout_sglang.answers.record import DIRECT_S, MOST_BAD, WINDOW, AnswerRecord
 from rollout_sglang.client import EngineClient
 from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, claimed_version
 from rollout_sglang.router import RouterClient
@@ -24,7 +26,7 @@ from rollout_sglang.transport import LOOK_DEADLINE_S
 
 T = TypeVar("T")
 OnChange = Callable[..., None]
-"""Called with "admitted" or "quarantined", and with engine=, url= and, for the second, reason=."""
+"""Called with "admitted", "quarantined" or "bad_answer", and with engine=, url= and, but for the first, reason=."""
 _log = logging.getLogger(__name__)
 
 
@@ -66,6 +68,7 @@ class PooledEngine:
     """How often in a row it could not be resynced."""
     try_at: float = 0.0
     """When it may be resynced again."""
+    answers: AnswerRecord = field(default_factory=AnswerRecord)
 
     @property
     def index(self) -> int:
@@ -97,6 +100,8 @@ class EnginePool:
         """The router as one that samples."""
         self.router_calls: set[asyncio.Task[Any]] = set()
         self.router_is_suspect = False
+        self.direct_until = 0.0
+        """So long engines are asked directly, by time.monotonic."""
 
     @property
     def engines(self) -> list[PooledEngine]:
@@ -109,9 +114,18 @@ class EnginePool:
         return [engine for engine in self.engines if engine.quarantined is None]
 
     @property
+    def returnable(self) -> list[PooledEngine]:
+        """Those that do not, and that may be verified again."""
+        return [engine for engine in self.quarantined if engine.answers.may_return]
+
+    @property
     def quarantined(self) -> list[PooledEngine]:
         """Those that do not."""
         return [engine for engine in self.engines if engine.quarantined is not None]
+
+    def reasons(self) -> str:
+        """Why engines are quarantined, for the end of a message."""
+        return "".join(f"; engine {one.index}: {one_line(one.quarantined, 400)}" for one in self.quarantined[:3])
 
     def __getitem__(self, index: int) -> PooledEngine:
         return self._engines[index]
@@ -165,6 +179,20 @@ class EnginePool:
         engine.served = None
         if self.router is not None:
             await self._tell_router(self.router.remove(engine.url))
+
+    async def answered_badly(self, engine: PooledEngine | None, reason: str) -> None:
+        """An answer of the engine cannot be; of None, one that came through the router. Too many of them, and it is
+        quarantined until it is verified again, which it may be after a pause."""
+        if engine is None:
+            self.direct_until = time.monotonic() + DIRECT_S
+            self._on_change(
+                "bad_answer", engine=None, url=None if self.router is None else self.router.url, reason=reason
+            )
+            return
+        self._on_change("bad_answer", engine=engine.index, url=engine.url, reason=reason)
+        if engine.answers.bad():
+            engine.try_at = engine.answers.until
+            await self.quarantine(engine, f"{MOST_BAD} of its last {WINDOW} answers cannot be, the last one: {reason}")
 
     async def refused(self, engine: PooledEngine, error: FatalError) -> str:
         """Quarantine an engine whose server refused a call as wrong: other engines need not suffer from an address that

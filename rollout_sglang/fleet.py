@@ -16,18 +16,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from pipeline.data.membership import Member, Membership
 from pipeline.data.records import Completion
-from pipeline.errors import EngineUnavailableError, EngineVersionError, EvenKeelError, FatalError, RetryableError
+from pipeline.errors import (
+    BadAnswerError,
+    EngineUnavailableError,
+    EngineVersionError,
+    EvenKeelError,
+    FatalError,
+    RetryableError,
+)
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
 from rollout_sglang.engine_pool import EnginePool, EngineState, OnChange, PooledEngine, look
+from rollout_sglang.gathering import all_of, summarize
 from rollout_sglang.monitor import Monitor
 from rollout_sglang.target import Target
 from rollout_sglang.transport import LOOK_DEADLINE_S
@@ -90,13 +98,19 @@ class Fleet:
         """
         ends = time.monotonic() + self._request_deadline_s
         failures: list[str] = []
+        doubted: set[PooledEngine] = set()
         while len(failures) < ATTEMPTS:
-            engine = await self._admitted_engine(ends)
+            engine = await self._admitted_engine(ends, doubted)
             # The router (0.3.2) drops fields of a request that it does not know, such as those that ask for records.
             routed = self._pool.entrance is not None and not sampling.asks_for_records
-            through_router = routed and not self._pool.router_is_suspect
+            suspect = self._pool.router_is_suspect or time.monotonic() < self._pool.direct_until
+            through_router = routed and not suspect
             try:
                 return await self._ask(None if through_router else engine, prompt, num_samples, sampling)
+            except BadAnswerError as error:
+                failures.append(str(error))
+                doubted |= set() if through_router else {engine}
+                await self._pool.answered_badly(None if through_router else engine, str(error))
             except (EngineUnavailableError, EngineVersionError) as error:
                 failures.append(str(error))
                 await self._mark_suspect(None if through_router else engine, str(error))
@@ -185,21 +199,24 @@ class Fleet:
                 f"{client.url} sampled with version {oldest}, expected {oldest_allowed} or later: it was restarted "
                 "unnoticed; its answer is thrown away"
             )
+        if engine is not None:
+            engine.answers.good()
         return completions
 
-    async def _admitted_engine(self, ends: float) -> PooledEngine:
-        """The least busy admitted engine. Raises EngineUnavailableError at time `ends`."""
+    async def _admitted_engine(self, ends: float, doubted: Collection[PooledEngine] = ()) -> PooledEngine:
+        """The least busy admitted engine, one of `doubted` only where there is no other. Raises EngineUnavailableError
+        at time `ends`."""
         while True:
             if self._monitor is not None and self._monitor.done():
                 self._monitor.result()
             if not self._pool.admitted and self._monitor is None:
                 await self._share(self._readmit)
             if admitted := self._pool.admitted:
-                return min(admitted, key=lambda engine: len(engine.calls))
+                return min(admitted, key=lambda engine: (engine in doubted, len(engine.calls)))
             if time.monotonic() > ends:
                 raise EngineUnavailableError(
                     f"none of {len(self._pool.engines)} engines came back within {self._request_deadline_s:g} s; "
-                    "see logs/ of the run for why they died"
+                    f"see logs/ of the run for why they died{self._pool.reasons()}"
                 )
             await asyncio.sleep(_PROBE_PAUSE_S)
 
@@ -229,7 +246,7 @@ class Fleet:
             await self._resync()
             return
         await self._pool.refresh()
-        for engine in self._pool.quarantined:
+        for engine in self._pool.returnable:
             served, _ = await look(engine)
             if served is not None:
                 await self._pool.admit(engine, served)
@@ -244,8 +261,8 @@ class Fleet:
             for engine, (served, _) in zip(admitted, found, strict=True):
                 if served is None or served < target.version:
                     await self._pool.quarantine(engine, f"it serves version {served}, expected {target.version}")
-        if not (self._monitor is not None and self._pool.admitted) and self._pool.quarantined:
-            await self._resync_engines(self._pool.quarantined)
+        if not (self._monitor is not None and self._pool.admitted) and self._pool.returnable:
+            await self._resync_engines(self._pool.returnable)
         await self._pool.sync_router()
 
     async def _resync_engines(self, engines: Sequence[PooledEngine]) -> None:
@@ -366,26 +383,3 @@ class Fleet:
         measured = await self._verifier.verify(engine.client, target.version, target.check, formats_are_known=is_known)
         engine.formats = formats
         return measured
-
-
-async def all_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of all calls. A failure cancels none of the others: the first error is raised when all have ended."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [result for result in results if not isinstance(result, BaseException)]
-
-
-def summarize(version: int, results: Sequence[dict[str, float] | str]) -> dict[str, float]:
-    """What a weight update took, over all engines: the largest of each number, but engines_checked is a count.
-
-    A result is an engine's numbers or why it failed. Raises EngineUnavailableError when all failed.
-    """
-    taken = [result for result in results if isinstance(result, dict)]
-    if not taken:
-        raise EngineUnavailableError(
-            f"no engine of {len(results)} took version {version}; {'; '.join(map(str, results))}"
-        )
-    total = {name: max(one[name] for one in taken) for name in taken[0]}
-    return total | {"engines_checked": sum(one["engines_checked"] for one in taken)}

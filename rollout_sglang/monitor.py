@@ -72,7 +72,7 @@ class Monitor:
         settled = under_way is None and self._updates.newest() == newest
         for engine in engines:
             await self._judge(engine, expected if settled and engine.answered >= began else None)
-        answering = [e for e in self._pool.quarantined if e.answered >= began and e.try_at <= time.monotonic()]
+        answering = [e for e in self._pool.returnable if e.answered >= began and e.try_at <= time.monotonic()]
         if answering and self._resyncing is None:
             self._resyncing = asyncio.create_task(self._try_to_resync(answering))
         await self._pool.sync_router()

@@ -275,7 +275,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scores of other tokens than those asked for are taken",
-        "rollout_sglang/scores.py",
+        "rollout_sglang/answers/scores.py",
         "if foreign or len(scored) != len(row) or",
         "if len(scored) != len(row) or",
         (f"{UNIT}/rollout_sglang/test_client.py",),
@@ -317,7 +317,7 @@ MUTATIONS = (
     ),
     Mutation(
         "probabilities over the whole vocabulary are stored beside kept sets",
-        "rollout_sglang/samples.py",
+        "rollout_sglang/answers/samples.py",
         "    if kept_set:\n        return sample.meta_info.output_token_sampling_logprobs or []\n",
         "",
         (f"{UNIT}/rollout_sglang/test_client.py",),

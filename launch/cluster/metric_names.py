@@ -83,6 +83,12 @@ METRICS: tuple[MetricName, ...] = (
         COLLECTOR,
         "Groups of which samples were asked again: an engine failed, was paused for a publish, or was too old.",
     ),
+    MetricName(
+        "evenkeel_bad_answers_total",
+        COLLECTOR,
+        "Answers that were thrown away because they cannot be; behind a router nobody knows whose.",
+        ("engine",),
+    ),
     MetricName("evenkeel_interrupted_samples_total", COLLECTOR, "Samples that were told to give their answer."),
     MetricName("evenkeel_waiting_prompts", COLLECTOR, "Prompts that wait for a free place at the engines."),
     MetricName("evenkeel_pass_at_1_ratio", COLLECTOR, "Held-out pass@1 of the newest evaluation."),

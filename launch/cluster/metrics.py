@@ -212,6 +212,10 @@ class RunMetrics:
     def _observe_retried(self, _event: Mapping[str, Any]) -> None:
         self._count("evenkeel_retries_total")
 
+    def _observe_bad_answer(self, event: Mapping[str, Any]) -> None:
+        engine = event.get("engine")
+        self._count("evenkeel_bad_answers_total", engine="behind the router" if engine is None else str(engine))
+
     def _observe_evaluated(self, event: Mapping[str, Any]) -> None:
         self._set("evenkeel_pass_at_1_ratio", event.get("pass_at_1"))
         self._set("evenkeel_evaluated_version", event.get("version"))

@@ -27,6 +27,7 @@ EventKind = Literal[
     "dropped",
     "committed",
     "retried",
+    "bad_answer",
     "consumed",
     "published",
     "saved",

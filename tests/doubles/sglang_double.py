@@ -70,10 +70,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, body = answer
-        content = json.dumps(body).encode()
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
         with suppress(BrokenPipeError, ConnectionResetError):
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
+            for name, value in owner.headers.items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
@@ -92,6 +94,8 @@ class _Double:
     def __init__(self, api_key: str | None = None) -> None:
         self.api_key = api_key
         self.calls: list[str] = []
+        self.headers: dict[str, str] = {}
+        """Sent with each answer."""
         self.port = 0
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
@@ -150,6 +154,8 @@ class EngineDouble(_Double):
         self.retractions = 0
         """Of each request, beside those by which it was paused."""
         self.generate_faults: list[GenerateFault] = []
+        self.spoil: Callable[[list[dict[str, Any]]], Any] | None = None
+        """What is made of the samples of each answer: other samples, or bytes (tests.doubles.bad_answers)."""
         self.load_fault: LoadFault | None = None
         self.loads = 0
         self.shows_checksums = False
@@ -272,7 +278,8 @@ class EngineDouble(_Double):
         try:
             if request.get("return_sampling_mask") and request["sampling_params"].get("n", 1) > 1:
                 return 500, {"message": "The sampling backend did not return captured sampling support."}
-            return 200, self._sample(request)
+            samples = self._sample(request)
+            return 200, samples if self.spoil is None else self.spoil(samples)
         finally:
             with self._changed:
                 self._active -= 1

@@ -77,6 +77,7 @@ def fed(role: str, run_dir: Path) -> RunMetrics:
         metrics.observe("event", dict(kind="saved", time=1.0, step=8, seconds=2.5))
     if role == "collector":
         metrics.observe("event", COMMITTED)
+        metrics.observe("event", dict(kind="bad_answer", time=1.0, engine=1, url="http://b", reason="NaN"))
         metrics.observe("event", dict(kind="retried", time=1.0, group=3, reason="stale"))
         metrics.observe("event", dict(kind="evaluated", time=1.0, version=8, pass_at_1=0.625))
         metrics.watch_fleet(lambda: ENGINES, lambda: 5)

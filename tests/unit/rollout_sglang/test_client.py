@@ -16,10 +16,10 @@ from pipeline.config.recipe import MOST_KEPT
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
+from rollout_sglang.answers.samples import token_versions
+from rollout_sglang.answers.scores import input_logprobs
 from rollout_sglang.client import EngineClient
 from rollout_sglang.protocol import MetaInfo, policy_version
-from rollout_sglang.samples import token_versions
-from rollout_sglang.scores import input_logprobs
 from tests.doubles.sglang_double import LARGEST_MASK, PARAMETER, EngineDouble, GenerateFault, checksum_of
 
 T = TypeVar("T")

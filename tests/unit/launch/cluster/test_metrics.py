@@ -51,6 +51,7 @@ def test_the_page_holds_the_table() -> None:
         ("collector", 'evenkeel_engine_served_version{engine="0",run="demo"} 8.0'),
         ("collector", 'evenkeel_groups_left_out_total{reason="zero_variance",run="demo"} 2.0'),
         ("collector", 'evenkeel_retries_total{run="demo"} 1.0'),
+        ("collector", 'evenkeel_bad_answers_total{engine="1",run="demo"} 1.0'),
         ("collector", 'evenkeel_waiting_prompts{run="demo"} 5.0'),
         ("collector", 'evenkeel_fatal{error="NonFiniteError",run="demo"} 1.0'),
         ("supervisor", 'evenkeel_restarts_total{process="engine-1",run="demo"} 1.0'),

@@ -24,7 +24,7 @@ from pipeline.data.routed_experts import RoutedExperts, decode_engine_rows, rows
 from pipeline.errors import BadAnswerError
 from pipeline.ports.engines import Sampling
 from precision.text.short import one_line, quoted
-from rollout_sglang.json_scan import element_spans
+from rollout_sglang.answers.json_scan import element_spans
 from rollout_sglang.protocol import GENERATED, Generated, MetaInfo, policy_version
 
 SAMPLE_BYTES = 1 << 16

@@ -1,0 +1,164 @@
+"""What a broken engine answers: refused by the client, kept out of the ledger, and the engine's own fault."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import BadAnswerError, EngineUnavailableError
+from pipeline.ports.engines import Sampling
+from rollout_sglang.answers import record
+from rollout_sglang.answers.record import MOST_BAD, WINDOW, AnswerRecord
+from rollout_sglang.client import EngineClient
+from rollout_sglang.fleet import Fleet
+from tests.doubles.bad_answers import BAD_ANSWERS
+from tests.doubles.sglang_double import EngineDouble, RouterDouble
+from tests.support.fleets import members, settings
+
+SAMPLING = Sampling(max_new_tokens=4, vocab_size=512)
+NAN = BAD_ANSWERS["a log-probability is NaN"]
+
+
+@pytest.fixture
+def engine() -> Iterator[EngineDouble]:
+    with EngineDouble() as double:
+        yield double
+
+
+def ask(url: str, sampling: Sampling = SAMPLING) -> Any:
+    async def main() -> Any:
+        client = EngineClient(url, None, index=7, request_deadline_s=20)
+        try:
+            return await client.generate([5, 6], 2, sampling)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", BAD_ANSWERS)
+def test_the_client_refuses_it_in_one_line(engine: EngineDouble, kind: str) -> None:
+    assert len(ask(engine.url)) == 2
+    engine.spoil = BAD_ANSWERS[kind]
+    with pytest.raises(BadAnswerError) as caught:
+        ask(engine.url)
+    message = str(caught.value)
+    assert engine.url in message
+    assert message.isprintable()
+    assert len(message) < 600
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "x"])
+def test_nothing_is_decompressed(engine: EngineDouble, encoding: str) -> None:
+    engine.spoil = lambda samples: gzip.compress(json.dumps(samples).encode())
+    engine.headers = {"Content-Encoding": encoding}
+    with pytest.raises(BadAnswerError, match=f"in the encoding '{encoding}', which nobody asked for"):
+        ask(engine.url)
+
+
+def test_a_log_probability_of_minus_0_and_of_rounding_are_welcome(engine: EngineDouble) -> None:
+    def spoil(samples: list[dict[str, Any]]) -> Any:
+        samples[0]["meta_info"]["output_token_logprobs"][0][0] = -0.0
+        samples[1]["meta_info"]["output_token_logprobs"][0][0] = 1.2e-7
+        samples[1]["meta_info"]["output_token_logprobs"][1][0] = -103
+        samples[1]["meta_info"]["e2e_latency"] = 1e30  # a clock that jumped: it cannot have taken longer than we waited
+        return samples
+
+    engine.spoil = spoil
+    first, second = ask(engine.url)
+    assert (first.logprobs[0], second.logprobs[1]) == (0.0, -103.0)
+    assert second.generated_s < 20
+    assert second.queued_s == 0.0
+
+
+def fleet_of(folder: Path, urls: list[str], changes: list[dict[str, Any]], router: str | None = None) -> Fleet:
+    taken = settings(folder, deadline_s=2.0, load_deadline_s=2.0)
+    taken["on_change"] = lambda kind, **fields: changes.append(fields | {"kind": kind})
+    return Fleet(members(folder, urls, router), **taken)
+
+
+def kinds_of(changes: list[dict[str, Any]], engine: int | None) -> Counter[str]:
+    return Counter(change["kind"] for change in changes if change["engine"] == engine)
+
+
+def generate(fleet: Fleet, requests: int) -> Counter[int]:
+    """Which engine answered how many of the requests, asked one after the other."""
+
+    async def main() -> Counter[int]:
+        try:
+            groups = [await fleet.generate([1], 1, SAMPLING) for _ in range(requests)]
+            return Counter(group[0].engine for group in groups)
+        finally:
+            await fleet.close()
+
+    return asyncio.run(main())
+
+
+def test_an_engine_that_sends_junk_is_left_out_and_the_others_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "FIRST_PAUSE_S", 60.0)
+    changes: list[dict[str, Any]] = []
+    with EngineDouble() as bad, EngineDouble() as good:
+        bad.spoil = NAN
+        assert generate(fleet_of(tmp_path, [bad.url, good.url], changes), 6) == {1: 6}
+        assert bad.calls.count("POST /generate") == MOST_BAD
+    assert kinds_of(changes, 0) == {"admitted": 1, "bad_answer": MOST_BAD, "quarantined": 1}
+    [reason] = [change["reason"] for change in changes if change["kind"] == "quarantined"]
+    assert f"3 of its last {WINDOW} answers cannot be, the last one: " in reason
+    assert "output_token_logprobs.3.0: Input should be a finite number" in reason
+
+
+def test_an_only_engine_that_sends_junk_is_named_at_the_deadline(tmp_path: Path) -> None:
+    with EngineDouble() as bad:
+        bad.spoil = NAN
+        with pytest.raises(EngineUnavailableError, match="(in a row|none of 1 engines).*output_token_logprobs"):
+            generate(fleet_of(tmp_path, [bad.url], []), 1)
+
+
+def test_an_engine_that_is_well_again_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "FIRST_PAUSE_S", 0.05)
+    changes: list[dict[str, Any]] = []
+    with EngineDouble() as engine:
+        left = [NAN] * MOST_BAD
+        engine.spoil = lambda samples: left.pop()(samples) if left else samples
+        assert generate(fleet_of(tmp_path, [engine.url], changes), 3) == {0: 3}
+    assert kinds_of(changes, 0) == {"admitted": 2, "bad_answer": 3, "quarantined": 1}
+
+
+def test_behind_a_router_the_one_at_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "FIRST_PAUSE_S", 60.0)
+    changes: list[dict[str, Any]] = []
+    with EngineDouble() as bad, EngineDouble() as good, RouterDouble([bad.url, good.url]) as router:
+        bad.spoil = NAN
+        generate(fleet_of(tmp_path, [bad.url, good.url], changes, router.url), 8)
+        assert router.members == [good.url]
+    assert kinds_of(changes, None) == {"bad_answer": 1}
+    assert kinds_of(changes, 0)["quarantined"] == 1
+    assert "quarantined" not in kinds_of(changes, 1)
+
+
+def test_an_engine_that_errs_rarely_stays_and_one_that_errs_again_is_left_out_for_longer() -> None:
+    rare = AnswerRecord()
+    for _ in range(20):
+        assert not rare.bad()
+        for _ in range(WINDOW // 2):
+            rare.good()
+    assert rare.may_return
+    often, pauses = AnswerRecord(), []
+    for _ in range(12):
+        assert [often.bad() for _ in range(MOST_BAD)] == [False] * (MOST_BAD - 1) + [True]
+        pauses.append(round(often.until - time.monotonic()))
+    assert pauses == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
+    assert not often.may_return
+    for _ in range(WINDOW):
+        often.good()
+    assert often.times == 0
