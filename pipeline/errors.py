@@ -29,6 +29,8 @@ Every message says what was expected, what was found, and what to do next, on on
 
 from __future__ import annotations
 
+from precision.text.short import MESSAGE_CHARACTERS, one_line
+
 FATAL_EXIT_CODE = 64
 """Exit status of a process that met a FatalError: it must not be started again, the run has failed."""
 SUPERSEDED_EXIT_CODE = 65
@@ -38,7 +40,11 @@ STOPPED_EXIT_CODE = 143
 
 
 class EvenKeelError(Exception):
-    """Root of every error that this project raises on purpose."""
+    """Root of every error that this project raises on purpose. Whatever it quotes (a path, a value, a log), its text is
+    one line that can be printed, of 2,000 characters at most."""
+
+    def __str__(self) -> str:
+        return one_line(super().__str__(), MESSAGE_CHARACTERS)
 
 
 class FatalError(EvenKeelError):

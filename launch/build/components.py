@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config
+from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config, size_of
 from pipeline.config.recipe import Recipe
 from pipeline.data.border.values import Limits
 from pipeline.data.records import LogprobContract, Prompt
@@ -58,7 +58,7 @@ class TaskPrompts:
 def build_tokenizer(recipe: Recipe) -> Tokenizer:
     """The model's tokenizer, checked against its vocabulary."""
     config = read_hf_config(recipe.model.path)
-    return Tokenizer.load(recipe.model.path, vocab_size=config["vocab_size"])
+    return Tokenizer.load(recipe.model.path, vocab_size=size_of(config, "vocab_size"))
 
 
 def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:

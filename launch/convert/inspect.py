@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -12,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from launch.convert.sources import description_of
-from megatron_bridge.hf.headers import DTYPES, TensorHeader, tensor_headers, weight_files
-from megatron_bridge.hf.model_config import read_config
+from megatron_bridge.hf.headers import DTYPES, TensorHeader, indexed_files, tensor_headers, weight_files
+from megatron_bridge.hf.model_config import architecture_of, read_config
 from pipeline.errors import CorruptCheckpointError, EvenKeelError, ModelError
 from pipeline.trainer.checkpoints import COMMIT
+from precision.text.json_data import parse_object
+from precision.text.short import listed, one_line, quoted
 
 _BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "BOOL": 8}
 _EIGHT_BITS_OR_LESS = frozenset({"F8_E4M3", "F8_E5M2", "F4", "I8", "U8"})
@@ -41,7 +42,7 @@ def inspect_folder(folder: Path) -> dict[str, Any]:
     is unknown or damaged."""
     contents = _read(folder)
     if contents.problems:
-        shown = "; ".join(contents.problems[:5])
+        shown = listed([one_line(problem, 120) for problem in contents.problems], 3)
         raise ModelError(f"{folder} ({contents.kind}) is damaged: {shown}; fetch or convert it again")
     weights = {name: header for name, header in contents.tensors.items() if not _SCALE.search(name)}
     sizes = Counter[str]()
@@ -51,7 +52,7 @@ def inspect_folder(folder: Path) -> dict[str, Any]:
     quantized = sum(math.prod(shape) for shape, dtype in weights.values() if dtype in _EIGHT_BITS_OR_LESS)
     return dict(
         kind=contents.kind,
-        architecture=(contents.config.get("architectures") or ["unknown"])[0],
+        architecture=architecture_of(contents.config) or "unknown",
         parameters=parameters,
         tensors=len(contents.tensors),
         bytes=sum(sizes.values()),
@@ -91,13 +92,19 @@ def _read(folder: Path) -> Contents:
 
 def _hf_kind(folder: Path, config: dict[str, Any]) -> str:
     quantization = config.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        raise ModelError(
+            f"{folder / 'config.json'}: quantization_config is {quoted(quantization)}, expected an object; fetch the "
+            "model again"
+        )
     method = quantization.get("quant_method")
     if method == "modelopt" or (folder / "hf_quant_config.json").exists():
-        return f"HF, ModelOpt {quantization.get('quant_algo', 'quantized')}"
+        return f"HF, ModelOpt {one_line(quantization.get('quant_algo', 'quantized'), 60)}"
     if method == "fp8":
         block = quantization.get("weight_block_size")
-        return f"HF, FP8 in {block[0]}×{block[1]} blocks" if block else "HF, FP8 with a scale for each tensor"
-    return f"HF, quantized by {method}" if method else "HF"
+        blocks = "×".join(map(str, block)) if isinstance(block, list) else ""
+        return f"HF, FP8 in {one_line(blocks, 60)} blocks" if blocks else "HF, FP8 with a scale for each tensor"
+    return f"HF, quantized by {one_line(method, 60)}" if method else "HF"
 
 
 def _problems(folder: Path, headers: Mapping[str, TensorHeader]) -> list[str]:
@@ -105,17 +112,18 @@ def _problems(folder: Path, headers: Mapping[str, TensorHeader]) -> list[str]:
     problems = []
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        listed = set(json.loads(index.read_text())["weight_map"])
-        problems += [f"{name} is in the index, but in no file" for name in sorted(listed - set(headers))]
-        problems += [f"{name} is not in the index" for name in sorted(set(headers) - listed)]
+        indexed = set(indexed_files(index))
+        problems += [f"{name} is in the index, but in no file" for name in sorted(indexed - set(headers))]
+        problems += [f"{name} is not in the index" for name in sorted(set(headers) - indexed)]
     manifest = folder / "manifest.json"
     if manifest.exists():
         try:
             tensors = {
-                name: tuple(entry["shape"]) for name, entry in json.loads(manifest.read_text())["tensors"].items()
+                name: tuple(entry["shape"]) for name, entry in parse_object(manifest.read_bytes())["tensors"].items()
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{manifest} is damaged ({error!r}); convert the model again") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {one_line(error, 200)}"
+            raise ModelError(f"{manifest} is damaged ({reason}); convert the model again") from error
         found = {name: header.shape for name, header in headers.items()}
         problems += [
             f"{name} is not as manifest.json says"
@@ -158,14 +166,15 @@ def _commit_problems(folder: Path) -> list[str]:
     if not path.exists():
         return [f"{COMMIT} is missing: it was never completed"]
     try:
-        files = json.loads(path.read_text())["files"]
-    except (ValueError, KeyError) as error:
-        raise CorruptCheckpointError(f"{path} is damaged ({error!r}); use another checkpoint") from error
+        files = {name: int(entry["bytes"]) for name, entry in parse_object(path.read_bytes())["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {one_line(error, 200)}"
+        raise CorruptCheckpointError(f"{path} is damaged ({reason}); use another checkpoint") from error
     found = {name: (folder / name).stat().st_size for name in files if (folder / name).is_file()}
     return [
-        f"{name} has {found.get(name, 0)} bytes, expected {entry['bytes']}"
-        for name, entry in files.items()
-        if found.get(name) != entry["bytes"]
+        f"{name} has {found.get(name, 0)} bytes, expected {expected}"
+        for name, expected in files.items()
+        if found.get(name) != expected
     ]
 
 

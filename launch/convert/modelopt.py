@@ -21,6 +21,8 @@ from pipeline.child_process import die_with_parent
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import ModelError
 from pipeline.tasks.tokenizer import Tokenizer
+from precision.text.json_data import parse_object
+from precision.text.short import one_line
 
 CALIBRATION_ROWS, ROW_TOKENS = 32, 128
 """Random rows when no prompts are given; prompts are cut to 16 times that length."""
@@ -80,11 +82,12 @@ def calibration_rows(source: Path, hf_config: dict[str, Any], path: Path | None)
         return [[generator.randrange(hf_config["vocab_size"]) for _ in range(length)] for _ in range(CALIBRATION_ROWS)]
     tokenizer = Tokenizer.load(source, vocab_size=hf_config["vocab_size"])
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        lines = [parse_object(line) for line in path.read_bytes().split(b"\n") if line.strip()]
         texts = [str(line["prompt"] if "prompt" in line else line["text"]) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f'--calibration {path} is not readable as JSONL with a "prompt" or "text" in each line ({error!r})'
+            f'--calibration {path} is not readable as JSONL with a "prompt" or "text" in each line '
+            f"({type(error).__name__}: {one_line(error, 200)}); correct the file"
         ) from error
     rows = [tokenizer.encode(text)[: min(16 * ROW_TOKENS, longest)] for text in texts]
     rows = [list(row) for row in rows if row]

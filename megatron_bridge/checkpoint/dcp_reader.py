@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import pickle
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,11 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import CorruptCheckpointError
+from precision.text.short import one_line, quoted
 
 INDEX_FILE = ".metadata"
+_MOST = 2**62
+_FILE_NAME = re.compile(r"[\w.-]+\.distcp")
 
 _ALLOWED = {
     "torch": frozenset({"Size"}),
@@ -50,6 +55,10 @@ class _Box:
     start: int
     num_bytes: int
 
+    def reaches(self, lead: tuple[int, ...]) -> bool:
+        """Whether it holds values at these indices of the first dimensions."""
+        return all(at <= i < at + size for i, at, size in zip(lead, self.offsets, self.sizes, strict=False))
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -71,35 +80,35 @@ class CheckpointIndex:
     def read(self, name: str, lead: tuple[int, ...] = ()) -> Tensor:
         """Tensor `name`, at the indices `lead` of its first dimensions, on the CPU."""
         stored = self.tensors[name]
-        result = torch.empty(stored.shape[len(lead) :], dtype=stored.dtype)
-        filled = 0
-        for box in stored.boxes:
-            inside = all(at <= i < at + size for i, at, size in zip(lead, box.offsets, box.sizes, strict=False))
-            if inside:
-                part = self._load(box)
-                for index, at in zip(lead, box.offsets, strict=False):
-                    part = part[index - at]
-                offsets = box.offsets[len(lead) :]
-                place = tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))
-                result[place] = part
-                filled += part.numel()
-        if filled != result.numel():
+        shape = stored.shape[len(lead) :]
+        boxes = [box for box in stored.boxes if box.reaches(lead)]
+        held = sum(math.prod(box.sizes[len(lead) :]) for box in boxes)
+        if held != math.prod(shape):  # asked before there is memory for what no file holds
             raise CorruptCheckpointError(
-                f"{self.directory}: the boxes of {name} hold {filled} of its {result.numel()} values; save it again"
+                f"{self.directory}: the boxes of {name} hold {held} of its {math.prod(shape)} values; save it again"
             )
+        result = torch.empty(shape, dtype=stored.dtype)
+        for box in boxes:
+            part = self._load(box, stored.dtype)
+            for index, at in zip(lead, box.offsets, strict=False):
+                part = part[index - at]
+            place = tuple(slice(at, at + size) for at, size in zip(box.offsets[len(lead) :], part.shape, strict=True))
+            result[place] = part
         return result
 
-    def _load(self, box: _Box) -> Tensor:
+    def _load(self, box: _Box, dtype: torch.dtype) -> Tensor:
         path = self.directory / box.file
         try:
             with path.open("rb") as file:
                 file.seek(box.start)
                 tensor = torch.load(io.BytesIO(file.read(box.num_bytes)), map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:
             raise CorruptCheckpointError(
-                f"{path} is damaged at byte {box.start} ({' '.join(str(error).split())[:200]}); use another checkpoint"
+                f"{path} is damaged at byte {box.start} ({one_line(error, 200)}); use another checkpoint"
             ) from error
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != box.sizes:
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != box.sizes or tensor.dtype != dtype:
             raise CorruptCheckpointError(f"{path} holds something else than its index says at byte {box.start}")
         return tensor
 
@@ -132,11 +141,7 @@ def _read(directory: Path) -> dict[str, StoredTensor]:
             metadata = _IndexUnpickler(file).load()
         places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
         return {
-            name: StoredTensor(
-                shape=tuple(entry.size),
-                dtype=entry.properties.dtype,
-                boxes=tuple(_box(chunk, places[name, tuple(chunk.offsets)]) for chunk in entry.chunks),
-            )
+            name: _stored(entry, {tuple(chunk.offsets): places[name, tuple(chunk.offsets)] for chunk in entry.chunks})
             for name, entry in metadata.state_dict_metadata.items()
             if hasattr(entry, "chunks")
         }
@@ -144,14 +149,41 @@ def _read(directory: Path) -> dict[str, StoredTensor]:
         raise CorruptCheckpointError(
             f"{directory} has no {INDEX_FILE}: it is no distributed checkpoint; name the folder that was saved"
         ) from None
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
         raise CorruptCheckpointError(
-            f"{path} is not the index of a distributed checkpoint ({' '.join(str(error).split())[:200]}); "
+            f"{path} is not the index of a distributed checkpoint ({type(error).__name__}: {one_line(error, 200)}); "
             "use another checkpoint"
         ) from error
 
 
+def _stored(entry: Any, places: dict[tuple[int, ...], Any]) -> StoredTensor:
+    """Raises ValueError for numbers that no tensor has."""
+    dtype = entry.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a dtype is {quoted(dtype)}")
+    shape = _numbers(entry.size)
+    boxes = tuple(_box(chunk, places[tuple(chunk.offsets)]) for chunk in entry.chunks)
+    for box in boxes:
+        ends = (at + size for at, size in zip(box.offsets, box.sizes, strict=True))
+        if len(box.sizes) != len(shape) or any(end > whole for end, whole in zip(ends, shape, strict=True)):
+            raise ValueError(f"a box of {box.sizes} at {box.offsets} is not within {shape}")
+        if math.prod(box.sizes) * dtype.itemsize > box.num_bytes:
+            raise ValueError(f"a box of {box.sizes} has {box.num_bytes} bytes")
+    return StoredTensor(shape=shape, dtype=dtype, boxes=boxes)
+
+
 def _box(chunk: Any, info: Any) -> _Box:
-    if "/" in info.relative_path or info.transform_descriptors:
-        raise ValueError(f"unexpected storage of a box: {info}")
-    return _Box(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
+    name = info.relative_path
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or info.transform_descriptors:
+        raise ValueError(f"unexpected storage of a box: {quoted(info)}")
+    start, num_bytes = _numbers((info.offset, info.length))
+    return _Box(_numbers(chunk.offsets), _numbers(chunk.sizes), name, start, num_bytes)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    found = tuple(values)
+    if not all(isinstance(value, int) and 0 <= value < _MOST for value in found):
+        raise ValueError(f"sizes or places are {quoted(found)}")
+    return found

@@ -6,7 +6,7 @@ need torch).
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,10 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_bridge.hf.model_config import ModelConfig
 from pipeline.errors import ModelError
+from precision.text.json_data import JsonError, parse_object
+from precision.text.short import listed, one_line, quoted
 
+_FILE_NAME = re.compile(r"[\w.@+ -]+\.safetensors")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 DTYPES = {
@@ -64,7 +67,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         elif name in expected and dtype not in _FLOATS:
             problems.append(f"{name} is {dtype}, expected one of {', '.join(sorted(_FLOATS))}")
     if problems:
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        shown = listed([one_line(problem, 120) for problem in problems])
         raise ModelError(
             f"{folder} does not hold the weights that its config.json describes: {shown}; rename or fetch them again"
         )
@@ -80,7 +83,9 @@ def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
                     view = file.get_slice(name)
                     headers[name] = TensorHeader(tuple(view.get_shape()), view.get_dtype(), path)
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path} is not a readable safetensors file ({error}); fetch the model again") from error
+            raise ModelError(
+                f"{path} is not a readable safetensors file ({one_line(error, 200)}); fetch the model again"
+            ) from error
     return headers
 
 
@@ -89,14 +94,34 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{index} is damaged ({error}); fetch the model again") from error
+    names = sorted(set(indexed_files(index).values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ModelError(f"{folder} lacks {', '.join(missing)}, which its index names; fetch the model again")
+        raise ModelError(
+            f"{folder} lacks {listed(missing, between=', ')}, which its index names; fetch the model again"
+        )
     return [folder / name for name in names]
+
+
+def indexed_files(index: Path) -> dict[str, str]:
+    """Tensor → the name of its file beside the index, as model.safetensors.index.json says. Raises ModelError."""
+    try:
+        found = parse_object(index.read_bytes()).get("weight_map")
+    except OSError as error:
+        raise ModelError(f"cannot read {index}: {error.strerror}; fetch the model again") from error
+    except JsonError as error:
+        raise ModelError(f"{index} is damaged: {error}; fetch the model again") from None
+    if not isinstance(found, dict):
+        raise ModelError(
+            f"{index} is damaged: weight_map is {quoted(found)}, expected an object; fetch the model again"
+        )
+    for name, file in found.items():
+        if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+            raise ModelError(
+                f"{index} is damaged: the file of {quoted(name)} is {quoted(file)}, expected a *.safetensors beside "
+                "it; fetch the model again"
+            )
+    return found
 
 
 def _refuse_quantized(folder: Path, found: Mapping[str, TensorHeader]) -> None:

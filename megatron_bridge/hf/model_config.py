@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +10,13 @@ from typing import Any
 
 from pipeline.errors import ModelError
 from precision.formats.stacks import STACKS, qkv_rows
+from precision.text.json_data import JsonError, parse_object
+from precision.text.short import quoted
 
+_MOST = 2**31 - 1
+_MOST_LAYERS = 4096
+_MOST_EXPERTS = 4096
+"""Far above any model: a wrong number is refused before a name is made for each tensor of so many layers."""
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 
 
@@ -62,18 +67,18 @@ class ModelConfig:
         architecture = _architecture(hf_config)
         _refuse_unsupported(hf_config)
         theta, scaling = _rope(hf_config)
-        heads = _size(hf_config, "num_attention_heads")
+        heads = size_of(hf_config, "num_attention_heads")
         return ModelConfig(
             architecture=architecture,
-            num_layers=_size(hf_config, "num_hidden_layers"),
-            hidden_size=_size(hf_config, "hidden_size"),
+            num_layers=size_of(hf_config, "num_hidden_layers", _MOST_LAYERS),
+            hidden_size=size_of(hf_config, "hidden_size"),
             num_heads=heads,
-            num_kv_heads=hf_config.get("num_key_value_heads") or heads,
-            head_dim=hf_config.get("head_dim") or _size(hf_config, "hidden_size") // heads,
-            ffn_size=_size(hf_config, "intermediate_size"),
-            vocab_size=_size(hf_config, "vocab_size"),
-            max_positions=_size(hf_config, "max_position_embeddings"),
-            norm_eps=float(hf_config.get("rms_norm_eps", 1e-6)),
+            num_kv_heads=_size_or(hf_config, "num_key_value_heads", heads),
+            head_dim=_size_or(hf_config, "head_dim", max(1, size_of(hf_config, "hidden_size") // heads)),
+            ffn_size=size_of(hf_config, "intermediate_size"),
+            vocab_size=size_of(hf_config, "vocab_size"),
+            max_positions=size_of(hf_config, "max_position_embeddings"),
+            norm_eps=_positive(hf_config.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
             rope_theta=theta,
             rope_scaling=scaling,
             tied_embeddings=bool(hf_config.get("tie_word_embeddings", False)),
@@ -135,18 +140,15 @@ def _swiglu(prefix: str, hidden_size: int, ffn_size: int) -> dict[str, tuple[int
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder, with or without weights. Raises ModelError."""
     try:
-        hf_config = json.loads((folder / "config.json").read_text())
-    except OSError:
+        return parse_object((folder / "config.json").read_bytes())
+    except FileNotFoundError:
         raise ModelError(
             f"{folder} has no config.json; give the folder that holds config.json and safetensors"
         ) from None
-    except ValueError as error:
-        raise ModelError(f"{folder / 'config.json'} is not JSON ({error}); fetch the model again") from error
-    if not isinstance(hf_config, dict):
-        raise ModelError(
-            f"{folder / 'config.json'} holds {type(hf_config).__name__}, expected an object; fetch the model again"
-        )
-    return hf_config
+    except OSError as error:
+        raise ModelError(f"cannot read {folder / 'config.json'}: {error.strerror}; fetch the model again") from error
+    except JsonError as error:
+        raise ModelError(f"{folder / 'config.json'} is damaged: {error}; fetch the model again") from None
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -159,22 +161,40 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     return hf_config
 
 
+def architecture_of(hf_config: Mapping[str, Any]) -> str:
+    """The first of the architectures that a config.json names; empty where it names none."""
+    names = hf_config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
 def _architecture(hf_config: Mapping[str, Any]) -> str:
-    names = hf_config.get("architectures") or []
-    found = str(names[0]) if names else ""
+    found = architecture_of(hf_config)
     if found not in ARCHITECTURES:
         raise ModelError(
-            f"architecture {found or 'missing from config.json'} is not supported; "
+            f"architecture {quoted(found) if found else 'missing from config.json'} is not supported; "
             f"use one of {', '.join(ARCHITECTURES)}"
         )
     return found
 
 
-def _size(hf_config: Mapping[str, Any], key: str) -> int:
+def size_of(hf_config: Mapping[str, Any], key: str, most: int = _MOST) -> int:
+    """A size that a config.json names. Raises ModelError unless it is a whole number from 1 to `most`."""
     value = hf_config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {key} is {value!r}, expected a positive whole number; check the model folder")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ModelError(
+            f"config.json: {key} is {quoted(value)}, expected a whole number from 1 to {most}; check the model folder"
+        )
     return value
+
+
+def _size_or(hf_config: Mapping[str, Any], key: str, default: int) -> int:
+    return default if hf_config.get(key) is None else size_of(hf_config, key)
+
+
+def _positive(value: object, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"config.json: {key} is {quoted(value)}, expected a positive number; check the model folder")
+    return float(value)
 
 
 def _experts(hf_config: Mapping[str, Any]) -> Experts:
@@ -182,9 +202,9 @@ def _experts(hf_config: Mapping[str, Any]) -> Experts:
     # Newer transformers releases write the number of experts under the second name.
     key = "num_experts" if "num_experts" in hf_config else "num_local_experts"
     experts = Experts(
-        count=_size(hf_config, key),
-        per_token=_size(hf_config, "num_experts_per_tok"),
-        ffn_size=_size(hf_config, "moe_intermediate_size"),
+        count=size_of(hf_config, key, _MOST_EXPERTS),
+        per_token=size_of(hf_config, "num_experts_per_tok"),
+        ffn_size=size_of(hf_config, "moe_intermediate_size"),
         normalized=bool(hf_config.get("norm_topk_prob", False)),
     )
     if experts.per_token > experts.count:
@@ -200,7 +220,7 @@ def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ModelError(
-            f"config.json: quantization_config says {method!r}: the weights are quantized, and a learner trains "
+            f"config.json: quantization_config says {quoted(method)}: the weights are quantized, and a learner trains "
             "unquantized ones; give the bf16 folder of this model, and quantize the rollouts (rollout.precision)"
         )
     wanted: dict[str, tuple[Any, ...]] = {
@@ -212,25 +232,30 @@ def _refuse_unsupported(hf_config: Mapping[str, Any]) -> None:
         "mlp_only_layers": ([], None),
     }
     for key, allowed in wanted.items():
-        if hf_config.get(key) not in allowed:
+        value = hf_config.get(key)
+        if not any(value == one and type(value) is type(one) for one in allowed):
             raise ModelError(
-                f"config.json: {key} is {hf_config[key]!r}, but only {allowed[0]!r} is supported; use another model"
+                f"config.json: {key} is {quoted(hf_config[key])}, but only {allowed[0]!r} is supported; use another "
+                "model"
             )
 
 
 def _rope(hf_config: Mapping[str, Any]) -> tuple[float, RotaryScaling | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`."""
-    scaling = dict(hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {})
-    theta = scaling.get("rope_theta", hf_config.get("rope_theta", 10_000.0))
+    scaling = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ModelError(f"config.json: rope_scaling is {quoted(scaling)}, expected an object; check the model folder")
+    theta = _positive(scaling.get("rope_theta", hf_config.get("rope_theta", 10_000.0)), "rope_theta")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"partial_rotary_factor is {scaling['partial_rotary_factor']}, but only 1.0 is supported")
+    if (part := scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError(f"config.json: partial_rotary_factor is {quoted(part)}, but only 1.0 is supported")
     if kind == "default":
-        return float(theta), None
+        return theta, None
     # Megatron-Core's rope_scaling takes the factor and fixes the rest at Llama 3.1's values.
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and all(float(scaling.get(key, 0)) == value for key, value in fixed.items()):
-        return float(theta), RotaryScaling(factor=float(scaling["factor"]))
+    if kind == "llama3" and all(scaling.get(key, 0) == value for key, value in fixed.items()):
+        return theta, RotaryScaling(factor=_positive(scaling.get("factor"), "rope_scaling.factor"))
     raise ModelError(
-        f"rope scaling {kind!r} with {scaling} is not supported; allowed are 'default', and 'llama3' with {fixed}"
+        f"config.json: rope scaling {quoted(kind)} with {quoted(scaling)} is not supported; allowed are 'default', and "
+        f"'llama3' with {fixed}"
     )

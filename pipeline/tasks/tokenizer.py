@@ -7,7 +7,6 @@ AutoTokenizer for the same folder, without the special tokens that it would add 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 
 from pipeline.errors import ModelError
+from precision.text.json_data import JsonError, parse_object
+from precision.text.short import one_line, quoted
+
+_MOST_REPEATED = 1_000_000
 
 
 class Tokenizer:
@@ -49,12 +52,14 @@ class Tokenizer:
         try:
             self._backend = Backend.from_buffer(data)
         except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"{path} is not a tokenizer: {error}; copy it again from the model's origin") from error
+            raise ModelError(
+                f"{path} is not a tokenizer: {one_line(error, 200)}; copy it again from the model's origin"
+            ) from error
         self.folder = folder
         self.sha256 = hashlib.sha256(data).hexdigest()
         self._config = _read_json(folder / "tokenizer_config.json")
         model = _read_json(folder / "config.json")
-        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         """One more than the highest token id."""
         self.eos_token_id = self._special_id("eos", model)
         self.pad_token_id = self._special_id("pad", model, default=self.eos_token_id)
@@ -65,9 +70,9 @@ class Tokenizer:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         except Exception as error:  # the library raises bare Exception
             unknown = next((c for c in text if self._backend.token_to_id(c) is None), None)
-            what = f"character {unknown!r} has no token" if unknown is not None else str(error)
+            what = f"character {quoted(unknown)} has no token" if unknown is not None else one_line(error, 200)
             raise ModelError(
-                f"{self.folder}: {text[:60]!r} cannot be encoded: {what}; use another tokenizer"
+                f"{self.folder}: {quoted(text)} cannot be encoded: {what}; use another tokenizer"
             ) from error
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -80,27 +85,30 @@ class Tokenizer:
         Raises ModelError when the folder has no chat template or the template fails.
         """
         template = self._chat_template()
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.globals["raise_exception"] = _raise_exception
         tokens = {f"{name}_token": _content(self._config.get(f"{name}_token")) for name in ("bos", "eos", "pad")}
         try:
             return environment.from_string(template).render(
                 messages=[{"role": "user", "content": text}], add_generation_prompt=True, **tokens
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:
             raise ModelError(
-                f"{self.folder}: the chat template failed: {error}; set task.chat_template=false"
+                f"{self.folder}: the chat template failed: {one_line(error, 200) or type(error).__name__}; "
+                "set task.chat_template=false"
             ) from error
 
     def _chat_template(self) -> str:
         separate = self.folder / "chat_template.jinja"
         if separate.is_file():
-            return separate.read_text()
+            try:
+                return separate.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{separate} cannot be read: {one_line(error, 200)}; copy it again") from error
         template = self._config.get("chat_template")
         if isinstance(template, list):
-            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[0].get("template") if named else None
         if not isinstance(template, str):
             raise ModelError(f"{self.folder} has no chat template; set task.chat_template=false")
         return template
@@ -110,11 +118,13 @@ class Tokenizer:
         if token:
             found = self._backend.token_to_id(token)
             if found is None:
-                raise ModelError(f"{self.folder}: {kind}_token {token!r} is not in tokenizer.json; correct the folder")
+                raise ModelError(
+                    f"{self.folder}: {kind}_token {quoted(token)} is not in tokenizer.json; correct the folder"
+                )
             return int(found)
         value = model.get(f"{kind}_token_id")
         value = value[0] if isinstance(value, list) and value else value
-        if isinstance(value, int):
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31:
             return value
         if default is not None:
             return default
@@ -133,12 +143,24 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}; copy it again from the model's origin") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a {type(value).__name__}, expected an object; copy it again")
-    return value
+        return parse_object(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}; copy it again from the model's origin") from error
+    except JsonError as error:
+        raise ModelError(f"{path} is damaged: {error}; copy it again from the model's origin") from None
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A template comes with a model, from wherever: it can call nothing, and cannot make a text of gigabytes."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Raises jinja2.TemplateError for a result that no prompt needs."""
+        size = max((len(one) for one in (left, right) if isinstance(one, str | list | tuple)), default=1)
+        if any(isinstance(one, int) and abs(one) * size > _MOST_REPEATED for one in (left, right)):
+            raise jinja2.TemplateError(f"{operator} with a number or a text of that size is not allowed")
+        return super().call_binop(context, operator, left, right)
 
 
 def _raise_exception(message: str) -> None:

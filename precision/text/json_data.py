@@ -48,7 +48,7 @@ def parse_object(text: bytes | str) -> dict[str, Any]:
     """The value, which must be an object. Raises JsonError."""
     value = parse_json(text)
     if not isinstance(value, dict):
-        raise JsonError(f"{quoted(value)}, expected an object")
+        raise JsonError(f"it holds {quoted(value)}, expected an object")
     return value
 
 

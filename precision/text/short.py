@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 import reprlib
 
-MESSAGE_CHARACTERS = 1000
-"""Longest message that a command prints. Messages about values are far below: this holds what slipped through."""
+MESSAGE_CHARACTERS = 2000
+"""Longest message of an error. Those about values are far below; the end of a log may be longer."""
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,40 @@ def test_an_index_that_is_something_else_is_refused(
     with pytest.raises(CorruptCheckpointError, match="not the index of a distributed checkpoint"):
         CheckpointIndex(checkpoint)
     assert not (checkpoint / "pwned").exists()
+
+
+def lie(checkpoint: Path, change: Callable[[Any, Any], object]) -> None:
+    """Change the index's account of one tensor: (entry, place of its first box)."""
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())  # noqa: S301 - our own
+    name = "decoder.final_layernorm.weight"
+    place = next(info for index, info in metadata.storage_data.items() if index.fqn == name)
+    change(metadata.state_dict_metadata[name], place)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry, place: setattr(entry, "size", torch.Size([2**40])),
+        lambda entry, place: setattr(entry, "size", (-1,)),
+        lambda entry, place: setattr(entry, "properties", None),
+        lambda entry, place: setattr(entry.chunks[0], "sizes", torch.Size([2**40])),
+        lambda entry, place: setattr(entry.chunks[0], "sizes", ()),
+        lambda entry, place: setattr(entry.chunks[0], "offsets", (-1,)),
+        lambda entry, place: setattr(place, "offset", "x"),
+        lambda entry, place: setattr(place, "length", 10**25),
+        lambda entry, place: setattr(place, "relative_path", ".."),
+        lambda entry, place: setattr(place, "relative_path", "a" * 5000),
+        lambda entry, place: setattr(place, "relative_path", None),
+    ],
+)
+def test_an_index_that_lies_about_a_tensor_is_refused_before_there_is_memory_for_it(
+    checkpoint: Path, change: Callable[[Any, Any], object]
+) -> None:
+    lie(checkpoint, change)
+    with pytest.raises(CorruptCheckpointError) as refused:
+        CheckpointIndex(checkpoint).read("decoder.final_layernorm.weight")
+    assert len(str(refused.value)) < 500
 
 
 def test_a_shortened_file_is_named(checkpoint: Path) -> None:

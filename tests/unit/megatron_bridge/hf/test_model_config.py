@@ -55,9 +55,19 @@ def test_a_dense_model_has_no_experts() -> None:
     [
         (dict(decoder_sparse_step=2), r"decoder_sparse_step is 2, but only 1 is supported"),
         (dict(mlp_only_layers=[0]), r"mlp_only_layers is \[0\], but only \[\] is supported"),
-        (dict(num_experts=0), r"num_experts is 0, expected a positive whole number"),
+        (dict(num_experts=0), r"num_experts is 0, expected a whole number from 1 to 4096"),
         (dict(num_experts_per_tok=129), r"num_experts_per_tok is 129, expected at most num_experts 128"),
         (dict(moe_intermediate_size=None), r"moe_intermediate_size is None"),
+        (dict(num_hidden_layers=10**25), r"num_hidden_layers is 1000.*, expected a whole number from 1 to 4096"),
+        (dict(num_key_value_heads="8"), r"num_key_value_heads is '8', expected a whole number"),
+        (dict(head_dim=True), r"head_dim is True, expected a whole number"),
+        (dict(rms_norm_eps=[1]), r"rms_norm_eps is \[1\], expected a positive number"),
+        (dict(rope_theta=float("nan")), r"rope_theta is nan, expected a positive number"),
+        (dict(rope_scaling="llama3"), r"rope_scaling is 'llama3', expected an object"),
+        (dict(rope_scaling=dict(rope_type=[1])), r"rope scaling \[1\] with .* is not supported"),
+        (dict(architectures={"a": 1}), r"architecture missing from config\.json is not supported"),
+        (dict(architectures=["x" * 5000]), r"architecture 'xxx.*\(5000 characters\) is not supported"),
+        (dict(attention_bias=list(range(3000))), r"attention_bias is \[0, 1, 2, 3, 4, 5, \.\.\.\], but only False"),
         (
             dict(quantization_config={"quant_method": "fp8"}),
             r"quantization_config says 'fp8'.* give the bf16 folder .*rollout\.precision",
@@ -68,3 +78,4 @@ def test_what_cannot_be_reproduced_is_refused_in_one_line(change: dict[str, Any]
     with pytest.raises(ModelError, match=message) as refused:
         ModelConfig.from_hf(QWEN3_30B_A3B | change)
     assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 400

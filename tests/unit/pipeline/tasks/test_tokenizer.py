@@ -97,10 +97,10 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
     write_character_tokenizer(tmp_path, "ab")
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer_config\.json is not JSON"):
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json is damaged: not JSON"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ModelError, match="holds a list, expected an object"):
+    with pytest.raises(ModelError, match=r"holds \[\], expected an object"):
         Tokenizer.load(tmp_path)
 
 
@@ -167,6 +167,13 @@ def test_the_chat_template_is_transformers_own(byte_level: Path, place: str) -> 
         ("{{ raise_exception('no system role') }}", "failed: no system role"),
         ("{% if %}", "the chat template failed"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template failed"),
+        ("{{ 1 / 0 }}", "the chat template failed: division by zero"),
+        ("{{ 'a' * 10**10 }}", "the chat template failed: .* of that size is not allowed"),
+        ("{{ 9**9**9 }}", "the chat template failed: .* of that size is not allowed"),
+        ("{{ 10**10 * ([1] * 10**7) }}", "the chat template failed: .* of that size is not allowed"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "the chat template failed: Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "the chat template failed: maximum recursion"),
+        ("{{ raise_exception('no' + '\n' * 2 + 'way') }}", "failed: no way"),
     ],
 )
 def test_a_chat_template_that_is_missing_failing_or_hostile(

@@ -51,7 +51,7 @@ def test_what_is_refused(text: bytes, message: str) -> None:
 
 def test_an_object_is_asked_for() -> None:
     assert parse_object("{}") == {}
-    with pytest.raises(JsonError, match=r"\[1\], expected an object"):
+    with pytest.raises(JsonError, match=r"it holds \[1\], expected an object"):
         parse_object("[1]")
 
 

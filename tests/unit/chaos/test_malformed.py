@@ -1,0 +1,78 @@
+"""Malformed input: 300 tries of all kinds every day, and that the harness notices what it is there for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.chaos.ledger import OK
+from tests.chaos.malformed import cases, kind, present, tries
+from tests.chaos.malformed.mutations import judged_line
+from tests.chaos.malformed.tries import run_tries
+
+
+@pytest.mark.parametrize("name", present())
+def test_malformed_input_ends_in_one_line_or_harmlessly(name: str) -> None:
+    verdicts = run_tries(name, range(kind(name).IN_MAKE_TEST))
+    assert {seed: verdict for seed, verdict in verdicts.items() if verdict != OK} == {}
+    assert len(verdicts) == kind(name).IN_MAKE_TEST
+
+
+def test_there_are_thousands_and_each_case_has_its_name() -> None:
+    assert sum(kind(name).COUNT for name in present()) >= 8_000
+    ids = [case.id for case in cases()]
+    assert len(set(ids)) == len(ids)
+
+
+def hang(seed: int, folder: Path) -> str:
+    """Seed 0 raises, 1 spins, 2 dies, 3 sleeps, 4 eats memory, 5 is fine."""
+    match seed:
+        case 0:
+            raise KeyError("x")
+        case 1:
+            while True:
+                pass
+        case 2:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case 3:
+            time.sleep(600)
+        case 4:
+            return f"{len(bytearray(8 << 30))}"
+    return OK
+
+
+def test_the_harness_sees_tracebacks_hangs_crashes_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("tests.chaos.malformed.broken")
+    module.attempt, module.prepare = hang, lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(tries, "CPU_DEADLINE_S", 0.3)
+    monkeypatch.setattr(tries, "CLOCK_DEADLINE_S", 5.0)
+    found = run_tries("broken", range(6))
+    assert found[0].startswith("raised KeyError: \"'x'\" in ")
+    assert found[1].startswith("past its deadline")
+    assert found[2] == "ended its process, with status -11"
+    assert found[3].startswith("past its deadline")
+    assert found[4].startswith("raised MemoryError")
+    assert found[5] == OK
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        ("f.yaml: run.steps is 0, expected at least 1", OK),
+        ("f.yaml: " + "x" * 600, "a refusal of 608 characters"),
+        ("f.yaml: a\nb", "not one printable line"),
+        ("f.yaml: \x1b[2J", "not one printable line"),
+        ("f.yaml: \ud800", "not one printable line"),
+        ("Traceback in f.yaml", "not one printable line"),
+        ("run.steps is 0", "names none of f.yaml"),
+    ],
+)
+def test_what_a_refusal_must_be(line: str, verdict: str) -> None:
+    assert judged_line(line, ["f.yaml"]).startswith(verdict)
