@@ -6,6 +6,7 @@ clock.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -59,6 +60,7 @@ def _in_a_process(name: str, seeds: Sequence[int]) -> dict[int, str]:
 def _tell_verdicts(name: str, seeds: Sequence[int], writer: int, folder: Path) -> NoReturn:
     status = 1
     try:
+        faulthandler.disable()  # a crash is told by the verdict
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         bound = psutil.Process().memory_info().vms + MEMORY_BYTES
