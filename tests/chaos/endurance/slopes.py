@@ -20,7 +20,7 @@ HORIZON = 100_000
 """Steps of a long training."""
 BOUNDS = {
     "rss_kib": 1 << 20,
-    "private_kib": 1 << 20,
+    "anon_kib": 1 << 20,
     "descriptors": 100.0,
     "threads": 50.0,
     "shm_kib": 1 << 18,

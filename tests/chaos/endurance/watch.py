@@ -49,13 +49,22 @@ def name_of(argv: Sequence[str]) -> str:
 def holdings(process: psutil.Process) -> dict[str, float]:
     """Memory in KiB, descriptors, threads. Raises psutil.Error when it has ended."""
     with process.oneshot():
-        memory = process.memory_full_info()
         return dict(
-            rss_kib=memory.rss / 1024,
-            private_kib=memory.uss / 1024,
+            rss_kib=process.memory_info().rss / 1024,
+            anon_kib=anonymous_kib(process.pid),
             descriptors=process.num_fds(),
             threads=process.num_threads(),
         )
+
+
+def anonymous_kib(pid: int) -> float:
+    """Resident memory that is no file's: what other processes share of a file comes and goes with them. Raises
+    psutil.NoSuchProcess."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        raise psutil.NoSuchProcess(pid) from None
+    return sum(float(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 
 
 def files(shm: Path, tmp: Path, run: Path) -> dict[str, float]:

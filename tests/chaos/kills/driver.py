@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.event_log import read_events, read_metrics
 from tests.chaos.kills import hooks
 from tests.chaos.kills.plan import STEPS_A_FAULT, Fault, Plan
 from tests.chaos.kills.run import write_recipe
@@ -62,8 +63,10 @@ class Drive:
     def drive(self) -> dict[str, Any]:
         """Everything, to the verdict."""
         began = time.monotonic()
-        for name in ("fired", "pids", "tmp"):
+        for name in ("fired", "pids", "tmp", "runs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
+        if self.plan.disk_mib and not mount_tmpfs(self.folder / "runs", self.plan.disk_mib):
+            return dict(verdict="ok", details=dict(skipped="needs root, to mount a small file system"))
         self.recipe = write_recipe(self.folder, self.model, self.plan)
         self._put("pace", str(self._pace))
         self._start()
@@ -90,8 +93,9 @@ class Drive:
         started = time.monotonic()
         self._pace += STEPS_A_FAULT
         self._put("pace", str(self._pace))
-        if fault.action == "clock":
-            self._jump(fault)
+        if fault.action in ("clock", "fill"):
+            self._expected = fault.action == "fill"
+            (self._jump if fault.action == "clock" else self._fill)(fault)
             return
         self._put("armed.json", json.dumps([fault.order()]))
         mark = self.folder / "fired" / fault.id
@@ -138,6 +142,21 @@ class Drive:
         self._wait(lambda: time.monotonic() > ends, FIRE_S, "a wrong clock")
         self._put("clock", "{}")
         self.log.append(fault.id)
+
+    def _fill(self, fault: Fault) -> None:
+        """Leave no room in the run's file system, then give it back, and see the run go on."""
+        ballast = self.folder / "runs" / "ballast"
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+        ends = time.monotonic() + fault.lasts_s
+        self._wait(lambda: time.monotonic() > ends, FIRE_S, "a full disk")
+        ballast.unlink()
+        before = len(read_metrics(self.run))
+        self._wait(
+            lambda: len(read_metrics(self.run)) > before or before >= self._pace, FIRE_S, "a step after a full disk"
+        )
+        self.log.append(f"{fault.id}: {len(read_events(self.run, 'restarted'))} restarts so far")
 
     # --------------------------------------------------------------------------------------------------- the supervisor
 
@@ -267,7 +286,13 @@ def become_reaper() -> bool:
     if libc.unshare(_CLONE_NEWNS):
         return False
     private = libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
-    return not private and not libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=2g")
+    return not private and mount_tmpfs(Path("/dev/shm"), 2048)
+
+
+def mount_tmpfs(folder: Path, mib: int) -> bool:
+    """Give a folder a file system of its own, which goes with this process and its children. Whether it could be."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return not libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={mib}m".encode())
 
 
 def children() -> list[int]:

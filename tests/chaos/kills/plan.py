@@ -35,7 +35,7 @@ CHANNELS = ("disk", "broadcast", "ipc")
 LAYOUTS = ("tensor_parallel", "data_parallel")
 STEPS_A_FAULT = 3
 """A checkpoint, a stage and an evaluation come every two steps: each point is reached within three."""
-Action = Literal["kill", "stop", "full", "clock"]
+Action = Literal["kill", "stop", "full", "clock", "fill"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class Plan:
     forked: bool = True
     """Else every program is started by exec, ranks by torchrun."""
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
+    disk_mib: int = 0
+    """The run lies on a file system of its own, of this size; needs root."""
 
     @property
     def steps(self) -> int:
@@ -80,7 +82,7 @@ class Plan:
 
 def plans() -> list[Plan]:
     """All of them; those that say most come first."""
-    return [*matrix(), *pairs(), *stops(), full_disks(), clocks(), *by_exec()]
+    return [*matrix(), *pairs(), *stops(), full_disks(), full_file_system(), clocks(), *by_exec()]
 
 
 def matrix() -> Iterator[Plan]:
@@ -151,6 +153,14 @@ def full_disks() -> Plan:
         for place, point in enumerate(points)
     )
     return Plan("full-disk-at-each-writer", "async", "disk", LAYOUTS[0], faults)
+
+
+def full_file_system() -> Plan:
+    """The run's file system is really full for a while, whoever writes then."""
+    faults = tuple(
+        Fault(f"{place:02d}-fill", "", (), "fill", lasts_s=lasts) for place, lasts in enumerate((3.0, 15.0, 30.0))
+    )
+    return Plan("full-file-system", "async", "disk", LAYOUTS[0], faults, disk_mib=256)
 
 
 def clocks() -> Plan:
