@@ -306,7 +306,8 @@ def children() -> list[int]:
 
 def command_of(pid: int) -> str:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[-120:].strip()
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return f"{Path(f'/proc/{pid}/comm').read_text().strip()} ({line[-60:].strip()})"
     return str(pid)
 
 

@@ -9,6 +9,7 @@ Left out are exec and torchrun, which the cases named `exec-…` have.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import os
@@ -29,6 +30,7 @@ TORCHRUN = ("torch.distributed.run", "launch.run.torchrun")
 _WRAPPER = "child_process.py"
 _EXEC = subprocess.Popen
 _POLL_S = 0.02
+_PR_SET_NAME = 15
 
 
 def preload() -> None:
@@ -182,7 +184,9 @@ def _become_program(command: Sequence[str], env: Mapping[str, str], output: int 
     os.environ.update(env)
     sys.argv = [*command]
     sys.orig_argv = [*command]
-    hooks.arm(hooks.name_of(sys.orig_argv, os.environ))
+    name = hooks.name_of(sys.orig_argv, os.environ)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, (name or "program").encode(), 0, 0, 0)  # its command line is the zygote's
+    hooks.arm(name)
 
 
 def _let_go(keep: set[int]) -> None:
