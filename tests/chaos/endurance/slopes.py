@@ -76,6 +76,8 @@ def slope(series: str, steps: Sequence[float], values: Sequence[float]) -> Slope
     blocks = [part for part in np.array_split(np.arange(len(x)), min(BLOCKS, len(x))) if len(part)]
     x = np.asarray([x[part].mean() for part in blocks])
     y = np.asarray([y[part].mean() for part in blocks])
+    if np.ptp(y) == 0:
+        return Slope(series, 0.0, 0.0, 0.0, float(y[0]), float(y[-1]))
     line = stats.linregress(x, y)
     reach = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(x) - 2)) * line.stderr
     a_step = float(line.slope)

@@ -35,6 +35,8 @@ def test_a_flat_series_is_flat_and_a_leak_is_none() -> None:
 
 def test_growth_that_cannot_matter_is_allowed() -> None:
     allowed = BOUNDS["rss_kib"] / HORIZON
+    constant = slope("rank.threads", STEPS, np.full(len(STEPS), 7.0))
+    assert (constant.low, constant.high, constant.is_flat, constant.is_certain) == (0, 0, True, True)
     small = slope("rank.rss_kib", STEPS, measured(allowed / 4, 1))
     assert small.low > 0
     assert small.is_flat

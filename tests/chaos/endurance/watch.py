@@ -49,6 +49,8 @@ def name_of(argv: Sequence[str]) -> str:
 def holdings(process: psutil.Process) -> dict[str, float]:
     """Memory in KiB, descriptors, threads. Raises psutil.Error when it has ended."""
     with process.oneshot():
+        if process.status() == psutil.STATUS_ZOMBIE:
+            raise psutil.ZombieProcess(process.pid)
         return dict(
             rss_kib=process.memory_info().rss / 1024,
             anon_kib=anonymous_kib(process.pid),

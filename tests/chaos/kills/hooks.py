@@ -33,7 +33,7 @@ KINDS = {
     "evaluation": r"evaluations/.*",
     "logprobs": r"logprobs/.*\.npy",
     "mismatch": r"mismatch/.*\.zarr\.zip",
-    "pointer": r"policy/\.?PUBLISHED.*",
+    "pointer": r"policy/(\.?PUBLISHED.*|published/.*)",
     "update": r"policy/updates/.*",
     "policy": r"policy/.*",
     "commit": r"checkpoints/[^/]*/\.?COMMIT.*",
