@@ -7,6 +7,7 @@ stale, every step recorded, the replay bit-identical, nothing left behind (tests
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,11 +42,17 @@ class Kills:
         if not (model / "config.json").exists():
             make_model(model)
         found = ask(self.plan, folder, model)
-        self.details = found["details"]
+        self.details = {"commit": commit(), **found["details"]}
         verdict: str = found["verdict"]
         if verdict == OK:
             shutil.rmtree(folder)
         return verdict
+
+
+def commit() -> str:
+    """Of the code that was tried."""
+    done = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def cases() -> Sequence[Case]:

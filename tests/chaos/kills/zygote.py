@@ -39,7 +39,7 @@ def ask(plan: Plan, folder: Path, model: Path) -> dict[str, Any]:
 
 @cache
 def _zygote() -> subprocess.Popen[str]:
-    """It ends when this process does: its standard input is then closed."""
+    """It dies with this process, and its cases with it."""
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.chaos.kills.zygote"],
         stdin=subprocess.PIPE,
@@ -55,8 +55,10 @@ def main() -> None:
     with open(os.devnull, "r+") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)  # what imports print is no answer
+    from pipeline.child_process import die_with_parent
     from tests.chaos.kills import forks
 
+    die_with_parent()
     forks.preload()
     known = {plan.id: plan for plan in (*plans(), in_short())}
     while line := orders.readline():
