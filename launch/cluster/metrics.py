@@ -27,6 +27,7 @@ from launch.cluster.metric_names import BY_NAME, METRICS
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import LogName, Observer
+from pipeline.data.integrity.sealed import unseal
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EvenKeelError, PortInUseError
 from precision.mismatch.alarms import RULES, alarms
@@ -137,7 +138,7 @@ class RunMetrics:
         yield self._family("evenkeel_published_version", [((), published)])
         if self.role not in BY_NAME["evenkeel_finished"].roles:
             return
-        yield self._family("evenkeel_finished", [((), float(RunDirectory(self._run_dir).is_finished()))])
+        yield self._family("evenkeel_finished", [((), _is_finished(self._run_dir))])
         errors = {error for path in self._fatal_notes() - self._old_notes if (error := _error_in(path))}
         yield self._family("evenkeel_fatal", [((error,), 1.0) for error in sorted(errors)])
         with suppress(OSError):
@@ -307,13 +308,19 @@ def all_labels(name: str) -> tuple[str, ...]:
 
 def _number_in(path: Path) -> float | None:
     try:
-        return float(path.read_text())
+        return float(unseal(path.read_bytes()))
     except (OSError, ValueError):
         return None
 
 
+def _is_finished(run_dir: Path) -> float | None:
+    with suppress(OSError, EvenKeelError):
+        return float(RunDirectory(run_dir).is_finished())
+    return None
+
+
 def _error_in(path: Path) -> str | None:
     try:
-        return str(json.loads(path.read_text())["error"])
+        return str(json.loads(unseal(path.read_bytes()))["error"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -14,7 +14,7 @@ from launch.convert.sources import description_of
 from megatron_bridge.hf.headers import DTYPES, TensorHeader, indexed_files, tensor_headers, weight_files
 from megatron_bridge.hf.model_config import architecture_of, read_config
 from pipeline.errors import CorruptCheckpointError, EvenKeelError, ModelError
-from pipeline.trainer.checkpoints import COMMIT
+from pipeline.trainer.checkpoints import COMMIT, read_commit
 from precision.text.json_data import parse_object
 from precision.text.short import listed, one_line, quoted
 
@@ -165,16 +165,12 @@ def _commit_problems(folder: Path) -> list[str]:
     path = folder / COMMIT
     if not path.exists():
         return [f"{COMMIT} is missing: it was never completed"]
-    try:
-        files = {name: int(entry["bytes"]) for name, entry in parse_object(path.read_bytes())["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {one_line(error, 200)}"
-        raise CorruptCheckpointError(f"{path} is damaged ({reason}); use another checkpoint") from error
+    files = read_commit(folder).files
     found = {name: (folder / name).stat().st_size for name in files if (folder / name).is_file()}
     return [
-        f"{name} has {found.get(name, 0)} bytes, expected {expected}"
-        for name, expected in files.items()
-        if found.get(name) != expected
+        f"{name} has {found.get(name, 0)} bytes, expected {entry.num_bytes}"
+        for name, entry in files.items()
+        if found.get(name) != entry.num_bytes
     ]
 
 

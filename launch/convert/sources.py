@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_bridge.hf.headers import check_weights, tensor_headers
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
+from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import CorruptCheckpointError, ModelError
 from pipeline.trainer.checkpoints import COMMIT, verify
@@ -28,6 +29,7 @@ def checked_source(source: Path) -> tuple[dict[str, Any], ModelConfig, list[str]
     hf_config = read_hf_config(source)
     config = ModelConfig.from_hf(hf_config)
     check_weights(source, config)
+    verify_folder(source, "fetch or convert it again", required=False)
     ignored = sorted(set(tensor_headers(source)) - set(config.tensors()))
     if "lm_head.weight" in ignored:
         _require_tied(source)

@@ -8,6 +8,7 @@ from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
 from pipeline.config.recipe import Recipe
+from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.ports.weight_check import WeightCheck
@@ -27,6 +28,7 @@ def preflight(recipe: Recipe) -> None:
         check_map_dtype(recipe, recipe.rollout.quant_map)
     tokenizer = build_tokenizer(recipe)
     check_weights(recipe.model.path, ModelConfig.from_hf(config))
+    verify_folder(recipe.model.path, "make or fetch the model again", required=False)
     prompts = build_prompts(recipe, tokenizer)
     if recipe.evaluation.prompts > prompts.task.num_held_out:
         raise RecipeError(

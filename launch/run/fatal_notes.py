@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 
-from pipeline.data.files import unique_suffix, write_atomically
+from pipeline.data.files import unique_suffix
+from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import StoreError
 
 
 def leave_fatal_note(run: RunDirectory, process: str, error: Exception) -> None:
@@ -15,7 +16,7 @@ def leave_fatal_note(run: RunDirectory, process: str, error: Exception) -> None:
     folder = run.logs / "fatal"
     folder.mkdir(parents=True, exist_ok=True)
     note = dict(process=process, error=type(error).__name__, message=str(error), time=time.time())
-    write_atomically(folder / f"{process}-{unique_suffix()}.json", json.dumps(note) + "\n")
+    write_sealed_json(folder / f"{process}-{unique_suffix()}.json", note)
 
 
 @dataclass
@@ -33,8 +34,9 @@ class FatalNotes:
         for name in sorted(self._names() - self._before):
             if name.startswith(process):
                 try:
-                    return str(json.loads((self.run.logs / "fatal" / name).read_text())["message"])
-                except (OSError, ValueError, KeyError):
+                    note = read_sealed_json(self.run.logs / "fatal" / name, "it is only shown")
+                    return str(note["message"])
+                except (OSError, StoreError, KeyError):
                     continue
         return None
 

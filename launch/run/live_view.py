@@ -49,7 +49,7 @@ class Tail:
             data = file.read()
         complete = data[: data.rfind(b"\n") + 1]
         self.offset += len(complete)
-        parsed = (parse_line(line) for line in complete.splitlines())
+        parsed = (parse_line(line) for line in complete.splitlines(keepends=True))
         return [line for line in parsed if line is not None]
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from launch.build.engines import engine_spec
 from pipeline.config.recipe import Recipe
+from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.client import EngineClient
@@ -33,6 +34,7 @@ class OneEngine:
     def __enter__(self) -> Self:
         """Start it and wait. Raises EngineStartError, EngineVersionError."""
         spec = engine_spec(self.run, self.recipe, 0, self.port, self.key, log=self.run.logs / "engine-0.log")
+        verify_folder(spec.model, "publish the version again, or take another run")
         self.process = server.start(spec)
         try:
             self.process.wait_ready(self.recipe.rollout.start_deadline_s)

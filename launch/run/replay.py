@@ -16,6 +16,7 @@ from launch.run.live_view import LiveView
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.config.loader import load_recipe
+from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -43,9 +44,11 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def manifest(run: RunDirectory) -> dict[str, Any]:
-    """tensor name → {sha256, shape, dtype} of the final policy."""
+    """tensor name → {sha256, shape, dtype} of the final policy, whose files are compared with it. Raises StoreError."""
     path = run.model / "manifest.json"
     try:
+        if path.exists():
+            verify_folder(run.model, "remove it and its newest checkpoint: `evenkeel train` then makes them again")
         tensors: dict[str, Any] = json.loads(path.read_text())["tensors"]
     except OSError as error:
         raise StoreError(f"{path} is missing: {run.path} was not trained to its end; finish it first") from error

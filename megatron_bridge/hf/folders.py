@@ -1,13 +1,12 @@
 """A new Hugging Face model folder: complete under its name, or absent.
 
-config.json  tokenizer files  model-00001.safetensors …  model.safetensors.index.json  manifest.json
+config.json  tokenizer files  model-00001.safetensors …  model.safetensors.index.json  manifest.json  SHA256SUMS
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.files import fsync_directory, is_temporary, temporary_name
+from pipeline.data.integrity.folders import list_checksums, sync_files
 from pipeline.data.run_directory import unfenced
 from pipeline.errors import ModelError
 
@@ -41,6 +41,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
+        list_checksums(temporary)
         _sync_tree(temporary)
         check_free(target)
         temporary.rename(target)  # fails where files appeared since the check
@@ -56,8 +57,9 @@ def check_free(target: Path) -> None:
 
 
 def replace_folder(temporary: Path, target: Path, fence: Callable[[], None] = unfenced) -> None:
-    """Make a folder durable and give it the name `target`, whatever has that name now. `fence` is called before that;
-    it raises where this process may write no more."""
+    """List the checksums of a folder's files, make it durable and give it the name `target`, whatever has that name
+    now. `fence` is called before that; it raises where this process may write no more."""
+    list_checksums(temporary)
     _sync_tree(temporary)
     fence()
     # Folders cannot be replaced in one step: the old one steps aside first.
@@ -107,16 +109,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _sync_tree(folder: Path) -> None:
     """Make every file of a folder durable."""
-    for path in folder.rglob("*"):
-        if path.is_dir():
-            fsync_directory(path)
-            continue
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    fsync_directory(folder)
+    sync_files([*folder.rglob("*"), folder])
 
 
 def _last_written(folder: Path) -> float:

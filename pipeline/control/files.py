@@ -19,7 +19,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pipeline.data.files import await_visible, create_exclusively
+from pipeline.data.files import await_visible, make_folder
+from pipeline.data.integrity.sealed import create_sealed, read_sealed
 from pipeline.data.run_directory import numbered
 from pipeline.errors import StoreError
 from precision.controller.records import Decision, Evidence, State
@@ -58,9 +59,9 @@ class ControlFiles:
     def create(self, record: ControlRecord) -> bool:
         """Keep the record of a step for ever. Returns whether it is this one; False: there was one already."""
         self.fence()
-        self.folder.mkdir(exist_ok=True)
+        make_folder(self.folder)
         try:
-            create_exclusively(self._path(record.step), record.model_dump_json() + "\n")
+            create_sealed(self._path(record.step), record.model_dump_json() + "\n")
         except FileExistsError:
             return False
         return True
@@ -70,13 +71,15 @@ class ControlFiles:
         path = self._path(step)
         if not path.exists():
             return None
+        remedy = f"remove it and the checkpoints after step {step}: it is decided again"
         try:
-            return ControlRecord.model_validate_json(path.read_text())
+            record = ControlRecord.model_validate_json(read_sealed(path, remedy))
         except (OSError, ValidationError) as error:
             details = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error
-            raise StoreError(
-                f"{path} is damaged ({details}); remove it and the checkpoints after step {step}: it is decided again"
-            ) from error
+            raise StoreError(f"{path} is damaged ({details}); {remedy}") from error
+        if record.step != step:
+            raise StoreError(f"{path} is the record of step {record.step}; {remedy}")
+        return record
 
     def wait(self, step: int) -> ControlRecord:
         """The record of a step that is known to be there, but that another host made."""

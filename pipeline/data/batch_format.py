@@ -18,7 +18,9 @@ from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import FINISH_REASONS, Batch, DroppedGroup, LogprobContract
 from pipeline.data.routed_experts import RoutedExperts
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
+FIRST_SEALED = 5
+"""The schema since which the file itself has a checksum (pipeline.data.zarr_zip)."""
 ADDED_IN_2 = ("loss_mask", "problem")
 """Arrays that files of schema 1 lack. There, engines sampled every token, and problems were not recorded."""
 NAMES_BEFORE_3 = {"rollout_logprobs": "sampler_logprobs", "loss_mask": "forced"}

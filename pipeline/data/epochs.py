@@ -21,9 +21,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from pipeline.data.files import create_exclusively, write_atomically
+from pipeline.data.files import make_folder
+from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, unseal, write_sealed
 from pipeline.errors import DeadlineExceededError, StoreError, SupersededError
 
 Role = Literal["learner", "collector", "engine", "router", "supervisor"]
@@ -65,15 +66,15 @@ class Epoch:
 def claim(run: Path, role: Role, index: int | None = None) -> Epoch:
     """Begin the next epoch of a role: whoever held the one before is superseded from now on."""
     folder = epoch_folder(run, role, index)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     claimed_by = json.dumps(dict(host=socket.gethostname(), pid=os.getpid(), time=time.time()))
     while True:
         number = newest(folder) + 1
         with suppress(FileExistsError):
-            create_exclusively(folder / f"{number:06d}", claimed_by + "\n")
+            create_sealed(folder / f"{number:06d}", claimed_by + "\n")
             break
     if number > _pointer(folder):
-        write_atomically(folder / _NEWEST, f"{number:06d}\n")
+        write_sealed(folder / _NEWEST, f"{number:06d}\n")
     return Epoch(folder, number)
 
 
@@ -96,9 +97,9 @@ def newest(folder: Path) -> int:
 def who(folder: Path, number: int) -> str:
     """The process that claimed an epoch, for messages."""
     try:
-        claimed: dict[str, Any] = json.loads((folder / f"{number:06d}").read_text())
+        claimed = read_sealed_json(folder / f"{number:06d}", "it is only shown")
         return f"host {claimed['host']}, process {claimed['pid']}"
-    except (OSError, ValueError, KeyError):
+    except (OSError, StoreError, KeyError):
         return "by an unknown process"
 
 
@@ -106,16 +107,16 @@ def _pointer(folder: Path) -> int:
     pointer, give_up = folder / _NEWEST, time.monotonic() + _REREAD_S
     while True:
         try:
-            text = pointer.read_text().strip()
-            if text:
-                return int(text)
+            data = pointer.read_bytes()
+            if data:
+                return int(unseal(data))
             trouble = "it is empty"
         except FileNotFoundError:
             return 0
         except OSError as error:
             trouble = str(error)
         except ValueError as error:
-            raise StoreError(f"{pointer} does not hold a number ({error}); remove it") from error
+            raise StoreError(f"{pointer} is damaged ({error}); remove it: starts are counted without it") from error
         if time.monotonic() > give_up:
             raise DeadlineExceededError(
                 f"{pointer} could not be read for {_REREAD_S:g} s ({trouble}); it is read again at the next start; "

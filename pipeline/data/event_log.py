@@ -2,8 +2,9 @@
 
     RUN/metrics/learner-000002.jsonl    RUN/events/collector-000003.jsonl
 
-Every start of a role writes files of its own, so a line is never torn by another host; readers merge them. A killed
-process may leave a torn last line; readers skip it. These files explain a run and draw its report; they are never read
+Every start of a role writes files of its own, so a line is never torn by another host; readers merge them. Every line
+ends in its checksum (pipeline.data.integrity.sealed). A killed process may leave a torn last line; readers skip it, and
+name any other line that is not as it was written. These files explain a run and draw its report; they are never read
 to decide what to train on (the batches are).
 """
 
@@ -15,11 +16,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
+from pipeline.data.files import make_folder
+from pipeline.data.integrity.sealed import seal, unseal
 from pipeline.errors import NonFiniteError, StoreError
 
 EventKind = Literal[
@@ -48,6 +52,8 @@ EVENT_KINDS: tuple[str, ...] = get_args(EventKind)
 LogName = Literal["metrics", "event"]
 Observer = Callable[[LogName, dict[str, Any]], None]
 """Called with each line after it is written."""
+_MORE = re.compile(rb'"crc32": "[0-9a-f]{8}"\}.', re.DOTALL)
+"""A line that goes on behind its checksum, as no torn one does: its line end is another character."""
 _START = re.compile(r"(.*)-(\d{6,})")
 
 
@@ -59,8 +65,8 @@ class EventLog:
         self.metrics_path = run / "metrics" / f"{source}.jsonl"
         self.events_path = run / "events" / f"{source}.jsonl"
         self._observers = observers
-        _end_torn_line(self.metrics_path)
-        _end_torn_line(self.events_path)
+        self._begun: set[Path] = set()
+        """Files to which this process has written: only it does, so what is torn was left by an earlier process."""
 
     def metrics(self, step: int, **fields: Any) -> None:
         """Append the line of `step`. A step that is trained again after a resume gets another line.
@@ -77,23 +83,28 @@ class EventLog:
 
     def _append(self, log: LogName, path: Path, fields: dict[str, Any]) -> None:
         line = {key: _plain(key, value) for key, value in fields.items()}
+        if path not in self._begun:
+            _cut_torn_line(path)
+            self._begun.add(path)
         _append(path, line)
         for observer in self._observers:
             observer(log, line)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """One line a step, by step: the last one of the newest start that trained it."""
-    lines = (line for path in log_files(run, "metrics") for line in _read(path))
+    """One line a step, by step: the last one of the newest start that trained it. Raises StoreError, which names the
+    line, when one is damaged."""
+    lines = (line for path in log_files(run, "metrics") for line in read_lines(path))
     return [line for _, line in sorted({line["step"]: line for line in lines}.items())]
 
 
 def read_events(run: Path, kind: EventKind | None = None) -> list[dict[str, Any]]:
-    """All events, or those of one kind, by time; the clocks of hosts may differ. Those of one source stay in order."""
+    """All events, or those of one kind, by time; the clocks of hosts may differ. Those of one source stay in order.
+    Raises StoreError, which names the line, when one is damaged."""
     merged: list[tuple[float, str, int, dict[str, Any]]] = []
     for path in log_files(run, "events"):
         latest = -math.inf
-        for place, line in enumerate(_read(path)):
+        for place, line in enumerate(read_lines(path)):
             latest = max(latest, float(line["time"]))
             merged.append((latest, path.stem, place, line))
     merged.sort(key=lambda entry: entry[:3])
@@ -111,15 +122,30 @@ def _by_start(path: Path) -> tuple[str, int]:
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
-    data = (json.dumps(line, ensure_ascii=False) + "\n").encode()
-    path.parent.mkdir(exist_ok=True)
+    data = seal(json.dumps(line, ensure_ascii=False) + "\n").encode()
+    make_folder(path.parent)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        written = os.write(descriptor, data)
+        before = os.fstat(descriptor).st_size
+        try:
+            _write_whole(descriptor, data, path)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, before)  # the next line must not grow onto half of this one
+            raise
     finally:
         os.close(descriptor)
-    if written != len(data):
-        raise StoreError(f"{path}: wrote {written} of {len(data)} bytes; free some disk space and start again")
+
+
+def _write_whole(descriptor: int, data: bytes, path: Path) -> None:
+    """Raises OSError that names the file."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]  # a write that fills a disk is cut short, the next one fails
+        except OSError as error:
+            error.filename = str(path)
+            raise
 
 
 def _plain(key: str, value: Any) -> Any:
@@ -145,29 +171,40 @@ def _plain(key: str, value: Any) -> Any:
             raise TypeError(f"{key} is a {type(value).__name__}, expected numbers, text, lists or dicts of them")
 
 
-def _end_torn_line(path: Path) -> None:
-    """Give a torn last line its end, so that the next line does not grow onto it."""
-    if not path.exists() or path.stat().st_size == 0:
+def _cut_torn_line(path: Path) -> None:
+    """Remove a torn last line, so that the next one does not grow onto it; end one that lacks its line end alone."""
+    data = path.read_bytes() if path.exists() else b""
+    torn = data[data.rfind(b"\n") + 1 :]
+    if not torn:
         return
-    with path.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        torn = file.read(1) != b"\n"
-    if torn:
+    if parse_line(torn + b"\n") is not None:
         with path.open("ab") as file:
             file.write(b"\n")
+    else:
+        os.truncate(path, len(data) - len(torn))
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    parsed = (parse_line(line) for line in path.read_bytes().split(b"\n"))
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All lines of one file but a torn last one. Raises StoreError, which names the first that is damaged."""
+    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    if parse_line(last + b"\n") is not None:
+        lines, last = [*lines, last], b""
+    parsed = [parse_line(line + b"\n") for line in lines]
+    damaged = next((number for number, line in enumerate(parsed, 1) if line is None), None)
+    if damaged is None and _MORE.search(last):
+        damaged = len(lines) + 1
+    if damaged is not None:
+        raise StoreError(
+            f"{path}, line {damaged} is damaged: its checksum differs; put back a copy of the file, or delete the "
+            "line: tables and reports are then without it"
+        )
     return [line for line in parsed if line is not None]
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """None for what a killed process left of a line."""
+    """A line with its end, without its checksum; None for what a killed process left of one, or that is damaged."""
     try:
-        value = json.loads(line)
+        value = json.loads(unseal(line))
     except ValueError:
         return None
     return value if isinstance(value, dict) else None

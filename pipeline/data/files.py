@@ -160,6 +160,14 @@ def _durable(path: Path) -> Iterator[tuple[BinaryIO, Path]]:
         raise
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, durably; nothing if it is there."""
+    missing = [one for one in (folder, *folder.parents) if not one.is_dir()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in reversed(missing):
+        fsync_directory(one.parent)
+
+
 def fsync_directory(directory: Path) -> None:
     """Make renames inside `directory` durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

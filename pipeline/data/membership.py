@@ -9,14 +9,14 @@ fleet (rollout_sglang.fleet) verifies an engine before it gets its first request
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.data.files import write_atomically
+from pipeline.data.files import make_folder
+from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.errors import StoreError
 
 _FILE = re.compile(r"(\d{6,})\.json")
@@ -91,16 +91,14 @@ class Membership:
 
     def _load(self, name: str) -> dict[str, str | int] | None:
         path = self.folder / name
+        remedy = "remove it and start that process again"
         with suppress(FileNotFoundError):
-            try:
-                data = json.loads(path.read_text())
-                if isinstance(data, dict) and "url" in data:
-                    return data
-                raise ValueError("no url in it")
-            except ValueError as error:
-                raise StoreError(f"{path} is damaged ({error}); remove it and start that process again") from error
+            data = read_sealed_json(path, remedy)
+            if "url" not in data:
+                raise StoreError(f"{path} is damaged (no url in it); {remedy}")
+            return data
         return None
 
     def _write(self, name: str, data: dict[str, str | int]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / name, json.dumps(data) + "\n")
+        make_folder(self.folder)
+        write_sealed_json(self.folder / name, dict(data))

@@ -16,16 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.data.files import write_atomically
+from pipeline.data.files import make_folder
+from pipeline.data.integrity.sealed import read_sealed, write_sealed
 from pipeline.errors import StoreError
 from precision.formats.quant_map_file import QuantMapFile
 
 QUANT_MAP_FILE = "quant_map.yaml"
+_REMEDY = "remove it and start the learner again, which writes it from its control records"
 
 
 def write_quant_map(folder: Path, file: QuantMapFile) -> None:
     """Put the map into a policy folder, atomically."""
-    write_atomically(folder / QUANT_MAP_FILE, file.to_yaml())
+    write_sealed(folder / QUANT_MAP_FILE, file.to_yaml())
 
 
 def read_quant_map(folder: Path) -> QuantMapFile | None:
@@ -33,10 +35,7 @@ def read_quant_map(folder: Path) -> QuantMapFile | None:
     path = folder / QUANT_MAP_FILE
     if not path.exists():
         return None
-    try:
-        return QuantMapFile.read(path)
-    except ValueError as error:
-        raise StoreError(f"{error}; publish the version again, or start a new run") from error
+    return _read(path, "publish the version again, or start a new run")
 
 
 def digest_of(file: QuantMapFile | None) -> str:
@@ -71,20 +70,26 @@ class NumberedMaps:
         path = self._path(number)
         if not path.exists():
             self.fence()
-            self.folder.mkdir(exist_ok=True)
-            write_atomically(path, file.to_yaml())
+            make_folder(self.folder)
+            write_sealed(path, file.to_yaml())
 
     def read(self, number: int) -> QuantMapFile:
         """Map `number`. Raises StoreError when it is missing or damaged."""
-        try:
-            return QuantMapFile.read(self._path(number))
-        except ValueError as error:
-            raise StoreError(f"{error}; start the learner again, which writes it from its control records") from error
+        return _read(self._path(number), _REMEDY)
 
     def with_digest(self, quant_map: str) -> QuantMapFile | None:
-        """The map that engines announce by this digest; None where the run has none such."""
-        files = (QuantMapFile.read(path) for path in sorted(self.folder.glob("*.yaml")))
+        """The map that engines announce by this digest; None where the run has none such. Raises StoreError."""
+        files = (_read(path, _REMEDY) for path in sorted(self.folder.glob("*.yaml")))
         return next((file for file in files if digest_of(file) == quant_map), None)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.yaml"
+
+
+def _read(path: Path, remedy: str) -> QuantMapFile:
+    try:
+        return QuantMapFile.parse(read_sealed(path, remedy), path)
+    except OSError as error:
+        raise StoreError(f"cannot read {path} ({error.strerror}); {remedy}") from error
+    except ValueError as error:
+        raise StoreError(f"{error}; {remedy}") from error

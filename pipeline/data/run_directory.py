@@ -25,6 +25,7 @@
                                them. SOURCE is a role and its start, such as collector-000003
 
 Small files are replaced atomically (temporary name, fsync, rename), so a reader sees the old or the new, never half.
+Every file but logs/ and report.html carries a checksum, which whoever reads it compares (pipeline.data.integrity).
 What others could see is written under a fence: a process that a later start has superseded raises, and writes nothing.
 """
 
@@ -45,16 +46,28 @@ from numpy.typing import NDArray
 from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
-from pipeline.data.files import create_exclusively, replacing, write_atomically
+from pipeline.data.files import make_folder
+from pipeline.data.integrity.sealed import (
+    create_sealed,
+    read_sealed,
+    read_sealed_array,
+    seal,
+    unseal,
+    write_sealed,
+    write_sealed_array,
+    write_sealed_json,
+)
 from pipeline.data.membership import Membership
 from pipeline.errors import RecipeError, RunConflictError, StoreError
-from precision.text.yaml_data import YamlError, read_yaml
+from precision.text.yaml_data import YamlError, parse_yaml
 
-RUN_FORMAT = 4
+RUN_FORMAT = 5
 """Raise it when recipe keys, metrics or files change their names, so that a run that was begun before cannot go on.
 Runs of format 1 have no FORMAT file. Batch files have a schema version of their own (pipeline.data.batch_format)."""
 
+_FIRST_SEALED_FORMAT = 5
 _NUMBER = re.compile(r"\d{6,}")
+_FINISHED = "nothing is left to do\n"
 _REREAD_S = 1.0
 """How long a pointer that cannot be read is read again: file systems of several hosts may lose it for a moment while it
 is replaced."""
@@ -169,7 +182,7 @@ class RunDirectory:
         pointer, give_up = self._pointer, time.monotonic() + _REREAD_S
         while True:
             try:
-                return int(pointer.read_text())
+                return int(unseal(pointer.read_bytes()))
             except (OSError, ValueError) as error:
                 if time.monotonic() > give_up:
                     raise StoreError(
@@ -180,7 +193,7 @@ class RunDirectory:
     def set_published(self, version: int) -> None:
         """Announce that every admitted engine serves `version`."""
         self.fence()
-        write_atomically(self._pointer, f"{version}\n")
+        write_sealed(self._pointer, f"{version}\n")
 
     @property
     def _pointer(self) -> Path:
@@ -189,20 +202,20 @@ class RunDirectory:
     def write_learner_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep the learner's log-probabilities of batch `step`, [responses], from before it trained on it."""
         self.fence()
-        _write_array(self.logprobs / f"{numbered(step)}.npy", logprobs)
+        write_sealed_array(self.logprobs / f"{numbered(step)}.npy", logprobs)
 
     def learner_logprobs(self, step: int) -> NDArray[np.float32] | None:
         """What `write_learner_logprobs` kept, or None when batch `step` is not trained yet."""
-        return _read_array(self.logprobs / f"{numbered(step)}.npy", "remove it, training does not need it")
+        return read_sealed_array(self.logprobs / f"{numbered(step)}.npy", "remove it, training does not need it")
 
     def write_old_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep the learner's log-probabilities of batch `step`, [responses], from when the batch's stage began."""
         self.fence()
-        _write_array(self.old_logprobs_path(step), logprobs)
+        write_sealed_array(self.old_logprobs_path(step), logprobs)
 
     def old_logprobs(self, step: int) -> NDArray[np.float32] | None:
         """What `write_old_logprobs` kept, or None when the batch's stage has not begun."""
-        return _read_array(
+        return read_sealed_array(
             self.old_logprobs_path(step),
             "remove it and the checkpoints after its stage began: the stage is then trained again",
         )
@@ -244,9 +257,7 @@ class RunDirectory:
     def write_evaluation(self, version: int, result: Mapping[str, Any]) -> None:
         """Keep what a version reached on the held-out prompts; it is not evaluated again."""
         self.fence()
-        write_atomically(
-            self.evaluations / f"{numbered(version)}.json", json.dumps(dict(version=version, **result)) + "\n"
-        )
+        write_sealed_json(self.evaluations / f"{numbered(version)}.json", dict(version=version, **result))
 
     def evaluated_versions(self) -> set[int]:
         """Versions that have been evaluated."""
@@ -256,28 +267,34 @@ class RunDirectory:
         """The learner has trained the last step and written the model; the collector has evaluated the last version."""
         self.fence()
         folder = self.path / "finished"
-        folder.mkdir(exist_ok=True)
-        write_atomically(folder / role, "")
+        make_folder(folder)
+        write_sealed(folder / role, _FINISHED)
 
     def is_finished(self) -> bool:
-        """Whether both have: there is nothing left to do."""
-        return all((self.path / "finished" / role).exists() for role in ("learner", "collector"))
+        """Whether both have: there is nothing left to do. Raises StoreError when a file that says so is damaged."""
+        return all(self._has_finished(role) for role in ("learner", "collector"))
+
+    def _has_finished(self, role: str) -> bool:
+        with suppress(FileNotFoundError):
+            path = self.path / "finished" / role
+            return read_sealed(path, "remove it: the same command then finds out what is left to do") == _FINISHED
+        return False
 
     def make_folders(self) -> None:
         """Create what is missing of the folders."""
         written = (self.batches, self.policies, self.logprobs, self.mismatch, self.evaluations, self.checkpoints)
         for folder in (*written, self.logs):
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
 
     def freeze(self, recipe: Recipe) -> Recipe:
         """Store the recipe at the first start; refuse another one later (RunConflictError names the keys)."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         frozen = self.path / "recipe.yaml"
         if not frozen.exists():
             with suppress(FileExistsError):
-                create_exclusively(self._format, f"{RUN_FORMAT}\n")  # first: a recipe without it is of format 1
+                create_sealed(self._format, f"{RUN_FORMAT}\n")  # first: a recipe without it is of format 1
             with suppress(FileExistsError):  # of two that start at once, one wins and the other compares
-                create_exclusively(frozen, recipe.to_yaml())
+                create_sealed(frozen, recipe.to_yaml())
         if difference := differing_keys(self.recipe(), recipe):
             raise RunConflictError(
                 f"{self.path} was started with another recipe ({'; '.join(difference)}); "
@@ -295,20 +312,16 @@ class RunDirectory:
                 f"{self.path} is not a run directory: it has no recipe.yaml; give a folder such as runs/NAME"
             )
         self.check_format()
+        text = read_sealed(frozen, "a run goes by the recipe that it began with: put back a copy, or start a new run")
         try:
-            data = read_yaml(frozen)
+            data = parse_yaml(text)
         except YamlError as error:
             raise RecipeError(f"{frozen} is damaged ({error}); put back a copy of it, or start a new run") from None
         return recipe_from(data, source=str(frozen))
 
     def check_format(self) -> None:
         """Raises StoreError unless this version of Even Keel made the run, or one with the same RUN_FORMAT."""
-        try:
-            found = int(self._format.read_text()) if self._format.exists() else 1
-        except ValueError as error:
-            raise StoreError(
-                f"{self._format} is damaged ({error}); expected {RUN_FORMAT}, or start a new run"
-            ) from error
+        found = self._found_format()
         if found != RUN_FORMAT:
             origin = "an earlier" if found < RUN_FORMAT else "a later"
             raise StoreError(
@@ -316,6 +329,20 @@ class RunDirectory:
                 f"{RUN_FORMAT}); go on with that version, or start a new run under another run.name. Its batches can "
                 "still be read, by pipeline.data.store.BatchStore"
             )
+
+    def _found_format(self) -> int:
+        if not self._format.exists():
+            return 1
+        data = self._format.read_bytes()
+        if data in [b"%d\n" % number for number in range(2, _FIRST_SEALED_FORMAT)]:
+            return int(data)
+        try:
+            return int(unseal(data))
+        except ValueError as error:
+            raise StoreError(
+                f"{self._format} is damaged ({error}); if this version of Even Keel made the run, write "
+                f"{json.dumps(seal(f'{RUN_FORMAT}' + chr(10)))[1:-1]} into it, or else start a new run"
+            ) from error
 
     @property
     def _format(self) -> Path:
@@ -330,17 +357,3 @@ def numbered(number: int) -> str:
 def numbered_folders(directory: Path) -> list[int]:
     """The numbers that name folders, or files, of `directory`, ascending."""
     return sorted(int(path.name) for path in directory.iterdir() if _NUMBER.fullmatch(path.name))
-
-
-def _write_array(path: Path, values: NDArray[np.float32]) -> None:
-    with replacing(path) as file:
-        np.save(file, values, allow_pickle=False)
-
-
-def _read_array(path: Path, remedy: str) -> NDArray[np.float32] | None:
-    if not path.exists():
-        return None
-    try:
-        return np.asarray(np.load(path, allow_pickle=False), np.float32)
-    except (OSError, ValueError) as error:
-        raise StoreError(f"{path} is damaged ({error}); {remedy}") from error

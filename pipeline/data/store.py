@@ -2,7 +2,7 @@
 
 Zarr promises nothing across chunks: after a killed write an array still opens, and what is missing reads as fill
 values. So a batch is built in memory, written to a temporary name, made durable, and only then given its name; and a
-read verifies the zip's checksums, a crc32c per chunk, one digest over everything, and that the ragged arrays agree.
+read verifies the file's checksum, a crc32c per chunk, one digest over all content, and that the ragged arrays agree.
 
 One collector writes; a second one, on any host, that believes to be the one loses: a link never replaces a file. Any
 number of processes may read and wait. They wait by listing: to ask for a name makes some file systems remember that it
@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import zarr
-from zarr.storage import ZipStore
 
 from pipeline.data.batch_format import (
+    FIRST_SEALED,
     array_names,
     arrays_of,
     attributes_of,
@@ -34,11 +34,11 @@ from pipeline.data.batch_format import (
 )
 from pipeline.data.border.batches import check_values
 from pipeline.data.border.values import UNKNOWN, Limits
-from pipeline.data.files import FIRST_POLL_S, await_visible, creating, remove_leftovers, slower
+from pipeline.data.files import FIRST_POLL_S, await_visible, creating, make_folder, remove_leftovers, slower
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import numbered, unfenced
-from pipeline.data.zarr_zip import write_zarr_zip
+from pipeline.data.zarr_zip import open_zarr_zip, write_zarr_zip
 from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
@@ -59,7 +59,7 @@ class BatchStore:
         self.directory = directory
         self._fence = fence
         self._limits = limits
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
 
     def path(self, index: int) -> Path:
         """Where batch `index` lies once it is committed."""
@@ -219,13 +219,14 @@ def _write(file: BinaryIO, batch: Batch) -> None:
 
 def _decode(path: Path) -> Batch:
     """Raises whatever the damage makes zipfile, Zarr, JSON or the checks raise."""
-    with ZipStore(path, mode="r") as store:
-        group = zarr.open_group(store, mode="r", zarr_format=3)
-        attributes = dict(group.attrs)
-        expected = attributes.pop("content_sha256", None)
-        members = {name: _member(group, name) for name in array_names(attributes)}
-        check_sizes({name: member.shape for name, member in members.items()})
-        arrays = {name: np.asarray(member[...]) for name, member in members.items()}
+    group, sealed = open_zarr_zip(path)
+    attributes = dict(group.attrs)
+    if attributes.get("schema_version", 0) >= FIRST_SEALED and not sealed:
+        raise ValueError("it does not end in its checksum")
+    expected = attributes.pop("content_sha256", None)
+    members = {name: _member(group, name) for name in array_names(attributes)}
+    check_sizes({name: member.shape for name, member in members.items()})
+    arrays = {name: np.asarray(member[...]) for name, member in members.items()}
     batch = batch_from(attributes, arrays)
     check_batch(batch, written=False)
     if content_sha256(attributes, arrays) != expected:

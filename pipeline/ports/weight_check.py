@@ -14,7 +14,6 @@ All lie in the policy folder: an engine that was restarted is verified by the sa
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.files import write_atomically
+from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.errors import StoreError
 
 if TYPE_CHECKING:
@@ -75,14 +74,14 @@ class WeightCheck:
 
     def save(self, folder: Path) -> None:
         """Write `weight_check.json` into the policy folder, atomically."""
-        write_atomically(folder / WEIGHT_CHECK_FILE, json.dumps(asdict(self)) + "\n")
+        write_sealed_json(folder / WEIGHT_CHECK_FILE, asdict(self))
 
     @staticmethod
     def load(folder: Path) -> WeightCheck | None:
         """The check of a policy folder, None where there is none. Raises StoreError when it is damaged."""
         path = folder / WEIGHT_CHECK_FILE
         try:
-            data = json.loads(path.read_text())
+            data = read_sealed_json(path, "remove it, or publish the version again")
             probe = data["probe"]
             return WeightCheck(
                 version=int(data["version"]),

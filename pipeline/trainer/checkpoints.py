@@ -1,7 +1,7 @@
 """Checkpoints are folders that get their name when they are complete.
 
-    .000012.HOST-RANDOM.tmp   every rank writes its shards; rank 0 adds the loop's state, then COMMIT: the size and
-                              SHA-256 of every file
+    .000012.HOST-RANDOM.tmp   every rank writes its shards; rank 0 adds the loop's state, makes all files durable, then
+                              adds COMMIT: the step, and size and SHA-256 of every file; with a checksum of its own
     000012                    the same folder, moved onto a name that must be free
 
 Of two learners that save one step, one a superseded one, the first to move its folder wins and the other keeps that. A
@@ -10,30 +10,29 @@ folder whose files do not match COMMIT is refused by name.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from pipeline.data.files import (
     await_visible,
     fsync_directory,
+    make_folder,
     move_to_free_name,
     remove_leftovers,
     temporary_name,
-    write_atomically,
 )
+from pipeline.data.integrity.folders import Fingerprint, fingerprints, sync_files
+from pipeline.data.integrity.sealed import reason, unseal, write_sealed, write_sealed_json
 from pipeline.data.run_directory import numbered, numbered_folders, unfenced
 from pipeline.errors import CorruptCheckpointError
 from pipeline.ports.learner import Learner
 
 COMMIT = "COMMIT"
 _LOOP_STATE = "loop_state.json"
-_FILES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -67,21 +66,22 @@ class Checkpoints:
 
     def _new_folder(self, step: int) -> str:
         folder = temporary_name(self.directory / numbered(step))
-        folder.mkdir(parents=True)
+        make_folder(folder)
         return folder.name
 
     def _commit(self, folder: Path, step: int, state: Mapping[str, float]) -> None:
-        write_atomically(folder / _LOOP_STATE, json.dumps(dict(state)) + "\n")
+        write_sealed_json(folder / _LOOP_STATE, dict(state))
         commit(folder, step)
         target = self.directory / numbered(step)
         self.fence()
         if not move_to_free_name(folder, target):
             if (target / COMMIT).exists():
-                verify(target)
+                verify(target, step)
                 shutil.rmtree(folder)
             else:
                 _remove(target)
                 folder.rename(target)
+                fsync_directory(self.directory)
         for old in self._committed()[: -self.keep]:
             _remove(self.directory / numbered(old))
 
@@ -92,9 +92,9 @@ class Checkpoints:
         if not committed:
             return None
         folder = self.directory / numbered(committed[-1])
-        verify(folder)
+        verify(folder, committed[-1])
         state = folder / _LOOP_STATE
-        return committed[-1], json.loads(state.read_text()) if state.exists() else {}
+        return committed[-1], json.loads(unseal(state.read_bytes())) if state.exists() else {}
 
     def _committed(self) -> list[int]:
         return [
@@ -110,39 +110,58 @@ def _remove(folder: Path) -> None:
 
 
 def commit(folder: Path, step: int) -> None:
-    """Mark a complete checkpoint folder."""
-    found = _files(folder)
-    files = {str(file.relative_to(folder)): value for file, value in zip(found, _fingerprints(found), strict=True)}
-    for inner in {folder, *(file.parent for file in found)}:
-        fsync_directory(inner)
-    write_atomically(folder / COMMIT, json.dumps(dict(step=step, files=files), indent=1) + "\n")
+    """Mark a complete checkpoint folder, once all that is in it is durable."""
+    files = _files(folder)
+    sync_files([*files, *sorted({folder, *(file.parent for file in files)})])
+    found = zip(files, fingerprints(files), strict=True)
+    content = {
+        str(file.relative_to(folder)): dict(bytes=one.num_bytes, sha256=one.sha256)
+        for file, one in found
+        if one is not None
+    }
+    write_sealed(folder / COMMIT, json.dumps(dict(step=step, files=content), indent=1) + "\n")
 
 
-def verify(folder: Path) -> None:
-    """Check every file against COMMIT. Raises CorruptCheckpointError naming the first that differs."""
-    files: dict[str, Any] = json.loads((folder / COMMIT).read_text())["files"]
-    found_files = _fingerprints([folder / name for name in files])
-    for (name, expected), found in zip(files.items(), found_files, strict=True):
-        file = folder / name
-        if found != expected:
-            raise CorruptCheckpointError(
-                f"{file} does not match its checkpoint's COMMIT ({'missing' if found is None else 'changed'}); "
-                f"remove {folder} to go on from the checkpoint before it"
-            )
+def verify(folder: Path, step: int | None = None) -> None:
+    """Check every file against COMMIT, and COMMIT's step against `step`. Raises CorruptCheckpointError naming the first
+    that differs."""
+    committed = read_commit(folder)
+    remedy = f"remove {folder} to go on from the checkpoint before it"
+    if step is not None and committed.step != step:
+        raise CorruptCheckpointError(f"{folder} holds the checkpoint of step {committed.step}; {remedy}")
+    names = list(committed.files)
+    for name, found in zip(names, fingerprints([folder / name for name in names]), strict=True):
+        if found != committed.files[name]:
+            what = "missing" if found is None else "changed"
+            raise CorruptCheckpointError(f"{folder / name} does not match its checkpoint's COMMIT ({what}); {remedy}")
+
+
+class Commit(NamedTuple):
+    """What the file says."""
+
+    step: int
+    files: dict[str, Fingerprint]
+    """By name, which may be in a folder within the checkpoint."""
+
+
+def read_commit(folder: Path) -> Commit:
+    """COMMIT of a checkpoint, which may be of a version of Even Keel that did not seal it. Raises
+    CorruptCheckpointError."""
+    path = folder / COMMIT
+    try:
+        data = path.read_bytes()
+        value = json.loads(unseal(data) if b"crc" in data else data)
+        if set(value) != {"step", "files"}:
+            raise ValueError(f"it says {sorted(map(str, value))}, expected step and files")
+        files = {str(name): Fingerprint(int(one["bytes"]), str(one["sha256"])) for name, one in value["files"].items()}
+        if foreign := [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]:
+            raise ValueError(f"it names {foreign[0]}, outside the checkpoint")
+        return Commit(int(value["step"]), files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{path} is damaged ({reason(error)}); remove {folder} to go on from the checkpoint before it"
+        ) from error
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file() and file.name != COMMIT)
-
-
-def _fingerprints(files: Sequence[Path]) -> list[dict[str, Any] | None]:
-    """Of several files at once: the other ranks wait meanwhile, and a checkpoint may have hundreds of gigabytes."""
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
-        return list(threads.map(_fingerprint, files))
-
-
-def _fingerprint(file: Path) -> dict[str, Any] | None:
-    if not file.is_file():
-        return None
-    with file.open("rb") as stream:
-        return dict(bytes=file.stat().st_size, sha256=hashlib.file_digest(stream, "sha256").hexdigest())

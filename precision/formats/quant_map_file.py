@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 from precision.formats.rollout_format import RolloutFormat
 from precision.settings import Settings
 from precision.text.short import listed, one_line
-from precision.text.yaml_data import YamlError, read_yaml
+from precision.text.yaml_data import YamlError, parse_yaml, read_yaml
 
 ModuleFormat = Literal["full", "bf16", "fp16", "fp32", "fp8_tensor", "fp8_block", "fp8_channel", "mxfp8"]
 ENGINE_DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -40,16 +40,30 @@ class QuantMapFile(Settings):
     def read(cls, path: Path) -> QuantMapFile:
         """Raises ValueError, in one line, for a file that cannot be read or says something else."""
         try:
-            return cls.model_validate(read_yaml(path))
+            data = read_yaml(path)
         except OSError as error:
             raise ValueError(
                 f"cannot read quant map {one_line(path, 200)}: {error.strerror}; give the path of a YAML file"
             ) from error
+        except YamlError as error:
+            raise ValueError(f"quant map {path}: {error}") from None
+        return cls._of(data, path)
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> QuantMapFile:
+        """The text of the file at `path`. Raises ValueError as `read` does."""
+        try:
+            return cls._of(parse_yaml(text), path)
+        except YamlError as error:
+            raise ValueError(f"quant map {path}: {error}") from None
+
+    @classmethod
+    def _of(cls, data: Any, path: Path) -> QuantMapFile:
+        try:
+            return cls.model_validate(data)
         except ValidationError as error:
             problems = [_explained(one["loc"], one["msg"]) for one in error.errors(include_url=False)]
             raise ValueError(f"quant map {path}: {listed(problems)}; expected `base` and `exceptions`") from None
-        except YamlError as error:
-            raise ValueError(f"quant map {path}: {error}") from None
 
     def to_yaml(self) -> str:
         """The file's text."""

@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.data.epochs import Epoch, newest
-from pipeline.data.files import create_exclusively, write_atomically
+from pipeline.data.files import make_folder
+from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, write_sealed_json
 from pipeline.errors import DeadlineExceededError
 
 UpdateKind = Literal["publish", "resync", "resync_single"]
@@ -72,7 +73,7 @@ class Updates:
         Raises DeadlineExceededError when another process goes on for longer than `patience_s`, SupersededError when a
         later start of this role has taken over.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         update = await self._begin(kind, patience_s)
         beat = asyncio.create_task(self._beat(update, kind))
         try:
@@ -86,7 +87,7 @@ class Updates:
             try:
                 await asyncio.gather(beat, return_exceptions=True)
             finally:
-                write_atomically(self._path(update.number, _RELEASED), json.dumps(dict(version=update.given)) + "\n")
+                write_sealed_json(self._path(update.number, _RELEASED), dict(version=update.given))
             self._prune()
 
     def newest(self) -> int:
@@ -120,7 +121,7 @@ class Updates:
             await self._wait_turn(kind, ends, patience_s)
             update = Update(max(self.newest() + 1, fresh_number()), self.given())
             with suppress(FileExistsError):
-                create_exclusively(self._path(update.number, _RECORD), self._record(update, kind, 0))
+                create_sealed(self._path(update.number, _RECORD), json.dumps(self._record(update, kind, 0)) + "\n")
                 return update
 
     async def _wait_turn(self, kind: UpdateKind, ends: float, patience_s: float) -> None:
@@ -149,13 +150,13 @@ class Updates:
             beats += 1
             with suppress(OSError):  # the next one may succeed
                 await asyncio.to_thread(
-                    write_atomically, self._path(update.number, _RECORD), self._record(update, kind, beats)
+                    write_sealed_json, self._path(update.number, _RECORD), self._record(update, kind, beats)
                 )
 
-    def _record(self, update: Update, kind: UpdateKind, beats: int) -> str:
+    def _record(self, update: Update, kind: UpdateKind, beats: int) -> dict[str, Any]:
         role = self.epoch.name if self.epoch is not None else "tool"
         record = dict(role=role, host=socket.gethostname(), kind=kind, stale_s=self.stale_s, beats=beats)
-        return json.dumps(record | dict(version=update.given)) + "\n"
+        return record | dict(version=update.given)
 
     def _is_superseded(self, record: Mapping[str, Any]) -> bool:
         owner = _OWNER.fullmatch(str(record.get("role")))
@@ -165,10 +166,9 @@ class Updates:
         return self.folder / f"{number:06d}{suffix}"
 
     def _read(self, number: int, suffix: str) -> dict[str, Any]:
-        """What a file says; nothing when it was pruned or is damaged, which is waited for like any other record."""
-        with suppress(OSError, ValueError):
-            record = json.loads(self._path(number, suffix).read_text())
-            return record if isinstance(record, dict) else {}
+        """What a file says; nothing when it was pruned. Raises StoreError when it is damaged."""
+        with suppress(OSError):
+            return read_sealed_json(self._path(number, suffix), "remove it: weights are then given to engines again")
         return {}
 
     def _listed(self) -> dict[str, set[int]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.data.files import write_atomically
+from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
+from pipeline.errors import StoreError
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,15 @@ class Rendezvous:
     def write(self, path: Path) -> None:
         """Replaces what an earlier start has written."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(vars(self)) + "\n")
+        write_sealed_json(path, vars(self))
 
     @classmethod
     def read(cls, path: Path) -> Rendezvous | None:
-        """None when there is none that can be read now."""
+        """None when there is none that can be read now. Raises StoreError when it is damaged."""
+        remedy = "remove it, and start node 0 again"
         try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
+            return cls(**read_sealed_json(path, remedy))
+        except OSError:
             return None
+        except TypeError as error:
+            raise StoreError(f"{path} is damaged ({error}); {remedy}") from error

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.errors import StoreError
 from rollout_sglang.server.start import EngineSpec
@@ -27,7 +28,7 @@ def hold_weights(run: RunDirectory, index: int, node: int, start: int, newest: C
     """`newest()`, with a folder that no learner deletes; `release_weights` does once the engine is up.
 
     `start` counts the starts of the engine. What earlier ones have left on this host is removed. Raises StoreError when
-    every policy is deleted while it is linked.
+    every policy is deleted while it is linked, or when a file is not as it was written.
     """
     every = run.path / "engines" / "starting"
     folder = every / f"{numbered(index)}-{node}-{numbered(start)}"
@@ -37,9 +38,19 @@ def hold_weights(run: RunDirectory, index: int, node: int, start: int, newest: C
     for _ in range(_ATTEMPTS):
         spec = newest()
         if _link(spec.model, folder):
+            verify_folder(folder, _remedy(run, spec))
             return replace(spec, model=folder)
     raise StoreError(
         f"{spec.model}, and those before it, were deleted while they were linked to {folder}; raise weights.keep"
+    )
+
+
+def _remedy(run: RunDirectory, spec: EngineSpec) -> str:
+    if not spec.version:
+        return f"remove {run.policies}: the learner, started again, makes it anew from the model"
+    return (
+        f"remove {spec.model} and the checkpoints of step {spec.version} and later: the learner, started again, trains "
+        "to it and publishes it anew"
     )
 
 

@@ -54,7 +54,7 @@ def test_a_stale_view_of_either_file_does_not_hide_a_later_start(tmp_path: Path,
 def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
     epoch = claim(tmp_path, "learner")
     (epoch.folder / "NEWEST").write_text("?")
-    with pytest.raises(StoreError, match="NEWEST does not hold a number"):
+    with pytest.raises(StoreError, match="NEWEST is damaged"):
         epoch.check()
 
 
@@ -73,18 +73,18 @@ def test_a_pointer_that_cannot_be_read_while_it_is_replaced_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str | OSError
 ) -> None:
     epoch = claim(tmp_path, "learner")
-    read, times = Path.read_text, 0
+    read, times = Path.read_bytes, 0
 
-    def read_text(path: Path) -> str:
+    def read_bytes(path: Path) -> bytes:
         nonlocal times
         times += 1
         if times > 2:
             return read(path)
         if isinstance(trouble, OSError):
             raise trouble
-        return trouble
+        return trouble.encode()
 
-    monkeypatch.setattr(Path, "read_text", read_text)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
     epoch.check()
     assert times == 3
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.data.event_log import EVENT_KINDS, EventLog, read_events, read_metrics
-from pipeline.errors import NonFiniteError, StoreError
+from pipeline.errors import NonFiniteError
 
 
 def test_lines_come_back_in_order_with_their_time(tmp_path: Path) -> None:
@@ -104,9 +106,23 @@ def test_opening_again_changes_nothing_when_no_line_is_torn(tmp_path: Path) -> N
 
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     event_log = EventLog(tmp_path, "learner-000001")
-    monkeypatch.setattr("pipeline.data.event_log.os.write", lambda descriptor, data: len(data) - 1)
-    with pytest.raises(StoreError, match="free some disk space"):
-        event_log.metrics(0)
+    event_log.metrics(0)
+    write, room = os.write, 40
+
+    def fill(descriptor: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written, room = write(descriptor, bytes(data[:room])), 0
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.data.event_log.os.write", fill)
+        with pytest.raises(OSError, match=r"No space left .*learner-000001.jsonl"):
+            event_log.metrics(1)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0]
+    event_log.metrics(1)  # half a line would make this one part of it
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1]
 
 
 def test_the_newest_start_has_the_last_word_on_a_step(tmp_path: Path) -> None:

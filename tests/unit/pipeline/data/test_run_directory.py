@@ -18,6 +18,7 @@ from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
 from pipeline.data.files import remove_leftovers
+from pipeline.data.integrity.sealed import read_sealed, seal
 from pipeline.data.run_directory import RUN_FORMAT, RunDirectory, numbered_folders
 from pipeline.errors import RecipeError, RunConflictError, StoreError, SupersededError
 
@@ -44,7 +45,7 @@ def former(recipe: Recipe) -> Path:
 def test_a_frozen_run_is_read_and_resumed(recipe: Recipe) -> None:
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
-    assert (run.path / "FORMAT").read_text() == f"{RUN_FORMAT}\n"
+    assert read_sealed(run.path / "FORMAT", "") == f"{RUN_FORMAT}\n"
     assert run.freeze(recipe) == run.recipe() == recipe
     with pytest.raises(RunConflictError, match=r"run.seed: 0 → 1"):
         run.freeze(recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(seed=1)))))
@@ -84,7 +85,15 @@ def test_training_does_not_go_on_with_a_run_of_an_earlier_version(
     assert not (former / "batches").exists()
 
 
-@pytest.mark.parametrize(("text", "said"), [("99\n", "made by a later version"), ("two\n", "FORMAT is damaged")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (seal("99\n"), "made by a later version"),
+        ("4\n", r"made by an earlier version of Even Keel \(run format 4"),
+        ("99\n", "FORMAT is damaged"),
+        ("two\n", r"FORMAT is damaged .* write 5\\n# crc32 [0-9a-f]{8}\\n into it"),
+    ],
+)
 def test_other_formats_are_named(recipe: Recipe, text: str, said: str) -> None:
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
@@ -98,8 +107,11 @@ def test_what_is_no_run_or_damaged_is_said(tmp_path: Path, recipe: Recipe) -> No
         RunDirectory(tmp_path).recipe()
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
-    (run.path / "recipe.yaml").write_text("run: [")
+    (run.path / "recipe.yaml").write_text(seal("run: [\n"))
     with pytest.raises(RecipeError, match=r"recipe.yaml is damaged"):
+        run.recipe()
+    (run.path / "recipe.yaml").write_text(recipe.to_yaml())
+    with pytest.raises(StoreError, match=r"recipe.yaml is damaged .*does not end in its checksum"):
         run.recipe()
 
 

@@ -29,6 +29,7 @@ from pipeline.data.epochs import claim
 from pipeline.data.ledger.lost_batches import LostBatch
 from pipeline.data.records import Batch, DroppedGroup, LogprobContract
 from pipeline.data.store import BatchStore
+from pipeline.data.zarr_zip import sealed_zip
 from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
@@ -41,7 +42,7 @@ from tests.support.examples import examples
 
 MakeBatch = Callable[..., Batch]
 GOLDEN = Path(__file__).parents[3] / "golden" / "store"
-SCHEMA_1, SCHEMA_2, SCHEMA_3 = (GOLDEN / f"schema_{number}.zarr.zip" for number in (1, 2, 3))
+SCHEMA_1, SCHEMA_2, SCHEMA_3, SCHEMA_4 = (GOLDEN / f"schema_{number}.zarr.zip" for number in (1, 2, 3, 4))
 
 
 def assert_same(left: Batch, right: Batch) -> None:
@@ -229,14 +230,16 @@ def test_ragged_arrays_that_disagree_are_not_read(
         store.read(0, None)
 
 
-def rewrite(path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
-    """Change the members of a zip; the new one is a whole and valid zip."""
+def rewrite(path: Path, change: Callable[[dict[str, bytes]], None], *, sealed: bool = True) -> None:
+    """Change the members of a zip; the new one is a whole and valid zip, with its checksum if it is `sealed`."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     change(members)
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in members.items():
             archive.writestr(name, data)
+    if sealed:
+        path.write_bytes(sealed_zip(path.read_bytes()))
 
 
 def test_a_missing_chunk_is_not_read_as_zeros(tmp_path: Path, make_batch: MakeBatch) -> None:
@@ -245,7 +248,7 @@ def test_a_missing_chunk_is_not_read_as_zeros(tmp_path: Path, make_batch: MakeBa
     rewrite(path, lambda members: members.pop("rollout_logprobs/c/0"))  # type: ignore[arg-type, return-value]
     with ZipStore(path, mode="r") as archive:
         assert not np.any(zarr.open_group(archive, mode="r")["rollout_logprobs"][:])  # what Zarr alone would say
-    with pytest.raises(CorruptBatchError, match="content digest"):
+    with pytest.raises(CorruptBatchError, match=r"rollout_logprobs lacks its chunk \[0\]"):
         store.read(0, None)
 
 
@@ -273,11 +276,11 @@ def test_a_changed_attribute_fails_the_digest(tmp_path: Path, make_batch: MakeBa
 
 def test_another_schema_version_is_named(tmp_path: Path, make_batch: MakeBatch) -> None:
     def age(members: dict[str, bytes]) -> None:
-        members["zarr.json"] = members["zarr.json"].replace(b'"schema_version": 4', b'"schema_version": 7')
+        members["zarr.json"] = members["zarr.json"].replace(b'"schema_version": 5', b'"schema_version": 7')
 
     store = BatchStore(tmp_path)
     rewrite(store.commit(make_batch(0)), age)
-    with pytest.raises(CorruptBatchError, match="schema version 7, this program reads 1 to 4"):
+    with pytest.raises(CorruptBatchError, match="schema version 7, this program reads 1 to 5"):
         store.read(0, None)
 
 
@@ -288,7 +291,11 @@ def test_a_file_of_schema_1_is_read_and_checked(tmp_path: Path, make_batch: Make
     assert_same(store.read(5, None, check=False), make_batch(5, dropped=(2,), next_group=3, golden=True))
     with pytest.raises(CorruptBatchError, match="sample 1: the response is empty"):
         store.read(5, None)
-    rewrite(store.path(5), lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}))
+    rewrite(
+        store.path(5),
+        lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}),
+        sealed=False,
+    )
     with pytest.raises(CorruptBatchError, match="content digest"):
         store.read(5, None)
 
@@ -310,7 +317,11 @@ def test_a_file_of_schema_2_is_read_and_checked(tmp_path: Path, make_batch: Make
         ),
     )
     assert_same(store.read(6, None, check=False), expected)
-    rewrite(store.path(6), lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}))
+    rewrite(
+        store.path(6),
+        lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}),
+        sealed=False,
+    )
     with pytest.raises(CorruptBatchError, match="content digest"):
         store.read(6, None)
 
@@ -321,9 +332,30 @@ def test_a_file_of_schema_3_is_read_and_checked(tmp_path: Path, make_batch: Make
     shutil.copy(SCHEMA_3, store.path(7))
     expected = make_batch(7, dropped=(4,), next_group=20, open_groups=(5, 6, 9), golden=True)
     assert_same(store.read(7, None, check=False), expected)
-    rewrite(store.path(7), lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}))
+    rewrite(
+        store.path(7),
+        lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}),
+        sealed=False,
+    )
     with pytest.raises(CorruptBatchError, match="content digest"):
         store.read(7, None)
+
+
+def test_a_file_of_schema_4_is_read_and_checked(tmp_path: Path, make_batch: MakeBatch) -> None:
+    """Written before the file itself had a checksum; it has experts."""
+    store = BatchStore(tmp_path)
+    shutil.copy(SCHEMA_4, store.path(8))
+    found = store.read(8, None, check=False)
+    assert found.experts is not None
+    expected = make_batch(8, dropped=(4,), next_group=20, open_groups=(5, 6, 9), golden=True)
+    assert_same(replace(found, experts=None), expected)
+    rewrite(
+        store.path(8),
+        lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}),
+        sealed=False,
+    )
+    with pytest.raises(CorruptBatchError, match="content digest"):
+        store.read(8, None)
 
 
 def test_forced_tokens_and_open_groups_come_back(tmp_path: Path, make_batch: MakeBatch) -> None:

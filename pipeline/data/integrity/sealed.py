@@ -1,0 +1,148 @@
+"""Texts, lines and arrays that carry their own checksum, so that a flipped bit is found by whoever reads them.
+
+    {"url": "http://127.0.0.1:30000", "crc32": "0a1b2c3d"}     a JSON object, or a line of a log: a last member
+    12                                                         any other text: a last line, which YAML and
+    # crc32 0a1b2c3d                                           sha256sum take for a comment
+    000012.npy                                                 16 bytes behind the values, which numpy does not read
+
+The checksum covers every other byte, and what is read must be, byte for byte, what sealing gives. Zip files are sealed
+by their comment (pipeline.data.zarr_zip), folders by a file that lists theirs (pipeline.data.integrity.folders).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.files import create_exclusively, replacing, write_atomically
+from pipeline.errors import StoreError
+
+MAX_BYTES = 64 << 20
+"""Of a sealed text. The largest are manifests and checksums of models with tens of thousands of tensors: some MB."""
+_MEMBER = re.compile(rb'(, )?"crc32": "[0-9a-f]{8}"\}\n\Z')
+_LINE = re.compile(rb"# crc32 [0-9a-f]{8}\n\Z")
+TRAILER = re.compile(rb"crc32 [0-9a-f]{8}\Z")
+"""What ends a sealed array, and what a sealed zip file has for a comment."""
+TRAILER_BYTES = 14
+_NPY_HEADER_BYTES = 4096
+
+
+def crc32(data: bytes | memoryview) -> str:
+    """Eight hexadecimal digits; differ whenever up to 32 neighboring bits do."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def trailer(data: bytes | memoryview) -> bytes:
+    """What follows `data` in a sealed array or zip file."""
+    return f"crc32 {crc32(data)}".encode()
+
+
+def seal(text: str) -> str:
+    """`text`, which ends in a line end, with its checksum."""
+    if not text.endswith("\n"):
+        raise ValueError(f"a text to seal ends in {text[-20:]!r}, expected a line end")
+    checksum = crc32(text.encode())
+    if text.startswith("{") and text.endswith("}\n"):
+        body = text[:-2]
+        return f'{body}{"" if body == "{" else ", "}"crc32": "{checksum}"}}\n'
+    return f"{text}# crc32 {checksum}\n"
+
+
+def unseal(data: bytes) -> str:
+    """The text that was sealed. Raises ValueError, which says what is wrong, unless every byte is as it was."""
+    if match := _MEMBER.search(data):
+        text = data[: match.start()].decode() + "}\n"
+    elif match := _LINE.search(data):
+        text = data[: match.start()].decode()
+    else:
+        raise ValueError("it does not end in its checksum")
+    if not text.endswith("\n") or seal(text).encode() != data:
+        raise ValueError("its checksum differs")
+    return text
+
+
+def write_sealed(path: Path, text: str) -> None:
+    """Replace `path` with the sealed `text`, atomically and durably."""
+    write_atomically(path, seal(text))
+
+
+def create_sealed(path: Path, text: str) -> None:
+    """Create `path` with the sealed `text`. Raises FileExistsError when it is there already."""
+    create_exclusively(path, seal(text))
+
+
+def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace `path` with a sealed JSON object on one line."""
+    write_sealed(path, json.dumps(value) + "\n")
+
+
+def read_sealed(path: Path, remedy: str) -> str:
+    """The text of `path`. Raises StoreError, which names the file and the `remedy`, when a byte is not as it was
+    written, and OSError when there is none."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+        return unseal(data)
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged ({reason(error)}); {remedy}") from error
+
+
+def read_sealed_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The object of `path`. Raises as `read_sealed` does, also for JSON that is none or no object."""
+    text = read_sealed(path, remedy)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path} is damaged ({reason(error)}); {remedy}") from error
+    if not isinstance(value, dict):
+        raise StoreError(f"{path} is damaged (it holds no JSON object); {remedy}")
+    return value
+
+
+def reason(error: Exception) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def write_sealed_array(path: Path, values: NDArray[np.float32]) -> None:
+    """Replace `path` with the values [n], which numpy.load reads, and their checksum."""
+    memory = io.BytesIO()
+    np.save(memory, values, allow_pickle=False)
+    with replacing(path) as file:
+        file.write(memory.getbuffer())
+        file.write(trailer(memory.getbuffer()))
+
+
+def read_sealed_array(path: Path, remedy: str) -> NDArray[np.float32] | None:
+    """The values [n]; None where there is no file. Raises StoreError. What its header claims allocates nothing."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return _array(data)
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged ({reason(error)}); {remedy}") from error
+
+
+def _array(data: bytes) -> NDArray[np.float32]:
+    body = data[:-TRAILER_BYTES]
+    if data[-TRAILER_BYTES:] != trailer(body):
+        raise ValueError("its checksum differs")
+    stream = io.BytesIO(body)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError("it is a .npy file of another version than 1.0")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=_NPY_HEADER_BYTES)
+    values = body[stream.tell() :]
+    if dtype != np.float32 or len(shape) != 1 or 4 * shape[0] != len(values):
+        raise ValueError(f"its header says {dtype} {shape}, behind it are {len(values)} bytes")
+    return np.frombuffer(values, "<f4").astype(np.float32)
