@@ -220,7 +220,7 @@ def _write(file: BinaryIO, batch: Batch) -> None:
 def _decode(path: Path) -> Batch:
     """Raises whatever the damage makes zipfile, Zarr, JSON or the checks raise."""
     group, sealed = open_zarr_zip(path)
-    attributes = dict(group.attrs)
+    attributes: dict[str, Any] = dict(group.attrs)
     if attributes.get("schema_version", 0) >= FIRST_SEALED and not sealed:
         raise ValueError("it does not end in its checksum")
     expected = attributes.pop("content_sha256", None)

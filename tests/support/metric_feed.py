@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 
 from launch.cluster.metrics import RunMetrics
 from pipeline.config.loader import load_recipe
-from pipeline.data.integrity.sealed import write_sealed
+from pipeline.data.integrity.sealed import write_sealed, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 
 STEP: dict[str, Any] = dict(
@@ -72,7 +72,7 @@ def fed(role: str, run_dir: Path) -> RunMetrics:
     """The metrics of a role that has seen every kind of line that it writes."""
     metrics = RunMetrics(role, run_dir)
     note = run_dir / "logs" / "fatal" / f"learner-seen-by-{role}.json"
-    note.write_text('{"error": "NonFiniteError", "message": "loss is nan"}')
+    write_sealed_json(note, dict(error="NonFiniteError", message="loss is nan"))
     if role == "learner":
         metrics.observe("metrics", STEP)
         metrics.observe("event", dict(kind="saved", time=1.0, step=8, seconds=2.5))

@@ -12,6 +12,7 @@ from launch.build.engines import check_engines, engine_dtype, engine_spec, serve
 from launch.convert.new_model import new_model
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.integrity.sealed import write_sealed
 from pipeline.data.quant_maps import write_quant_map
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.data.run_directory import RunDirectory
@@ -165,8 +166,8 @@ def test_an_engine_is_told_the_map_of_the_folder_that_it_starts_from(
     write_quant_map(tmp_path, QuantMapFile(base=precision, exceptions={"model.layers.9.mlp.down_proj": "full"}))  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"no linear layer 'model\.layers\.9.*nearest name is model\.layers\."):
         served_formats(recipe, tmp_path)
-    (tmp_path / "quant_map.yaml").write_text("base: [")
-    with pytest.raises(StoreError, match=r"quant_map\.yaml is not YAML"):
+    write_sealed(tmp_path / "quant_map.yaml", "base: [\n")
+    with pytest.raises(StoreError, match=r"quant_map\.yaml: line .*not YAML"):
         served_formats(recipe, tmp_path)
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from launch.run.live_view import LiveView, Tail, render
 from pipeline.data.event_log import EventLog
+from pipeline.data.integrity.sealed import seal
 
 WriteRun = Callable[..., Path]
 SECONDS = {"wait": 3.0, "update": 1.0}
@@ -38,11 +39,12 @@ def test_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     tail = Tail(path)
     assert tail.new_lines() == []
-    path.write_text('{"step": 0}\n{"st')
+    first, second, third = (seal(f'{{"step": {step}}}\n') for step in range(3))
+    path.write_text(first + second[:4])
     assert tail.new_lines() == [{"step": 0}]
     assert tail.new_lines() == []
     with path.open("a") as file:
-        file.write('ep": 1}\n{"torn\n{"step": 2}\n')
+        file.write(second[4:] + '{"torn\n' + third)
     assert tail.new_lines() == [{"step": 1}, {"step": 2}]
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.data.epochs import claim
-from pipeline.data.files import write_atomically
+from pipeline.data.integrity.sealed import write_sealed_json
 from pipeline.errors import DeadlineExceededError, SupersededError
 from rollout_sglang.weights import update_lease
 from rollout_sglang.weights.update_lease import KEPT, Update, UpdateKind, Updates
@@ -100,16 +101,16 @@ def test_a_heartbeat_that_cannot_be_written_neither_ends_nor_hides_the_update(
     updates = updates_of(tmp_path, stale_s=0.2)
     failed = 0
 
-    def fails_once_begun(path: Path, text: str) -> None:
+    def fails_once_begun(path: Path, value: dict[str, Any]) -> None:
         nonlocal failed
         if path.suffix == ".json":
             failed += 1
             raise OSError(116, "Stale file handle")
-        write_atomically(path, text)
+        write_sealed_json(path, value)
 
     async def publish() -> None:
         async with updates.take("publish", 1.0) as update:
-            monkeypatch.setattr(update_lease, "write_atomically", fails_once_begun)
+            monkeypatch.setattr(update_lease, "write_sealed_json", fails_once_begun)
             ends = time.monotonic() + 20
             while failed < 2:
                 assert time.monotonic() < ends, "no second heartbeat was tried"

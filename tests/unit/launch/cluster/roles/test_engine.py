@@ -14,6 +14,7 @@ from launch.cluster.roles.rendezvous import Rendezvous
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
+from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineStartError, RecipeError, StoppedError, SupersededError
 from rollout_sglang.server.start import EngineSpec
@@ -60,6 +61,7 @@ def run(recipe: Recipe) -> RunDirectory:
     policy = run.policy_directory(0)
     policy.mkdir(parents=True, exist_ok=True)
     (policy / "model.safetensors").write_text("weights")
+    list_checksums(policy)
     return run
 
 

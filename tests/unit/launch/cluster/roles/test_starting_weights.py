@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.cluster.roles.starting_weights import hold_weights, release_weights
+from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from rollout_sglang.server.start import EngineSpec
@@ -24,6 +25,7 @@ def policy(run: RunDirectory, version: int) -> EngineSpec:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(str(version))
     (folder / "model.safetensors").write_text(f"weights {version}")
+    list_checksums(folder)
     return spec(folder, version)
 
 
@@ -35,7 +37,8 @@ def test_weights_outlive_the_policy_that_they_are_of(tmp_path: Path) -> None:
     assert (held.model / "model.safetensors").read_text() == "weights 7"
     assert (held.version, held.port) == (7, 1)
     eight = hold_weights(run, 3, 0, 2, lambda: policy(run, 8))
-    assert sorted(path.read_text() for path in eight.model.iterdir()) == ["8", "weights 8"], "nothing of version 7"
+    assert sorted(path.name for path in eight.model.iterdir()) == ["SHA256SUMS", "config.json", "model.safetensors"]
+    assert (eight.model / "config.json").read_text() == "8", "nothing of version 7"
     assert not held.model.exists(), "a new start removes what an earlier one has left"
     assert run.membership().engines() == [], "the folder is no member"
     release_weights(eight)
@@ -61,6 +64,17 @@ def test_a_policy_that_is_gone_is_replaced_by_a_newer_one(tmp_path: Path) -> Non
     run = RunDirectory(tmp_path)
     newest = iter([spec(tmp_path / "gone", 7), policy(run, 8)])
     assert hold_weights(run, 0, 1, 1, lambda: next(newest)).version == 8
+
+
+def test_no_engine_starts_with_damaged_weights(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    seven = policy(run, 7)
+    (seven.model / "model.safetensors").write_text("weights 3")
+    with pytest.raises(StoreError, match=r"model\.safetensors is damaged .*remove .*000007 and the checkpoints of"):
+        hold_weights(run, 0, 0, 1, lambda: seven)
+    (seven.model / "SHA256SUMS").unlink()
+    with pytest.raises(StoreError, match="SHA256SUMS is missing"):
+        hold_weights(run, 0, 0, 2, lambda: seven)
 
 
 def test_policies_that_always_go_are_an_error(tmp_path: Path) -> None:
