@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
-from pipeline.data.files import make_folder
+from pipeline.data.files import make_folder, write_atomically
 from pipeline.data.integrity.sealed import (
     create_sealed,
     read_sealed,
@@ -145,13 +145,13 @@ class RunDirectory:
     def sandbox(self) -> str | None:
         """The sandbox that the run's reward code began in; None before, or where there is none."""
         with suppress(FileNotFoundError):
-            return self.sandbox_file.read_text().strip()
+            return read_sealed(self.sandbox_file, "remove it: it is written anew").strip()
         return None
 
     def set_sandbox(self, rung: str) -> None:
         """Say in which sandbox the run's reward code begins."""
         self.fence()
-        write_atomically(self.sandbox_file, rung + "\n")
+        write_sealed(self.sandbox_file, rung + "\n")
 
     @property
     def updates(self) -> Path:
@@ -243,8 +243,8 @@ class RunDirectory:
     def note_skipped(self, step: int) -> None:
         """Keep that the learner went past `step` without training, because its batch was lost by damage."""
         self.fence()
-        self.skipped.mkdir(exist_ok=True)
-        write_atomically(self.skipped / numbered(step), "")
+        make_folder(self.skipped)
+        write_atomically(self.skipped / numbered(step), "")  # its name says all
 
     def skipped_steps(self) -> list[int]:
         """What `note_skipped` kept, ascending."""

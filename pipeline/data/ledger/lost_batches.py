@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pipeline.data.files import create_exclusively
+from pipeline.data.integrity.sealed import create_sealed, read_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 
@@ -50,20 +50,19 @@ class LostBatch:
 
     def write(self, path: Path) -> None:
         """Raises FileExistsError when it is recorded already."""
-        create_exclusively(path, json.dumps(asdict(self)) + "\n")
+        create_sealed(path, json.dumps(asdict(self)) + "\n")
 
     @staticmethod
     def read(path: Path) -> LostBatch:
         """Raises StoreError when the record is damaged."""
+        remedy = f"repair the run: `evenkeel repair {path.parents[1]}`"
+        fields = read_sealed_json(path, remedy)
         try:
-            fields = json.loads(path.read_text())
             for name in ("groups", "open_groups"):
                 fields[name] = tuple(fields[name])
             return LostBatch(**fields)
         except (ValueError, TypeError, KeyError) as error:
-            raise StoreError(
-                f"{path} is damaged ({error}); repair the run: `evenkeel repair {path.parents[1]}`"
-            ) from error
+            raise StoreError(f"{path} is damaged ({error}); {remedy}") from error
 
 
 def refuse_to_pass_lost(run: RunDirectory, lost: Iterable[LostBatch], first: int, end: int) -> None:
