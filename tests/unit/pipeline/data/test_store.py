@@ -230,6 +230,11 @@ def test_ragged_arrays_that_disagree_are_not_read(
         store.read(0, None)
 
 
+def warm(members: dict[str, bytes]) -> None:
+    """Another temperature in the contract."""
+    members["zarr.json"] = members["zarr.json"].replace(b"0.7", b"0.8")
+
+
 def rewrite(path: Path, change: Callable[[dict[str, bytes]], None], *, sealed: bool = True) -> None:
     """Change the members of a zip; the new one is a whole and valid zip, with its checksum if it is `sealed`."""
     with zipfile.ZipFile(path) as archive:
@@ -291,11 +296,7 @@ def test_a_file_of_schema_1_is_read_and_checked(tmp_path: Path, make_batch: Make
     assert_same(store.read(5, None, check=False), make_batch(5, dropped=(2,), next_group=3, golden=True))
     with pytest.raises(CorruptBatchError, match="sample 1: the response is empty"):
         store.read(5, None)
-    rewrite(
-        store.path(5),
-        lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}),
-        sealed=False,
-    )
+    rewrite(store.path(5), warm, sealed=False)
     with pytest.raises(CorruptBatchError, match="content digest"):
         store.read(5, None)
 
@@ -317,11 +318,7 @@ def test_a_file_of_schema_2_is_read_and_checked(tmp_path: Path, make_batch: Make
         ),
     )
     assert_same(store.read(6, None, check=False), expected)
-    rewrite(
-        store.path(6),
-        lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}),
-        sealed=False,
-    )
+    rewrite(store.path(6), warm, sealed=False)
     with pytest.raises(CorruptBatchError, match="content digest"):
         store.read(6, None)
 
@@ -332,11 +329,7 @@ def test_a_file_of_schema_3_is_read_and_checked(tmp_path: Path, make_batch: Make
     shutil.copy(SCHEMA_3, store.path(7))
     expected = make_batch(7, dropped=(4,), next_group=20, open_groups=(5, 6, 9), golden=True)
     assert_same(store.read(7, None, check=False), expected)
-    rewrite(
-        store.path(7),
-        lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}),
-        sealed=False,
-    )
+    rewrite(store.path(7), warm, sealed=False)
     with pytest.raises(CorruptBatchError, match="content digest"):
         store.read(7, None)
 
@@ -349,11 +342,7 @@ def test_a_file_of_schema_4_is_read_and_checked(tmp_path: Path, make_batch: Make
     assert found.experts is not None
     expected = make_batch(8, dropped=(4,), next_group=20, open_groups=(5, 6, 9), golden=True)
     assert_same(replace(found, experts=None), expected)
-    rewrite(
-        store.path(8),
-        lambda members: members.update({"zarr.json": members["zarr.json"].replace(b"0.7", b"0.8")}),
-        sealed=False,
-    )
+    rewrite(store.path(8), warm, sealed=False)
     with pytest.raises(CorruptBatchError, match="content digest"):
         store.read(8, None)
 
