@@ -89,7 +89,7 @@ class SimulatedFleet:
         engine = await self._admitted(time.monotonic() + REQUEST_DEADLINE_S)
         plan, first = self._world.plan, engine.version
         assert first is not None
-        await asyncio.sleep(self._draw.expovariate(2.0))
+        await asyncio.sleep(self._draw.expovariate(6.0))
         if self._draw.random() < plan.engine_errors:
             if self._draw.random() < 0.2:
                 await asyncio.sleep(REQUEST_DEADLINE_S)
@@ -156,7 +156,7 @@ class SimulatedFleet:
         if number < engine.number:
             return False
         engine.number, engine.version = number, None
-        await asyncio.sleep(self._draw.expovariate(4.0))
+        await asyncio.sleep(self._draw.expovariate(8.0))
         failed = self._draw.random() < self._world.plan.publish_errors
         if failed or engine.number != number or engine not in self._room.up() or not directory.is_dir():
             return False

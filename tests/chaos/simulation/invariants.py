@@ -10,7 +10,15 @@ from pipeline.data.files import is_temporary
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from tests.chaos.simulation.learner import HashLearner
-from tests.chaos.simulation.roles import Setting, final_weights, schedule_of, solved_rule_of, trainer
+from tests.chaos.simulation.roles import (
+    Setting,
+    digest_of,
+    final_weights,
+    oldest_allowed,
+    schedule_of,
+    solved_rule_of,
+    trainer,
+)
 
 
 def judge(setting: Setting) -> None:
@@ -31,8 +39,14 @@ def _history(setting: Setting) -> None:
     store = BatchStore(setting.run.batches)
     if beyond := [index for index in store.committed() if index >= plan.steps]:
         world.problem(f"batches beyond the end: {beyond}")
+    for index, digest in setting.promises.batches.items():
+        if not store.exists(index) or digest_of(store.path(index)) != digest:
+            world.problem(f"batch {index} is not the one that was committed")
     for index in store.committed():
-        groups = len(set(store.read(index, None).group.tolist()))
+        batch = store.read(index, None)
+        if not (oldest_allowed(plan, index) <= batch.policy_version.min() and batch.policy_version.max() <= index):
+            world.problem(f"batch {index} has tokens of versions {sorted(set(batch.policy_version.tolist()))}")
+        groups = len(set(batch.group.tolist()))
         if plan.refills and groups != plan.prompts:
             world.problem(f"batch {index} has {groups} groups, expected {plan.prompts}")
 
@@ -46,6 +60,8 @@ def _records(setting: Setting) -> None:
         world.problem(f"no learner log-probabilities of steps {missing}")
     if (published := run.published_version()) != plan.steps:
         world.problem(f"version {published} is published at the end")
+    elif not run.policy_directory(published).is_dir():
+        world.problem(f"version {published} is published, and its folder is missing")
     schedule = schedule_of(plan)
     due = {schedule.published_before(index) for index in range(0, plan.steps, plan.evaluate_every)} | {plan.steps}
     if (evaluated := run.evaluated_versions()) != due:
@@ -63,7 +79,9 @@ def _replay(setting: Setting) -> None:
     world = setting.world
     replay = RunDirectory(setting.path.with_name("replay"))
     replay.make_folders()
-    trainer(setting, replay, setting.run, HashLearner(world), None, "learner-000001", lambda: False).train()
+    again = trainer(setting, replay, setting.run, HashLearner(world), None, "learner-000001", lambda: False)
+    again.checkpoint_every = world.plan.steps
+    again.train()
     if final_weights(replay) != final_weights(setting.run):
         world.problem("the final weights are not those of a replay of the batches")
 
@@ -73,7 +91,7 @@ def _leftovers(setting: Setting) -> None:
         os.path.relpath(os.path.join(folder, name), setting.path)
         for folder, folders, files in os.walk(setting.path)
         for name in (*folders, *files)
-        if is_temporary(name)
+        if name.endswith(".tmp") and is_temporary(name)
     ]
     if left:
         setting.world.problem(f"left behind: {', '.join(sorted(left))}")

@@ -19,7 +19,7 @@ from megatron_bridge.hf.folders import replace_folder
 from pipeline.data.batch_format import arrays_of
 from pipeline.data.files import temporary_name
 from pipeline.data.records import Batch
-from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders, unfenced
+from pipeline.data.run_directory import RunDirectory, numbered_folders, unfenced
 from pipeline.ports.learner import Update
 from rollout_sglang.weights.update_lease import Updates
 from tests.chaos.simulation.engines import EngineRoom, SimulatedFleet
@@ -41,7 +41,7 @@ class HashLearner(OneRank):
     def logprobs(self, batch: Batch) -> Floats:
         seed = hashlib.sha256(f"{self.weights} {batch.index}".encode()).digest()
         draw = np.random.Generator(np.random.Philox(key=np.frombuffer(seed[:16], "<u8")))
-        self._spend(0.1)
+        self._spend(0.05)
         return -draw.random(batch.num_response_tokens, np.float32)
 
     def update(
@@ -58,7 +58,7 @@ class HashLearner(OneRank):
         digest = hashlib.sha256(f"{self.weights} {batch.index} {lr_factor}".encode())
         for array in (*arrays_of(batch).values(), advantages, scored, old_logprobs, trained):
             digest.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
-        self._spend(0.5)
+        self._spend(0.2)
         self._world.point("update", f"batch {batch.index}")
         self.weights = digest.hexdigest()
         metrics = dict(loss=0.0, entropy=float(-before.mean()), num_tokens=float(len(before)))
@@ -67,7 +67,7 @@ class HashLearner(OneRank):
     def save(self, directory: Path) -> None:
         (directory / "model").mkdir()
         (directory / "model" / "shard.bin").write_text(self.weights)
-        self._spend(0.1)
+        self._spend(0.05)
         (directory / "rng.json").write_text(json.dumps(dict(weights=self.weights)))
 
     def load(self, directory: Path) -> None:
@@ -93,12 +93,8 @@ def write_policy(weights: str, target: Path, fence: Callable[[], None]) -> None:
 class SimulatedChannel:
     """Implements pipeline.ports.weight_update.WeightChannel, in the order of the disk channel or of a streamed one."""
 
-    def __init__(
-        self, room: EngineRoom, run: RunDirectory, learner: HashLearner, updates: Updates, note: Callable[[int], None]
-    ) -> None:
+    def __init__(self, room: EngineRoom, run: RunDirectory, learner: HashLearner, updates: Updates) -> None:
         self._room, self._run, self._learner, self._updates = room, run, learner, updates
-        self._note = note
-        """Told which version is published now, whatever dies."""
         self._folder: tuple[int, str] | None = None
         """What a writer in the background has not written yet."""
 
@@ -115,7 +111,6 @@ class SimulatedChannel:
             folder = self._run.policies  # the tensors come over the network: no folder is read
         seconds = run_loop(world, fleet.load(version, folder))
         self._run.set_published(version)
-        self._note(version)
         self._prune(version)
         return seconds | {"publish_s": 0.5}
 
@@ -141,6 +136,3 @@ def seed_policy(run: RunDirectory) -> None:
     if not run.is_published():
         write_policy("initial", run.policy_directory(0), run.fence)
         run.set_published(0)
-
-
-__all__ = ["HashLearner", "SimulatedChannel", "numbered", "seed_policy", "write_policy"]

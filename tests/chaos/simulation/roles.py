@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from launch.cluster.roles.base import status_of
 from pipeline.advantages.compute import AdvantageComputer
@@ -46,7 +45,8 @@ NUM_PROBLEMS = 9
 class Promises:
     """What a process was told is done for good: no fault may take it back."""
 
-    batches: set[int] = field(default_factory=set)
+    batches: dict[int, str] = field(default_factory=dict)
+    """Batch → digest of its file."""
     saved: int = 0
     published: int = 0
 
@@ -71,6 +71,12 @@ def schedule_of(plan: Plan) -> Schedule:
 
 def solved_rule_of(plan: Plan) -> SolvedPromptRule | None:
     return SolvedPromptRule(pass_rate=0.75, min_samples=4) if plan.solved else None
+
+
+def oldest_allowed(plan: Plan, batch: int) -> int:
+    """The oldest version of which a token of the batch may be; written down a second time, for the product's own
+    function is on trial too."""
+    return {"sync": batch, "async": max(0, batch - plan.lag), "staged": batch - batch % plan.stage}[plan.kind]
 
 
 class SimulatedPrompts:
@@ -112,7 +118,7 @@ class WatchedStore(BatchStore):
 
     def commit(self, batch: Any) -> Path:
         path = super().commit(batch)
-        self.promises.batches.add(batch.index)
+        self.promises.batches[batch.index] = digest_of(path)
         return path
 
 
@@ -135,6 +141,10 @@ class WatchedCheckpoints(Checkpoints):
         return step, state
 
 
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def guarded(body: Any) -> Any:
     """The exit status of a role that meets an error, as launch.cluster.roles.base.run_role decides it."""
 
@@ -150,7 +160,7 @@ def guarded(body: Any) -> Any:
 
 def collector_role(setting: Setting, process: Process) -> int:
     """As launch.cluster.roles.collector and launch.run.collect."""
-    world, plan = setting.world, setting.world.plan
+    world = setting.world
     epoch = claim(setting.path, "collector")
     run = setting.run.under(epoch)
     if run.is_finished():
@@ -177,7 +187,6 @@ def collector_role(setting: Setting, process: Process) -> int:
     if not run_loop(world, work(), every_turn):
         raise StoppedError("asked to end")
     run.set_finished("collector")
-    del plan
     return 0
 
 
@@ -231,12 +240,7 @@ def learner_role(setting: Setting, process: Process) -> int:
         return 0
     seed_policy(run)
     learner = HashLearner(setting.world)
-    promises = setting.promises
-
-    def published(version: int) -> None:
-        promises.published = max(promises.published, version)
-
-    channel = SimulatedChannel(setting.room, run, learner, Updates(run.updates, epoch), published)
+    channel = SimulatedChannel(setting.room, run, learner, Updates(run.updates, epoch))
     trainer(setting, run, run, learner, channel, epoch.name, lambda: process.stop_requested).train()
     channel.close()
     run.set_finished("learner")
@@ -290,6 +294,3 @@ def trainer(
 def final_weights(run: RunDirectory) -> str:
     """Of the exported model."""
     return (run.model / "model.safetensors").read_text()
-
-
-__all__ = ["Setting", "collector_role", "final_weights", "guarded", "learner_role", "np", "trainer"]

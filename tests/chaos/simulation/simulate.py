@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import shutil
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, EvenKeelError
@@ -61,7 +62,10 @@ def simulate(plan: Plan, *, traced: bool = False) -> Result:
                 stack.enter_context(quick_files())
             disk = Disk(world, folder / "disk")
             stack.enter_context(switched(world, disk))
+            stack.enter_context(redirect_stdout(StringIO()))  # of waits without progress
+            stack.enter_context(redirect_stderr(StringIO()))
             setting = Setting(world, folder / "disk" / "run", EngineRoom(world), Promises())
+            disk.on_rename = partial(watch_published, setting)
             world.run(lambda process: operate(setting, disk))
     finally:
         if collecting:
@@ -76,6 +80,15 @@ def simulate(plan: Plan, *, traced: bool = False) -> Result:
         world.now,
         tuple(world.trace or ()),
     )
+
+
+def watch_published(setting: Setting, path: str) -> None:
+    """Called after each rename: what is published never falls."""
+    if path.endswith("policy/PUBLISHED"):
+        version = setting.run.published_version()
+        if version < setting.promises.published:
+            setting.world.problem(f"version {version} is published after {setting.promises.published}")
+        setting.promises.published = max(setting.promises.published, version)
 
 
 def operate(setting: Setting, disk: Disk) -> int:
@@ -113,16 +126,25 @@ class Operator:
             self._disk.cut_power(world.random(f"power {world.power_cut}"))
             world.power_cut = None
             self._setting.room.lose_all()
+            self._finished.clear()
+            run = self._setting.run  # what was not synced yet may be undone
+            self._setting.promises.published = run.published_version() if run.is_published() else 0
         for role in ROLES:
             process = self._running.get(role)
             if process is not None and process.status is not None:
                 self._note_end(process)
             gone = process is None or process.status is not None or (process.frozen and process.replaced)
-            if gone and role not in self._finished:
+            if gone and role not in self._finished and not self._is_taken_over(role, process):
                 self._start(role, process)
 
     def _alive(self) -> bool:
         return any(process.role in ROLES for process in self._setting.world.processes)
+
+    def _is_taken_over(self, role: str, process: Process | None) -> bool:
+        """Whether the role goes on in another process: one that thawed before it had claimed its epoch."""
+        if process is None or process.status != SUPERSEDED_EXIT_CODE:
+            return False
+        return any(other.role == role and not other.frozen for other in self._setting.world.processes)
 
     def _start(self, role: str, before: Process | None) -> None:
         """Without delay when the one before did well for a while."""
@@ -144,7 +166,7 @@ class Operator:
         if process.status == FATAL_EXIT_CODE and not full:
             world.problem(f"{process.role} refuses to go on: {world.said(error)}")
             world.end("the run has failed")
-        if process.status == SUPERSEDED_EXIT_CODE:
+        if process.status == SUPERSEDED_EXIT_CODE and "freeze" not in world.happened:
             world.problem(f"{process.role}, which nobody replaced, says: {world.said(error)}")
         if error is not None and not isinstance(error, EvenKeelError) and not (full and isinstance(error, OSError)):
             world.problem(f"{process.role} raised {world.said(error)}")
