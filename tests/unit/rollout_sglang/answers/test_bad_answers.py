@@ -120,7 +120,7 @@ def test_an_engine_that_sends_junk_is_left_out_and_the_others_answer(
 def test_an_only_engine_that_sends_junk_is_named_at_the_deadline(tmp_path: Path) -> None:
     with EngineDouble() as bad:
         bad.spoil = NAN
-        with pytest.raises(EngineUnavailableError, match="(in a row|none of 1 engines).*output_token_logprobs"):
+        with pytest.raises(EngineUnavailableError, match=r"(in a row|none of 1 engines).*output_token_logprobs"):
             generate(fleet_of(tmp_path, [bad.url], []), 1)
 
 
