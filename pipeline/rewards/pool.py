@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
+from pipeline.data.border.values import verdict_fault
 from pipeline.errors import RecipeError
 from pipeline.rewards.judgment import Judgment, failure
 from pipeline.rewards.verifiers import TRUSTED
@@ -83,7 +84,11 @@ class Verifiers:
             self._threads, self._judge, prompt, response, answer
         )
         if judgment.failed is None:
-            return Verdict(reward=judgment.reward, parts=judgment.parts)
+            fault = verdict_fault(judgment.reward, judgment.parts)
+            if fault is None:
+                return Verdict(reward=judgment.reward, parts=judgment.parts)
+            judgment = failure("bad_result", fault)
+        assert judgment.failed is not None
         self.failures[judgment.failed] += 1
         _log.warning("verifier %s failed (%s): %s", self._reward, judgment.failed, judgment.detail)
         return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed=judgment.failed)

@@ -82,6 +82,9 @@ def test_numbers_booleans_and_parts(behave: Verifiers) -> None:
         ("nan", "non_finite"),
         ("nan part", "non_finite"),
         ("none", "bad_result"),
+        ("inf in float32", "bad_result"),
+        ("inf in float32, a part", "bad_result"),
+        ("a part for a terminal", "bad_result"),
     ],
 )
 def test_a_failing_verifier_costs_its_sample_only(behave: Verifiers, response: str, reason: str) -> None:
