@@ -17,6 +17,7 @@ from launch.endings import end_of
 from launch.mismatch.command import mismatch
 from launch.quant_map.commands import quant_map_app
 from launch.recipe_options import RECIPE_HELP, Overrides, RecipePath
+from launch.repair.command import repair
 from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
 from launch.show.scaling import scaling_app
 from pipeline.child_process import see_own_classes
@@ -46,6 +47,7 @@ app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(verify_app, name="verify")
 
 app.command("mismatch")(mismatch)
+app.command("repair")(repair)
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)]
 
 

@@ -101,10 +101,11 @@ class WeightVerifier:
                 engine, version, check, deadline_s=self._deadline_s, formats_are_known=formats_are_known
             )
             await engine.name(version)
-        except EvenKeelError:
-            await invalidate(engine)  # which resumes it, too
+        except RetryableError:
+            await invalidate(engine)
             raise
-        await engine.resume()
+        finally:
+            await engine.resume()
         return held
 
 

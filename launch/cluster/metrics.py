@@ -28,6 +28,7 @@ from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import LogName, Observer
 from pipeline.data.integrity.sealed import unseal
+from pipeline.data.ledger.published import announced
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EvenKeelError, PortInUseError
 from precision.mismatch.alarms import RULES, alarms
@@ -134,8 +135,8 @@ class RunMetrics:
     def at_scrape(self) -> Iterable[Metric]:
         """What is looked up when someone asks."""
         yield from self._engines()
-        published = _number_in(self._run_dir / "policy" / "PUBLISHED")
-        yield self._family("evenkeel_published_version", [((), published)])
+        published = announced(self._run_dir / "policy" / "PUBLISHED")
+        yield self._family("evenkeel_published_version", [((), float(published[-1]) if published else None)])
         if self.role not in BY_NAME["evenkeel_finished"].roles:
             return
         yield self._family("evenkeel_finished", [((), _is_finished(self._run_dir))])
@@ -304,13 +305,6 @@ def environment_of(port: int | None, host: str = LOOPBACK) -> dict[str, str]:
 def all_labels(name: str) -> tuple[str, ...]:
     """Every metric names its run."""
     return ("run", *BY_NAME[name].labels)
-
-
-def _number_in(path: Path) -> float | None:
-    try:
-        return float(unseal(path.read_bytes()))
-    except (OSError, ValueError):
-        return None
 
 
 def _is_finished(run_dir: Path) -> float | None:

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from launch.build.components import build_limits, build_solved_prompt_rule
 from pipeline.analysis.audit import verify_history
+from pipeline.analysis.gaps import find_gaps
 from pipeline.control.files import ControlFiles
 from pipeline.data.run_directory import RunDirectory
+from pipeline.repair.apply import repaired_paths
 
 
 def check_history(path: Path) -> dict[str, Any]:
     """Counts of lost and duplicated groups, of tokens of a version that the schedule does not allow, and of groups that
-    were asked or passed over though their problem's pass rate says otherwise; and which samples hold values that cannot
-    be. Read are the batches, the lags that the ESS controller decided and, if it is there, the model's config.json."""
+    were asked or passed over though their problem's pass rate says otherwise; which samples hold values that cannot be;
+    the batches that damage has cost, which are known and so not wrong; and the steps and versions that lack a record.
+
+    Read are the batches, the lags that the ESS controller decided, the records of steps and of repairs and, if it is
+    there, the model's config.json.
+    """
     run = RunDirectory(path)
     recipe, decided = run.recipe(), ControlFiles(run.control, run.fence).newest()
     schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)
     limits = build_limits(recipe)
     audit = verify_history(path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe), limits)
+    repaired = sorted(repaired_paths(run))
+    gaps = find_gaps(run, recipe, repaired)
     return dict(
         lost=len(audit.lost),
         duplicated=len(audit.duplicated),
@@ -29,6 +37,9 @@ def check_history(path: Path) -> dict[str, Any]:
         value_faults=list(audit.value_faults),
         vocabulary_checked=limits.vocab_size is not None,
         missing_batches=len(audit.missing),
+        lost_by_damage=[str(batch) for batch in audit.damaged],
+        without_record={name: list(numbers) for name, numbers in asdict(gaps).items() if numbers},
+        repaired=repaired,
         batches=audit.batches,
         groups=audit.groups,
         dropped=audit.dropped,
@@ -36,5 +47,5 @@ def check_history(path: Path) -> dict[str, Any]:
         solved=audit.solved,
         tokens=audit.tokens,
         lag_tokens={str(lag): count for lag, count in audit.lags.items()},
-        ok=audit.sound,
+        ok=audit.sound and gaps.none,
     )

@@ -4,7 +4,7 @@
       FORMAT                   which layout of the directory this is (RUN_FORMAT); written before the recipe
       recipe.yaml              resolved and frozen at the first start
       batches/000012.zarr.zip  one committed batch, one file (pipeline.data.store)
-      policy/000012/           HF safetensors of version 12; policy/PUBLISHED names the version that the engines serve
+      policy/000012/           HF safetensors of version 12; policy/PUBLISHED/000012: the engines serve it
       logprobs/000012.npy      the learner's log-probabilities of batch 12 before it trained on it (float32 [responses])
       logprobs/000012-old.npy  … and when the batch's stage began, where pi_old is needed
       mismatch/000012.zarr.zip learner against engine on batch 12, in all detail (pipeline.data.mismatch_files)
@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -57,6 +56,7 @@ from pipeline.data.integrity.sealed import (
     write_sealed_array,
     write_sealed_json,
 )
+from pipeline.data.ledger.published import announce, announced, highest
 from pipeline.data.membership import Membership
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 from precision.text.yaml_data import YamlError, parse_yaml
@@ -68,9 +68,6 @@ Runs of format 1 have no FORMAT file. Batch files have a schema version of their
 _FIRST_SEALED_FORMAT = 5
 _NUMBER = re.compile(r"\d{6,}")
 _FINISHED = "nothing is left to do\n"
-_REREAD_S = 1.0
-"""How long a pointer that cannot be read is read again: file systems of several hosts may lose it for a moment while it
-is replaced."""
 
 
 def unfenced() -> None:
@@ -173,31 +170,22 @@ class RunDirectory:
             raise StoreError(f"{self.policies} holds no policy up to version {at_most}; start the run anew")
         return max(allowed)
 
+    @property
+    def published(self) -> Path:
+        """Announcements of versions (pipeline.data.ledger.published)."""
+        return self.policies / "PUBLISHED"
+
     def is_published(self) -> bool:
         """Whether the run has any policy yet."""
-        return self._pointer.exists()
+        return bool(announced(self.published))
 
     def published_version(self) -> int:
         """The version that every admitted engine serves. Raises StoreError when the run was never initialized."""
-        pointer, give_up = self._pointer, time.monotonic() + _REREAD_S
-        while True:
-            try:
-                return int(unseal(pointer.read_bytes()))
-            except (OSError, ValueError) as error:
-                if time.monotonic() > give_up:
-                    raise StoreError(
-                        f"{pointer} does not name a version ({error}); start the run with `evenkeel train`"
-                    ) from error
-            time.sleep(_REREAD_S / 20)
+        return highest(self.published)
 
     def set_published(self, version: int) -> None:
-        """Announce that every admitted engine serves `version`."""
-        self.fence()
-        write_sealed(self._pointer, f"{version}\n")
-
-    @property
-    def _pointer(self) -> Path:
-        return self.policies / "PUBLISHED"
+        """Announce that every admitted engine serves `version`; what is published never falls."""
+        announce(self.published, version, self.fence)
 
     def write_learner_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep the learner's log-probabilities of batch `step`, [responses], from before it trained on it."""

@@ -77,6 +77,8 @@ class Trainer:
         self.advantage_computer.estimator.restore(state)
         if self.controller is not None:
             self.controller.restore(first)
+        if first:
+            self._publish(first - 1)  # its folder, or PUBLISHED, may have been lost by damage
         for step in range(first, self.schedule.steps):
             try:
                 self._train_on(step)

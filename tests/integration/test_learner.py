@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_bridge.parallel.layout import Layout
+from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from tests.doubles.tiny_model import reference_logprobs, reference_model
@@ -198,7 +199,7 @@ def test_fp8_emulation_does_not_depend_on_the_layout(found: Found, layout: str, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_publishing(models: Path, runs: Runs, found: Found, layout: str) -> None:
     policies = runs[layout] / "policy"
-    assert (policies / "PUBLISHED").read_text() == "1\n"  # version 2 failed on the engines
+    assert RunDirectory(runs[layout]).published_version() == 1  # version 2 failed on the engines
     assert found[layout][0]["publish"]["load_s"] == 0.5
     assert all(rank["publish_failure"] == "no engine is left" for rank in found[layout])
     original = load_file(models / "tied" / "model.safetensors")

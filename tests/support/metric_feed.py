@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 
 from launch.cluster.metrics import RunMetrics
 from pipeline.config.loader import load_recipe
-from pipeline.data.integrity.sealed import write_sealed, write_sealed_json
+from pipeline.data.integrity.sealed import write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 
 STEP: dict[str, Any] = dict(
@@ -94,5 +94,5 @@ def run_with_every_file(folder: Path) -> Path:
     RunDirectory(run).freeze(load_recipe(Path("demo"), ["run.steps=10"]))
     for folder_of_run in ("policy", "logs/fatal"):
         (run / folder_of_run).mkdir(parents=True, exist_ok=True)
-    write_sealed(run / "policy" / "PUBLISHED", "8\n")
+    RunDirectory(run).set_published(8)
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -137,16 +138,52 @@ def test_of_two_that_start_a_run_at_once_one_wins_and_the_other_compares(recipe:
     assert all(f"run.seed: {won} → {seed}" in said[seed] for seed in range(4) if seed != won)
 
 
-def test_a_pointer_that_is_gone_for_a_moment_is_read_again(recipe: Recipe) -> None:
+def test_what_is_published_is_waited_for_a_moment(recipe: Recipe) -> None:
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
-    (run.policies / "PUBLISHED").touch()
     writer = threading.Timer(0.1, run.set_published, [7])
     writer.start()
     assert run.published_version() == 7
     writer.join()
-    (run.policies / "PUBLISHED").unlink()
-    with pytest.raises(StoreError, match="does not name a version"):
+    (run.published / "000007").unlink()
+    with pytest.raises(StoreError, match="names no version; start the run with"):
+        run.published_version()
+
+
+def test_what_is_published_never_falls(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner was frozen after its check, just before version 2 got its name; it thaws when 6 is published."""
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    for version in (0, 1):
+        run.set_published(version)
+    frozen = run.under(claim(recipe.directory, "learner"))
+    link = os.link
+
+    def thaws_late(temporary: Path, path: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        claim(recipe.directory, "learner")
+        for version in (2, 3, 4, 5, 6):
+            run.set_published(version)
+        link(temporary, path)
+
+    monkeypatch.setattr(os, "link", thaws_late)
+    frozen.set_published(2)
+    assert run.published_version() == 6
+    assert sorted(path.name for path in run.published.iterdir()) == ["000002", "000004", "000005", "000006"]
+    run.set_published(7)
+    assert sorted(path.name for path in run.published.iterdir()) == ["000005", "000006", "000007"]
+
+
+def test_a_damaged_announcement_is_refused(recipe: Recipe) -> None:
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    run.set_published(7)
+    (run.published / "000007").write_text("8\n")
+    with pytest.raises(StoreError, match=r"000007 is damaged .* `evenkeel repair"):
+        run.published_version()
+    (run.published / "000007").rename(run.published / "000008")
+    (run.published / "000008").write_text(seal("7\n"))
+    with pytest.raises(StoreError, match="000008 says version 7"):
         run.published_version()
 
 

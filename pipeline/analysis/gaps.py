@@ -1,0 +1,67 @@
+"""Which steps and versions of a run lack a record that they should have left.
+
+metrics, logprobs, mismatch, control     of each step that a checkpoint holds; they are written before it
+evaluations                              of each version that was due before a batch that is committed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from pipeline.config.recipe import Recipe
+from pipeline.data.event_log import read_events, read_metrics
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaps:
+    """Steps, or versions, by what they lack; ascending. What a repair set aside is no gap: its record says so."""
+
+    metrics: tuple[int, ...]
+    logprobs: tuple[int, ...]
+    mismatch: tuple[int, ...]
+    control: tuple[int, ...]
+    evaluations: tuple[int, ...]
+    """Versions without the file or without the event that reports are drawn from."""
+
+    @property
+    def none(self) -> bool:
+        return not any(getattr(self, field.name) for field in fields(self))
+
+
+def find_gaps(run: RunDirectory, recipe: Recipe, repaired: Iterable[str]) -> Gaps:
+    """`repaired` names files, relative to the run, that a repair has set aside."""
+    known = set(repaired)
+    finished = run.path / "finished"
+    steps = recipe.run.steps if (finished / "learner").exists() else max(run.saved_steps(), default=0)
+    trained = sorted(set(range(steps)) - set(run.skipped_steps()))
+
+    def without(folder: Path, suffix: str, numbers: Iterable[int]) -> tuple[int, ...]:
+        there = {path.name for path in folder.glob(f"*{suffix}")}
+        there |= {Path(name).name for name in known if Path(name).parent.name == folder.name}
+        return tuple(number for number in numbers if f"{number:06d}{suffix}" not in there)
+
+    noted = {int(line["step"]) for line in read_metrics(run.path)}
+    measures = any(run.mismatch.glob("*.zarr.zip"))
+    due = _due(run, recipe)
+    evaluated = {int(event["version"]) for event in read_events(run.path, "evaluated")}
+    return Gaps(
+        metrics=tuple(step for step in trained if step not in noted),
+        logprobs=without(run.logprobs, ".npy", trained),
+        mismatch=without(run.mismatch, ".zarr.zip", trained) if measures else (),
+        control=without(run.control, ".json", trained) if recipe.controller is not None else (),
+        evaluations=tuple(sorted({*without(run.evaluations, ".json", due), *(set(due) - evaluated)})),
+    )
+
+
+def _due(run: RunDirectory, recipe: Recipe) -> list[int]:
+    """Versions that must have been evaluated by now: before their batch was committed, or the collector ended."""
+    schedule = recipe.build_schedule()
+    batches = range(BatchStore(run.batches).next_index)
+    due = {schedule.published_before(index) for index in batches if index % recipe.evaluation.every == 0}
+    if (run.path / "finished" / "collector").exists():
+        due.add(schedule.published_before(schedule.steps))
+    return sorted(due)

@@ -1,0 +1,1 @@
+"""Damage to a run directory: what is damaged, what becomes of it, and the record of that."""

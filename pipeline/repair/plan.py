@@ -1,0 +1,238 @@
+"""What becomes of damage: decided from the files that are whole, before anything is changed.
+
+batch        not learned from by a checkpoint or a version that engines serve: set aside, the collector makes it
+             again; else recorded as lost
+checkpoint   set aside: the learner goes on from the newest whole one from which the run can go on
+policy       set aside: the learner publishes it again, or the version is history
+PUBLISHED    the newest whole policy; without any, the run begins again with that of the model folder
+record       set aside; the steps that need it are decided, scored or evaluated again where that can be
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from pipeline.config.recipe import Recipe
+from pipeline.data.event_log import read_events
+from pipeline.data.ledger.groups import Entry, entry, groups_between, open_before
+from pipeline.data.ledger.lost_batches import Known, LostBatch
+from pipeline.data.ledger.published import announced
+from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
+from pipeline.data.store import BatchStore
+from pipeline.repair.damage import Damage, Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """One file or folder, and what becomes of it."""
+
+    path: Path
+    problem: str
+    becomes: str
+    """For people."""
+    set_aside: bool = True
+    lost: LostBatch | None = None
+    """Written once the file is set aside."""
+    text: str | None = None
+    """What the file holds from then on, where it is a small one that can be written anew."""
+
+
+@dataclass
+class Plan:
+    """`repairs` in the order in which they are made; `after` says how the run goes on."""
+
+    repairs: list[Repair] = field(default_factory=list)
+    after: str = ""
+
+
+def plan_repair(run: RunDirectory, found: list[Damage], recorded: str) -> Plan:
+    """`recorded` says when and by whom, for records of losses. Raises as BatchStore.read does."""
+    return _Planner(run, found, recorded).plan() if found else Plan()
+
+
+@dataclass
+class _Planner:
+    run: RunDirectory
+    found: list[Damage]
+    recorded: str
+
+    def plan(self) -> Plan:
+        repairs = [*self._policies(), *self._checkpoints(), *self._records(), *self._batches()]
+        begin = f"from step {self.resume}" if self.resume else "from its beginning"
+        return Plan(repairs, f"started again, the run goes on {begin}")
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return self.run.recipe()
+
+    @cached_property
+    def store(self) -> BatchStore:
+        return BatchStore(self.run.batches)
+
+    def numbers(self, kind: Kind) -> set[int]:
+        """Of the damaged files of a kind."""
+        return {damage.number for damage in self.found if damage.kind == kind}
+
+    @cached_property
+    def whole_policies(self) -> list[int]:
+        folders = numbered_folders(self.run.policies) if self.run.policies.is_dir() else []
+        return sorted(set(folders) - self.numbers("policy"))
+
+    @cached_property
+    def published(self) -> int:
+        """The version that the run goes on with; 0 where it begins again with the model folder's."""
+        found = announced(self.run.published)
+        return max(found or self.whole_policies) if self.whole_policies else 0
+
+    @cached_property
+    def resume(self) -> int:
+        """The step of the newest checkpoint from which the run can go on; 0: none."""
+        saved = sorted(set(self.run.saved_steps()) - self.numbers("checkpoint"), reverse=True)
+        return next((step for step in saved if self._why_not_from(step) is None), 0)
+
+    def _why_not_from(self, step: int) -> str | None:
+        """Why the learner cannot go on from a whole checkpoint."""
+        if step - 1 in self.numbers("control"):
+            return f"the controller's record of step {step - 1} is damaged"
+        schedule = self.recipe.build_schedule()
+        if schedule.kind == "staged" and step < schedule.steps:
+            begun = schedule.required_version(step)
+            if begun < step and any(begun <= other < begun + schedule.updates_per_stage for other in self._old_gone):
+                return f"log-probabilities of the stage that began with step {begun} are damaged"
+        if (first := self._first_missing) == schedule.steps:
+            return None
+        required = schedule.required_version(first)
+        served = not self.whole_policies or self.published in self.whole_policies
+        if (required > self.published or not served) and step > max(self.published, required):
+            return f"version {max(self.published, required)} has to be published again, before that step"
+        return None
+
+    @cached_property
+    def _old_gone(self) -> set[int]:
+        """Steps whose log-probabilities from the beginning of their stage are damaged, and not trained yet."""
+        return self.numbers("old_logprobs")
+
+    @cached_property
+    def _first_missing(self) -> int:
+        """The first batch that has still to be collected, holes aside."""
+        return max(self.store.settled(), default=-1) + 1
+
+    def _policies(self) -> list[Repair]:
+        found = []
+        for damage in self.found:
+            if damage.kind == "policy":
+                again = " and published again" if damage.number == self.published else ""
+                found.append(self._aside(damage, f"set aside{again}"))
+            elif damage.kind == "published" and self.whole_policies:
+                version = damage.number if damage.number >= 0 else self.published
+                text, said = f"{version}\n", f"written anew: version {version}"
+                path = self.run.published / numbered(version)
+                found.append(replace(self._aside(damage, said, text=text), path=path, set_aside=damage.number >= 0))
+        if not self.whole_policies:
+            said = "set aside: without a whole policy the model folder's is published, then the learner's"
+            paths = [self.run.published / numbered(version) for version in announced(self.run.published)]
+            found += [Repair(path=path, problem="no policy is whole", becomes=said) for path in paths]
+        return found
+
+    def _checkpoints(self) -> list[Repair]:
+        found = [self._aside(damage, "set aside") for damage in self.found if damage.kind == "checkpoint"]
+        for step in self.run.saved_steps():
+            if step > self.resume and step not in self.numbers("checkpoint"):
+                path = self.run.checkpoints / numbered(step)
+                problem = f"whole, but {self._why_not_from(step)}"
+                found.append(Repair(path=path, problem=problem, becomes="set aside"))
+        return found
+
+    def _records(self) -> list[Repair]:
+        said: dict[Kind, str] = {
+            "logprobs": "set aside: that step lacks it from now on, unless it is trained again",
+            "mismatch": "set aside: that step lacks it from now on, unless it is trained again",
+            "old_logprobs": "set aside: the stage is scored again if it is trained again",
+            "control": "set aside: decided again if the step is trained again",
+            "other": "set aside: it is made again",
+            "finished": "set aside: what is left to do is found out again",
+            "model": "set aside: it is exported again",
+        }
+        found = [self._aside(damage, said[damage.kind]) for damage in self.found if damage.kind in said]
+        if any(damage.kind == "model" for damage in self.found):
+            finished = self.run.path / "finished" / "learner"
+            if finished.exists() and not any(damage.path == finished for damage in self.found):
+                found.append(Repair(path=finished, problem="the model has to be exported", becomes=said["finished"]))
+        found += [self._evaluation(damage) for damage in self.found if damage.kind == "evaluation"]
+        return found
+
+    def _evaluation(self, damage: Damage) -> Repair:
+        noted = [event for event in read_events(self.run.path, "evaluated") if event["version"] == damage.number]
+        if not noted:
+            return self._aside(damage, "set aside: evaluated again if the version is served still")
+        left_out = ("kind", "time", "seconds", "started")
+        fields = {name: value for name, value in noted[-1].items() if name not in left_out}
+        return self._aside(damage, "written anew, from the event", text=f"{json.dumps(fields)}\n")
+
+    def _batches(self) -> list[Repair]:
+        """Ascending: what is known of one rests on the one before it."""
+        entries: dict[int, Entry] = {}
+        gone = {damage.number: damage for damage in self.found if damage.kind in ("batch", "lost")}
+        newest_there = max(set(self.store.settled()) - gone.keys(), default=-1)
+        found = []
+        for index in sorted(gone):
+            damage = gone[index]
+            if damage.kind == "batch" and (reason := self._why_lost(index)) is None:
+                found.append(self._aside(damage, "set aside: the collector makes it again"))
+                continue
+            after = next((i for i in range(index + 1, newest_there + 1) if i not in gone), None)
+            lost, entries[index] = self._lost(index, after, entries, damage)
+            reason = reason if damage.kind == "batch" else "it was lost before"
+            found.append(self._aside(damage, f"recorded as lost: {reason}", lost=lost))
+        return found
+
+    def _why_lost(self, index: int) -> str | None:
+        if self.resume > index:
+            return f"the checkpoint of step {self.resume} has learned from it"
+        if self.published > index:
+            return f"the engines serve version {self.published}, which has learned from it; its step is skipped"
+        return None
+
+    def _lost(
+        self, index: int, after: int | None, entries: dict[int, Entry], damage: Damage
+    ) -> tuple[LostBatch, Entry]:
+        """The record of a batch that is lost, and its entry: what of its groups follows from the batches around it."""
+        wanted = self.recipe.rollout.prompts_per_batch
+        before = entries[index - 1] if index - 1 in entries else entry(self.store, index - 1)
+        known: Known
+        if after is None:
+            reclaimed = list(before.open_groups)[:wanted]
+            fresh = range(before.next_group, before.next_group + wanted - len(reclaimed))
+            groups, known, next_group = (*reclaimed, *fresh), "first", before.next_group + len(fresh)
+            open_groups = tuple(sorted(set(before.open_groups) - set(groups)))
+        else:
+            behind = entry(self.store, after)
+            between, further = groups_between(before, behind), after - index - 1
+            groups = tuple(between[:wanted] if further else between)
+            known = "together" if further or index - 1 in entries else "all"
+            next_group = behind.next_group
+            open_groups = open_before(behind, set(between) - set(groups))
+        lost = LostBatch(
+            index=index,
+            reason=damage.problem,
+            recorded=self.recorded,
+            learned=self.resume > index,
+            groups=groups,
+            known=known,
+            next_group=next_group,
+            open_groups=open_groups,
+        )
+        return lost, Entry(index=index, own=groups, next_group=next_group, open_groups=open_groups)
+
+    def _aside(self, damage: Damage, becomes: str, *, lost: LostBatch | None = None, text: str | None = None) -> Repair:
+        return Repair(
+            path=damage.path,
+            problem=damage.problem,
+            becomes=becomes,
+            set_aside=not damage.is_missing,
+            lost=lost,
+            text=text,
+        )

@@ -1,0 +1,130 @@
+"""A run directory with one whole file of every kind, and each step's records, without engines or learners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.config.recipe import Recipe
+from pipeline.control.files import ControlFiles, ControlRecord
+from pipeline.data.epochs import claim
+from pipeline.data.event_log import EventLog
+from pipeline.data.integrity.folders import list_checksums
+from pipeline.data.membership import Member
+from pipeline.data.mismatch_files import mismatch_path
+from pipeline.data.run_directory import RunDirectory, unfenced
+from pipeline.data.store import BatchStore
+from pipeline.data.zarr_zip import write_zarr_zip
+from pipeline.ports.weight_check import WeightCheck
+from pipeline.trainer.checkpoints import Checkpoints
+from precision.controller.records import Evidence, State
+from tests.support.batches import batch_of_rewards
+from tests.support.one_rank import OneRank
+
+GROUPS = 2
+"""Of each batch."""
+
+
+class _Learner(OneRank):
+    def save(self, directory: Path) -> None:
+        (directory / "shard").write_text("weights")
+
+
+def recipe_of(folder: Path, *, schedule: Mapping[str, Any], steps: int, controlled: bool = False) -> Recipe:
+    data: dict[str, Any] = dict(
+        run=dict(name="run", root=str(folder), steps=steps),
+        model=dict(path="m"),
+        task=dict(name="sort_digits"),
+        schedule=dict(schedule),
+        rollout=dict(prompts_per_batch=GROUPS, group_size=2),
+        evaluation=dict(every=2, prompts=2),
+    )
+    return Recipe.model_validate(data | (dict(controller=dict()) if controlled else {}))
+
+
+def whole_run(
+    folder: Path,
+    *,
+    schedule: Mapping[str, Any] = dict(kind="sync"),
+    committed: int = 6,
+    saved: Sequence[int] = (2, 4),
+    published: int = 5,
+    policies: Sequence[int] = (3, 4, 5),
+    controlled: bool = False,
+    steps: int = 8,
+) -> RunDirectory:
+    """`committed` batches, of which `published` are trained; checkpoints at `saved`."""
+    run = RunDirectory(folder / "run")
+    recipe = recipe_of(folder, schedule=schedule, steps=steps, controlled=controlled)
+    run.freeze(recipe)
+    for role in ("collector", "learner"):
+        claim(run.path, role)
+    collector, learner = EventLog(run.path, "collector-000001"), EventLog(run.path, "learner-000001")
+    for version in range(0, committed, recipe.evaluation.every):
+        due = recipe.build_schedule().published_before(version)
+        collector.event("evaluated", version=due, pass_at_1=0.5)
+        run.write_evaluation(due, dict(pass_at_1=0.5))
+    store = BatchStore(run.batches)
+    for index in range(committed):
+        batch = batch_of_rewards([[1.0, 0.0]] * GROUPS, index=index, seed=index)
+        required = recipe.build_schedule().required_version(index)
+        store.commit(
+            replace(
+                batch,
+                group=batch.group + GROUPS * index,
+                next_group=GROUPS * (index + 1),
+                policy_version=np.full(batch.num_response_tokens, required, np.int32),
+            )
+        )
+    for step in range(published):
+        _record(run, learner, step, recipe, controlled)
+    for version in policies:
+        _policy(run, version)
+    run.set_published(published)
+    checkpoints = Checkpoints(run.checkpoints, keep=9)
+    for step in saved:
+        checkpoints.save(_Learner(), step, {})  # type: ignore[arg-type]
+    run.membership().announce(Member(0, "http://127.0.0.1:1", 1))
+    return run
+
+
+def _record(run: RunDirectory, learner: EventLog, step: int, recipe: Recipe, controlled: bool) -> None:
+    run.write_learner_logprobs(step, np.zeros(3, np.float32))
+    if recipe.schedule.kind == "staged":
+        run.write_old_logprobs(step, np.zeros(3, np.float32))
+    with mismatch_path(run, step).open("wb") as file:
+        write_zarr_zip(file, {}, dict(sums=np.zeros(3)))
+    learner.metrics(step, reward_mean=0.5)
+    if controlled:
+        record = ControlRecord(step=step, evidence=Evidence(step=step, loss=0.0), state=State())
+        ControlFiles(run.control, unfenced).create(record)
+
+
+def _policy(run: RunDirectory, version: int) -> None:
+    folder = run.policy_directory(version)
+    folder.mkdir()
+    (folder / "model.safetensors").write_text(f"version {version}")
+    list_checksums(folder)
+    WeightCheck(version=version).save(folder)
+
+
+def finish(run: RunDirectory) -> None:
+    """The model and the marks of a run that is done."""
+    run.model.mkdir()
+    (run.model / "model.safetensors").write_text("final")
+    list_checksums(run.model)
+    run.set_finished("learner")
+    run.set_finished("collector")
+
+
+def damage(path: Path) -> None:
+    """Flip a bit in the middle of a file, or of the first large one of a folder."""
+    if path.is_dir():
+        path = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)

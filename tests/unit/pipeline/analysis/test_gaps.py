@@ -1,0 +1,90 @@
+"""History finds which steps and versions lack a record, whenever the learner or the collector was killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.verify.history import check_history
+from pipeline.analysis.gaps import find_gaps
+from pipeline.data.event_log import EventLog
+from pipeline.data.run_directory import RunDirectory
+from pipeline.repair.apply import apply
+from pipeline.repair.damage import find_damage
+from pipeline.repair.plan import plan_repair
+from tests.support.whole_runs import damage, finish, whole_run
+
+
+def without_record(run: RunDirectory) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = check_history(run.path)["without_record"]
+    return found
+
+
+def test_a_whole_run_has_no_gaps(tmp_path: Path) -> None:
+    run = whole_run(tmp_path, controlled=True)
+    assert without_record(run) == {}
+    assert find_gaps(run, run.recipe(), ()).none
+
+
+@pytest.mark.parametrize(
+    ("name", "gap"),
+    [
+        ("logprobs/000003.npy", {"logprobs": [3]}),
+        ("mismatch/000000.zarr.zip", {"mismatch": [0]}),
+        ("control/000001.json", {"control": [1]}),
+        ("evaluations/000002.json", {"evaluations": [2]}),
+        ("events/collector-000001.jsonl", {"evaluations": [0, 2, 4]}),
+        ("metrics/learner-000001.jsonl", {"metrics": [0, 1, 2, 3]}),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, name: str, gap: dict[str, list[int]]) -> None:
+    run = whole_run(tmp_path, controlled=True)
+    (run.path / name).unlink()
+    assert without_record(run) == gap
+    assert not check_history(run.path)["ok"]
+
+
+def test_a_step_that_no_checkpoint_holds_is_trained_again(tmp_path: Path) -> None:
+    """Killed between its record and its checkpoint, or before: a later start records it once more."""
+    run = whole_run(tmp_path, saved=(2,))
+    for step in (2, 3, 4):
+        (run.logprobs / f"{step:06d}.npy").unlink()
+    assert without_record(run) == {}
+
+
+def test_a_torn_line_is_a_gap(tmp_path: Path) -> None:
+    """The last line of a learner that was killed, where its checkpoint was saved all the same."""
+    run = whole_run(tmp_path)
+    path = run.path / "metrics/learner-000001.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    assert without_record(run) == {"metrics": [3]}
+    EventLog(run.path, "learner-000002").metrics(3, reward_mean=0.5)
+    assert without_record(run) == {}
+
+
+def test_a_skipped_step_leaves_none(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    (run.logprobs / "000003.npy").unlink()
+    run.note_skipped(3)
+    assert without_record(run) == {}
+
+
+def test_a_finished_run_lacks_what_its_last_step_and_version_lack(tmp_path: Path) -> None:
+    run = whole_run(tmp_path, steps=6, committed=6, published=6, policies=(6,))
+    finish(run)
+    assert without_record(run) == {"evaluations": [6]}
+    (run.logprobs / "000005.npy").unlink()
+    assert without_record(run) == {"logprobs": [5], "evaluations": [6]}
+
+
+def test_what_a_repair_has_set_aside_is_no_gap(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    for name in ("logprobs/000003.npy", "mismatch/000001.zarr.zip"):
+        damage(run.path / name)
+    apply(run, plan_repair(run, find_damage(run), "now"))
+    found = check_history(run.path)
+    assert found["without_record"] == {}
+    assert json.dumps(found["repaired"]) == '["logprobs/000003.npy", "mismatch/000001.zarr.zip"]'

@@ -1,0 +1,263 @@
+"""Every kind of damage is found, is repaired so that the run can go on, and stays repaired."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.analysis.audit import verify_history
+from pipeline.control.files import ControlFiles
+from pipeline.data.integrity.sealed import read_sealed_json
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.repair.apply import apply, repaired_paths
+from pipeline.repair.damage import find_damage
+from pipeline.repair.plan import Plan, plan_repair
+from pipeline.rollout.group_allocator import HoleAllocator
+from tests.support.whole_runs import GROUPS, damage, finish, whole_run
+
+STAGED = dict(kind="staged", updates_per_stage=4)
+
+
+def plan_of(run: RunDirectory) -> Plan:
+    return plan_repair(run, find_damage(run), "now")
+
+
+def becomes(run: RunDirectory) -> dict[str, str]:
+    return {str(one.path.relative_to(run.path)): one.becomes for one in plan_of(run).repairs}
+
+
+def repaired(run: RunDirectory) -> Plan:
+    plan = plan_of(run)
+    apply(run, plan)
+    left = [one for one in find_damage(run) if not (one.kind == "batch" and one.is_missing)]
+    assert left == []
+    return plan
+
+
+def test_a_whole_run_has_no_damage(tmp_path: Path) -> None:
+    run = whole_run(tmp_path, controlled=True)
+    finish(run)
+    assert find_damage(run) == []
+    assert plan_of(run) == Plan()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "batches/000005.zarr.zip",
+        "batches/000001.zarr.zip",
+        "checkpoints/000004",
+        "checkpoints/000004/COMMIT",
+        "policy/000004",
+        "policy/000005",
+        "policy/000005/weight_check.json",
+        "policy/PUBLISHED/000005",
+        "logprobs/000003.npy",
+        "mismatch/000003.zarr.zip",
+        "evaluations/000002.json",
+        "control/000001.json",
+        "control/000003.json",
+        "epochs/learner/NEWEST",
+        "engines/000000.json",
+        "finished/learner",
+        "model",
+    ],
+)
+def test_every_kind_is_found_and_repaired(tmp_path: Path, name: str) -> None:
+    run = whole_run(tmp_path, controlled=True)
+    finish(run)
+    whole = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    damage(run.path / name)
+    [found] = find_damage(run)
+    assert str(found.path).startswith(str(run.path / name)) or str(run.path / name).startswith(str(found.path))
+    repaired(run)
+    for path, data in whole.items():
+        if name not in str(path) and "finished" not in str(path) and "checkpoints" not in name + str(path):
+            assert not path.exists() or path.read_bytes() == data or "000003.json" in name
+    assert run.published_version() == 5
+
+
+def test_a_batch_that_no_one_has_learned_from_is_made_again(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    damage(run.batches / "000005.zarr.zip")
+    assert becomes(run) == {"batches/000005.zarr.zip": "set aside: the collector makes it again"}
+    repaired(run)
+    assert BatchStore(run.batches).next_index == 5
+    assert run.why_not_sampled(5) is None
+    assert (run.path / "damaged/000001/batches/000005.zarr.zip").exists()
+    assert repaired_paths(run) == {"batches/000005.zarr.zip"}
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        (1, "the checkpoint of step 4 has learned from it"),
+        (4, "the engines serve version 5, which has learned from it; its step is skipped"),
+    ],
+)
+def test_a_batch_that_was_learned_from_is_recorded_as_lost(tmp_path: Path, index: int, reason: str) -> None:
+    run = whole_run(tmp_path)
+    name = f"batches/00000{index}.zarr.zip"
+    damage(run.path / name)
+    assert becomes(run) == {name: f"recorded as lost: {reason}"}
+    repaired(run)
+    store = BatchStore(run.batches)
+    lost = store.lost(index)
+    assert lost is not None
+    assert (lost.learned, lost.known) == (index < 4, "all")
+    assert lost.groups == (GROUPS * index, GROUPS * index + 1)
+    assert store.next_index == 6
+    audit = verify_history(run.path, run.recipe().build_schedule(), 6)
+    assert audit.sound
+    assert [one.index for one in audit.damaged] == [index]
+    assert plan_of(run) == Plan()
+
+
+def test_a_deleted_batch_is_damage_too(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    (run.batches / "000002.zarr.zip").unlink()
+    repaired(run)
+    lost = BatchStore(run.batches).lost(2)
+    assert lost is not None
+    assert lost.reason == "missing"
+
+
+def test_lost_ones_in_a_row_and_one_that_is_made_again_share_their_groups(tmp_path: Path) -> None:
+    run = whole_run(tmp_path, schedule=dict(kind="async", lag=3), committed=8, published=5)
+    for index in (3, 4, 5, 6):
+        damage(run.batches / f"00000{index}.zarr.zip")
+    repaired(run)
+    store = BatchStore(run.batches)
+    assert [lost.index for lost in store.all_lost()] == [3, 4]
+    assert [(lost.groups, lost.known) for lost in store.all_lost()] == [((6, 7), "together"), ((8, 9), "together")]
+    assert store.holes() == [5, 6]
+    allocator = HoleAllocator.of(store, 5, GROUPS)
+    assert [allocator.take(5) for _ in range(3)] == [10, 11, None]
+
+
+def test_the_newest_batch_is_lost_with_the_groups_that_it_held_at_least(tmp_path: Path) -> None:
+    run = whole_run(tmp_path, committed=5)
+    damage(run.batches / "000004.zarr.zip")
+    repaired(run)
+    store = BatchStore(run.batches)
+    lost = store.lost(4)
+    assert lost is not None
+    assert (lost.groups, lost.known) == ((8, 9), "first")
+    assert store.groups_to_ask() == (10, ())
+
+
+def test_a_damaged_record_of_a_loss_is_written_again(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    damage(run.batches / "000001.zarr.zip")
+    repaired(run)
+    damage(run.batches / "000001.lost.json")
+    repaired(run)
+    assert [lost.groups for lost in BatchStore(run.batches).all_lost()] == [(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("names", "after", "left"),
+    [(("000004",), "step 2", [2]), (("000002",), "step 4", [4]), (("000002", "000004"), "its beginning", [])],
+)
+def test_the_newest_whole_checkpoint_is_gone_on_from(
+    tmp_path: Path, names: tuple[str, ...], after: str, left: list[int]
+) -> None:
+    run = whole_run(tmp_path)
+    for name in names:
+        damage(run.checkpoints / name)
+    assert repaired(run).after == f"started again, the run goes on from {after}"
+    assert run.saved_steps() == left
+
+
+def test_without_the_controllers_record_its_step_is_decided_again(tmp_path: Path) -> None:
+    """The checkpoint of step 4 goes on from the record of step 3."""
+    run = whole_run(tmp_path, controlled=True)
+    damage(run.control / "000003.json")
+    assert repaired(run).after.endswith("from step 2")
+    assert run.saved_steps() == [2]
+    assert ControlFiles(run.control, run.fence).read(3) is None
+    damage(run.control / "000000.json")
+    assert repaired(run).after.endswith("from step 2")
+
+
+def test_pi_old_of_a_stage_under_way_is_scored_again(tmp_path: Path) -> None:
+    """The stage began with step 4; step 6 needs what was scored then."""
+    run = whole_run(tmp_path, schedule=STAGED, committed=8, saved=(3, 4, 5), published=7, policies=(0, 4, 7))
+    run.policy_directory(7).rename(tmp_path / "none")
+    shutil.rmtree(run.published)
+    run.set_published(4)
+    damage(run.logprobs / "000006-old.npy")
+    assert repaired(run).after.endswith("from step 4")
+    damage(run.logprobs / "000002-old.npy")
+    assert repaired(run).after.endswith("from step 4"), "that stage is over"
+
+
+@pytest.mark.parametrize(("committed", "after"), [(8, "step 6"), (6, "step 4")])
+def test_a_version_that_only_an_older_checkpoint_leads_to_is_published_from_there(
+    tmp_path: Path, committed: int, after: str
+) -> None:
+    """Batches 6 and 7 are sampled with version 4, whose folder is damaged: it is needed unless they are there."""
+    run = whole_run(tmp_path, schedule=STAGED, committed=committed, saved=(4, 6), published=6, policies=(0, 4), steps=8)
+    shutil.rmtree(run.published)
+    run.set_published(4)
+    damage(run.policies / "000004")
+    assert repaired(run).after.endswith(f"from {after}")
+
+
+def test_the_published_version_is_named_again(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    damage(run.published / "000005")
+    damage(run.policies / "000005")
+    assert becomes(run)["policy/PUBLISHED/000005"] == "written anew: version 5"
+    assert becomes(run)["policy/000005"] == "set aside and published again"
+    repaired(run)
+    assert run.published_version() == 5
+    shutil.rmtree(run.published)
+    repaired(run)
+    assert run.published_version() == 4, "the newest whole policy"
+
+
+def test_without_any_policy_the_model_folder_is_published_again(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    for version in (3, 4, 5):
+        damage(run.policy_directory(version))
+    repaired(run)
+    assert not run.is_published()
+
+
+def test_an_evaluation_is_written_again_from_its_event(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    before = read_sealed_json(run.evaluations / "000002.json", "")
+    damage(run.evaluations / "000002.json")
+    repaired(run)
+    assert read_sealed_json(run.evaluations / "000002.json", "") == before
+
+
+def test_a_repair_that_is_killed_anywhere_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("batches/000001.zarr.zip", "batches/000004.zarr.zip", "policy/PUBLISHED/000005", "checkpoints/000004")
+    rename = Path.rename
+    for kill_at in range(8):
+        run = whole_run(tmp_path / str(kill_at))
+        for name in names:
+            damage(run.path / name)
+        left = [kill_at]
+
+        def dying(path: Path, target: Any, left: list[int] = left) -> Path:
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return rename(path, target)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "rename", dying)
+            with suppress(KeyboardInterrupt):
+                apply(run, plan_of(run))
+        repaired(run)
+        assert [lost.index for lost in BatchStore(run.batches).all_lost()] == [1, 4]
+        assert run.published_version() == 5
+        assert run.saved_steps() == [2]
