@@ -17,18 +17,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+PARENT_VARIABLE = "EVENKEEL_PARENT"
+"""Environment of a rank: the process that has started it. Taken out as it is read: children have another parent."""
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None, signal_number: int = signal.SIGKILL) -> None:
     """Ask the kernel to signal this process when its parent dies. Linux only; elsewhere nothing happens.
 
-    `parent` is the process id that the parent itself gave; by default it is the parent that this process has now. The
-    kernel watches the parent's *thread*: start children from a thread that lives as long as they should.
+    `parent` is the process id that the parent itself gave; by default that of PARENT_VARIABLE, or else the parent that
+    this process has now, which is another one where the first has died already. The kernel watches the parent's
+    *thread*: start children from a thread that lives as long as they should.
     """
     if sys.platform != "linux":
         return
-    parent = os.getppid() if parent is None else parent
+    if parent is None:
+        parent = int(os.environ.pop(PARENT_VARIABLE, "") or os.getppid())
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:  # it died before the kernel knew
         os.kill(os.getpid(), signal_number)

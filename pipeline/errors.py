@@ -19,7 +19,8 @@ EvenKeelError
 ├── StoppedError               asked to end before the run was finished; started again, it goes on
 └── RetryableError             the same call may succeed later
     ├── EngineUnavailableError an engine refused, dropped or never answered a request
-    │   └── BadAnswerError     it answered, but something that cannot be
+    │   ├── BadAnswerError     it answered, but something that cannot be
+    │   └── EngineHungError    its server hangs: nobody waits for it, and its role ends it
     ├── EngineVersionError     an engine does not serve the version it should
     ├── AlreadyCommittedError  another process was first; started again, this one goes on after it
     └── DeadlineExceededError  a bounded wait ran out
@@ -121,6 +122,10 @@ class EngineUnavailableError(RetryableError):
 
 class BadAnswerError(EngineUnavailableError):
     """An engine answered something that cannot be: it is at fault, however well it seems."""
+
+
+class EngineHungError(EngineUnavailableError):
+    """The server of an engine hangs. It need not be told anything: it would not hear it."""
 
 
 class EngineVersionError(RetryableError):

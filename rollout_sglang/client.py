@@ -39,7 +39,7 @@ from rollout_sglang.protocol import (
     claimed_version,
 )
 from rollout_sglang.server.sglang_compat import ABORTED, DialectOf
-from rollout_sglang.transport import LOOK_DEADLINE_S, Transport
+from rollout_sglang.transport import LOOK_DEADLINE_S, Lost, Transport
 
 FORMATS, STATISTICS = "formats", "statistics"
 """As in rollout_sglang.server.format_report, which loads torch."""
@@ -185,9 +185,9 @@ class EngineClient:
             return False
         return True
 
-    async def while_alive(self, call: Coroutine[Any, Any, T]) -> T:
+    async def while_alive(self, call: Coroutine[Any, Any, T], lost: Lost = lambda: None) -> T:
         """See Transport.while_alive."""
-        return await self._transport.while_alive(call)
+        return await self._transport.while_alive(call, lost)
 
     async def pause(self) -> None:
         """Stop sampling. Requests under way are retracted and go on after `resume`, with the weights that there are

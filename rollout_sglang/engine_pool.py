@@ -26,7 +26,8 @@ from rollout_sglang.transport import LOOK_DEADLINE_S
 
 T = TypeVar("T")
 OnChange = Callable[..., None]
-"""Called with "admitted", "quarantined" or "bad_answer", and with engine=, url= and, but for the first, reason=."""
+"""Called with "joined", "admitted", "quarantined", "bad_answer" or "left", and with engine=, url= and, for all but the
+second, reason=. Of an engine that is quarantined already it is told each new reason."""
 _log = logging.getLogger(__name__)
 
 
@@ -78,6 +79,11 @@ class PooledEngine:
     def url(self) -> str:
         return self.client.url
 
+    @property
+    def trouble(self) -> str:
+        """What is known to be wrong with it, without asking it; empty for nothing."""
+        return self.member.silent or str(self.refusal or "")
+
     def state(self) -> EngineState:
         """As it is now."""
         why, since = self.quarantined, self.since if self.quarantined is not None else None
@@ -116,7 +122,7 @@ class EnginePool:
     @property
     def returnable(self) -> list[PooledEngine]:
         """Those that do not, and that may be verified again."""
-        return [engine for engine in self.quarantined if engine.answers.may_return]
+        return [engine for engine in self.quarantined if engine.answers.may_return and not engine.member.silent]
 
     @property
     def quarantined(self) -> list[PooledEngine]:
@@ -138,14 +144,17 @@ class EnginePool:
                 await self.quarantine(engine, "it has left, or was started again")
                 self.abandon(engine, "it has left, or was started again")
                 del self._engines[index]
+                self._on_change("left", engine=index, url=engine.url, reason="it has left, or was started again")
         for index, member in members.items():
-            if index not in self._engines:
+            if index in self._engines:
+                self._engines[index].member = member  # the same start; its role may say that it hangs
+            else:
                 client = EngineClient(
                     member.url, self._api_key, index=index, request_deadline_s=self._request_deadline_s
                 )
-                self._engines[index] = PooledEngine(
-                    member, client, "it has joined and is not verified yet", time.time()
-                )
+                reason = "it has joined and is not verified yet"
+                self._engines[index] = PooledEngine(member, client, reason, time.time())
+                self._on_change("joined", engine=index, url=member.url, reason=reason)
         self._set_router(await asyncio.to_thread(self._membership.router))
 
     def _set_router(self, url: str | None) -> None:
@@ -173,9 +182,10 @@ class EnginePool:
     async def quarantine(self, engine: PooledEngine, reason: str) -> None:
         """Let it have no more requests. Those in flight go on: see `abandon`."""
         if engine.quarantined is None:
-            engine.quarantined, engine.since = reason, time.time()
+            engine.since = time.time()
+        if engine.quarantined != reason:
+            engine.quarantined = reason
             self._on_change("quarantined", engine=engine.index, url=engine.url, reason=reason)
-        engine.quarantined = reason
         engine.served = None
         if self.router is not None:
             await self._tell_router(self.router.remove(engine.url))
@@ -205,6 +215,15 @@ class EnginePool:
         if all(one.refusal is not None for one in self.engines):
             raise error
         return str(error)
+
+    def lost(self, member: Member) -> str | None:
+        """Why nobody need wait for this start of an engine; None while it is listed as well. Reads files."""
+        if self._membership.given:
+            return None
+        listed = {one.index: one for one in self._membership.engines()}.get(member.index)
+        if listed != member:
+            return "it has left, or was started again"
+        return listed.silent or None
 
     def abandon(self, engine: PooledEngine, reason: str) -> None:
         """Give up its requests in flight; they are asked elsewhere. The router does not say which of its requests are

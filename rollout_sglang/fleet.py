@@ -18,6 +18,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -25,6 +26,7 @@ from pipeline.data.membership import Member, Membership
 from pipeline.data.records import Completion
 from pipeline.errors import (
     BadAnswerError,
+    EngineHungError,
     EngineUnavailableError,
     EngineVersionError,
     EvenKeelError,
@@ -298,7 +300,7 @@ class Fleet:
         """Whether an engine that claims the version holds it."""
         try:
             own = await asyncio.to_thread(target.of_map, engine.member)
-            await engine.client.while_alive(self._verify(engine, own))
+            await self._while_alive(engine, self._verify(engine, own))
         except RetryableError:
             return False
         return True
@@ -324,14 +326,16 @@ class Fleet:
         absent = [engine for engine, well in zip(engines, healthy, strict=True) if not well]
         self._silent = {engine.member for engine in absent}
         for engine in absent:
-            await self._pool.quarantine(engine, str(engine.refusal or "it does not answer"))
+            await self._pool.quarantine(engine, engine.trouble or "it does not answer")
         left_out = {
-            engine.index: f"engine {engine.index} at {engine.url}: {engine.refusal or 'it does not answer'}"
+            engine.index: f"engine {engine.index} at {engine.url}: {engine.trouble or 'it does not answer'}"
             for engine in absent
         }
         return [engine for engine in engines if engine.index not in left_out], left_out
 
     async def _is_well(self, engine: PooledEngine) -> bool:
+        if engine.member.silent:
+            return False
         try:
             return await engine.client.health(AGAIN_DEADLINE_S if engine.member in self._silent else LOOK_DEADLINE_S)
         except FatalError as error:
@@ -365,15 +369,21 @@ class Fleet:
         watch = Stopwatch()
         client = engine.client
         try:
-            await client.while_alive(client.pause())
+            await self._while_alive(engine, client.pause())
             watch.lap("pause_s")
             loading = client.update_from_disk(target.version, target.directory, deadline_s=self._load_deadline_s)
-            await client.while_alive(loading)
+            await self._while_alive(engine, loading)
             watch.lap("load_s")
+        except EngineHungError:
+            raise
         except EvenKeelError:
             await invalidate(client)  # a load that failed may have changed part of the weights
             raise
-        return watch.seconds | await client.while_alive(self._verify(engine, target))
+        return watch.seconds | await self._while_alive(engine, self._verify(engine, target))
+
+    async def _while_alive(self, engine: PooledEngine, call: Coroutine[Any, Any, T]) -> T:
+        """See Transport.while_alive. An engine whose role says that it hangs is not waited for."""
+        return await engine.client.while_alive(call, partial(self._pool.lost, engine.member))
 
     async def _verify(self, engine: PooledEngine, target: Target) -> dict[str, float]:
         """See WeightVerifier.verify; does not admit the engine. Its formats are looked at before it is admitted, and

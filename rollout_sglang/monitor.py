@@ -1,11 +1,13 @@
 """Looks at all engines once a second: who came, went, was started again, is silent, or serves something else.
 
-    silent for SILENCE_S                quarantined, its requests in flight abandoned and asked elsewhere
+    silent for SILENCE_S, or its role
+    says that it hangs                  quarantined, its requests in flight abandoned and asked elsewhere
     serves another version, or none     quarantined, unless weights are being given at this moment
     quarantined, and answers            resynced: verified, or given the published version, while the others go on
     the router was started again        it is told the admitted engines
 
-An engine answers to a look by its HTTP process alone. A long prefill delays no look, so it is not taken for silence.
+An engine answers to a look by its HTTP process alone. A long prefill delays no look, so it is not taken for silence. A
+scheduler that is frozen does not show there; the engine's role sees it (rollout_sglang.server.liveness) and says so.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Monitor:
         under_way, newest, expected = await asyncio.to_thread(self._expected)
         engines = self._pool.engines
         began = time.monotonic()
-        await asyncio.gather(*(look(engine) for engine in engines))
+        await asyncio.gather(*(look(engine) for engine in engines if not engine.member.silent))
         settled = under_way is None and self._updates.newest() == newest
         for engine in engines:
             await self._judge(engine, expected if settled and engine.answered >= began else None)
@@ -83,8 +85,8 @@ class Monitor:
         return self._updates.under_way(), self._updates.newest(), self._published() if given is None else given
 
     async def _judge(self, engine: PooledEngine, expected: int | None) -> None:
-        if engine.refusal is not None:
-            admitted, reason = engine.quarantined is None, str(engine.refusal)
+        if engine.trouble:
+            admitted, reason = engine.quarantined is None, engine.trouble
             if engine.quarantined != reason:
                 await self._pool.quarantine(engine, reason)
             if admitted:

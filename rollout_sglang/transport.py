@@ -14,6 +14,7 @@ import httpx
 
 from pipeline.errors import (
     BadAnswerError,
+    EngineHungError,
     EngineUnavailableError,
     EngineVersionError,
     EvenKeelError,
@@ -37,6 +38,8 @@ REFUSAL_BYTES = 1 << 16
 """Of an answer that refuses the call; the rest is not read."""
 
 T = TypeVar("T")
+Lost = Callable[[], str | None]
+"""Says why a server is not to be waited for; None while it is. It reads files, in a thread."""
 
 
 @cache
@@ -97,17 +100,20 @@ class Transport:
             return response
         raise _refusal(response)
 
-    async def while_alive(self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of a call that may take minutes, given up when the server answers nothing else meanwhile: a host
-        that is gone costs seconds, not the deadline of the call. Raises EngineUnavailableError then."""
+    async def while_alive(self, call: Coroutine[Any, Any, T], lost: Lost = lambda: None) -> T:
+        """The result of a call that may take minutes, given up when the server answers nothing else meanwhile, or when
+        `lost` says why nobody need wait: a server that hangs costs seconds, not the deadline of the call. Raises
+        EngineHungError then."""
         task, answered = asyncio.create_task(call), time.monotonic()
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=_LOOK_PAUSE_S)
+                if not task.done() and (reason := await asyncio.to_thread(lost)) is not None:
+                    raise EngineHungError(f"{self.url}: {reason}")
                 if task.done() or await self._answers():
                     answered = time.monotonic()
                 elif time.monotonic() - answered > SILENCE_S:
-                    raise EngineUnavailableError(
+                    raise EngineHungError(
                         f"{self.url} has answered nothing for {SILENCE_S:g} s; its host or the network to it is gone"
                     )
             return await task

@@ -101,11 +101,10 @@ class WeightVerifier:
                 engine, version, check, deadline_s=self._deadline_s, formats_are_known=formats_are_known
             )
             await engine.name(version)
-        except RetryableError:
-            await invalidate(engine)
+        except EvenKeelError:
+            await invalidate(engine)  # which resumes it, too
             raise
-        finally:
-            await engine.resume()
+        await engine.resume()
         return held
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from launch.cluster.roles.addresses import loopback_environment
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from launch.cluster.roles.base import LOG_VARIABLE
 from launch.run.processes import child_environment, end_tree
@@ -108,7 +109,7 @@ class LocalStarter:
         """Raises PortInUseError when a port that the recipe names is taken. `metrics_port` is the supervisor's."""
         self._run, self._api_key, self._metrics_port = run, api_key, metrics_port
         rollout = recipe.rollout
-        self._first_port, self._engines = rollout.port, rollout.engines
+        self._urls, self._first_port, self._engines = rollout.urls, rollout.port, rollout.engines
         self._drawn: dict[Unit, int] = {}
         """Ports that the recipe does not name, as they were drawn for the newest start of each unit."""
         if rollout.port is not None:
@@ -121,6 +122,8 @@ class LocalStarter:
         if unit.role in ("engine", "router"):
             options += ["--port", str(self._port(unit))]
         environment = {**child_environment(), API_KEY_VARIABLE: self._api_key, LOG_VARIABLE: str(log)}
+        if not self._urls:
+            environment |= loopback_environment()
         environment.pop(API_KEY_FILE_VARIABLE, None)
         return _Child(role_command(self._run, unit, *options), log, environment, own_session=True)
 

@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from launch.show.engine_states import ENGINE_EVENTS, EngineStates, engine_line
 from pipeline.analysis.bottleneck import WINDOW_STEPS, bottleneck, phase_shares
 from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
@@ -29,7 +30,7 @@ from precision.mismatch.alarms import Alarm, alarms
 
 PHASE_STYLES = {"wait": "bright_black", "logprobs": "cyan", "update": "magenta", "publish": "yellow", "save": "green"}
 BAR_CELLS = 40
-SAID = ("evaluated", "restarted", "controlled", "no_progress", "skipped")
+SAID = ("evaluated", "restarted", "controlled", "no_progress", "skipped", *ENGINE_EVENTS)
 """Kinds of events that are printed where there is no terminal."""
 
 
@@ -82,6 +83,7 @@ class Progress:
     """Whether engines sample in a coarser format than the learner trains in."""
     alarms: list[Alarm] = field(default_factory=list)
     """Of the newest step."""
+    engines: EngineStates = field(default_factory=EngineStates)
     waits: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By who waits: the latest notice of a wait that has not ended."""
 
@@ -93,6 +95,7 @@ class Progress:
 
     def take_event(self, event: dict[str, Any]) -> None:
         """Something happened."""
+        self.engines.take(event)
         if event.get("kind") == "evaluated":
             self.evaluation = event
         elif event.get("kind") == "restarted":
@@ -214,6 +217,8 @@ def render(progress: Progress) -> RenderableType:
     for pairs in _numbers(progress):
         numbers.add_row(*(Text.assemble((f"{name} ", "dim"), value) for name, value in pairs))
     blocks: list[RenderableType] = [head, Text(), numbers]
+    if (engines := progress.engines.table()) is not None:
+        blocks += [Text(), engines]
     if progress.control is not None:
         blocks += [Text(), Text(event_line(progress.control), style="yellow")]
     if progress.waits:
@@ -248,6 +253,8 @@ def event_line(event: dict[str, Any]) -> str:
         return notice_line(event)
     if event["kind"] == "skipped":
         return f"step {event['step']} is skipped: its batch was lost by damage"
+    if event["kind"] in ENGINE_EVENTS:
+        return engine_line(event)
     if event["kind"] == "controlled":
         return f"controller after step {event['step']}: {event['rung']}. {event['because']}"
     if event["kind"] == "restarted":

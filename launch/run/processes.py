@@ -27,6 +27,7 @@ from pipeline.errors import (
 )
 from pipeline.process_log import log_tail
 
+LOOPBACK = "127.0.0.1"
 _POLL_S = 0.25
 _DEATH_S = 10.0
 
@@ -40,12 +41,22 @@ def child_environment() -> dict[str, str]:
     return program_environment() | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONSAFEPATH": "1"}
 
 
-def torchrun(num_processes: int, module: str, *arguments: str, options: Sequence[str] = ("--standalone",)) -> list[str]:
-    """The command that runs `module` once a rank on this machine. `options` are torchrun's, by which several machines
-    meet, too."""
+def torchrun(num_processes: int, module: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    """The command that runs `module` once a rank on this machine (launch.run.torchrun). `options` are torchrun's, by
+    which several machines meet, too; without any the ranks meet on loopback."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", *options, "--max-restarts", "0"),
-        *("--nproc-per-node", str(num_processes), "-m", module, *arguments),
+        *(sys.executable, "-m", "launch.run.torchrun", *(options or meeting_options(0, LOOPBACK, 0, LOOPBACK))),
+        *("--max-restarts", "0", "--nproc-per-node", str(num_processes), "-m", module, *arguments),
+    ]
+
+
+def meeting_options(node: int, host: str, port: int, address: str, nodes: int = 1) -> list[str]:
+    """torchrun's options by which the agents of `nodes` machines meet at `port` of node 0, which the others know as
+    `host`; `address` is that of this node. Port 0 is a free one, for one machine."""
+    return [
+        *("--nnodes", str(nodes), "--node-rank", str(node), "--local-addr", address),
+        *("--rdzv-backend", "evenkeel", "--rdzv-endpoint", host),
+        *("--rdzv-conf", f"rank={node},host={host},port={port},address={address}"),
     ]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.data.files import make_folder
@@ -35,6 +35,8 @@ class Member:
     quant_map: str = ""
     """Digest of the quant map that it was started with, and keeps; empty where its policy folder had none
     (pipeline.data.quant_maps)."""
+    silent: str = field(default="", compare=False)
+    """Why its own role takes its server for hung; empty while it does not. The same start either way."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,10 @@ class Membership:
     given: tuple[str, ...] = ()
 
     def announce(self, member: Member) -> None:
-        """Make an engine known that answers at its URL."""
+        """Make an engine known that answers at its URL, or what has changed of it."""
         self._write(
-            f"{member.index:06d}.json", dict(url=member.url, started=member.started, quant_map=member.quant_map)
+            f"{member.index:06d}.json",
+            dict(url=member.url, started=member.started, quant_map=member.quant_map, silent=member.silent),
         )
 
     def withdraw(self, member: Member) -> None:
@@ -87,7 +90,13 @@ class Membership:
         data = self._load(name)
         if data is None:
             return None
-        return Member(int(Path(name).stem), str(data["url"]), int(data["started"]), str(data.get("quant_map", "")))
+        return Member(
+            int(Path(name).stem),
+            str(data["url"]),
+            int(data["started"]),
+            str(data.get("quant_map", "")),
+            str(data.get("silent", "")),
+        )
 
     def _load(self, name: str) -> dict[str, str | int] | None:
         path = self.folder / name

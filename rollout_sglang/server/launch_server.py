@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rollout_sglang.server.group_timeout import bound_groups
+from rollout_sglang.server.parentage import be_a_parent, be_a_spawned_child
+from rollout_sglang.server.torch_groups import bind_stores, bound_groups
 
 API_KEY_VARIABLE = "EVENKEEL_API_KEY"
 
@@ -39,6 +40,7 @@ def hide_in_logs(secret: str) -> None:
 
 def serve(argv: Sequence[str]) -> None:
     """Run SGLang in this process until it ends, then kill what it left behind."""
+    be_a_parent()
     key = os.environ.get(API_KEY_VARIABLE)
     arguments = arguments_with_key(argv)
     if key:
@@ -65,6 +67,7 @@ def register_hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     bound_groups()
+    bind_stores()
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _report_formats, HookType.AROUND)
 
 
@@ -75,6 +78,7 @@ def _report_formats(*arguments: Any, **options: Any) -> Any:
 
 
 if __name__ == "__mp_main__":  # a scheduler, spawned by SGLang
+    be_a_spawned_child()
     register_hooks()
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.ports.weight_update import ProcessGroupSpec, TensorSpec
 from rollout_sglang.protocol import INVALIDATED, UNVERIFIED, Updated
 from rollout_sglang.server.sglang_compat import DialectOf
-from rollout_sglang.transport import Transport
+from rollout_sglang.transport import Lost, Transport
 
 T = TypeVar("T")
 
@@ -25,8 +25,16 @@ class Receiver:
     answers that it could not do it. No call is repeated: it would wait for a second broadcast.
     """
 
-    def __init__(self, url: str, api_key: str | None, *, control_deadline_s: float, update: int | None = None) -> None:
-        self.url = url
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        *,
+        control_deadline_s: float,
+        update: int | None = None,
+        lost: Lost = lambda: None,
+    ) -> None:
+        self.url, self.lost = url, lost
         self._deadline_s = control_deadline_s
         self._transport = Transport(url, api_key)
         self._transport.update = update
@@ -37,8 +45,8 @@ class Receiver:
         self._transport.update = update
 
     async def while_alive(self, call: Coroutine[Any, Any, T]) -> T:
-        """See Transport.while_alive."""
-        return await self._transport.while_alive(call)
+        """See Transport.while_alive; `lost` is this receiver's."""
+        return await self._transport.while_alive(call, self.lost)
 
     async def begin(self) -> None:
         """Make a paused engine's weights loadable and take its version away. Requests under way keep waiting."""

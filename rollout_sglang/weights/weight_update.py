@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -88,7 +89,8 @@ class FleetUpdateSession(Fleet):
         for member in engines:
             receiver = known.get(member.index)
             if receiver is None or receiver.url != member.url:
-                receiver = Receiver(member.url, self._api_key, control_deadline_s=self._control_deadline_s)
+                deadline_s, lost = self._control_deadline_s, partial(self._pool.lost, member)
+                receiver = Receiver(member.url, self._api_key, control_deadline_s=deadline_s, lost=lost)
             receiver.take_part(number)
             self._receivers[member.index] = receiver
 
@@ -160,15 +162,15 @@ class FleetUpdateSession(Fleet):
         await asyncio.gather(*(receiver.close() for receiver in self._receivers.values()))
 
     async def _ready(self, engine: PooledEngine) -> None:
-        await engine.client.while_alive(engine.client.pause())
-        await engine.client.while_alive(self._receivers[engine.index].begin())
+        await self._while_alive(engine, engine.client.pause())
+        await self._while_alive(engine, self._receivers[engine.index].begin())
 
     async def _verify_and_admit(self, engine: PooledEngine, target: Target) -> dict[str, float]:
         watch = Stopwatch()
         ending = self._receivers[engine.index].end(target.version, self._load_deadline_s)
-        await engine.client.while_alive(ending)
+        await self._while_alive(engine, ending)
         watch.lap("load_s")
-        seconds = watch.seconds | await engine.client.while_alive(self._verify(engine, target))
+        seconds = watch.seconds | await self._while_alive(engine, self._verify(engine, target))
         await self._pool.admit(engine, target.version)
         return seconds
 
@@ -185,6 +187,8 @@ class FleetUpdateSession(Fleet):
     async def _give_up(self, engine: PooledEngine, reason: str) -> None:
         """Quarantine the engine. If it still answers, its requests are aborted: other engines are then asked."""
         await self._pool.quarantine(engine, reason)
+        if await asyncio.to_thread(self._pool.lost, engine.member) is not None:
+            return
         with suppress(EvenKeelError, TimeoutError):
             async with asyncio.timeout(GIVE_UP_DEADLINE_S):
                 await engine.client.invalidate()

@@ -29,6 +29,7 @@ from tests.doubles.sglang_double import EngineDouble, Release
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engines import KEY, ROWS, TinyEngine, TinyEngines, load, num_decodes, wait_for_decode
 from tests.support.fleets import fleet_of
+from tests.support.listening import beyond_loopback, listening
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -48,6 +49,14 @@ def engine(engines: dict[RolloutPrecision, TinyEngine]) -> TinyEngine:
 
 def largest_difference(ours: list[NDArray[np.float32]], theirs: list[NDArray[np.float32]]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_an_engine_listens_at_its_own_address_alone(engines: dict[RolloutPrecision, TinyEngine]) -> None:
+    """Also the store at which its ranks meet, and which asks for no key."""
+    for engine in engines.values():
+        found = listening([psutil.Process(engine.process.pid)])
+        assert ("127.0.0.1", engine.spec.port) in found
+        assert beyond_loopback([psutil.Process(engine.process.pid)]) == set(), found
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

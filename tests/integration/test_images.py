@@ -35,7 +35,7 @@ class Image:
 
 LEARNER = Image(
     "learner",
-    programs=(("-m", "launch.cli", "role", "learner", "--help"), ("-m", "torch.distributed.run", "--help")),
+    programs=(("-m", "launch.cli", "role", "learner", "--help"), ("-m", "launch.run.torchrun", "--help")),
     modules=("launch.cluster.roles.learner", "launch.run.learn", "launch.cluster.metrics"),
     foreign=("sglang", "sglang_router"),
 )

@@ -18,6 +18,7 @@ from pipeline.data.store import BatchStore
 from pipeline.ports.weight_check import WeightCheck
 from precision.formats.quant_map_file import QuantMapFile
 from tests.support.engine_forks import forked_engines
+from tests.support.listening import ListeningWatch
 from tests.support.rank_programs import forked_programs
 from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
 from tests.support.scraper import Scraper, free_run_of_ports
@@ -47,11 +48,19 @@ def tp2(workshop: Path) -> Path:
         learner=dict(tensor_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
     )
     port = free_run_of_ports(4)
-    with Scraper([port, port + 1, port + 2]) as scraper:
+    with Scraper([port, port + 1, port + 2]) as scraper, ListeningWatch() as watch:
         result = evenkeel_json("train", recipe, "--metrics-port", str(port), in_process=False)
     (workshop / "scraped.json").write_text(json.dumps(scraper.seen))
+    (workshop / "listening.json").write_text(json.dumps([sorted(watch.seen), sorted(watch.beyond)]))
     assert result["learner_layout"] == "TP2"
     return workshop / "runs" / "tp2"
+
+
+def test_nothing_of_a_run_on_one_machine_listens_beyond_loopback(tp2: Path) -> None:
+    """Neither servers, nor torch's stores, nor the sockets of gloo."""
+    seen, beyond = json.loads((tp2.parents[1] / "listening.json").read_text())
+    assert len(seen) >= 5, "engine and its store, ranks and theirs"
+    assert beyond == []
 
 
 def policy_lags(run: Path) -> dict[int, set[int]]:

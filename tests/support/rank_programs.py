@@ -51,7 +51,7 @@ def parse(command: Sequence[str]) -> tuple[int, str, list[str]]:
     """Number of ranks, module and arguments of `python -m MODULE …` or of a torchrun of it."""
     python, flag, module, *arguments = command
     assert (python, flag) == (sys.executable, "-m"), command
-    if module != "torch.distributed.run":
+    if module != "launch.run.torchrun":
         return 1, module, arguments
     count = int(arguments[arguments.index("--nproc-per-node") + 1])
     module_flag = arguments.index("-m")

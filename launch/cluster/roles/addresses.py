@@ -76,8 +76,16 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_environment(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that make gloo and NCCL listen at `address`; none that the user has set, none for loopback."""
+    """Variables that make gloo and NCCL listen at `address`; none that the user has set, none for loopback: a learner
+    that is reached at loopback may yet send weights to engines on other hosts."""
     name = None if is_loopback(address) else interface_of(address)
+    return {} if name is None else {key: name for key in INTERFACE_VARIABLES if key not in environment}
+
+
+def loopback_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The same for a run that is on this machine alone: nothing of it need be reached from outside. Left to themselves,
+    gloo and NCCL listen at the address of this machine's name."""
+    name = interface_of(LOOPBACK)
     return {} if name is None else {key: name for key in INTERFACE_VARIABLES if key not in environment}
 
 

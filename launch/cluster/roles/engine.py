@@ -1,8 +1,9 @@
 """One SGLang engine: `evenkeel role engine RUN INDEX`, on each host that it spans.
 
 It waits for a published policy, starts SGLang with the newest complete one, and announces itself once SGLang answers.
-Announced is not admitted: the fleet verifies its weights first. Asked to end, it withdraws, lets SGLang answer what is
-in flight, and stops it.
+Announced is not admitted: the fleet verifies its weights first. A server that hangs is announced as such, so that no
+publish waits for it, and ended when it does not come to itself: whoever started this role starts it again. Asked to
+end, it withdraws, lets SGLang answer what is in flight, and stops it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,16 @@ from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineStartError, LayoutError, RecipeError
+from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError
+from rollout_sglang.server.liveness import Liveness
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, server_url, start
 
 DEFAULT_PORT = 30000
 """Of engine 0, where neither --port nor rollout.port says another; engine i has the i-th after it."""
+HUNG_GRACE_S = 30.0
+"""How long a server that hangs may come to itself before it is ended."""
+ALIVE_POLL_S = 1.0
 USAGE_STATUS = 2
 """Exit status of argparse: the same command line fails again."""
 RENDEZVOUS_PORTS = 10_000
@@ -110,9 +115,9 @@ def _run_server(own: EngineRole, recipe: Recipe, address: str, port: int, key: s
     member = Member(own.index, server_url(own.host, port), epoch.number, quant_map)
     server = start(spec)
 
-    def announce() -> None:
+    def announce(hung: str) -> None:
         release_weights(spec)
-        membership.announce(member)
+        membership.announce(replace(member, silent=hung))
 
     def wants_another() -> str | None:
         return reason_to_start_again(own.run, recipe, member)
@@ -133,20 +138,21 @@ def serve(
     epoch: Epoch,
     stop: Stop,
     start_deadline_s: float,
-    announce: Callable[[], None],
+    announce: Callable[[str], None],
     is_listed: Callable[[], bool],
     wants_another: Callable[[], str | None] = lambda: None,
 ) -> str | None:
     """Announce the server once it answers, then watch it until the run is finished or this role is asked to end.
     Returns what `wants_another` says, once it says why another server should take its place.
 
-    It is announced again when it is not listed: an earlier start, which does not know yet that it is superseded, may
-    have replaced the announcement.
+    `announce` is told why the server hangs, or nothing. It is called again when that changes, and when the server is
+    not listed: an earlier start, which does not know yet that it is superseded, may have replaced the announcement.
 
-    Raises EngineStartError when it does not come up or ends, RecipeError when it does not take its arguments,
-    SupersededError when a later start has begun.
+    Raises EngineStartError when it does not come up or ends, EngineHungError when it has hung for HUNG_GRACE_S,
+    RecipeError when it does not take its arguments, SupersededError when a later start has begun.
     """
-    look, look_for_end = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S)
+    look, look_for_end, look_alive = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S), Every(ALIVE_POLL_S)
+    liveness, told = Liveness(server.pid, server.is_ready), ""
     ends, up = time.monotonic() + start_deadline_s, False
     while not stop.asked:
         if (status := server.poll()) is not None:
@@ -159,14 +165,23 @@ def serve(
             return None
         if up and due and (why := wants_another()) is not None:
             return why
-        if (up and due and not is_listed()) or (not up and server.is_ready()):
+        hung = check_alive(liveness) if up and look_alive() else told
+        if hung != told or (up and due and not is_listed()) or (not up and server.is_ready()):
             epoch.check()
-            up = True
-            announce()
+            up, told = True, hung
+            announce(hung)
         if not up and time.monotonic() > ends:
             raise EngineStartError(f"server was not up within {start_deadline_s:g} s, stopped; {server.why()}")
         time.sleep(POLL_S)
     return None
+
+
+def check_alive(liveness: Liveness) -> str:
+    """Why the server hangs; empty while it does not. Raises EngineHungError when it has for too long: it is ended."""
+    reason = liveness.look() or ""
+    if reason and liveness.hung_s > HUNG_GRACE_S:
+        raise EngineHungError(f"server hangs ({reason}) and did not go on within {HUNG_GRACE_S:g} s: ended")
+    return reason
 
 
 def stop_server(server: ServerProcess, grace_s: float) -> None:
@@ -210,8 +225,11 @@ def _serve_with_node_0(own: EngineRole, server: ServerProcess, spec: EngineSpec,
     """Watch this host's server. True once the run is finished; False when node 0 has begun another start, which this
     server does not belong to, or when this role is asked to end. Raises EngineStartError when the server ends."""
     look, look_for_end, membership = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S), own.run.membership()
+    look_alive, liveness = Every(ALIVE_POLL_S), Liveness(server.pid, None)
     while not stop.asked:
         status = server.poll()
+        if status is None and look_alive():
+            check_alive(liveness)
         if (look() or status is not None) and epoch.is_superseded():
             return False  # also for a server that has ended: it met nobody, or lost node 0's
         if status is not None:

@@ -39,7 +39,7 @@ def run_router(own: RouterRole, stop: Stop) -> int:
             epoch,
             stop,
             rollout.start_deadline_s,
-            lambda: membership.announce_router(url),
+            lambda _: membership.announce_router(url),
             lambda: membership.router() == url,
         )
     finally:

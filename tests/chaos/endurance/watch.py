@@ -32,7 +32,7 @@ def name_of(argv: Sequence[str]) -> str:
         return f"{match[1]}{match[2]}"
     for words, name in (
         ("torchrun", "torchrun"),
-        ("torch.distributed.run", "torchrun"),
+        ("launch.run.torchrun", "torchrun"),
         ("learn_rank", "rank"),
         ("scheduler", "scheduler"),
         ("detokenizer", "detokenizer"),

@@ -239,7 +239,7 @@ def _ranks(command: list[str]) -> None:
     common = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(count))
     pids = {}
     for rank in range(count):
-        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = {**common, "EVENKEEL_PARENT": str(os.getpid()), "RANK": str(rank), "LOCAL_RANK": str(rank)}
         pids[fork(lambda: _run_module(inner), [sys.executable, *inner], environment, None)] = rank
     while pids:
         pid, status = os.wait()

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.child_process import ChildProcess
+from pipeline.child_process import PARENT_VARIABLE, ChildProcess
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 DEADLINE_S = 20.0
@@ -108,3 +108,12 @@ def test_a_parent_with_busy_threads_can_start_children(tmp_path: Path) -> None:
         done.set()
         for thread in threads:
             thread.join()
+
+
+def test_a_child_whose_parent_died_before_it_asked_ends(tmp_path: Path) -> None:
+    """Its parent is another process by then, which the variable does not name."""
+    code = "from pipeline.child_process import die_with_parent; die_with_parent(); print('alive')"
+    for parent, ends_well in ((os.getpid(), True), (1, False)):
+        environment = {**os.environ, PARENT_VARIABLE: str(parent)}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode == 0, done.stdout == "alive\n") == (ends_well, ends_well), done

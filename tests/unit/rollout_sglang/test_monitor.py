@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "PERIOD_S", 0.05)
 
 
-def monitored(run: Path, act: Callable[[Fleet, Membership], Awaitable[None]]) -> list[tuple[str, Any]]:
+def monitored(
+    run: Path, act: Callable[[Fleet, Membership], Awaitable[None]], published: Callable[[], int] = lambda: 3
+) -> list[tuple[str, Any]]:
     """What happened to which engine."""
     changes: list[tuple[str, Any]] = []
     membership = Membership(run / "engines")
@@ -38,7 +42,7 @@ def monitored(run: Path, act: Callable[[Fleet, Membership], Awaitable[None]]) ->
         taken["on_change"] = lambda kind, **fields: changes.append((kind, fields["engine"]))
         fleet = Fleet(membership, **taken)
         try:
-            async with fleet.monitored(lambda: (3, run)):
+            async with fleet.monitored(lambda: (published(), run)):
                 await act(fleet, membership)
         finally:
             await fleet.close()
@@ -66,7 +70,7 @@ def test_generation_waits_for_a_first_engine_which_is_given_weights_first(tmp_pa
             [completion] = await waiting
             assert (completion.engine, completion.versions) == (4, (3, 3))
 
-        assert monitored(tmp_path, act) == [("admitted", 4)]
+        assert monitored(tmp_path, act) == [("joined", 4), ("admitted", 4)]
         assert engine.calls.index("POST /generate") > engine.calls.index("POST /update_weights_from_disk")
 
 
@@ -82,7 +86,8 @@ def test_an_engine_that_left_gets_no_requests_and_one_that_moved_is_verified_ane
             await until(lambda: fleet.state() == ())
 
         changes = monitored(tmp_path, act)
-    assert changes == [("admitted", 0), ("quarantined", 0), ("admitted", 0), ("quarantined", 0)]
+    one_start = [("joined", 0), ("admitted", 0), ("quarantined", 0), ("left", 0)]
+    assert changes == one_start * 2
 
 
 def test_a_silent_engine_is_quarantined_and_its_requests_are_asked_elsewhere(
@@ -107,7 +112,47 @@ def test_a_silent_engine_is_quarantined_and_its_requests_are_asked_elsewhere(
             await until(lambda: not fleet.state()[0].quarantined)
 
         changes = monitored(tmp_path, act)
-    assert changes == [("admitted", 0), ("quarantined", 0), ("admitted", 1), ("admitted", 0)]
+    states = [change for change, _ in groupby(changes)]
+    assert states == [
+        *[("joined", 0), ("admitted", 0), ("quarantined", 0)],
+        *[("joined", 1), ("admitted", 1), ("admitted", 0)],
+    ]
+
+
+def test_an_engine_whose_role_says_that_it_hangs_costs_nobody_anything(tmp_path: Path) -> None:
+    """Its HTTP process answers as ever: only its role sees that its scheduler is frozen. A publish does not ask it, and
+    one that is under way lets go of it. When it goes on, it is given the weights that it lacks."""
+    check, version = WeightCheck(version=4, probe=None, digests=()), [3]
+    check.save(tmp_path)
+    with EngineDouble(3) as hung, EngineDouble(3) as other:
+        well, silent = Member(0, hung.url, 1), Member(0, hung.url, 1, silent="its process 7 is stopped")
+
+        async def act(fleet: Fleet, membership: Membership) -> None:
+            membership.announce(well)
+            membership.announce(Member(1, other.url, 1))
+            await until(lambda: [one.quarantined for one in fleet.state()] == [False, False])
+            hung.token_s = 3600
+            waiting = asyncio.gather(*(fleet.generate([1], 1, SAMPLING) for _ in range(2)))
+            await until(lambda: fleet.state()[0].in_flight == 1)
+            membership.announce(silent)
+            assert {group[0].engine for group in await waiting} == {1}
+            assert (fleet.state()[0].quarantined, fleet.state()[0].reason) == (True, "its process 7 is stopped")
+            hung.calls.clear()
+            await fleet.load(4, tmp_path, check)
+            assert hung.calls == []
+            assert other.version == "4"
+            version[0] = 4
+            membership.announce(well)
+            await until(lambda: not fleet.state()[0].quarantined)
+            assert hung.version == "4"
+            hung.load_fault = "hang"
+            loading = asyncio.create_task(fleet.load(5, tmp_path, replace(check, version=5)))
+            await until(lambda: "POST /update_weights_from_disk" in hung.calls[-1:])
+            membership.announce(silent)
+            assert (await loading)["engines_checked"] == 0.0
+            assert (other.version, fleet.state()[0].quarantined) == ("5", True)
+
+        monitored(tmp_path, act, published=lambda: version[0])
 
 
 def test_an_engine_that_was_started_again_unannounced_is_given_weights(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launch.cluster.roles import addresses
-from launch.cluster.roles.addresses import bind_address, interface_environment
+from launch.cluster.roles.addresses import bind_address, interface_environment, loopback_environment
 from pipeline.errors import RecipeError
 
 
@@ -47,3 +47,8 @@ def test_torch_is_told_the_interface_of_the_address(monkeypatch: pytest.MonkeyPa
     assert told == {"GLOO_SOCKET_IFNAME": "ib0", "TP_SOCKET_IFNAME": "ib0"}
     assert interface_environment("10.1.2.4", {}) == {}
     assert interface_environment("127.0.0.1", {}) == {}
+
+
+def test_a_run_on_one_machine_keeps_to_loopback() -> None:
+    told = loopback_environment({"NCCL_SOCKET_IFNAME": "mine"})
+    assert told == {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launch.cluster.roles import engine as role
-from launch.cluster.roles.base import Stop
+from launch.cluster.roles.base import Stop, status_of
 from launch.cluster.roles.engine import EngineRole, run_engine, serve
 from launch.cluster.roles.rendezvous import Rendezvous
 from pipeline.config.loader import recipe_from
@@ -16,7 +17,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
 from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineStartError, RecipeError, StoppedError, SupersededError
+from pipeline.errors import EngineHungError, EngineStartError, RecipeError, StoppedError, SupersededError
 from rollout_sglang.server.start import EngineSpec
 
 
@@ -25,6 +26,7 @@ class Server:
 
     def __init__(self, spec: EngineSpec | None = None) -> None:
         self.spec, self.status, self.killed = spec, None, False
+        self.pid = os.getpid()
 
     def poll(self) -> int | None:
         return self.status
@@ -93,7 +95,7 @@ def test_an_engine_that_is_not_listed_any_more_announces_itself_again(
 
     at_each_look(monkeypatch, look, listed.clear, look, lambda: finish(run))
     epoch = claim(run.path, "engine", 0)
-    serve(Server(), run, epoch, Stop(), 60, lambda: listed.add("engine"), lambda: "engine" in listed)  # type: ignore[arg-type]
+    serve(Server(), run, epoch, Stop(), 60, lambda _: listed.add("engine"), lambda: "engine" in listed)  # type: ignore[arg-type]
     assert seen == [True, True]
 
 
@@ -104,7 +106,7 @@ def test_a_superseded_engine_does_not_announce_itself(run: RunDirectory, monkeyp
     claim(run.path, "engine", 0)
     announced: list[int] = []
     with pytest.raises(SupersededError):
-        serve(Server(), run, epoch, Stop(), 60, lambda: announced.append(0), lambda: False)  # type: ignore[arg-type]
+        serve(Server(), run, epoch, Stop(), 60, lambda _: announced.append(0), lambda: False)  # type: ignore[arg-type]
     assert not announced
 
 
@@ -118,7 +120,30 @@ def test_a_server_that_does_not_take_its_arguments_is_not_started_again(
         at_each_look(monkeypatch, lambda status=status: setattr(server, "status", status))
         server.status = None
         with pytest.raises(error, match="no log"):
-            serve(server, run, epoch, Stop(), 60, lambda: None, lambda: True)  # type: ignore[arg-type]
+            serve(server, run, epoch, Stop(), 60, lambda _: None, lambda: True)  # type: ignore[arg-type]
+
+
+def test_a_server_that_hangs_is_announced_as_such_and_ended_when_it_stays_so(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str | None] = [None, "it is stopped", "it is stopped", None, "it is stopped again"]
+    grace = [0.0]
+
+    class Watched:
+        hung_s = property(lambda _: grace[0])
+
+        def look(self) -> str | None:
+            return looks.pop(0) if len(looks) > 1 else looks[0]
+
+    monkeypatch.setattr(role, "Liveness", lambda *_: Watched())
+    monkeypatch.setattr(role, "ALIVE_POLL_S", 0.0)
+    told: list[str] = []
+    at_each_look(monkeypatch, *[lambda: None] * 6, lambda: grace.__setitem__(0, role.HUNG_GRACE_S + 1))
+    epoch = claim(run.path, "engine", 0)
+    with pytest.raises(EngineHungError, match=r"it is stopped again.* did not go on within"):
+        serve(Server(), run, epoch, Stop(), 60, told.append, lambda: True)  # type: ignore[arg-type]
+    assert told == ["", "it is stopped", "", "it is stopped again"]
+    assert status_of(EngineHungError("")) == 1, "its supervisor starts it again"
 
 
 class OtherHost:

@@ -50,22 +50,17 @@ def test_ranks_are_shared_out_evenly(tmp_path: Path) -> None:
 
 def test_one_host_needs_no_port(tmp_path: Path) -> None:
     argv = rank_command(LearnerNode(RunDirectory(tmp_path)), a_recipe(tmp_path), "127.0.0.1", None)
-    assert "--standalone" in argv
-    assert "--master-port" not in argv
+    assert value_of(argv, "--rdzv-conf") == "rank=0,host=127.0.0.1,port=0,address=127.0.0.1"
+    assert value_of(argv, "--nnodes") == "1"
     assert value_of(argv, "--max-restarts") == "0"
 
 
 def test_several_hosts_meet_at_node_0(tmp_path: Path) -> None:
     own = LearnerNode(RunDirectory(tmp_path), node=1, nodes=2, host="n2")
     argv = rank_command(own, a_recipe(tmp_path, tensor_parallel=4), "10.0.0.2", Rendezvous(3, "n1", 29511, 2))
-    assert "--standalone" not in argv
-    told = {flag: value_of(argv, f"--{flag}") for flag in ("nnodes", "node-rank", "nproc-per-node", "rdzv-backend")}
-    assert told == {"nnodes": "2", "node-rank": "1", "nproc-per-node": "2", "rdzv-backend": "static"}
-    assert [value_of(argv, flag) for flag in ("--master-addr", "--master-port", "--local-addr")] == [
-        "n1",
-        "29511",
-        "10.0.0.2",
-    ]
+    told = {flag: value_of(argv, f"--{flag}") for flag in ("nnodes", "node-rank", "nproc-per-node", "local-addr")}
+    assert told == {"nnodes": "2", "node-rank": "1", "nproc-per-node": "2", "local-addr": "10.0.0.2"}
+    assert value_of(argv, "--rdzv-conf") == "rank=1,host=n1,port=29511,address=10.0.0.2"
 
 
 def test_ranks_know_the_epoch_and_only_rank_0_s_host_shows_metrics(

@@ -1,0 +1,106 @@
+"""torchrun, whose store listens at one address: `python -m launch.run.torchrun …`, with torchrun's own arguments.
+
+torch's stores listen on every address of a machine, and ask nobody who they are: whoever reaches the port may write
+what the ranks will believe. torchrun's two rendezvous backends (`--standalone`, `static`) make theirs so. This adds a
+third one, BACKEND: node 0's agent makes the one store that agents and ranks share, on a socket that it has bound.
+
+    --rdzv-backend evenkeel --rdzv-conf rank=NODE,host=HOST,port=PORT,address=ADDRESS
+
+Node 0 binds its ADDRESS, and a free port where PORT is 0; the others find it at HOST.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from pipeline.child_process import PARENT_VARIABLE
+
+BACKEND = "evenkeel"
+JOIN_DEADLINE_S = 600.0
+"""Longest wait for node 0's store, and of the store for what is asked of it."""
+
+
+class BoundRendezvous(RendezvousHandler):
+    """All nodes are known from the start, and there is one round: Even Keel starts a learner again as a whole."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._nodes, self._run_id = parameters.max_nodes, parameters.run_id
+        self._rank, self._port = int(parameters.get("rank")), int(parameters.get("port"))
+        self._host, self._address = str(parameters.get("host")), str(parameters.get("address"))
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """See RendezvousHandler."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks use the agents' store."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Have the store. Raises OSError on node 0 when its address or port cannot be bound."""
+        if self._store is None:
+            wait = timedelta(seconds=JOIN_DEADLINE_S)
+            if self._rank == 0:
+                self._store = listen(self._address, self._port, self._nodes, wait)
+                self._port = self._store.port
+            else:
+                self._store = TCPStore(self._host, self._port, self._nodes, is_master=False, timeout=wait)
+        store: Store = PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(store, self._rank, self._nodes, RendezvousStoreInfo(self._host, self._port))
+
+    def is_closed(self) -> bool:
+        """See RendezvousHandler."""
+        return False
+
+    def set_closed(self) -> None:
+        """See RendezvousHandler."""
+
+    def num_nodes_waiting(self) -> int:
+        """See RendezvousHandler."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See RendezvousHandler."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """See RendezvousHandler."""
+        return True
+
+
+def listen(address: str, port: int, size: int, timeout: timedelta) -> TCPStore:
+    """A store at that address alone; a free port for 0. Raises OSError when it cannot be bound."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+        bound = listener.getsockname()[1]
+        own = listener.detach()
+    return TCPStore(address, bound, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=own)
+
+
+def main() -> None:
+    """torchrun's own main, with the backend known to it."""
+    from torch.distributed.run import main as torchrun
+
+    rendezvous_handler_registry.register(BACKEND, BoundRendezvous)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    torchrun()
+
+
+if __name__ == "__main__":
+    main()

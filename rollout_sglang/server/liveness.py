@@ -1,0 +1,78 @@
+"""Whether a server is hung, as its own machine can tell: so a frozen engine is known within seconds, and why.
+
+    one of its processes is stopped (SIGSTOP, a debugger) for STOPPED_S     hung, whatever its HTTP process answers
+    its HTTP process has answered nothing for SILENCE_S                     hung
+
+SGLang has an HTTP process, a scheduler for each rank, and a detokenizer. With its scheduler frozen it answers /health
+as ever, and requests wait for ever. That requests wait proves nothing: a long prefill, a first compilation or a load of
+weights keep a scheduler from answering for a minute. But a process that is stopped is stopped. A scheduler that runs
+and gets nowhere is ended by SGLang's own watchdog (--watchdog-timeout, 300 s for one step).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+
+STOPPED_S = 2.0
+"""A process that is stopped for so long was not stopped in passing, by a tool that looks into it."""
+SILENCE_S = 8.0
+_FIND_S = 5.0
+"""How often the processes of the server are listed anew."""
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
+class Liveness:
+    """Looks at one server that is up."""
+
+    def __init__(
+        self, pid: int, answers: Callable[[], bool] | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`answers` asks its HTTP process; None where it has none: another host has that."""
+        self._pid, self._answers, self._clock = pid, answers, clock
+        self._answered = self._well = clock()
+        self._found_at = float("-inf")
+        self._processes: list[psutil.Process] = []
+        self._stopped: dict[int, float] = {}
+        """Process id → since when each look has found it stopped."""
+
+    def look(self) -> str | None:
+        """Why the server is hung; None when it is not, as far as can be seen."""
+        reason = self._look_at_processes() or self._ask()
+        if reason is None:
+            self._well = self._clock()
+        return reason
+
+    @property
+    def hung_s(self) -> float:
+        """Since the last look that found it well."""
+        return self._clock() - self._well
+
+    def _ask(self) -> str | None:
+        if self._answers is None:
+            return None
+        if self._answers():
+            self._answered = self._clock()
+        silent_s = self._clock() - self._answered
+        return f"it has answered nothing for {silent_s:.0f} s" if silent_s > SILENCE_S else None
+
+    def _look_at_processes(self) -> str | None:
+        now = self._clock()
+        if now - self._found_at >= _FIND_S:
+            self._found_at = now
+            with suppress(psutil.Error):
+                top = psutil.Process(self._pid)
+                self._processes = [top, *top.children(recursive=True)]
+        stopped: dict[int, str] = {}
+        for process in self._processes:
+            with suppress(psutil.Error):
+                if process.status() in _STOPPED:
+                    stopped[process.pid] = process.name()
+        self._stopped = {pid: self._stopped.get(pid, now) for pid in stopped}
+        for pid, since in self._stopped.items():
+            if now - since >= STOPPED_S:
+                return f"its process {pid} ({stopped[pid]}) is stopped"
+        return None
