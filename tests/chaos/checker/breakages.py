@@ -11,6 +11,9 @@ COLLECTOR, ALLOCATOR = "pipeline/rollout/collector.py", "pipeline/rollout/group_
 BUILDER, SAMPLER = "pipeline/rollout/batch_builder.py", "pipeline/rollout/group_sampler.py"
 SCHEDULE, OLD = "pipeline/schedule.py", "pipeline/trainer/old_logprobs.py"
 
+RECORD = "self.learner.tell(lambda: self._record(step, update, measured, published, watch))"
+SAVE = "self._save_if_due(step + 1)"
+
 
 def _broken(what: str, file: str, old: str, new: str) -> Mutation:
     return Mutation(what, file, old, new, ())
@@ -84,8 +87,8 @@ BREAKAGES = (
     _broken(
         "a synchronous batch does not wait for the step before it",
         SCHEDULE,
-        "            return batch // self.updates_per_stage * self.updates_per_stage\n        return batch\n",
-        "            return batch // self.updates_per_stage * self.updates_per_stage\n        return max(0, batch - 1)\n",
+        "* self.updates_per_stage\n        return batch\n",
+        "* self.updates_per_stage\n        return max(0, batch - 1)\n",
     ),
     _broken(
         "the last step of a stage does not publish",
@@ -97,8 +100,8 @@ BREAKAGES = (
     _broken(
         "batches are committed as they come",
         COLLECTOR,
-        "            await asyncio.shield(previous.task)  # batches are committed in order, so that none is missing in between\n",
-        "            pass\n",
+        "            await asyncio.shield(previous.task)  # batches are committed in order",
+        "            pass  # batches are committed in order",
     ),
     _broken(
         "a started collector forgets what was solved",
@@ -148,8 +151,8 @@ BREAKAGES = (
     _broken(
         "a step is recorded after its checkpoint",
         LOOP,
-        "        self.learner.tell(lambda: self._record(step, update, measured, published, watch))\n        self._save_if_due(step + 1)\n",
-        "        self._save_if_due(step + 1)\n        self.learner.tell(lambda: self._record(step, update, measured, published, watch))\n",
+        f"        {RECORD}\n        {SAVE}\n",
+        f"        {SAVE}\n        {RECORD}\n",
     ),
     _broken(
         "a version whose folder is missing is not published again",
@@ -178,8 +181,8 @@ BREAKAGES = (
     _broken(
         "the oldest checkpoint is loaded",
         CHECKPOINTS,
-        "        folder = self.directory / numbered(committed[-1])\n        verify(folder, committed[-1])\n",
-        "        committed = committed[:1]\n        folder = self.directory / numbered(committed[-1])\n        verify(folder, committed[-1])\n",
+        "        if not committed:\n            return None\n        folder",
+        "        if not committed:\n            return None\n        committed = committed[:1]\n        folder",
     ),
     _broken(
         "a checkpoint is named before it is durable",
