@@ -82,15 +82,17 @@ def remove_leftovers(folder: Path, fence: Callable[[], None]) -> list[str]:
 
 
 def move_to_free_name(temporary: Path, target: Path) -> bool:
-    """Give a folder the name `target`, durably, unless a folder that is not empty has it. Returns whether it did."""
+    """Give a folder the name `target`, unless a folder that is not empty has it. Returns whether it did. Durable in
+    both cases: whoever was first may not have come to that."""
     try:
         temporary.rename(target)
+        moved = True
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        return False
+        moved = False
     fsync_directory(target.parent)
-    return True
+    return moved
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -126,6 +128,9 @@ def creating(path: Path, before: Callable[[], None] = lambda: None) -> Iterator[
     try:
         before()
         _link(temporary, path)
+    except FileExistsError:
+        fsync_directory(path.parent)  # whoever was first may not have come to that, and the caller relies on the file
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     fsync_directory(path.parent)

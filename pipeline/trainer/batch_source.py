@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pipeline.data.files import FIRST_POLL_S, VISIBLE_S, slower
+from pipeline.data.files import FIRST_POLL_S, VISIBLE_S, fsync_directory, slower
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -93,6 +93,8 @@ class _Watch:
             if source.stop_requested():
                 return "stop"
             if self._index in source.store.settled():
+                # Whoever made it may not have come to that: what is trained on must not be gone after a power cut.
+                fsync_directory(source.store.directory)
                 source.patience.progress()
                 return "there" if source.store.lost(self._index) is None else "lost"
             source.patience.still(f"batch {self._index}")

@@ -53,4 +53,5 @@ class Cache:
         """By this host: it knows the name, and lists the folder anew."""
         host = self._world.me().host
         self._misses.pop((host, path), None)
+        self._misses.pop((host, os.path.dirname(path)), None)
         self._listings.pop((host, os.path.dirname(path)), None)

@@ -29,10 +29,9 @@ class QuickArray:
 
 
 class QuickFile:
-    """Stands for ZipStore and for the zarr.Group in it."""
+    """Stands for the zarr.Group of a file."""
 
-    def __init__(self, path: Path, mode: str = "r") -> None:
-        assert mode == "r"
+    def __init__(self, path: Path) -> None:
         head, _, body = Path(path).read_bytes().partition(b"\n")
         described = json.loads(head)
         self.attrs: dict[str, Any] = described["attributes"]
@@ -44,12 +43,6 @@ class QuickFile:
                 raise ValueError(f"array {name} is cut off")
             self._arrays[name] = QuickArray(np.frombuffer(part, dtype).reshape(shape).copy())
             place += size
-
-    def __enter__(self) -> QuickFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def get(self, name: str) -> QuickArray | None:
         return self._arrays.get(name)
@@ -67,10 +60,9 @@ def write_quickly(file: BinaryIO, attributes: Mapping[str, Any], arrays: Mapping
 @contextmanager
 def quick_files() -> Iterator[None]:
     """While the block runs, the store writes and reads this encoding."""
-    zarr = SimpleNamespace(open_group=lambda store, **_: store, Array=QuickArray, Group=QuickFile)
     with (
         patch("pipeline.data.store.write_zarr_zip", write_quickly),
-        patch("pipeline.data.store.ZipStore", QuickFile),
-        patch("pipeline.data.store.zarr", zarr),
+        patch("pipeline.data.store.open_zarr_zip", lambda path: (QuickFile(path), True)),
+        patch("pipeline.data.store.zarr", SimpleNamespace(Array=QuickArray, Group=QuickFile)),
     ):
         yield

@@ -70,7 +70,7 @@ def _records(setting: Setting) -> None:
     if len(set(committed)) != len(committed) and "power cut" not in world.happened:
         world.problem(f"batches were committed twice: {committed}")
     consumed = {event["step"] for event in read_events(run.path, "consumed")}
-    if consumed != set(steps):
+    if consumed != set(steps) and "power cut" not in world.happened:  # events are not synced
         world.problem(f"steps {sorted(consumed)} were consumed")
 
 
