@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.config.recipe import MOST_KEPT
+from pipeline.data.border.attributes import problem_of
 from pipeline.data.records import Completion
 from pipeline.errors import BadAnswerError, EngineUnavailableError, EngineVersionError
 from pipeline.ports.engines import Sampling
@@ -23,7 +24,6 @@ from rollout_sglang.answers.samples import (
     SAMPLE_BYTES,
     Asked,
     aborted_completion,
-    problem_of,
     read_completions,
     read_samples,
     scoring_bytes,
@@ -219,7 +219,7 @@ class EngineClient:
         if not updated.success:
             raise EngineVersionError(
                 f"engine {self.index} at {self.url} did not take version {version} from {directory}: "
-                f"{one_line(updated.message, 500)}; check that the folder is complete and readable there"
+                f"{one_line(updated.message, 400)}; check that the folder is complete and readable there"
             )
 
     async def verify(self, version: int) -> None:
@@ -246,8 +246,8 @@ class EngineClient:
             return [{name: Held.from_json(text) for name, text in rank.items()} for rank in ranks]
         except ValueError as error:
             raise EngineUnavailableError(
-                f"engine {self.index} at {self.url} describes its weights otherwise than this version: {error}; start "
-                "it with this version of Even Keel"
+                f"engine {self.index} at {self.url} describes its weights otherwise than this version: "
+                f"{one_line(error, 300)}; start it with this version of Even Keel"
             ) from error
 
     async def _check_weights(self, action: str, deadline_s: float) -> list[dict[str, str]] | None:

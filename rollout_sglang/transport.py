@@ -187,7 +187,7 @@ async def _beginning(response: httpx.Response) -> bytes:
 
 def _refusal(response: httpx.Response) -> EngineUnavailableError | EngineVersionError | FatalError:
     request = response.request
-    said = one_line(response.content.decode("utf-8", "replace"), 500)
+    said = one_line(response.content.decode("utf-8", "replace"), 400)
     what = f"{request.method} {request.url} answered {response.status_code}: {said}"
     if response.status_code in (401, 403):
         return FatalError(f"{what}; the server was started with another API key")

@@ -4,8 +4,9 @@ that cannot be, and problems left out when, and only when, their pass rate says 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,9 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.rollout.solved_prompts import Attempts, SolvedPromptFilter, SolvedPromptRule
 from pipeline.schedule import Schedule
+
+MOST_LOST = 1_000_000
+"""Lost groups that are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +108,7 @@ def verify_history(
     return Audit(
         missing=tuple(sorted(set(range(steps)) - set(present) - damaged.keys())),
         damaged=tuple(damaged[index] for index in sorted(damaged)),
-        lost=tuple(sorted(set(range(next_group)) - seen.keys() - set(open_groups))),
+        lost=_lost(next_group, seen.keys() | set(open_groups)),
         duplicated=tuple(sorted(reopened | {group for group, times in seen.items() if times > 1})),
         version_violations=violations,
         solved_violations=tuple(sorted(misjudged)),
@@ -118,6 +122,11 @@ def verify_history(
         tokens=tokens,
         lags=dict(sorted(lags.items())),
     )
+
+
+def _lost(next_group: int, known: Set[int]) -> tuple[int, ...]:
+    """The groups below `next_group` that are not known, at most MOST_LOST of them: a damaged number may be any."""
+    return tuple(islice((group for group in range(next_group) if group not in known), MOST_LOST))
 
 
 def _misjudged(batch: Batch, solved: Mapping[int, Attempts]) -> set[int]:

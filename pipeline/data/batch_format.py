@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.border.attributes import check_attributes
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import FINISH_REASONS, Batch, DroppedGroup, LogprobContract
 from pipeline.data.routed_experts import RoutedExperts
@@ -127,7 +128,8 @@ def check_sizes(shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Batch:
-    """The inverse of storing. Raises KeyError or TypeError when something is missing or of another kind."""
+    """The inverse of storing. Raises ValueError, KeyError or TypeError when something is missing or of another kind."""
+    check_attributes(attributes)
     names = attributes["reward_part_names"]
     parts = arrays["reward_parts"] if names else np.empty((0, 0), np.float32)
     if len(parts) != len(names):

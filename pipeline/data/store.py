@@ -46,6 +46,7 @@ from pipeline.errors import (
     DeadlineExceededError,
     StoreError,
 )
+from precision.text.short import one_line
 
 _NAME = re.compile(r"^(\d{6,})\.zarr\.zip$")
 
@@ -171,7 +172,7 @@ class BatchStore:
         except MemoryError:
             raise
         except Exception as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = one_line(error, 300) or type(error).__name__
             raise CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}") from error
         if contract is not None and batch.contract != contract:
             _refuse_contract(path, found=batch.contract, expected=contract)

@@ -17,13 +17,14 @@ from typing import get_args
 import numpy as np
 from pydantic import ValidationError
 
+from pipeline.data.border.attributes import problem_of
 from pipeline.data.border.values import Limits, Responses, as_float32, response_faults
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Completion, FinishReason
 from pipeline.data.routed_experts import RoutedExperts, decode_engine_rows, rows_still_true
 from pipeline.errors import BadAnswerError
 from pipeline.ports.engines import Sampling
-from precision.text.short import one_line, quoted
+from precision.text.short import quoted
 from rollout_sglang.answers.json_scan import element_spans
 from rollout_sglang.protocol import GENERATED, Generated, MetaInfo, policy_version
 
@@ -90,12 +91,6 @@ def read_samples(body: bytes, *, expected: int, sample_bytes: int) -> list[Gener
                 f"sample {number} is something else than SGLang's protocol ({problem_of(error)})"
             ) from None
     return found
-
-
-def problem_of(error: ValidationError) -> str:
-    """The first thing that pydantic found, and where."""
-    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    return one_line(f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}", 300)
 
 
 def read_completions(body: bytes, asked: Asked, *, engine: int, elapsed_s: float) -> list[Completion]:

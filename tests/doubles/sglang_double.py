@@ -305,7 +305,7 @@ class EngineDouble(_Double):
         tokens = [(index + place) % 512 for place in range(len(versions))]
         scored: list[list[Any]] = []
         if request.get("logprob_start_len") == 0:
-            wrong = 0.5 if self.damage == "answers" else 0.0
+            wrong = -0.5 if self.damage == "answers" else 0.0
             scored = [[wrong - (token + 1) / 8 if place else None, token, None] for place, token in enumerate(row)]
         wanted = request["sampling_params"]["max_new_tokens"]
         meta = {

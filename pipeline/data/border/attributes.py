@@ -1,0 +1,70 @@
+"""What the attributes of a batch must look like, of any schema: kinds and bounds, before anything is made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from precision.text.short import one_line
+
+MOST_OPEN = 1 << 22
+"""Groups under way: a stage of a million prompts has fewer."""
+_Number = Annotated[int, Field(ge=0, lt=1 << 53)]
+_Text = Annotated[str, Field(max_length=1000)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Contract(_Strict):
+    temperature: float
+    top_p: float
+    top_k: int
+    scaled: bool
+    tokenizer_sha256: _Text
+    kept_set: bool = False
+
+
+class _Dropped(_Strict):
+    group: _Number
+    reason: _Text
+    kind: _Text = "unfit"
+    problem: int = -1
+    samples: _Number = 0
+    solved: _Number = 0
+
+
+class _Attributes(_Strict):
+    model_config = ConfigDict(extra="ignore")
+
+    index: _Number
+    recipe_sha256: _Text
+    contract: _Contract
+    dropped: list[_Dropped]
+    next_group: _Number
+    open_groups: list[Annotated[list[_Number], Field(min_length=2, max_length=2)]] = []
+    reward_part_names: list[_Text]
+    optional_arrays: list[_Text] = []
+
+
+def check_attributes(attributes: Mapping[str, Any]) -> None:
+    """Raises ValueError, on one line, for what no writer of batches writes."""
+    try:
+        found = _Attributes.model_validate_json(json.dumps(dict(attributes)))
+    except ValidationError as error:
+        raise ValueError(f"its attributes are damaged ({problem_of(error)})") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"its attributes are damaged ({one_line(error, 200)})") from None
+    count = sum(stop - start for start, stop in found.open_groups)
+    if count > MOST_OPEN or any(start >= stop for start, stop in found.open_groups):
+        raise ValueError(f"open_groups names {count} groups, expected ascending ranges of {MOST_OPEN} at most in all")
+
+
+def problem_of(error: ValidationError) -> str:
+    """The first thing that pydantic found, and where."""
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    return one_line(f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}", 300)
