@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.rewards.channel import Channel
-from pipeline.rewards.sandbox.limits import watch
+from pipeline.rewards.sandbox.limits import MAX_FILES_BYTES, bytes_in, watch
 
 _MAX_ROUNDS = 100
 _SHARED_MEMORY = Path("/dev/shm")
@@ -42,8 +42,10 @@ class Children:
         watch(self._running(), self._memory_bytes, None if self._namespace else self.scratch)
 
     def left_any(self) -> bool:
-        """Whether it left a process behind since this was last asked. Looks only where something was started: one of a
-        sample's processes holds its socket, and could answer for the next sample."""
+        """Whether it left a process behind since this was last asked: one that holds its socket could answer for the
+        next sample. Or half as many bytes as may be written: the next sample would find no room."""
+        if any(bytes_in(folder) > MAX_FILES_BYTES // 2 for folder in self._written()):
+            return True
         if not self._namespace or (newest := _newest_pid()) == self._newest:
             return False
         self._newest = newest
@@ -67,9 +69,8 @@ class Children:
 
     def empty_scratch(self) -> None:
         """Remove what was written."""
-        folders = [self.scratch, _SHARED_MEMORY] if self._namespace else [self.scratch]
-        for folder in folders:
-            for entry in [] if folder is None else list(folder.iterdir()):
+        for folder in self._written():
+            for entry in list(folder.iterdir()):
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry, ignore_errors=True)
                 else:
@@ -80,6 +81,12 @@ class Children:
         self.kill()
         if self.scratch is not None and not self._namespace:
             shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _written(self) -> list[Path]:
+        """The folders that can be written to."""
+        if self.scratch is None:
+            return []
+        return [self.scratch, _SHARED_MEMORY] if self._namespace else [self.scratch]
 
     def _running(self) -> Iterator[int]:
         if self._namespace:

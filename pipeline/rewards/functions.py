@@ -46,6 +46,7 @@ class FunctionJudge:
     def start(self) -> Judgment | None:
         """A fresh process that has imported the reward function. Returns what is wrong, or None."""
         self._end()
+        self._children.empty_scratch()
         pid, self._channel = self._fork()
         self._children.began(pid)
         judgment = self._reply(READY, START_DEADLINE_S)

@@ -23,6 +23,8 @@ from pipeline.rewards.worker_process import Sandbox, WorkerProcess
 
 RUNGS: tuple[Rung, ...] = ("bubblewrap", "landlock")
 """From the top."""
+LEAKS = "code in it"
+"""How a reason begins where a rung is there and does not hold."""
 _PROBE_DEADLINE_S, _PROBE_MEMORY_MIB = 60.0, 512
 _MISSING = {
     "bubblewrap": f"{PROGRAM} is not installed (Debian: apt install bubblewrap)",
@@ -81,4 +83,4 @@ def _attempt(sandbox: Sandbox, hidden: Path, process: int) -> str | None:
     if judgment.failed is not None:
         return f"its probe failed ({judgment.failed}): {judgment.detail}"
     escaped = [name for name, succeeded in judgment.parts.items() if succeeded]
-    return f"code in it {', '.join(escaped)}" if escaped else None
+    return f"{LEAKS} {', '.join(escaped)}" if escaped else None

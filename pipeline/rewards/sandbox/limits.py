@@ -80,11 +80,12 @@ def watch(processes: Iterable[int], memory_bytes: int, folder: Path | None) -> N
         raise OverLimitError("processes")
     if pages * _PAGE_BYTES > memory_bytes:
         raise OverLimitError("memory")
-    if folder is not None and _bytes_in(folder) > MAX_FILES_BYTES:
+    if folder is not None and bytes_in(folder) > MAX_FILES_BYTES:
         raise OverLimitError("files")
 
 
-def _bytes_in(folder: Path) -> int:
+def bytes_in(folder: Path) -> int:
+    """What the files below it take."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
