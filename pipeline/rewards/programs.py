@@ -55,7 +55,7 @@ def program_in(response: str) -> str:
     return blocks[-1] if blocks else response
 
 
-def tests_in(answer: str) -> list[ProgramTest]:
+def parse_tests(answer: str) -> list[ProgramTest]:
     """Raises ValueError for an answer that is not a list of tests."""
     try:
         listed = json.loads(answer)
@@ -121,7 +121,7 @@ class ProgramJudge:
         limit ended that one."""
         _, response, answer = decode_texts(texts)
         try:
-            tests = tests_in(answer)
+            tests = parse_tests(answer)
         except ValueError as error:
             return failure("raised", str(error))
         program, give_up = program_in(response), time.monotonic() + self._deadline_s

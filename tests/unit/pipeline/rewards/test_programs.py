@@ -1,0 +1,134 @@
+"""python_tests: programs that a model wrote, against tests that they cannot see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.rewards.pool import Verdict, Verifiers
+from pipeline.rewards.programs import parse_tests, passes, program_in
+from pipeline.rewards.verifiers import PYTHON_TESTS
+from tests.support.sandboxes import sandbox_of
+
+ADD = [{"call": "add(2, 3)", "value": 5}, {"call": "add('a', 'b')", "value": "ab"}]
+SUM = [{"input": "1 2\n", "output": "3\n"}, {"input": "10 20\n", "output": "30"}]
+
+
+@pytest.fixture(scope="module", params=[None, "bubblewrap", "landlock"])
+def verifiers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifiers]:
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "answers.jsonl").write_text("5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        sandbox = None if request.param is None else sandbox_of(request.param)
+        with Verifiers(PYTHON_TESTS, workers=1, deadline_s=10.0, sandbox=sandbox, memory_mib=256) as made:
+            yield made
+
+
+def verdict(verifiers: Verifiers, program: str, tests: object) -> Verdict:
+    return asyncio.run(verifiers.score("", f"Here:\n```python\n{program}\n```\nDone.", json.dumps(tests)))
+
+
+def result(reward: float, passed: float, cut: float = 0.0) -> Verdict:
+    return Verdict(reward=reward, parts={"passed": passed, "cut": cut})
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "expected"),
+    [
+        ("def add(a, b):\n    return a + b", ADD, result(1.0, 1.0)),
+        ("def add(a, b):\n    print('noise', end='')\n    return a + b", ADD, result(1.0, 1.0)),
+        ("def add(a, b):\n    return 5", ADD, result(0.0, 0.5)),
+        ("def add(a, b):\n    raise ValueError", ADD, result(0.0, 0.0)),
+        ("def add(a, b) return", ADD, result(0.0, 0.0)),
+        ("print(sum(map(int, input().split())))", SUM, result(1.0, 1.0)),
+        ("if __name__ == '__main__':\n    print(3)", SUM, result(0.0, 0.5)),
+    ],
+)
+def test_programs(verifiers: Verifiers, program: str, tests: object, expected: Verdict) -> None:
+    assert verdict(verifiers, program, tests) == expected
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\nsys.exit(0)",
+        "import os\nos._exit(0)",
+        "class Anything:\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Anything()",
+        "import json\njson.loads = json.dumps = lambda *a, **k: 'true'\ndef add(a, b):\n    return 1",
+        "print(open('call.py').read())\ndef add(a, b):\n    return True",
+        "import os\nfor n in range(3, 64):\n    try: os.write(n, b'[1]')\n    except OSError: pass\nadd = max",
+    ],
+)
+def test_programs_do_not_pass_by_cheating(verifiers: Verifiers, program: str) -> None:
+    assert verdict(verifiers, program, ADD) == result(0.0, 0.0)
+
+
+@pytest.mark.parametrize("program", ["while True: pass", "print('x' * 10**7)", "x = bytearray(10**9); add = max"])
+def test_programs_end_at_their_limits(verifiers: Verifiers, program: str) -> None:
+    """Without a sandbox only time, output and what can be seen of its memory are limited."""
+    found = verdict(verifiers, program, ADD)
+    assert (found.reward, found.parts["passed"], found.failed) == (0.0, 0.0, None)
+
+
+def test_a_program_finds_no_answers_and_no_other_program(verifiers: Verifiers) -> None:
+    confined = json.loads(verifiers._workers[0]._settings)["rung"] is not None
+    leaves = "import os\nopen('left', 'w').write('5')\ndef add(a, b): return a + b"
+    assert verdict(verifiers, leaves, ADD) == result(1.0, 1.0)
+    reads = f"import os\nassert not os.path.exists('left')\nprint(open({os.path.abspath('answers.jsonl')!r}).read())"
+    expected = result(0.0, 0.0) if confined else result(1.0, 1.0)
+    assert verdict(verifiers, reads, [{"input": "", "output": "5"}]) == expected
+
+
+@pytest.mark.parametrize("answer", ["", "5", "[]", "{}", '[{"input": "x"}]', '[{"call": 3, "value": 1}]', "[" * 10**5])
+def test_an_answer_that_is_no_tests_is_a_failed_verdict(verifiers: Verifiers, answer: str) -> None:
+    found = asyncio.run(verifiers.score("", "print(1)", answer))
+    assert found.failed == "raised"
+
+
+def test_the_last_block_is_the_program() -> None:
+    assert program_in("```python\na\n```\ntext\n```py\nb\n```\n") == "b\n"
+    assert program_in("```\na\n```") == "a\n"
+    assert program_in("```python\nendless") == "endless"
+    assert program_in("print(1)") == "print(1)"
+
+
+@pytest.mark.parametrize(
+    ("value", "printed", "same"),
+    [
+        (0.3, "0.30000000000000004", True),
+        (1, "1.0", True),
+        (1.0, "1", True),
+        (True, "1", False),
+        ([1, {"a": None}], '[1, {"a": null}]', True),
+        ([1], "[1, 2]", False),
+        ("x", '"x"', True),
+        (1, "", False),
+        (1, "NaN", False),
+        (1, "[" * 10**5, False),
+        (1, "9" * 5000, False),
+    ],
+)
+def test_values_are_compared_as_json(value: object, printed: str, same: bool) -> None:
+    (test,) = parse_tests(json.dumps([{"call": "f()", "value": value}]))
+    assert passes(test, f"noise\n{printed}") is same
+
+
+def test_output_is_compared_without_spaces_at_the_ends() -> None:
+    (test,) = parse_tests(json.dumps([{"input": "", "output": "a\nb\n"}]))
+    assert passes(test, "a  \nb\n\n\n")
+    assert not passes(test, "a\n\nb")
+
+
+def test_python_tests_is_a_reward_of_the_jsonl_task(tmp_path: Path) -> None:
+    from pipeline.config.task_sections import JsonlTask
+    from pipeline.tasks import build_task
+
+    path = tmp_path / "problems.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"p{n}", "answer": json.dumps(SUM)}) for n in range(50)))
+    assert build_task(JsonlTask(name="jsonl", path=path, reward="python_tests"), seed=0).reward == PYTHON_TESTS
