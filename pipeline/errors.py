@@ -10,6 +10,7 @@ EvenKeelError
 │   │   ├── CorruptBatchError
 │   │   ├── CorruptCheckpointError
 │   │   └── ContractMismatchError   the batch was sampled under another logprob contract
+│   ├── DiskFullError          a disk is full, or too full for what is to be written
 │   ├── PromptsExhaustedError  every problem of the task is solved: nothing is left to ask
 │   ├── ExpertReplayError      recorded routes do not fit the model, or were not used exactly once
 │   ├── NonFiniteError         a NaN or infinity was about to reach the optimizer
@@ -82,6 +83,10 @@ class CorruptCheckpointError(StoreError):
 
 class ContractMismatchError(StoreError):
     """The batch was sampled under a logprob contract that is not the learner's."""
+
+
+class DiskFullError(FatalError):
+    """A disk is full, or too full for what is to be written. What is committed stays."""
 
 
 class PromptsExhaustedError(FatalError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pipeline.data.files import unique_suffix
@@ -14,9 +15,10 @@ from pipeline.errors import StoreError
 def leave_fatal_note(run: RunDirectory, process: str, error: Exception) -> None:
     """Say why `process` gives up."""
     folder = run.logs / "fatal"
-    folder.mkdir(parents=True, exist_ok=True)
     note = dict(process=process, error=type(error).__name__, message=str(error), time=time.time())
-    write_sealed_json(folder / f"{process}-{unique_suffix()}.json", note)
+    with suppress(OSError):  # on a full disk: the supervisor finds that out for itself
+        folder.mkdir(parents=True, exist_ok=True)
+        write_sealed_json(folder / f"{process}-{unique_suffix()}.json", note)
 
 
 @dataclass

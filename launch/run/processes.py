@@ -15,6 +15,7 @@ import psutil
 
 from launch.run.fatal_notes import FatalNotes, leave_fatal_note
 from pipeline.child_process import ChildProcess, program_environment
+from pipeline.data.integrity.space import full_disk_said
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import (
     FATAL_EXIT_CODE,
@@ -87,7 +88,8 @@ def run_ranks(
 def run_child(run: RunDirectory, name: str, body: Callable[[], None]) -> NoReturn:
     """Body of a supervised program: a FatalError leaves its one line where the supervisor looks for it."""
     try:
-        body()
+        with full_disk_said(run.path):
+            body()
     except SupersededError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         os._exit(SUPERSEDED_EXIT_CODE)

@@ -10,8 +10,10 @@ from launch.build.components import build_limits, build_solved_prompt_rule
 from pipeline.analysis.audit import verify_history
 from pipeline.analysis.gaps import find_gaps
 from pipeline.control.files import ControlFiles
+from pipeline.data.integrity.walk import damaged_files
 from pipeline.data.run_directory import RunDirectory
 from pipeline.repair.apply import repaired_paths
+from pipeline.trainer.checkpoints import verify
 
 
 def check_history(path: Path) -> dict[str, Any]:
@@ -20,12 +22,13 @@ def check_history(path: Path) -> dict[str, Any]:
     the batches that damage has cost, which are known and so not wrong; and the steps and versions that lack a record.
 
     Read are the batches, the lags that the ESS controller decided, the records of steps and of repairs and, if it is
-    there, the model's config.json.
+    there, the model's config.json; and every file of the run is compared with its checksum.
     """
     run = RunDirectory(path)
     recipe, decided = run.recipe(), ControlFiles(run.control, run.fence).newest()
     schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)
     limits = build_limits(recipe)
+    damaged = damaged_files(path, lambda folder: verify(folder, _step(folder)))
     audit = verify_history(path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe), limits)
     repaired = sorted(repaired_paths(run))
     gaps = find_gaps(run, recipe, repaired)
@@ -47,5 +50,11 @@ def check_history(path: Path) -> dict[str, Any]:
         solved=audit.solved,
         tokens=audit.tokens,
         lag_tokens={str(lag): count for lag, count in audit.lags.items()},
-        ok=audit.sound and gaps.none,
+        damaged=damaged,
+        ok=audit.sound and gaps.none and not damaged,
     )
+
+
+def _step(checkpoint: Path) -> int | None:
+    """What the folder's name says; None where it is not in a run's folder of checkpoints."""
+    return int(checkpoint.name) if checkpoint.parent.name == "checkpoints" and checkpoint.name.isdigit() else None

@@ -5,6 +5,7 @@ Written under a temporary name, synced, then renamed: a policy folder is complet
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_bridge.hf.folders import complete_folder, replace_folder
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.hf.shard_writer import SHARD_BYTES, whole_tensors, write_shards
 from pipeline.data.files import temporary_name
+from pipeline.data.integrity.space import require_space, size_of
 from pipeline.data.quant_maps import write_quant_map
 from pipeline.data.run_directory import unfenced
 from pipeline.ports.weight_check import ChecksumRecorder
@@ -39,13 +41,26 @@ def write_policy(
     `digests` observes what is written.
     manifest.json holds `{"tensors": …}`, a `shard_writer.Manifest`. Needs no Megatron and no process group.
     """
+    require_space(target.parent, _expected_bytes(target, source_folder, quant), f"the weights in {target.name}")
     temporary = temporary_name(target)
     temporary.mkdir(parents=True)
     stream = named_tensors if quant is None else quantize_state(named_tensors, quant, quantize_block)
     if digests is not None:
         stream = digests.watch(stream)
-    manifest = write_shards(whole_tensors(stream), temporary, shard_bytes=shard_bytes)
-    complete_policy(temporary, target, manifest, source_folder, quant, fence)
+    try:
+        manifest = write_shards(whole_tensors(stream), temporary, shard_bytes=shard_bytes)
+        complete_policy(temporary, target, manifest, source_folder, quant, fence)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # on a full disk it would be in its own way
+        raise
+
+
+def _expected_bytes(target: Path, source_folder: Path, quant: QuantMap | None) -> int:
+    """As many as the version before has; of the first, those of the source. Quantized ones are not known before."""
+    before = sorted(path for path in target.parent.glob("[0-9]*") if path.is_dir() and target.name.isdigit())
+    if before:
+        return size_of(before[-1])
+    return sum(path.stat().st_size for path in source_folder.glob("*.safetensors")) if quant is None else 0
 
 
 def complete_policy(

@@ -22,6 +22,7 @@ from pipeline.data.routed_experts import RoutedExperts
 SCHEMA_VERSION = 5
 FIRST_SEALED = 5
 """The schema since which the file itself has a checksum (pipeline.data.zarr_zip)."""
+_NAMES_BYTES = 64 << 10
 ADDED_IN_2 = ("loss_mask", "problem")
 """Arrays that files of schema 1 lack. There, engines sampled every token, and problems were not recorded."""
 NAMES_BEFORE_3 = {"rollout_logprobs": "sampler_logprobs", "loss_mask": "forced"}
@@ -97,6 +98,11 @@ def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
     if batch.reward_parts:
         arrays["reward_parts"] = np.stack([batch.reward_parts[name] for name in sorted(batch.reward_parts)])
     return arrays | _optional_arrays(batch)
+
+
+def num_bytes(batch: Batch) -> int:
+    """What the batch's file takes at most: its arrays as they are, and some for names and checksums."""
+    return sum(array.nbytes for array in arrays_of(batch).values()) + _NAMES_BYTES
 
 
 def array_names(attributes: Mapping[str, Any]) -> list[str]:

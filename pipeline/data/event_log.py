@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from pipeline.data.files import make_folder
+from pipeline.data.files import fsync_directory, make_folder
 from pipeline.data.integrity.sealed import seal, unseal
 from pipeline.errors import NonFiniteError, StoreError
 
@@ -88,7 +88,7 @@ class EventLog:
         if path not in self._begun:
             _cut_torn_line(path)
             self._begun.add(path)
-        _append(path, line)
+        _append(path, line, durable=log == "metrics")
         for observer in self._observers:
             observer(log, line)
 
@@ -123,7 +123,9 @@ def _by_start(path: Path) -> tuple[str, int]:
     return (match[1], int(match[2])) if match else (path.stem, 0)
 
 
-def _append(path: Path, line: dict[str, Any]) -> None:
+def _append(path: Path, line: dict[str, Any], *, durable: bool) -> None:
+    """A step's line is durable before the step's checkpoint is; the last events may go when the power does."""
+    is_new = not path.exists()
     data = seal(json.dumps(line, ensure_ascii=False) + "\n").encode()
     make_folder(path.parent)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -135,8 +137,12 @@ def _append(path: Path, line: dict[str, Any]) -> None:
             with suppress(OSError):
                 os.ftruncate(descriptor, before)  # the next line must not grow onto half of this one
             raise
+        if durable:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    if is_new and durable:
+        fsync_directory(path.parent)
 
 
 def _write_whole(descriptor: int, data: bytes, path: Path) -> None:

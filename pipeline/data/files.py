@@ -13,8 +13,8 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +24,7 @@ FIRST_POLL_S = 0.05
 _SLOWEST_POLL_S = 1.0
 VISIBLE_S = 90.0
 """Longest time, with margin, until a file that one host made is seen by another: attributes are cached up to 60 s."""
+OLD_S = 3600.0
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 """What file systems answer that have none. Other errors, such as a full disk, say themselves what is wrong."""
 _TEMPORARY = re.compile(r"\..+\.[\w-]+-[0-9a-f]{12}\.tmp")
@@ -79,6 +80,16 @@ def remove_leftovers(folder: Path, fence: Callable[[], None]) -> list[str]:
         else:
             path.unlink(missing_ok=True)
     return names
+
+
+def remove_old_leftovers(folders: Iterable[Path]) -> None:
+    """Delete temporary files that killed processes left in folders that several roles write. Complete ones take
+    milliseconds; who was frozen for an hour fails when it goes on."""
+    for folder in folders:
+        for name in filter(is_temporary, os.listdir(folder) if folder.is_dir() else []):
+            with suppress(OSError):
+                if time.time() - (folder / name).lstat().st_mtime > OLD_S:
+                    (folder / name).unlink()
 
 
 def move_to_free_name(temporary: Path, target: Path) -> bool:

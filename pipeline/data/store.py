@@ -31,10 +31,12 @@ from pipeline.data.batch_format import (
     check_batch,
     check_sizes,
     content_sha256,
+    num_bytes,
 )
 from pipeline.data.border.batches import check_values
 from pipeline.data.border.values import UNKNOWN, Limits
 from pipeline.data.files import FIRST_POLL_S, await_visible, creating, make_folder, remove_leftovers, slower
+from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import numbered, unfenced
@@ -116,8 +118,8 @@ class BatchStore:
 
     def commit(self, batch: Batch) -> Path:
         """Make `batch` durable and visible, in that order. Raises AlreadyCommittedError when another process was first,
-        SupersededError behind the fence, StoreError if its arrays do not agree with one another or hold values that
-        cannot be (pipeline.data.border.values)."""
+        SupersededError behind the fence, DiskFullError, and StoreError if its arrays do not agree with one another or
+        hold values that cannot be (pipeline.data.border.values)."""
         path = self.path(batch.index)
         if self.exists(batch.index):
             self._refuse_second(path)
@@ -128,8 +130,9 @@ class BatchStore:
             raise StoreError(
                 f"refused to commit batch {batch.index}: {error}; correct the code that built it"
             ) from error
+        require_space(self.directory, num_bytes(batch), f"batch {batch.index}")
         try:
-            with creating(path, before=self._fence) as file:
+            with full_disk_said(self.directory, path.name), creating(path, before=self._fence) as file:
                 _write(file, batch)
         except FileExistsError:
             self._refuse_second(path)

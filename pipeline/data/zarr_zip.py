@@ -61,7 +61,11 @@ def write_zarr_zip(file: BinaryIO, attributes: Mapping[str, Any], arrays: Mappin
 def sealed_zip(data: bytes | memoryview) -> bytes:
     """A zip file without comment, with its checksum for one."""
     whole = memoryview(data)[:-2]  # the last field is the length of the comment
-    return b"".join((whole, TRAILER_BYTES.to_bytes(2, "little"), trailer(whole)))
+    return b"".join((whole, _comment(whole)))
+
+
+def _comment(whole: memoryview) -> bytes:
+    return TRAILER_BYTES.to_bytes(2, "little") + trailer(whole)
 
 
 def open_zarr_zip(path: Path) -> tuple[zarr.Group, bool]:
@@ -72,7 +76,7 @@ def open_zarr_zip(path: Path) -> tuple[zarr.Group, bool]:
     """
     data = path.read_bytes()
     sealed = TRAILER.search(data[-TRAILER_BYTES:]) is not None
-    if sealed and data[-TRAILER_BYTES:] != trailer(memoryview(data)[: -TRAILER_BYTES - 2]):
+    if sealed and data[-TRAILER_BYTES - 2 :] != _comment(memoryview(data)[: -TRAILER_BYTES - 2]):
         raise ValueError("its checksum differs")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         members = archive.infolist()

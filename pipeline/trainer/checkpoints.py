@@ -27,8 +27,9 @@ from pipeline.data.files import (
 )
 from pipeline.data.integrity.folders import Fingerprint, fingerprints, sync_files
 from pipeline.data.integrity.sealed import reason, unseal, write_sealed, write_sealed_json
+from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.run_directory import numbered, numbered_folders, unfenced
-from pipeline.errors import CorruptCheckpointError
+from pipeline.errors import CorruptCheckpointError, DiskFullError
 from pipeline.ports.learner import Learner
 
 COMMIT = "COMMIT"
@@ -43,14 +44,21 @@ class Checkpoints:
     keep: int
     fence: Callable[[], None] = unfenced
     """Called on rank 0 before a checkpoint gets its name; raises SupersededError."""
+    first_bytes: int = 0
+    """What the first checkpoint will take, as far as is known: a disk that has less is said to be too full before."""
 
     def save(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
         """Collective. Once it returns, training can go on at `step`, whatever dies. `state` is what the loop itself
         must remember."""
         folder = self.directory / learner.tell(lambda: self._new_folder(step))
-        learner.save(folder)
-        learner.barrier()
-        learner.tell(lambda: self._commit(folder, step, state))
+        try:
+            with full_disk_said(self.directory, f"the checkpoint of step {step}"):
+                learner.save(folder)
+                learner.barrier()
+                learner.tell(lambda: self._commit(folder, step, state))
+        except DiskFullError:
+            shutil.rmtree(folder, ignore_errors=True)  # every rank tries: what is incomplete must not fill the disk
+            raise
 
     def restore(self, learner: Learner) -> tuple[int, dict[str, float]]:
         """Collective. Load the newest committed checkpoint; returns the step to go on at (0 when there is none) and the
@@ -66,8 +74,17 @@ class Checkpoints:
 
     def _new_folder(self, step: int) -> str:
         folder = temporary_name(self.directory / numbered(step))
+        make_folder(self.directory)
+        require_space(self.directory, self._expected_bytes(), f"the checkpoint of step {step}")
         make_folder(folder)
         return folder.name
+
+    def _expected_bytes(self) -> int:
+        """Those of the newest checkpoint; before the first, what the learner thinks."""
+        committed = self._committed()
+        if not committed:
+            return self.first_bytes
+        return sum(one.num_bytes for one in read_commit(self.directory / numbered(committed[-1])).files.values())
 
     def _commit(self, folder: Path, step: int, state: Mapping[str, float]) -> None:
         write_sealed_json(folder / _LOOP_STATE, dict(state))

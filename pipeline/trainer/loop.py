@@ -70,7 +70,7 @@ class Trainer:
     def train(self) -> None:
         """Train on every batch that the newest checkpoint has not seen, then export the final policy. Asked to stop, it
         saves what is trained and raises StoppedError, on every rank."""
-        for folder in (self.run.policies, self.run.mismatch):
+        for folder in (self.run.policies, self.run.mismatch, self.run.logprobs):
             self.learner.tell(partial(remove_leftovers, folder, self.run.fence))
         first, state = self.checkpoints.restore(self.learner)
         self._saved = first

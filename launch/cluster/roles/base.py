@@ -20,6 +20,7 @@ from launch.cluster.roles.addresses import own_address
 from launch.run.fatal_notes import leave_fatal_note
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
+from pipeline.data.integrity.space import full_disk_said
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import (
@@ -92,7 +93,8 @@ class Every:
 def run_role(run: RunDirectory, name: str, body: Callable[[Stop], int | None]) -> NoReturn:
     """Run a role to its end, and end this process with the exit status that says how it went."""
     try:
-        status = body(Stop().install()) or 0
+        with full_disk_said(run.path):
+            status = body(Stop().install()) or 0
     except EvenKeelError as error:
         status = status_of(error)
         print(f"{'error' if status in (1, FATAL_EXIT_CODE) else name}: {error}", file=sys.stderr, flush=True)

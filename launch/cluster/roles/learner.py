@@ -42,6 +42,7 @@ from pipeline.config.advice import advice
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
+from pipeline.data.files import remove_old_leftovers
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import (
     FATAL_EXIT_CODE,
@@ -103,6 +104,7 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     own.run.freeze(recipe)  # first: who comes with another recipe is refused, and takes over from nobody
     epoch = claim(own.run.path, "learner")
     run = own.run.under(epoch)
+    remove_old_leftovers(shared_folders(run))
     if run.is_finished():
         return Verdict(0)
     seed_policy(run, recipe)
@@ -115,6 +117,13 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     if verdict.status == 0:
         run.set_finished("learner")
     return verdict
+
+
+def shared_folders(run: RunDirectory) -> list[Path]:
+    """Those in which several roles write small files."""
+    epochs = run.path / "epochs"
+    named = (run.path, run.path / "finished", run.path / "engines", run.logs / "fatal", run.updates, run.evaluations)
+    return [*named, *(epochs.iterdir() if epochs.is_dir() else ())]
 
 
 def _lead_others(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, stop: Stop, key: str | None) -> Verdict:

@@ -1,0 +1,23 @@
+"""Flips one bit of one file of a real run, and asks the product's readers: none may go on as if nothing had happened.
+
+    runs/chaos/flips/runs/flips   a small real run, made once: staged, FP8 rollouts, evaluations, a model; and what such
+                                  a run has not: control records, numbered quant maps, old log-probabilities, members.
+                                  One bit is flipped at a time, and put back
+
+A flip passes when a reader names the file (or its folder) in an EvenKeelError, or when the file is one of
+pipeline.data.integrity.walk.FREE. Everything else is silent damage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.chaos.flips.flip import flips
+from tests.chaos.ledger import Case
+
+IN_AN_HOUR = 1500
+
+
+def cases() -> Sequence[Case]:
+    """All flips, in an order that mixes the kinds of files."""
+    return flips(IN_AN_HOUR)

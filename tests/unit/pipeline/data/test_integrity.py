@@ -1,0 +1,225 @@
+"""Checksums of small files, arrays, zips and folders: every flipped bit is found, and headers allocate nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.data.integrity import walk
+from pipeline.data.integrity.folders import CHECKSUMS, list_checksums, verify_folder
+from pipeline.data.integrity.sealed import (
+    create_sealed,
+    read_sealed,
+    read_sealed_array,
+    read_sealed_json,
+    seal,
+    trailer,
+    unseal,
+    write_sealed,
+    write_sealed_array,
+    write_sealed_json,
+)
+from pipeline.data.integrity.walk import damaged_files, is_free
+from pipeline.data.zarr_zip import SMALL_BYTES, open_zarr_zip, sealed_zip, write_zarr_zip
+from pipeline.errors import StoreError
+from pipeline.trainer.checkpoints import commit, verify
+
+
+def flipped(data: bytes) -> Iterator[bytes]:
+    """`data` with each of its bits flipped."""
+    for byte in range(len(data)):
+        for bit in range(8):
+            yield data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1 :]
+
+
+TEXTS = ['{"url": "http://é", "n": 2}\n', "{}\n", '{\n "a": {"crc32": "00000000"}\n}\n', "12\n", "a: 1\nb: {}\n", "\n"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_each_flipped_bit_of_a_sealed_text_is_found(text: str) -> None:
+    sealed = seal(text).encode()
+    assert unseal(sealed) == text
+    for damaged in flipped(sealed):
+        with pytest.raises(ValueError, match=r"checksum|utf-8"):
+            unseal(damaged)
+    for length in range(len(sealed)):
+        with pytest.raises(ValueError, match=r"checksum|utf-8"):
+            unseal(sealed[:length])
+
+
+@given(st.text(st.characters(codec="utf-8")), st.dictionaries(st.text(), st.integers() | st.text()))
+def test_whatever_is_sealed_comes_back_and_stays_what_it_was(text: str, data: dict[str, int | str]) -> None:
+    assert unseal(seal(text + "\n").encode()) == text + "\n"
+    line = json.dumps(data) + "\n"
+    assert unseal(seal(line).encode()) == line
+    others = {key: value for key, value in json.loads(seal(line)).items() if key != "crc32"}
+    assert others == {key: value for key, value in data.items() if key != "crc32"}
+    assert yaml.safe_load(seal("a: 1\n")) == {"a": 1}, "YAML takes it for a comment"
+
+
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "PUBLISHED"
+    write_sealed(path, "12\n")
+    path.write_text(path.read_text().replace("12\n", "13\n"))
+    with pytest.raises(StoreError, match=r"PUBLISHED is damaged \(its checksum differs\); start anew"):
+        read_sealed(path, "start anew")
+    with pytest.raises(FileExistsError):
+        create_sealed(path, "14\n")
+    write_sealed(path, "[1]\n")
+    with pytest.raises(StoreError, match="holds no JSON object"):
+        read_sealed_json(path, "start anew")
+    write_sealed_json(path, dict(a=1))
+    assert read_sealed_json(path, "") == dict(a=1)
+
+
+def test_each_flipped_bit_of_an_array_is_found_and_numpy_reads_it(tmp_path: Path) -> None:
+    path, values = tmp_path / "000012.npy", np.asarray([-0.5, 0.0, -3.25], np.float32)
+    write_sealed_array(path, values)
+    np.testing.assert_array_equal(np.load(path, allow_pickle=False), values)
+    found = read_sealed_array(path, "")
+    assert found is not None
+    np.testing.assert_array_equal(found, values)
+    whole = path.read_bytes()
+    for damaged in flipped(whole):
+        path.write_bytes(damaged)
+        with pytest.raises(StoreError, match=r"000012\.npy is damaged \(its checksum differs\)"):
+            read_sealed_array(path, "")
+
+
+@pytest.mark.parametrize("shape", ["(1000000000000,)", "(2, 3)", "(-6,)"])
+def test_a_header_of_an_array_that_claims_more_than_there_is_allocates_nothing(tmp_path: Path, shape: str) -> None:
+    memory = io.BytesIO()
+    np.save(memory, np.zeros(6, np.float32))
+    claimed = memory.getvalue().replace(b"(6,), }" + b" " * len(shape), f"{shape}, }}".encode() + b" " * 4)
+    path = tmp_path / "000012.npy"
+    path.write_bytes(claimed + trailer(claimed))
+    with pytest.raises(StoreError, match=r"000012\.npy is damaged"):
+        read_sealed_array(path, "")
+
+
+def arrays_of(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_each_flipped_bit_of_a_zip_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "a.zarr.zip"
+    with path.open("wb") as file:
+        write_zarr_zip(file, {"index": 3}, {"tokens": np.arange(4, dtype=np.int32)})
+    group, sealed = open_zarr_zip(path)
+    assert sealed
+    assert np.asarray(group["tokens"][...]).tolist() == [0, 1, 2, 3]  # type: ignore[index]
+    for damaged in flipped(path.read_bytes()):
+        path.write_bytes(damaged)
+        try:
+            assert not open_zarr_zip(path)[1], "a damaged comment: the schema says that there must be one"
+        except (ValueError, OSError, zipfile.BadZipFile, KeyError, NotImplementedError):
+            continue
+
+
+BOMBS: dict[str, Callable[[dict[str, bytes]], None]] = {
+    "claims .* bytes": lambda members: grow(members, "[100000000000]", "[1048576]"),
+    "lacks its chunk": lambda members: grow(members, "[9000000]", "[4]"),
+    "chunks .* for": lambda members: grow(members, "[4]", "[100000000]"),
+    "another size": lambda members: members.update({"tokens/c/0": big_frame()}),
+    "codecs": lambda members: members.update({META: members[META].replace(b'"zstd"', b'"gzip"')}),
+}
+META = "tokens/zarr.json"
+
+
+def grow(members: dict[str, bytes], shape: str, chunk: str) -> None:
+    data = json.loads(members[META])
+    data["shape"], data["chunk_grid"]["configuration"]["chunk_shape"] = json.loads(shape), json.loads(chunk)
+    members[META] = json.dumps(data).encode()
+
+
+def big_frame() -> bytes:
+    """Says that 16 GB come out of it, which a decoder would allocate."""
+    return b"\x28\xb5\x2f\xfd" + bytes([0b11100000]) + (16 << 30).to_bytes(8, "little") + bytes(8)
+
+
+@pytest.mark.parametrize("said", BOMBS)
+def test_a_small_file_that_would_take_gigabytes_is_refused_before_it_does(tmp_path: Path, said: str) -> None:
+    path = tmp_path / "a.zarr.zip"
+    with path.open("wb") as file:
+        write_zarr_zip(file, {}, {"tokens": np.arange(4, dtype=np.int32)})
+    members = arrays_of(path)
+    BOMBS[said](members)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    path.write_bytes(sealed_zip(path.read_bytes()))
+    with pytest.raises(ValueError, match=said):
+        open_zarr_zip(path)
+
+
+def test_a_zip_that_zip_compresses_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.zarr.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("zarr.json", bytes(SMALL_BYTES))
+    with pytest.raises(ValueError, match="compressed by zip"):
+        open_zarr_zip(path)
+
+
+def test_a_folder_is_compared_with_its_list_which_sha256sum_reads(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text(name)
+    list_checksums(tmp_path)
+    verify_folder(tmp_path, "")
+    subprocess.run(["sha256sum", "--check", "--strict", CHECKSUMS], cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "model.safetensors").write_text("model.safetensorz")
+    with pytest.raises(StoreError, match=r"model\.safetensors is damaged .* remove it"):
+        verify_folder(tmp_path, "remove it")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(StoreError, match=r"model\.safetensors is missing"):
+        verify_folder(tmp_path, "remove it")
+    (tmp_path / CHECKSUMS).unlink()
+    verify_folder(tmp_path, "", required=False)
+    write_sealed(tmp_path / CHECKSUMS, f"{'0' * 64}  ../x\n")
+    with pytest.raises(StoreError, match="names files outside"):
+        verify_folder(tmp_path, "")
+
+
+def test_every_file_of_a_run_is_read(tmp_path: Path) -> None:
+    write_sealed(tmp_path / "FORMAT", "5\n")
+    (tmp_path / "logprobs").mkdir()
+    write_sealed_array(tmp_path / "logprobs" / "000000.npy", np.zeros(2, np.float32))
+    (tmp_path / "checkpoints" / "000002").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "000002" / "shard").write_text("weights")
+    commit(tmp_path / "checkpoints" / "000002", 2)
+    (tmp_path / "policy" / "000002").mkdir(parents=True)
+    (tmp_path / "policy" / "000002" / "config.json").write_text("{}")
+    list_checksums(tmp_path / "policy" / "000002")
+    write_sealed(tmp_path / "policy" / "000002" / "weight_check.json", "{}\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "learner.log").write_text("free")
+    (tmp_path / "report.html").write_text("free")
+    assert damaged_files(tmp_path, verify) == []
+    paths = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
+    for path in paths:
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        said = damaged_files(tmp_path, verify)
+        free = is_free(str(path.relative_to(tmp_path)))
+        assert len(said) == (not free), (path, said)
+        assert free or str(path) in said[0]
+        path.write_bytes(whole)
+    (tmp_path / "stranger").write_text("not ours")
+    assert [line.split(" ")[0] for line in damaged_files(tmp_path, verify)] == [str(tmp_path / "stranger")]
+
+
+def test_each_free_file_has_its_reason() -> None:
+    assert all(len(why) > 10 for why in walk.FREE.values())
+    assert is_free("logs/fatal/a.json")
+    assert is_free("policy/.000012.host-0123456789ab.tmp/model.safetensors")
+    assert not is_free("metrics/learner-000001.jsonl")
