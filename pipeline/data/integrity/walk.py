@@ -27,7 +27,7 @@ FREE = {
     r"engines/starting/.*": "links to a policy's files, which are checked there",
     r"(.*/)?skipped/\d{6,}": "empty: the name says all",
     r"mismatch\.json": "a result for people, made anew at will",
-    r".*\.damaged-.*": "set aside by `evenkeel repair`",
+    r"damaged/.*": "set aside by `evenkeel repair`",
 }
 """Pattern of a file's name in the run directory → why no bit of it matters."""
 _FREE = re.compile("|".join(f"(?:{pattern})" for pattern in FREE))
