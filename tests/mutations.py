@@ -143,8 +143,8 @@ MUTATIONS = (
     Mutation(
         "a superseded collector still commits",
         "pipeline/data/store.py",
-        "with creating(path, before=self._fence) as file:",
-        "with creating(path) as file:",
+        "creating(path, before=self._fence) as file:",
+        "creating(path) as file:",
         (f"{UNIT}/pipeline/data/test_store.py",),
     ),
     Mutation(
