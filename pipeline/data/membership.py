@@ -15,12 +15,30 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.data.border.attributes import problem_of
 from pipeline.data.files import make_folder
 from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.errors import StoreError
 
 _FILE = re.compile(r"(\d{6,})\.json")
 _ROUTER = "router.json"
+
+
+MOST_INDEX = (1 << 16) - 2
+"""Batches store the index of an engine in 16 bits, and the highest one stands for an engine that is not known."""
+
+
+class _Announcement(BaseModel):
+    """A file of the folder. It may be a person's, or of another version."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    url: str = Field(pattern=r"^https?://[^\s/?#]{1,500}[^\s?#]{0,500}$")
+    started: int = Field(0, ge=0, lt=1 << 53)
+    quant_map: str = Field("", max_length=200)
+    silent: str = Field("", max_length=5000)
 
 
 @dataclass(frozen=True, order=True)
@@ -84,28 +102,24 @@ class Membership:
     def router(self) -> str | None:
         """URL of the router; None when none was announced."""
         data = self._load(_ROUTER)
-        return None if data is None else str(data["url"])
+        return None if data is None else data.url
 
     def _read(self, name: str) -> Member | None:
-        data = self._load(name)
-        if data is None:
+        found, index = self._load(name), int(Path(name).stem)
+        if found is None:
             return None
-        return Member(
-            int(Path(name).stem),
-            str(data["url"]),
-            int(data["started"]),
-            str(data.get("quant_map", "")),
-            str(data.get("silent", "")),
-        )
+        if index > MOST_INDEX:
+            raise StoreError(f"{self.folder / name} is engine {index}, expected at most {MOST_INDEX}; remove it")
+        return Member(index, found.url, found.started, found.quant_map, found.silent)
 
-    def _load(self, name: str) -> dict[str, str | int] | None:
+    def _load(self, name: str) -> _Announcement | None:
         path = self.folder / name
         remedy = "remove it and start that process again"
         with suppress(FileNotFoundError):
-            data = read_sealed_json(path, remedy)
-            if "url" not in data:
-                raise StoreError(f"{path} is damaged (no url in it); {remedy}")
-            return data
+            try:
+                return _Announcement.model_validate(read_sealed_json(path, remedy))
+            except ValidationError as error:
+                raise StoreError(f"{path} is damaged ({problem_of(error)}); {remedy}") from None
         return None
 
     def _write(self, name: str, data: dict[str, str | int]) -> None:

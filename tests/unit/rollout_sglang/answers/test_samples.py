@@ -1,0 +1,132 @@
+"""From the bytes of an answer to completions: what a real server sends is taken, whatever is changed in it is not."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+import tracemalloc
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import BadAnswerError, EngineVersionError
+from pipeline.ports.engines import Sampling
+from rollout_sglang.answers import json_scan
+from rollout_sglang.answers.json_scan import element_spans
+from rollout_sglang.answers.samples import Asked, read_completions
+from tests.chaos.malformed.answers import VOCABULARY, _impossible
+from tests.chaos.malformed.mutations import mutated_bytes, mutated_data
+from tests.support.examples import examples
+from tests.support.recorded_answers import CALLS, PROMPT, recorded
+
+PLAIN = Sampling(max_new_tokens=6, vocab_size=VOCABULARY)
+KEPT = Sampling(max_new_tokens=4, vocab_size=VOCABULARY, top_p=0.8, top_k=20, kept_set=True)
+ASKED = {"generate": (3, PLAIN), "kept": (2, KEPT)}
+
+
+def read(name: str, body: bytes) -> Any:
+    num_samples, sampling = ASKED[name]
+    asked = Asked(num_prompt=len(PROMPT), num_samples=num_samples, sampling=sampling)
+    return read_completions(body, asked, engine=0, elapsed_s=1.0)
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_a_real_server_answers_is_taken_as_it_is(name: str) -> None:
+    found = read(name, json.dumps(recorded()[name]).encode())
+    for sample, real in zip(found, recorded()[name], strict=True):
+        meta = real["meta_info"]
+        logprobs = meta.get("output_token_sampling_logprobs") or [row[0] for row in meta["output_token_logprobs"]]
+        assert (list(sample.tokens), list(sample.logprobs)) == (real["output_ids"], logprobs)
+        assert sample.versions == (0,) * len(sample.tokens)
+    assert CALLS[name][2]["sampling_params"]["max_new_tokens"] == ASKED[name][1].max_new_tokens
+
+
+@given(name=st.sampled_from(list(ASKED)), seed=st.integers(0, 2**32), as_bytes=st.booleans())
+@settings(max_examples=examples(150))
+def test_whatever_is_changed_in_it_is_refused_or_harmless(name: str, seed: int, as_bytes: bool) -> None:
+    rng, real = random.Random(seed), recorded()[name]
+    if as_bytes:
+        body = mutated_bytes(rng, json.dumps(real).encode())
+    else:
+        body = json.dumps(mutated_data(rng, real)).encode("utf-8", "surrogatepass")
+    try:
+        found, refusal = read(name, body), ""
+    except (BadAnswerError, EngineVersionError) as error:
+        found, refusal = [], str(error)
+    assert refusal.isprintable()
+    assert len(refusal) < 600
+    assert _impossible(found, ASKED[name][1]) is None
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('"\\[]{},a')) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(st.dictionaries(st.text(max_size=3), _JSON, max_size=3), max_size=4), st.integers(1, 40), st.booleans())
+@settings(max_examples=examples(200))
+def test_elements_are_found_wherever_blocks_end(value: list[Any], block: int, spaced: bool) -> None:
+    body = json.dumps(value, separators=(" , ", " : ") if spaced else (",", ":"), ensure_ascii=False).encode()
+    whole, json_scan.BLOCK_BYTES = json_scan.BLOCK_BYTES, block
+    try:
+        spans = element_spans(body, 4)
+    finally:
+        json_scan.BLOCK_BYTES = whole
+    assert [json.loads(body[start:end]) for start, end in spans] == value
+
+
+def big_answer(num_samples: int, num_tokens: int) -> tuple[bytes, Asked]:
+    rng = random.Random(0)
+
+    def sample() -> dict[str, Any]:
+        tokens = [rng.randrange(150_000) for _ in range(num_tokens)]
+        meta = recorded()["generate"][0]["meta_info"] | {
+            "completion_tokens": num_tokens,
+            "weight_versions": [{"version": "3", "start": 0, "end": num_tokens}],
+            "output_token_logprobs": [[-3 * rng.random(), token, None] for token in tokens],
+        }
+        return {"text": "abcd" * num_tokens, "output_ids": tokens, "meta_info": meta}
+
+    sampling = Sampling(max_new_tokens=num_tokens, vocab_size=150_000)
+    body = json.dumps([sample() for _ in range(num_samples)], separators=(",", ":")).encode()
+    return body, Asked(num_prompt=len(PROMPT), num_samples=num_samples, sampling=sampling)
+
+
+def test_other_threads_run_while_a_large_answer_is_read() -> None:
+    """The whole of it is under Python's lock for no longer than one sample takes, whatever that is on this machine."""
+    body, asked = big_answer(32, 2048)
+    pauses, stop = [0.0], threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not stop.is_set():
+            time.sleep(0.0005)
+            pauses.append(time.perf_counter() - last)
+            last = time.perf_counter()
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    read_completions(body, asked, engine=0, elapsed_s=1.0)
+    stop.set()
+    ticking.join()
+    assert len(pauses) > 20, "nobody else had a turn"
+
+
+def test_a_size_that_is_told_takes_no_memory() -> None:
+    """10^8 versions of three tokens were expanded before they were counted."""
+    answer = json.loads(json.dumps(recorded()["generate"]))
+    answer[0]["meta_info"]["weight_versions"] = [{"version": "0", "start": 0, "end": 10**8}]
+    body = json.dumps(answer).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadAnswerError, match="do not follow one another over 6 tokens"):
+            read("generate", body)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
