@@ -48,7 +48,7 @@ def manifest(run: RunDirectory) -> dict[str, Any]:
     path = run.model / "manifest.json"
     try:
         if path.exists():
-            verify_folder(run.model, "remove it and its newest checkpoint: `evenkeel train` then makes them again")
+            verify_folder(run.model, f"`evenkeel repair {run.path}`, then the run started again, exports it anew")
         tensors: dict[str, Any] = json.loads(path.read_text())["tensors"]
     except OSError as error:
         raise StoreError(f"{path} is missing: {run.path} was not trained to its end; finish it first") from error

@@ -71,7 +71,7 @@ class ControlFiles:
         path = self._path(step)
         if not path.exists():
             return None
-        remedy = f"remove it and the checkpoints after step {step}: it is decided again"
+        remedy = f"`evenkeel repair {self.folder.parent}` goes back to where it is decided again"
         try:
             record = ControlRecord.model_validate_json(read_sealed(path, remedy))
         except (OSError, ValidationError) as error:

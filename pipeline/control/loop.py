@@ -77,8 +77,8 @@ class StepController:
             record = source.read(step - 1)
             if record is None:
                 raise StoreError(
-                    f"{source.folder} lacks the record of step {step - 1}, which a checkpoint holds; remove the "
-                    "checkpoints to decide anew, or train without the recipe's section controller under another name"
+                    f"{source.folder} lacks the record of step {step - 1}, which a checkpoint holds; "
+                    f"`evenkeel repair {source.folder.parent}` goes back to where it is decided again"
                 )
             return record.model_dump(mode="json")
 

@@ -35,7 +35,7 @@ def read_quant_map(folder: Path) -> QuantMapFile | None:
     path = folder / QUANT_MAP_FILE
     if not path.exists():
         return None
-    return _read(path, "publish the version again, or start a new run")
+    return _read(path, "stop the run and repair it: `evenkeel repair`")
 
 
 def digest_of(file: QuantMapFile | None) -> str:

@@ -167,7 +167,10 @@ class RunDirectory:
         """The newest version, `at_most` or older, whose folder is complete. Raises StoreError when there is none."""
         allowed = [version for version in numbered_folders(self.policies) if version <= at_most]
         if not allowed:
-            raise StoreError(f"{self.policies} holds no policy up to version {at_most}; start the run anew")
+            raise StoreError(
+                f"{self.policies} holds no policy up to version {at_most}; stop the run and repair it: "
+                f"`evenkeel repair {self.path}`"
+            )
         return max(allowed)
 
     @property
@@ -205,7 +208,7 @@ class RunDirectory:
         """What `write_old_logprobs` kept, or None when the batch's stage has not begun."""
         return read_sealed_array(
             self.old_logprobs_path(step),
-            "remove it and the checkpoints after its stage began: the stage is then trained again",
+            f"`evenkeel repair {self.path}` goes back to where its stage is scored again",
         )
 
     def old_logprobs_path(self, step: int) -> Path:

@@ -80,8 +80,9 @@ class WeightCheck:
     def load(folder: Path) -> WeightCheck | None:
         """The check of a policy folder, None where there is none. Raises StoreError when it is damaged."""
         path = folder / WEIGHT_CHECK_FILE
+        remedy = "stop the run and repair it: `evenkeel repair`"
         try:
-            data = read_sealed_json(path, "remove it, or publish the version again")
+            data = read_sealed_json(path, remedy)
             probe = data["probe"]
             return WeightCheck(
                 version=int(data["version"]),
@@ -92,7 +93,7 @@ class WeightCheck:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{path} is damaged ({error}); remove it, or publish the version again") from error
+            raise StoreError(f"{path} is damaged ({error}); {remedy}") from error
 
 
 class ChecksumRecorder(Protocol):

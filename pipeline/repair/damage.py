@@ -60,7 +60,8 @@ def find_damage(run: RunDirectory) -> list[Damage]:
 
 def _batches(run: RunDirectory) -> Iterator[Damage]:
     store = BatchStore(run.batches)
-    for index in store.holes():
+    learned = max(run.saved_steps() + announced(run.published), default=0)
+    for index in sorted({*store.holes(), *(set(range(learned)) - {*store.settled()})}):
         yield Damage(kind="batch", path=store.path(index), problem="missing", number=index)
     for index in store.committed():
         if not store.lost_path(index).exists():
@@ -97,6 +98,9 @@ def _control(run: RunDirectory) -> Iterator[Damage]:
     for path in sorted(run.control.glob("*.json")):
         step = int(path.stem)
         yield from _judged("control", path, step, lambda s=step: files.read(s))  # type: ignore[misc]
+    for step in run.saved_steps()[-1:] if run.recipe().controller is not None else []:
+        if not (path := run.control / f"{numbered(step - 1)}.json").exists():
+            yield Damage(kind="control", path=path, problem="missing", number=step - 1)
     for path in sorted(run.quant_maps.glob("*.yaml")):
         yield from _judged("other", path, -1, lambda p=path: maps.read(int(p.stem)))  # type: ignore[misc]
 
@@ -109,11 +113,24 @@ def _learned(run: RunDirectory) -> Iterator[Damage]:
             yield from _judged("old_logprobs", path, step, lambda s=step: run.old_logprobs(s))  # type: ignore[misc]
         else:
             yield from _judged("logprobs", path, step, lambda s=step: run.learner_logprobs(s))  # type: ignore[misc]
+    yield from _missing_of_stage(run)
     for path in sorted(run.mismatch.glob("*.zarr.zip")):
         step = int(path.name.split(".")[0])
         yield from _judged("mismatch", path, step, lambda p=path: open_zarr_zip(p))  # type: ignore[misc]
     for path in sorted(run.evaluations.glob("*.json")):
         yield from _judged("evaluation", path, int(path.stem), lambda p=path: read_sealed_json(p, ""))  # type: ignore[misc]
+
+
+def _missing_of_stage(run: RunDirectory) -> Iterator[Damage]:
+    """Log-probabilities from the beginning of the stage in which the newest checkpoint was saved."""
+    schedule, step = run.recipe().build_schedule(), max(run.saved_steps(), default=0)
+    first = schedule.required_version(step)
+    if schedule.kind != "staged" or first == step or not any(run.logprobs.glob("*-old.npy")):
+        return
+    lost = {batch.index for batch in BatchStore(run.batches).all_lost()}
+    for index in set(range(step, min(first + schedule.updates_per_stage, schedule.steps))) - lost:
+        if not (path := run.old_logprobs_path(index)).exists():
+            yield Damage(kind="old_logprobs", path=path, problem="missing", number=index)
 
 
 def _others(run: RunDirectory) -> Iterator[Damage]:

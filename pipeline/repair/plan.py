@@ -95,13 +95,14 @@ class _Planner:
 
     def _why_not_from(self, step: int) -> str | None:
         """Why the learner cannot go on from a whole checkpoint."""
-        if step - 1 in self.numbers("control"):
-            return f"the controller's record of step {step - 1} is damaged"
+        record = self.run.control / f"{numbered(step - 1)}.json"
+        if self.recipe.controller is not None and (step - 1 in self.numbers("control") or not record.exists()):
+            return f"the controller's record of step {step - 1} is gone"
         schedule = self.recipe.build_schedule()
-        if schedule.kind == "staged" and step < schedule.steps:
-            begun = schedule.required_version(step)
-            if begun < step and any(begun <= other < begun + schedule.updates_per_stage for other in self._old_gone):
-                return f"log-probabilities of the stage that began with step {begun} are damaged"
+        begun = schedule.required_version(step)
+        rest = range(step, min(begun + schedule.updates_per_stage, schedule.steps))
+        if schedule.kind == "staged" and begun < step and not self._old_gone.isdisjoint(rest):
+            return f"log-probabilities of the stage that began with step {begun} are gone"
         if (first := self._first_missing) == schedule.steps:
             return None
         required = schedule.required_version(first)
@@ -112,8 +113,12 @@ class _Planner:
 
     @cached_property
     def _old_gone(self) -> set[int]:
-        """Steps whose log-probabilities from the beginning of their stage are damaged, and not trained yet."""
-        return self.numbers("old_logprobs")
+        """Steps without whole log-probabilities from the beginning of their stage, where any are kept."""
+        if not any(self.run.logprobs.glob("*-old.npy")):
+            return set()
+        lost = {batch.index for batch in self.store.all_lost()}
+        missing = {s for s in range(self.recipe.run.steps) if not self.run.old_logprobs_path(s).exists()} - lost
+        return missing | self.numbers("old_logprobs")
 
     @cached_property
     def _first_missing(self) -> int:
@@ -156,7 +161,11 @@ class _Planner:
             "finished": "set aside: what is left to do is found out again",
             "model": "set aside: it is exported again",
         }
-        found = [self._aside(damage, said[damage.kind]) for damage in self.found if damage.kind in said]
+        found = [
+            self._aside(damage, said[damage.kind].removeprefix("set aside: " if damage.is_missing else ""))
+            for damage in self.found
+            if damage.kind in said
+        ]
         if any(damage.kind == "model" for damage in self.found):
             finished = self.run.path / "finished" / "learner"
             if finished.exists() and not any(damage.path == finished for damage in self.found):

@@ -135,6 +135,7 @@ class Collector:
         for hole in self.store.holes():
             await self._make_again(hole)
         index = self.store.next_index
+        self._refuse_learned(index)
         self._take_up(index, GroupAllocator(*self.store.groups_to_ask()))
         under_way: deque[_UnderWay] = deque()
         try:
@@ -153,13 +154,17 @@ class Collector:
 
     async def _make_again(self, index: int) -> None:
         """A batch that is gone, though later ones are there. Raises StoreError when no engine can answer for it."""
+        self._refuse_learned(index)
+        self._take_up(index, HoleAllocator.of(self.store, index, self.settings.prompts_per_batch))
+        await self._produce(index, asyncio.Event(), None)
+
+    def _refuse_learned(self, index: int) -> None:
+        """Raises StoreError when batch `index`, which is to be made, has been there before: answers are refused."""
         if (reason := self.run.why_not_sampled(index)) is not None:
             raise StoreError(
                 f"{self.store.path(index)} is missing, and {reason}, so it is not sampled again; put back a copy, or "
                 f"`evenkeel repair {self.run.path}` records it as lost"
             )
-        self._take_up(index, HoleAllocator.of(self.store, index, self.settings.prompts_per_batch))
-        await self._produce(index, asyncio.Event(), None)
 
     def _take_up(self, index: int, allocator: Allocator) -> None:
         """What the batches below `index` say."""

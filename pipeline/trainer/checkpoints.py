@@ -31,6 +31,7 @@ from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.run_directory import numbered, numbered_folders, unfenced
 from pipeline.errors import CorruptCheckpointError, DiskFullError
 from pipeline.ports.learner import Learner
+from pipeline.trainer.long_actions import tell_when_done
 
 COMMIT = "COMMIT"
 _LOOP_STATE = "loop_state.json"
@@ -55,7 +56,7 @@ class Checkpoints:
             with full_disk_said(self.directory, f"the checkpoint of step {step}"):
                 learner.save(folder)
                 learner.barrier()
-                learner.tell(lambda: self._commit(folder, step, state))
+                tell_when_done(learner, lambda: self._commit(folder, step, state))
         except DiskFullError:
             shutil.rmtree(folder, ignore_errors=True)  # every rank tries: what is incomplete must not fill the disk
             raise
@@ -63,7 +64,7 @@ class Checkpoints:
     def restore(self, learner: Learner) -> tuple[int, dict[str, float]]:
         """Collective. Load the newest committed checkpoint; returns the step to go on at (0 when there is none) and the
         state of the loop that was saved with it."""
-        newest = learner.tell(self._newest)
+        newest = tell_when_done(learner, self._newest)
         if newest is None:
             return 0, {}
         step, state = newest
@@ -143,7 +144,7 @@ def verify(folder: Path, step: int | None = None) -> None:
     """Check every file against COMMIT, and COMMIT's step against `step`. Raises CorruptCheckpointError naming the first
     that differs."""
     committed = read_commit(folder)
-    remedy = f"remove {folder} to go on from the checkpoint before it"
+    remedy = _remedy(folder)
     if step is not None and committed.step != step:
         raise CorruptCheckpointError(f"{folder} holds the checkpoint of step {committed.step}; {remedy}")
     names = list(committed.files)
@@ -151,6 +152,10 @@ def verify(folder: Path, step: int | None = None) -> None:
         if found != committed.files[name]:
             what = "missing" if found is None else "changed"
             raise CorruptCheckpointError(f"{folder / name} does not match its checkpoint's COMMIT ({what}); {remedy}")
+
+
+def _remedy(folder: Path) -> str:
+    return f"`evenkeel repair {folder.parents[1]}` sets it aside, to go on from the newest whole one before it"
 
 
 class Commit(NamedTuple):
@@ -175,9 +180,7 @@ def read_commit(folder: Path) -> Commit:
             raise ValueError(f"it names {foreign[0]}, outside the checkpoint")
         return Commit(int(value["step"]), files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{path} is damaged ({reason(error)}); remove {folder} to go on from the checkpoint before it"
-        ) from error
+        raise CorruptCheckpointError(f"{path} is damaged ({reason(error)}); {_remedy(folder)}") from error
 
 
 def _files(folder: Path) -> list[Path]:

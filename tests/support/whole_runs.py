@@ -81,7 +81,10 @@ def whole_run(
             )
         )
     for step in range(published):
-        _record(run, learner, step, recipe, controlled)
+        _record(run, learner, step, controlled)
+    for index in range(committed if recipe.schedule.kind == "staged" else 0):
+        if recipe.build_schedule().required_version(index) < published:  # its stage has begun
+            run.write_old_logprobs(index, np.zeros(3, np.float32))
     for version in policies:
         _policy(run, version)
     run.set_published(published)
@@ -92,10 +95,8 @@ def whole_run(
     return run
 
 
-def _record(run: RunDirectory, learner: EventLog, step: int, recipe: Recipe, controlled: bool) -> None:
+def _record(run: RunDirectory, learner: EventLog, step: int, controlled: bool) -> None:
     run.write_learner_logprobs(step, np.zeros(3, np.float32))
-    if recipe.schedule.kind == "staged":
-        run.write_old_logprobs(step, np.zeros(3, np.float32))
     with mismatch_path(run, step).open("wb") as file:
         write_zarr_zip(file, {}, dict(sums=np.zeros(3)))
     learner.metrics(step, reward_mean=0.5)

@@ -38,19 +38,10 @@ def hold_weights(run: RunDirectory, index: int, node: int, start: int, newest: C
     for _ in range(_ATTEMPTS):
         spec = newest()
         if _link(spec.model, folder):
-            verify_folder(folder, _remedy(run, spec))
+            verify_folder(folder, f"stop the run; `evenkeel repair {run.path}` has it made anew")
             return replace(spec, model=folder)
     raise StoreError(
         f"{spec.model}, and those before it, were deleted while they were linked to {folder}; raise weights.keep"
-    )
-
-
-def _remedy(run: RunDirectory, spec: EngineSpec) -> str:
-    if not spec.version:
-        return f"remove {run.policies}: the learner, started again, makes it anew from the model"
-    return (
-        f"remove {spec.model} and the checkpoints of step {spec.version} and later: the learner, started again, trains "
-        "to it and publishes it anew"
     )
 
 

@@ -149,7 +149,7 @@ class FADEEstimator:
         if state and "advantage_solve_rate" not in state:
             raise CorruptCheckpointError(
                 f"the checkpoint holds {', '.join(sorted(state))} but no advantage_solve_rate, which FADE goes on "
-                "from; remove this checkpoint, an older one is then used"
+                "from; the run was begun with another advantage: give this one another run.name"
             )
         self._solve_rate = state.get("advantage_solve_rate", FIRST_SOLVE_RATE)
         self._entropy = state.get("advantage_entropy")

@@ -37,7 +37,10 @@ def highest(folder: Path) -> int:
     give_up = time.monotonic() + _REREAD_S
     while not (found := announced(folder)):
         if time.monotonic() > give_up:
-            raise StoreError(f"{folder} names no version; start the run with `evenkeel train`")
+            raise StoreError(
+                f"{folder} names no version; start the run with `evenkeel train`, or, if it has begun, "
+                f"repair it: `evenkeel repair {folder.parents[1]}`"
+            )
         time.sleep(_REREAD_S / 20)
     version = found[-1]
     path, remedy = folder / f"{version:06d}", f"repair the run: `evenkeel repair {folder.parents[1]}`"

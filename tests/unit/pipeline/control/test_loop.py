@@ -317,7 +317,7 @@ def test_records(tmp_path: Path) -> None:
     assert not files.create(record.model_copy(update=dict(lr_by_age=True))), "the first one holds"
     assert files.read(3) == files.newest() == files.wait(3) == record
     (tmp_path / "control" / "000003.json").write_text('{"step": 3')
-    with pytest.raises(StoreError, match=r"000003.json is damaged .*; remove it"):
+    with pytest.raises(StoreError, match=r"000003.json is damaged .*; `evenkeel repair"):
         files.read(3)
     with pytest.raises(StoreError, match="lacks the record of step 8"):
         controller(tmp_path).restore(9)

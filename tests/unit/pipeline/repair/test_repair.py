@@ -261,3 +261,34 @@ def test_a_repair_that_is_killed_anywhere_is_done_again(tmp_path: Path, monkeypa
         assert [lost.index for lost in BatchStore(run.batches).all_lost()] == [1, 4]
         assert run.published_version() == 5
         assert run.saved_steps() == [2]
+
+
+def test_a_batch_of_the_end_that_was_learned_from_is_lost_too(tmp_path: Path) -> None:
+    """After a power cut the file was gone, though version 5 had been published."""
+    run = whole_run(tmp_path, committed=5)
+    (run.batches / "000004.zarr.zip").unlink()
+    assert becomes(run)["batches/000004.zarr.zip"].startswith("recorded as lost: the engines serve version 5")
+    repaired(run)
+    assert BatchStore(run.batches).next_index == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "after"),
+    [("control/000003.json", dict(kind="sync"), "step 2"), ("logprobs/000006-old.npy", STAGED, "step 4")],
+)
+def test_a_record_that_is_gone_is_as_one_that_is_damaged(
+    tmp_path: Path, name: str, schedule: dict[str, Any], after: str
+) -> None:
+    staged = schedule is STAGED
+    run = whole_run(
+        tmp_path,
+        schedule=schedule,
+        committed=8 if staged else 6,
+        saved=(3, 4, 5) if staged else (2, 4),
+        published=8 if staged else 5,
+        policies=(0, 4, 8) if staged else (3, 4, 5),
+        controlled=not staged,
+    )
+    (run.path / name).unlink()
+    assert repaired(run).after.endswith(after)
+    assert plan_of(run) == Plan()

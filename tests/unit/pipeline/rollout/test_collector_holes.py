@@ -113,3 +113,13 @@ def test_the_run_goes_on_behind_a_lost_batch(run: RunDirectory, verifiers: Verif
     assert audit.sound
     assert [batch.index for batch in audit.damaged] == [2]
     assert (audit.batches, audit.groups) == (4, 5 * PROMPTS)
+
+
+def test_so_is_the_newest_one(run: RunDirectory, verifiers: Verifiers) -> None:
+    """A power cut took it, though version 3 had been published."""
+    schedule = Schedule(kind="sync", steps=3)
+    collect(build(run, verifiers, schedule)).path(2).unlink()
+    again = build(run, verifiers, replace(schedule, steps=4))
+    with pytest.raises(StoreError, match=r"000002.zarr.zip is missing, .*serve version 3.*`evenkeel repair .*as lost"):
+        asyncio.run(again.collect())
+    assert engines_of(again).asked == []
