@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pipeline.data.membership import Member, Membership
+from pipeline.data.membership import Listed, Member, Membership
 from pipeline.errors import EngineUnavailableError, FatalError, RetryableError
 from precision.text.short import one_line
 from rollout_sglang.answers.record import DIRECT_S, MOST_BAD, WINDOW, AnswerRecord
 from rollout_sglang.client import EngineClient
 from rollout_sglang.protocol import UNKNOWN_ENGINE, UNVERIFIED, claimed_version
 from rollout_sglang.router import RouterClient
-from rollout_sglang.transport import LOOK_DEADLINE_S
+from rollout_sglang.transport import LOOK_DEADLINE_S, SILENCE_S
 
 T = TypeVar("T")
 OnChange = Callable[..., None]
 """Called with "joined", "admitted", "quarantined", "bad_answer" or "left", and with engine=, url= and, for all but the
 second, reason=. Of an engine that is quarantined already it is told each new reason."""
+REFUSED_S = 60.0
+"""All engines refuse for so long: then the key or the addresses are wrong, not just an address that is stale."""
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +68,8 @@ class PooledEngine:
     """The quant map's formats in which it was seen to hold its modules: they last as long as its server."""
     refusal: FatalError | None = None
     """What its server last refused as wrong, key or path; another server may have its address by now."""
+    refused_at: float = math.inf
+    """When it began to refuse (time.monotonic)."""
     failures: int = 0
     """How often in a row it could not be resynced."""
     try_at: float = 0.0
@@ -78,6 +83,14 @@ class PooledEngine:
     @property
     def url(self) -> str:
         return self.client.url
+
+    def refuses(self, error: FatalError) -> None:
+        """Its server finds a call itself wrong."""
+        self.refusal, self.refused_at = error, min(self.refused_at, time.monotonic())
+
+    def answers_now(self) -> None:
+        """Its server has answered a look."""
+        self.answered, self.refusal, self.refused_at = time.monotonic(), None, math.inf
 
     @property
     def trouble(self) -> str:
@@ -97,6 +110,7 @@ class EnginePool:
         self, membership: Membership, api_key: str | None, request_deadline_s: float, on_change: OnChange | None
     ) -> None:
         self._membership = membership
+        self._listed = Listed(membership)
         self._api_key = api_key
         self._request_deadline_s = request_deadline_s
         self._on_change: OnChange = on_change or (lambda *_, **__: None)
@@ -138,10 +152,11 @@ class EnginePool:
 
     async def refresh(self) -> None:
         """Read the membership again."""
-        members = {member.index: member for member in await asyncio.to_thread(self._membership.engines)}
+        members = {member.index: member for member in await asyncio.to_thread(self._listed.engines)}
         for index, engine in list(self._engines.items()):
             if members.get(index) != engine.member:
-                await self.quarantine(engine, "it has left, or was started again")
+                if engine.quarantined is None:
+                    await self.quarantine(engine, "it has left, or was started again")
                 self.abandon(engine, "it has left, or was started again")
                 del self._engines[index]
                 self._on_change("left", engine=index, url=engine.url, reason="it has left, or was started again")
@@ -161,7 +176,7 @@ class EnginePool:
         if url == (None if self.router is None else self.router.url):
             return
         self.router = self.entrance = None
-        self.router_is_suspect = False
+        self.router_is_suspect, self._router_answered = False, time.monotonic()
         if url is not None:
             self.router = RouterClient(url, self._api_key)
             self.entrance = EngineClient(
@@ -206,21 +221,28 @@ class EnginePool:
 
     async def refused(self, engine: PooledEngine, error: FatalError) -> str:
         """Quarantine an engine whose server refused a call as wrong: other engines need not suffer from an address that
-        is another server's by now. Returns the reason. Raises `error` when all engines refuse, or when the recipe names
-        their URLs."""
+        is another server's by now. Returns the reason. Raises as `check_refusals`, and `error` when the recipe names
+        the engines' URLs."""
         if self._membership.given:
             raise error
-        engine.refusal = error
+        engine.refuses(error)
         await self.quarantine(engine, str(error))
-        if all(one.refusal is not None for one in self.engines):
-            raise error
+        self.check_refusals()
         return str(error)
+
+    def check_refusals(self) -> None:
+        """Raises what an engine refused when all have refused for REFUSED_S: by then, an engine that died would have
+        been started again, and its old address, where another server may be, forgotten."""
+        if self._membership.given or not self.engines:
+            return
+        if all(time.monotonic() - one.refused_at >= REFUSED_S for one in self.engines):
+            raise next(one.refusal for one in self.engines if one.refusal is not None)
 
     def lost(self, member: Member) -> str | None:
         """Why nobody need wait for this start of an engine; None while it is listed as well. Reads files."""
         if self._membership.given:
             return None
-        listed = {one.index: one for one in self._membership.engines()}.get(member.index)
+        listed = {one.index: one for one in self._listed.engines()}.get(member.index)
         if listed != member:
             return "it has left, or was started again"
         return listed.silent or None
@@ -262,8 +284,12 @@ class EnginePool:
             for url in known - wanted:
                 await self.router.remove(url)
             self.router_is_suspect = not (wanted and await self.router.ready())
-        except RetryableError:
+            self._router_answered = time.monotonic()
+        except (RetryableError, FatalError):  # it does not answer, or another server has its address by now
             self.router_is_suspect = True
+            if time.monotonic() - self._router_answered > SILENCE_S:
+                for call in self.router_calls:
+                    call.cancel()
 
     async def _tell_router(self, call: Coroutine[Any, Any, None]) -> None:
         """A router that does not answer delays nobody: whoever comes back to it is told by `sync_router`."""
@@ -272,7 +298,7 @@ class EnginePool:
             return
         try:
             await call
-        except RetryableError as error:
+        except (RetryableError, FatalError) as error:
             self.router_is_suspect = True
             _log.warning("the router is left aside: %s", error)
 
@@ -289,9 +315,9 @@ async def look(engine: PooledEngine) -> tuple[int | None, int | None]:
     except RetryableError:
         return None, None
     except FatalError as error:
-        engine.refusal = error
+        engine.refuses(error)
         return None, None
-    engine.answered, engine.refusal = time.monotonic(), None
+    engine.answers_now()
     claimed = claimed_version(name)
     engine.served = None if name.startswith(UNVERIFIED) else claimed
     return engine.served, claimed

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequ
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from pipeline.data.membership import Member, Membership
 from pipeline.data.records import Completion
@@ -36,13 +36,13 @@ from pipeline.errors import (
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
-from rollout_sglang.engine_pool import EnginePool, EngineState, OnChange, PooledEngine, look
+from rollout_sglang.engine_pool import EnginePool, EngineState, PooledEngine, look
 from rollout_sglang.gathering import all_of, summarize
 from rollout_sglang.monitor import Monitor
-from rollout_sglang.target import Target
+from rollout_sglang.target import FleetSettings, Target
 from rollout_sglang.transport import LOOK_DEADLINE_S
 from rollout_sglang.weight_verifier import WeightVerifier, invalidate
-from rollout_sglang.weights.update_lease import UpdateKind, Updates
+from rollout_sglang.weights.update_lease import UpdateKind
 
 ATTEMPTS = 4
 """Failed answers that one `generate` takes before it gives up. Waiting for an engine to come back is not counted."""
@@ -54,18 +54,6 @@ One that answers later is given the weights by the process that monitors the fle
 _PROBE_PAUSE_S = 0.2
 _FIRST_RETRY_PAUSE_S = 0.05
 T = TypeVar("T")
-
-
-class FleetSettings(TypedDict):
-    """What a Fleet takes beside the run's engines."""
-
-    updates: Updates
-    api_key: str | None
-    request_deadline_s: float
-    """Longest wait for an answer, and for an engine to come back."""
-    load_deadline_s: float
-    """Longest wait for an engine to serve new weights."""
-    on_change: OnChange | None
 
 
 class Fleet:
@@ -101,12 +89,13 @@ class Fleet:
         ends = time.monotonic() + self._request_deadline_s
         failures: list[str] = []
         doubted: set[PooledEngine] = set()
+        direct = False
         while len(failures) < ATTEMPTS:
             engine = await self._admitted_engine(ends, doubted)
             # The router (0.3.2) drops fields of a request that it does not know, such as those that ask for records.
             routed = self._pool.entrance is not None and not sampling.asks_for_records
             suspect = self._pool.router_is_suspect or time.monotonic() < self._pool.direct_until
-            through_router = routed and not suspect
+            through_router = routed and not suspect and not direct
             try:
                 return await self._ask(None if through_router else engine, prompt, num_samples, sampling)
             except BadAnswerError as error:
@@ -117,9 +106,13 @@ class Fleet:
                 failures.append(str(error))
                 await self._mark_suspect(None if through_router else engine, str(error))
             except FatalError as error:
-                if through_router or (await look(engine))[1] is not None:
+                if through_router:  # another server may be at its address by now: the engine is asked itself
+                    direct = self._pool.router_is_suspect = True
+                    failures.append(str(error))
+                elif (await look(engine))[1] is not None:
                     raise  # the server is the right one, the request is wrong
-                failures.append(await self._pool.refused(engine, error))
+                else:
+                    failures.append(await self._pool.refused(engine, error))
             await asyncio.sleep(_FIRST_RETRY_PAUSE_S * 2 ** len(failures))
         raise EngineUnavailableError(f"{ATTEMPTS} engines in a row failed one request; the last: {failures[-1]}")
 
@@ -135,8 +128,13 @@ class Fleet:
         async with self._updates.take("publish", self._load_deadline_s) as update:
             watch.lap("lock_s")
             self._target = target
-            engines, absent = await self._answering()
-            results = await all_of(self._update_engine(engine, target, update.number) for engine in engines)
+            results, ends = list[dict[str, float] | str](), time.monotonic() + self._load_deadline_s
+            while not any(isinstance(result, dict) for result in results):
+                engines, absent = await self._answering()
+                results = await all_of(self._update_engine(engine, target, update.number) for engine in engines)
+                lost = [engine for engine in engines if await asyncio.to_thread(self._pool.lost, engine.member)]
+                if not lost or time.monotonic() > ends:
+                    break  # else all that answered were lost meanwhile: those that are started again are waited for
             numbers = summarize(version, [*results, *absent.values()])
             update.given = version
         return numbers | watch.seconds
@@ -215,6 +213,7 @@ class Fleet:
                 await self._share(self._readmit)
             if admitted := self._pool.admitted:
                 return min(admitted, key=lambda engine: (engine in doubted, len(engine.calls)))
+            self._pool.check_refusals()
             if time.monotonic() > ends:
                 raise EngineUnavailableError(
                     f"none of {len(self._pool.engines)} engines came back within {self._request_deadline_s:g} s; "
@@ -325,12 +324,11 @@ class Fleet:
             await asyncio.sleep(_PROBE_PAUSE_S)
         absent = [engine for engine, well in zip(engines, healthy, strict=True) if not well]
         self._silent = {engine.member for engine in absent}
+        left_out = dict[int, str]()
         for engine in absent:
-            await self._pool.quarantine(engine, engine.trouble or "it does not answer")
-        left_out = {
-            engine.index: f"engine {engine.index} at {engine.url}: {engine.trouble or 'it does not answer'}"
-            for engine in absent
-        }
+            why = engine.trouble or "it does not answer"
+            await self._pool.quarantine(engine, why)
+            left_out[engine.index] = f"engine {engine.index} at {engine.url}: {why}"
         return [engine for engine in engines if engine.index not in left_out], left_out
 
     async def _is_well(self, engine: PooledEngine) -> bool:

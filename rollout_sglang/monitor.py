@@ -44,6 +44,7 @@ class Monitor:
         self._resync = resync
         self._published = published
         self._resyncing: asyncio.Task[None] | None = None
+        self._syncing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -57,9 +58,10 @@ class Monitor:
                     _log.warning("a look at the engines failed, the next one follows: %s", error)
                 await asyncio.sleep(PERIOD_S)
         finally:
-            if self._resyncing is not None:
-                self._resyncing.cancel()
-                await asyncio.gather(self._resyncing, return_exceptions=True)
+            beside = [task for task in (self._resyncing, self._syncing) if task is not None]
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
 
     async def look(self) -> None:
         """Look once. Raises what the last resync raised."""
@@ -77,7 +79,8 @@ class Monitor:
         answering = [e for e in self._pool.returnable if e.answered >= began and e.try_at <= time.monotonic()]
         if answering and self._resyncing is None:
             self._resyncing = asyncio.create_task(self._try_to_resync(answering))
-        await self._pool.sync_router()
+        if self._syncing is None or self._syncing.done():  # beside it: a router that hangs delays no look
+            self._syncing = asyncio.create_task(self._pool.sync_router())
 
     def _expected(self) -> tuple[int | None, int, int]:
         """The update under way, the newest one, and the version that engines should serve."""

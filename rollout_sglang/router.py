@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from pipeline.errors import EngineUnavailableError
+from pipeline.errors import EngineUnavailableError, FatalError
 from rollout_sglang.protocol import Workers
 from rollout_sglang.transport import Transport
 
@@ -39,7 +39,7 @@ class RouterClient:
         """Whether the router answers and has an engine to send requests to."""
         try:
             await self._transport.call("GET", "/readiness", deadline_s=_CALL_DEADLINE_S)
-        except EngineUnavailableError:
+        except (EngineUnavailableError, FatalError):
             return False
         return True
 

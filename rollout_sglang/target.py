@@ -1,15 +1,18 @@
-"""What the engines of a run should serve."""
+"""What the engines of a run should serve, and what a fleet of them is told."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypedDict
 
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import digest_of, older_folder, read_quant_map
 from pipeline.errors import EngineVersionError
 from pipeline.ports.weight_check import WeightCheck
+from rollout_sglang.engine_pool import OnChange
+from rollout_sglang.weights.update_lease import Updates
 
 
 @dataclass(frozen=True)
@@ -43,3 +46,15 @@ class Target:
     def _quant_map(self) -> str:
         """Digest of the map of the folder, read once for all engines."""
         return digest_of(read_quant_map(self.directory))
+
+
+class FleetSettings(TypedDict):
+    """What a Fleet takes beside the run's engines."""
+
+    updates: Updates
+    api_key: str | None
+    request_deadline_s: float
+    """Longest wait for an answer, and for an engine to come back."""
+    load_deadline_s: float
+    """Longest wait for an engine to serve new weights."""
+    on_change: OnChange | None

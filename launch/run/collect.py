@@ -29,7 +29,8 @@ from pipeline.errors import StoppedError
 from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.tasks.tokenizer import Tokenizer
 from rollout_sglang.engine_pool import OnChange
-from rollout_sglang.fleet import Fleet, FleetSettings
+from rollout_sglang.fleet import Fleet
+from rollout_sglang.target import FleetSettings
 from rollout_sglang.weights.update_lease import Updates
 
 

@@ -10,6 +10,7 @@ fleet (rollout_sglang.fleet) verifies an engine before it gets its first request
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -125,3 +126,33 @@ class Membership:
     def _write(self, name: str, data: dict[str, str | int]) -> None:
         make_folder(self.folder)
         write_sealed_json(self.folder / name, dict(data))
+
+
+REREAD_S = 10.0
+"""How long the folder's time of change is believed: file systems of several hosts may show an old one."""
+_SETTLED_S = 2.0
+"""A folder that was changed a shorter while ago may change again within the resolution of its time."""
+
+
+class Listed:
+    """The engines of a membership, for who asks every second: while the folder does not change, its files are not
+    opened. Safe to use from several threads."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._read: tuple[int, float, Sequence[Member]] | None = None
+        """The folder's time of change in ns, when it was read (time.monotonic), and what there was."""
+
+    def engines(self) -> Sequence[Member]:
+        """As Membership.engines, REREAD_S old at most."""
+        try:
+            changed = self._membership.folder.stat().st_mtime_ns
+        except FileNotFoundError:
+            return self._membership.engines()
+        known, now = self._read, time.monotonic()
+        if known is not None and known[0] == changed and now - known[1] < REREAD_S:
+            return known[2]
+        engines = self._membership.engines()
+        settled = abs(time.time() - changed / 1e9) > _SETTLED_S
+        self._read = (changed, now, engines) if settled else None
+        return engines

@@ -28,9 +28,9 @@ from pipeline.ports.weight_update import ProcessGroupSpec, TensorSpec, WeightUpd
 from pipeline.stopwatch import Stopwatch
 from rollout_sglang.client import CONTROL_DEADLINE_S
 from rollout_sglang.engine_pool import PooledEngine
-from rollout_sglang.fleet import Fleet, FleetSettings
+from rollout_sglang.fleet import Fleet
 from rollout_sglang.gathering import all_of, summarize
-from rollout_sglang.target import Target
+from rollout_sglang.target import FleetSettings, Target
 from rollout_sglang.weights.receiver import Receiver
 from rollout_sglang.weights.update_lease import Update
 

@@ -16,7 +16,7 @@ from pipeline.data.membership import Member, Membership
 from pipeline.errors import FatalError, SupersededError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
-from rollout_sglang import monitor, transport
+from rollout_sglang import engine_pool, monitor, transport
 from rollout_sglang.fleet import Fleet
 from rollout_sglang.weights.update_lease import Updates
 from tests.doubles.sglang_double import EngineDouble, RouterDouble
@@ -168,7 +168,9 @@ def test_an_engine_that_was_started_again_unannounced_is_given_weights(tmp_path:
     assert engine.loads == 1
 
 
-def test_another_server_at_an_announced_address_stops_no_other_engine(tmp_path: Path) -> None:
+def test_another_server_at_an_announced_address_stops_no_other_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with EngineDouble(3) as good, EngineDouble(3) as usurped:
 
         async def act(fleet: Fleet, membership: Membership) -> None:
@@ -185,10 +187,67 @@ def test_another_server_at_an_announced_address_stops_no_other_engine(tmp_path: 
             await fleet.load(4, tmp_path, WeightCheck(version=4, probe=None, digests=()))
             assert [one.quarantined for one in fleet.state()] == [True, False]
             good.api_key = "other"
+            monkeypatch.setattr(engine_pool, "REFUSED_S", 0.0)
             with pytest.raises(FatalError, match="another API key"):
                 await fleet.load(5, tmp_path, WeightCheck(version=5, probe=None, digests=()))
 
         monitored(tmp_path, act)
+
+
+def test_another_server_at_the_only_engine_s_address_is_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It died, and something else has its port until its next start announces itself. For a minute, that is."""
+    with EngineDouble(3, api_key="other") as usurper, EngineDouble(3) as again:
+
+        async def act(fleet: Fleet, membership: Membership) -> None:
+            membership.announce(Member(0, usurper.url, 1))
+            waiting = asyncio.create_task(fleet.generate([1], 1, SAMPLING))
+            await until(lambda: "another API key" in str([one.reason for one in fleet.state()]))
+            membership.announce(Member(0, again.url, 2))
+            assert (await waiting)[0].versions == (3, 3)
+            membership.announce(Member(0, usurper.url, 3))
+            await until(lambda: fleet.state()[0].url == usurper.url)
+            monkeypatch.setattr(engine_pool, "REFUSED_S", 0.2)
+            with pytest.raises(FatalError, match="another API key"):
+                await fleet.generate([1], 1, SAMPLING)
+
+        monitored(tmp_path, act)
+
+
+def test_another_server_at_the_router_s_address_is_left_aside(tmp_path: Path) -> None:
+    """The router was killed: its announcement is there, and so may be another server."""
+    with EngineDouble(3) as engine, EngineDouble(3, api_key="other") as usurper:
+
+        async def act(fleet: Fleet, membership: Membership) -> None:
+            membership.announce_router(usurper.url)
+            membership.announce(Member(0, engine.url))
+            for _ in range(4):
+                assert (await fleet.generate([1], 1, SAMPLING))[0].engine == 0
+                fleet._pool.router_is_suspect = False
+            assert not fleet.state()[0].quarantined
+
+        monitored(tmp_path, act)
+
+
+def test_a_publish_waits_for_the_next_start_of_the_only_engine(tmp_path: Path) -> None:
+    check = WeightCheck(version=4, probe=None, digests=())
+    with EngineDouble(3) as hung, EngineDouble(3) as again:
+
+        async def act(fleet: Fleet, membership: Membership) -> None:
+            membership.announce(Member(0, hung.url, 1))
+            hung.load_fault = "hang"
+            loading = asyncio.create_task(fleet.load(4, tmp_path, check))
+            await until(lambda: "POST /update_weights_from_disk" in hung.calls[-1:])
+            membership.announce(Member(0, hung.url, 1, silent="its process 7 is stopped"))
+            await asyncio.sleep(1.5)
+            assert not loading.done()
+            membership.announce(Member(0, again.url, 2))
+            assert (await loading)["engines_checked"] == 0.0
+            assert again.version == "4"
+
+        check.save(tmp_path)
+        monitored(tmp_path, act, published=lambda: 4)
 
 
 def test_the_monitor_goes_on_after_an_error_of_the_file_system_and_its_end_is_seen(

@@ -1,0 +1,61 @@
+"""Engines are announced in files of their own, and those files are read only when something has changed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.data import membership
+from pipeline.data.membership import Listed, Member, Membership
+
+FIRST, SECOND = Member(0, "http://n1:1", 3), Member(1, "http://n2:1", 1)
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Membership:
+    return Membership(tmp_path / "engines")
+
+
+def test_a_start_that_hangs_is_the_same_start(members: Membership) -> None:
+    hung = replace(FIRST, silent="its process 7 is stopped")
+    assert hung == FIRST
+    members.announce(hung)
+    [found] = members.engines()
+    assert found.silent == "its process 7 is stopped"
+    assert members.lists(FIRST)
+    members.withdraw(FIRST)
+    assert members.engines() == []
+
+
+def test_files_are_opened_when_the_folder_has_changed(members: Membership, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    read = Membership._read
+    monkeypatch.setattr(Membership, "_read", lambda self, name: [opened.append(name), read(self, name)][1])
+    listed = Listed(members)
+    assert listed.engines() == []
+    members.announce(FIRST)
+    members.announce(SECOND)
+
+    def settle() -> None:
+        os.utime(members.folder, ns=(0, members.folder.stat().st_mtime_ns - 10_000_000_000))
+
+    assert listed.engines() == [FIRST, SECOND]
+    opened.clear()
+    assert listed.engines() == [FIRST, SECOND], "it has changed just now, and may change again at the same time"
+    assert opened
+    settle()
+    listed.engines()
+    opened.clear()
+    assert listed.engines() == [FIRST, SECOND]
+    assert opened == []
+    members.announce(replace(FIRST, silent="hangs"))
+    assert [one.silent for one in listed.engines()] == ["hangs", ""]
+    settle()
+    listed.engines()
+    opened.clear()
+    monkeypatch.setattr(membership, "REREAD_S", 0.0)
+    listed.engines()
+    assert opened, "another host's change may show late"
