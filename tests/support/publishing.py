@@ -18,7 +18,7 @@ from tests.doubles.receiving_double import ReceivingDouble
 from tests.support.fleets import members, settings
 
 BUCKET_BYTES = 1 << 12
-DEADLINE_S = 2.0
+DEADLINE_S = 3.0
 Publish = Callable[[dict[str, Tensor]], WeightTransport]
 
 
@@ -29,7 +29,7 @@ def publisher(
     """Sends tensors to all engines, over the same transport each time."""
     event_loop = EventLoopThread("test")
     membership = members(folder, [engine.url for engine in engines])
-    fleet = FleetUpdateSession(membership, **settings(folder, deadline_s=5, load_deadline_s=5), ranks_per_engine=ranks)
+    fleet = FleetUpdateSession(membership, **settings(folder, deadline_s=20, load_deadline_s=20), ranks_per_engine=ranks)
     transport = new_transport(fleet, event_loop, torch.device("cpu"), DEADLINE_S)
 
     def send(tensors: dict[str, Tensor]) -> WeightTransport:

@@ -56,9 +56,9 @@ class Rank:
         self.task = task
         self.here = dist.get_rank() == 0
         section = LearnerSection(
-            tensor_parallel=2, pipeline_parallel=2, micro_batch_tokens=256, step_deadline_s=60, data_parallel=1
+            tensor_parallel=2, pipeline_parallel=2, micro_batch_tokens=256, step_deadline_s=240, data_parallel=1
         )
-        initialize(Layout.of(section), seed=0, deadline_s=60)
+        initialize(Layout.of(section), seed=0, deadline_s=240)
         self.learner = MegatronLearner(Path(task["model"]), section, P3O(), temperature=1.0, total_steps=10)
         nbytes = sum(tensor.nbytes for _, tensor in self.learner.named_weights())
         self.found: dict[str, Any] = {"publishes": {}, "nbytes": nbytes}

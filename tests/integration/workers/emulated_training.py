@@ -23,7 +23,7 @@ def measure(models: Path, out: Path, cases: Sequence[tuple[str, str, str]]) -> N
     for model, layout, rollout_format in cases:
         emulate = rollout_format != "plain"
         learner_section = section(layout).model_copy(update=dict(fp8_emulation=emulate))
-        initialize(Layout.of(learner_section), seed=0, deadline_s=60)
+        initialize(Layout.of(learner_section), seed=0, deadline_s=240)
         experts = EXPERTS if model == "experts" else None
         learner = MegatronLearner(
             models / model,

@@ -42,7 +42,7 @@ def measure(model: Path, layouts: Sequence[str]) -> dict[str, dict[str, Any]]:
     found = {}
     for name in layouts:
         learning = section(name)
-        initialize(Layout.of(learning), seed=0, deadline_s=60)
+        initialize(Layout.of(learning), seed=0, deadline_s=240)
         learner = MegatronLearner(model, learning, P3O(), temperature=TEMPERATURE, total_steps=3)
         batch, before = batch_with_kept_sets(learner.model_config.vocab_size), weights(learner)
         scored = learner.logprobs(batch)

@@ -62,7 +62,7 @@ class Worker:
             data_parallel=self.layout.data,
             # Adam divides by the gradient's own size: a small eps would blow rounding differences up to whole steps.
             optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4),
-            **{"micro_batch_tokens": 64, "step_deadline_s": 60, **changes},
+            **{"micro_batch_tokens": 64, "step_deadline_s": 240, **changes},
         )
         return MegatronLearner(
             self.models / model, section, objective or P3O(), temperature=TEMPERATURE, total_steps=10
@@ -228,7 +228,7 @@ class Worker:
 
 def measure(layout: Layout, models: Path, out: Path, reshard: Path | None) -> None:
     """One rank: write found_RANK.json and the weights that the test compares into `out`."""
-    initialize(layout, seed=0, deadline_s=60)
+    initialize(layout, seed=0, deadline_s=240)
     worker = Worker(layout, models, out)
     worker.vocabulary()
     worker.scoring()

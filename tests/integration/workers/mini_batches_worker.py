@@ -89,7 +89,7 @@ def train(
             store=store,
             learner=learner,
             contract=CONTRACT,
-            wait_deadline_s=10.0,
+            wait_deadline_s=60.0,
             stop_requested=lambda: learner.is_rank_zero and learner.step >= stop_after * updates,
         ),
         learner=learner,
@@ -121,12 +121,12 @@ def measure(folder: Path, layouts: list[str]) -> None:
     for layout in layouts:
         base = LearnerSection(
             micro_batch_tokens=48,
-            step_deadline_s=60,
+            step_deadline_s=240,
             # Adam divides by the gradient's own size: a small eps would blow rounding differences up to whole steps.
             optimizer=OptimizerSection(lr=3e-3, warmup_steps=2, decay="cosine", eps=1e-4),
         )
         section = base.model_copy(update=parse_layout(layout))
-        initialize(Layout.of(section), seed=0, deadline_s=60)
+        initialize(Layout.of(section), seed=0, deadline_s=240)
         found = {}
         for case in CASES:
             learner, change = train(folder / f"{layout} {case}", section, case)

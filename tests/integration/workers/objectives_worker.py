@@ -85,12 +85,12 @@ def measure(folder: Path, layouts: list[str]) -> None:
     for layout in layouts:
         base = LearnerSection(
             micro_batch_tokens=48,
-            step_deadline_s=60,
+            step_deadline_s=240,
             # Adam divides by the gradient's own size: a small eps would blow rounding differences up to whole steps.
             optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4),
         )
         section = base.model_copy(update=parse_layout(layout))
-        initialize(Layout.of(section), seed=0, deadline_s=60)
+        initialize(Layout.of(section), seed=0, deadline_s=240)
         metrics: dict[str, dict[str, float]] = {}
         changes: dict[str, NDArray[np.float64]] = {}
         for name in OBJECTIVES:

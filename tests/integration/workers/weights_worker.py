@@ -73,7 +73,7 @@ def expert_inputs_are_quantized_whole(chunk: torch.nn.Module) -> bool:
 
 def run_layout(layout: Layout, folder: Path, out: Path) -> None:
     rank = dist.get_rank()
-    initialize(layout, seed=0, deadline_s=60)
+    initialize(layout, seed=0, deadline_s=240)
     shape = ModelConfig.from_hf(read_hf_config(folder))
     original = load_file(folder / "model.safetensors")
     dtype = original["model.norm.weight"].dtype

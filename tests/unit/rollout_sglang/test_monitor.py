@@ -38,7 +38,7 @@ def monitored(
     membership = Membership(run / "engines")
 
     async def main() -> None:
-        taken = settings(run, deadline_s=20, load_deadline_s=5)
+        taken = settings(run, deadline_s=60, load_deadline_s=20)
         taken["on_change"] = lambda kind, **fields: changes.append((kind, fields["engine"]))
         fleet = Fleet(membership, **taken)
         try:
@@ -52,7 +52,7 @@ def monitored(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < ends, "it never happened"
         await asyncio.sleep(0.02)

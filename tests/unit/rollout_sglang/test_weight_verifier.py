@@ -47,7 +47,7 @@ def fleet(tmp_path: Path, engines: list[EngineDouble]) -> Fleet:
 
 
 def fleet_of(folder: Path, engines: list[EngineDouble]) -> Fleet:
-    return fleets.fleet_of(folder, [engine.url for engine in engines], deadline_s=5, load_deadline_s=5)
+    return fleets.fleet_of(folder, [engine.url for engine in engines], deadline_s=20, load_deadline_s=20)
 
 
 async def answering(fleet: Fleet) -> set[int]:
@@ -96,7 +96,7 @@ def test_formats_are_asked_for_once_an_admission(
     (tmp_path / "engines").mkdir(exist_ok=True)
     for index, engine in enumerate(engines):
         membership.announce(Member(index, engine.url, 1))
-    fleet = Fleet(membership, **fleets.settings(tmp_path, deadline_s=5, load_deadline_s=5))
+    fleet = Fleet(membership, **fleets.settings(tmp_path, deadline_s=20, load_deadline_s=20))
     check = replace(CHECK, formats={})
 
     async def act() -> None:
