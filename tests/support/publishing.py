@@ -24,12 +24,19 @@ Publish = Callable[[dict[str, Tensor]], WeightTransport]
 
 @contextmanager
 def publisher(
-    engines: Sequence[ReceivingDouble], folder: Path, new_transport: type[WeightTransport], *, ranks: int = 1
+    engines: Sequence[ReceivingDouble],
+    folder: Path,
+    new_transport: type[WeightTransport],
+    *,
+    ranks: int = 1,
+    deadline_s: float = DEADLINE_S,
 ) -> Iterator[Publish]:
     """Sends tensors to all engines, over the same transport each time."""
     event_loop = EventLoopThread("test")
     membership = members(folder, [engine.url for engine in engines])
-    fleet = FleetUpdateSession(membership, **settings(folder, deadline_s=20, load_deadline_s=20), ranks_per_engine=ranks)
+    fleet = FleetUpdateSession(
+        membership, **settings(folder, deadline_s=20, load_deadline_s=20), ranks_per_engine=ranks
+    )
     transport = new_transport(fleet, event_loop, torch.device("cpu"), DEADLINE_S)
 
     def send(tensors: dict[str, Tensor]) -> WeightTransport:

@@ -31,7 +31,7 @@ from launch.cluster.roles.base import (
     wait_for_policy,
     wait_for_recipe,
 )
-from launch.cluster.roles.rendezvous import Rendezvous
+from launch.cluster.roles.rendezvous import Rendezvous, raise_other_nodes
 from launch.cluster.roles.server_turn import reason_to_start_again
 from launch.cluster.roles.starting_weights import hold_weights, release_weights
 from pipeline.config.recipe import Recipe
@@ -39,7 +39,7 @@ from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError
+from pipeline.errors import DeadlineExceededError, EngineHungError, EngineStartError, LayoutError, RecipeError
 from rollout_sglang.server.liveness import Liveness
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, server_url, start
@@ -198,15 +198,26 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
     """A host that only adds GPUs: it joins node 0, and follows it when it is started again."""
     starts = epoch_folder(own.run.path, "engine", own.index)
 
+    other: list[int] = []
+    """--nodes of the last file that does not fit. It may be of a start that is gone: the next one may fit."""
+
     def newest_rendezvous() -> Rendezvous | None:
+        other.clear()
         found = Rendezvous.read(own.rendezvous)
-        return None if found is None or Epoch(starts, found.epoch).is_superseded() else found
+        if found is None or Epoch(starts, found.epoch).is_superseded():
+            return None
+        if found.nodes != own.nodes:
+            other.append(found.nodes)
+            return None
+        return found
 
     what = f"node 0 of engine {own.index} (named in {own.rendezvous})"
     while True:
-        rendezvous = wait_for(stop, newest_rendezvous, what, recipe.rollout.start_deadline_s)
-        if rendezvous.nodes != own.nodes:
-            raise LayoutError(f"node 0 has --nodes {rendezvous.nodes}, this one {own.nodes}; give all the same number")
+        try:
+            rendezvous = wait_for(stop, newest_rendezvous, what, recipe.rollout.start_deadline_s)
+        except DeadlineExceededError:
+            raise_other_nodes(own.nodes, other)
+            raise
         place = dict(host=address, nodes=own.nodes, node=own.node, rendezvous=f"{rendezvous.host}:{rendezvous.port}")
         newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
         spec = hold_weights(own.run, own.index, own.node, rendezvous.epoch, newest)

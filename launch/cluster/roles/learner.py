@@ -34,7 +34,7 @@ from launch.cluster.roles.base import (
 )
 from launch.cluster.roles.heartbeat import Peer, Peers, Verdict
 from launch.cluster.roles.ranks import Ranks
-from launch.cluster.roles.rendezvous import Rendezvous
+from launch.cluster.roles.rendezvous import Rendezvous, raise_other_nodes
 from launch.run.begin import preflight, seed_policy
 from launch.run.fatal_notes import FatalNotes
 from launch.run.processes import child_environment, meeting_options, torchrun
@@ -48,6 +48,7 @@ from pipeline.errors import (
     FATAL_EXIT_CODE,
     STOPPED_EXIT_CODE,
     SUPERSEDED_EXIT_CODE,
+    DeadlineExceededError,
     LayoutError,
     PortInUseError,
     SupersededError,
@@ -172,12 +173,17 @@ def follow(own: LearnerNode, stop: Stop) -> Verdict:
 def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Rendezvous, Peer]:
     """Node 0 of a start after `seen` that is alive: one that answers, and knows the key."""
 
+    other: list[int] = []
+    """--nodes of the last file that does not fit. It may be of a start that is gone: the next one may fit."""
+
     def joined() -> tuple[Rendezvous, Peer] | None:
+        other.clear()
         rendezvous = Rendezvous.read(own.rendezvous)
         if rendezvous is None or rendezvous.epoch <= seen:
             return None
         if rendezvous.nodes != own.nodes:
-            raise LayoutError(f"node 0 has --nodes {rendezvous.nodes}, this one {own.nodes}; give all the same number")
+            other.append(rendezvous.nodes)
+            return None
         try:
             key = read_api_key()
             return rendezvous, Peer(
@@ -186,7 +192,12 @@ def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Rend
         except (OSError, ValueError, KeyError, EOFError):
             return None  # it has ended, or has not begun: the file is read again
 
-    return wait_for(stop, joined, f"node 0 of the learner (named in {own.rendezvous})", recipe.rollout.start_deadline_s)
+    what = f"node 0 of the learner (named in {own.rendezvous})"
+    try:
+        return wait_for(stop, joined, what, recipe.rollout.start_deadline_s)
+    except DeadlineExceededError:
+        raise_other_nodes(own.nodes, other)
+        raise
 
 
 def _follow_one(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
-from pipeline.errors import StoreError
+from pipeline.errors import LayoutError, StoreError
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,9 @@ class Rendezvous:
             return None
         except TypeError as error:
             raise StoreError(f"{path} is damaged ({error}); {remedy}") from error
+
+
+def raise_other_nodes(nodes: int, found: Sequence[int]) -> None:
+    """Raises LayoutError when node 0 named another number of hosts for as long as it was waited for."""
+    if found:
+        raise LayoutError(f"node 0 has --nodes {found[-1]}, this one {nodes}; give all the same number")

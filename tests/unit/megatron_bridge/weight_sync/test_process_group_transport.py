@@ -15,12 +15,15 @@ from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTran
 from megatron_bridge.weight_sync.process_groups import EngineGroup
 from pipeline.errors import DeadlineExceededError
 from tests.doubles.receiving_double import ReceivingDouble
-from tests.support.publishing import DEADLINE_S, Publish, publisher, same, weights
+from tests.support.publishing import Publish, publisher, same, weights
+
+DEADLINE_S = 40.0
+"""No engine of this file runs into it."""
 
 
 @pytest.fixture
 def publish(engines: list[ReceivingDouble], tmp_path: Path) -> Iterator[Publish]:
-    with publisher(engines, tmp_path, ProcessGroupTransport) as publish:
+    with publisher(engines, tmp_path, ProcessGroupTransport, deadline_s=DEADLINE_S) as publish:
         yield publish
 
 
@@ -31,7 +34,7 @@ def test_a_broadcast_that_the_engine_refused_is_not_waited_for(
     engines[1].bucket_fault = "refuse"
     began = time.monotonic()
     transport = publish({"large": torch.zeros(1 << 23)})
-    assert time.monotonic() - began < DEADLINE_S
+    assert time.monotonic() - began < DEADLINE_S / 2
     assert transport.failures.keys() == {1}
     assert engines[0].received.keys() == {"large"}
 
@@ -67,7 +70,7 @@ def test_an_engine_that_refuses_the_group_is_not_waited_for(engines: list[Receiv
     engines[0].refuses_groups = True
     began = time.monotonic()
     transport = publish(weights(0))
-    assert time.monotonic() - began < DEADLINE_S
+    assert time.monotonic() - began < DEADLINE_S / 2
     assert "Failed to initialize" in transport.failures[0]
     assert same(engines[1].received, weights(0))
 

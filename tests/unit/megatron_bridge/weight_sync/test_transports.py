@@ -44,7 +44,7 @@ def test_an_engine_that_breaks_costs_at_most_its_deadline(
     engines[1].healthy_buckets, engines[1].bucket_fault = 2, fault
     sent, began = weights(0), time.monotonic()
     transport = publish(sent)
-    assert time.monotonic() - began < DEADLINE_S + 7
+    assert time.monotonic() - began < DEADLINE_S + 27, "not torch's deadline, nor that of a call"
     assert transport.failures.keys() == {1}
     assert transport.engines == (0,)
     assert same(engines[0].received, sent)
@@ -59,7 +59,8 @@ def test_an_engine_that_breaks_costs_at_most_its_deadline(
 def test_an_engine_is_not_charged_for_waiting_on_another(engines: list[ReceivingDouble], publish: Publish) -> None:
     """Engine 0 takes 1.3 s for each of six buckets, which is more than DEADLINE_S: it fails in the third.
 
-    Engine 1 takes 0.1 s, and has 2.4 s to spare on a busy machine. It would exceed DEADLINE_S too if its waits for engine 0 counted.
+    Engine 1 takes 0.1 s, and has 2.4 s to spare on a busy machine. It would exceed DEADLINE_S too if its waits for
+    engine 0 counted.
     """
     engines[0].bucket_s, engines[1].bucket_s = 1.3, 0.1
     transport = publish(weights(0))

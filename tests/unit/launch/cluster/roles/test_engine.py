@@ -17,7 +17,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
 from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineHungError, EngineStartError, RecipeError, StoppedError, SupersededError
+from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError, StoppedError, SupersededError
 from rollout_sglang.server.start import EngineSpec
 
 
@@ -202,3 +202,18 @@ def test_another_host_waits_for_the_rendezvous_of_the_newest_start(
     with pytest.raises(StoppedError):
         run_engine(other.own, stop)
     assert not other.servers
+
+
+def test_a_file_of_a_start_with_other_hosts_is_waited_out(
+    run: RunDirectory, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was started with three hosts before, and the file of that start is still there."""
+    other = OtherHost(run, monkeypatch)
+    Rendezvous(claim(run.path, "engine", 0).number, "n1", 40000, 3).write(other.own.rendezvous)
+    at_each_look(monkeypatch, lambda: None, other.node_0_starts, lambda: None, lambda: finish(run))
+    assert run_engine(other.own, Stop()) == 0
+    assert len(other.servers) == 1
+    Rendezvous(claim(run.path, "engine", 0).number, "n1", 40000, 3).write(other.own.rendezvous)
+    section = recipe.rollout.model_copy(update=dict(start_deadline_s=0.0))
+    with pytest.raises(LayoutError, match="node 0 has --nodes 3, this one 2"):
+        role._run_other_host(other.own, recipe.model_copy(update=dict(rollout=section)), "n2", 1, None, Stop())
