@@ -256,7 +256,7 @@ MUTATIONS = (
         "boxes of a checkpoint may be missing",
         "megatron_bridge/checkpoint/dcp_reader.py",
         "if held != math.prod(shape):",
-        "if filled > result.numel():",
+        "if held > math.prod(shape):",
         (f"{UNIT}/megatron_bridge/checkpoint/test_dcp_reader.py",),
     ),
     Mutation(

@@ -1,7 +1,7 @@
 """Runs tries in a forked process: one that hangs, eats the memory or crashes is one verdict, and the others go on.
 
-The deadline is processor time, so that a busy machine condemns nothing. A try that sleeps for ever is ended by the
-clock.
+The deadline is processor time, so that a busy machine condemns nothing. A try that sleeps, and gets no processor time
+because it asks for none, is ended by the clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NoReturn
 import psutil
 
 CPU_DEADLINE_S = 10.0
-CLOCK_DEADLINE_S = 300.0
+ASLEEP_S = 30.0
 MEMORY_BYTES = 2 << 30
 """Address space that a try may take, beside what was there before."""
 
@@ -84,8 +84,8 @@ def _tell_verdicts(name: str, seeds: Sequence[int], writer: int, folder: Path) -
 def _collect(pid: int, reader: int) -> dict[int, str]:
     verdicts: dict[int, str] = {}
     buffered, current, process = b"", None, psutil.Process(pid)
-    began_cpu, began = 0.0, time.monotonic()
-    why = ""
+    began = busy = 0.0
+    awake, why = time.monotonic(), ""
     while True:
         ready, _, _ = select.select([reader], [], [], 0.5)
         if ready:
@@ -97,9 +97,16 @@ def _collect(pid: int, reader: int) -> dict[int, str]:
                 current = seed if verdict is None else None
                 if verdict is not None:
                     verdicts[seed] = verdict
-            began_cpu, began = _cpu_s(process), time.monotonic()
-        elif not why and (_cpu_s(process) - began_cpu > CPU_DEADLINE_S or time.monotonic() - began > CLOCK_DEADLINE_S):
+            began = busy = _cpu_s(process)
+            awake = time.monotonic()
+            continue
+        if (now := _cpu_s(process)) > busy or _is_runnable(process):
+            busy, awake = now, time.monotonic()
+        if not why and now - began > CPU_DEADLINE_S:
             why = f"past its deadline of {CPU_DEADLINE_S:g} s of processor time"
+            os.kill(pid, signal.SIGKILL)
+        elif not why and time.monotonic() - awake > ASLEEP_S:
+            why = f"past its deadline: asleep for {ASLEEP_S:g} s"
             os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     if current is not None:
@@ -107,6 +114,14 @@ def _collect(pid: int, reader: int) -> dict[int, str]:
     elif status:
         raise RuntimeError(f"the process of the tries ended with status {os.waitstatus_to_exitcode(status)}")
     return verdicts
+
+
+def _is_runnable(process: psutil.Process) -> bool:
+    """Whether it waits for a processor, or for a disk."""
+    try:
+        return process.status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+    except psutil.Error:
+        return False
 
 
 def _cpu_s(process: psutil.Process) -> float:
