@@ -11,6 +11,7 @@ folder whose files do not match COMMIT is refused by name.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,12 +27,13 @@ from pipeline.data.files import (
     temporary_name,
 )
 from pipeline.data.integrity.folders import Fingerprint, fingerprints, sync_files
-from pipeline.data.integrity.sealed import reason, unseal, write_sealed, write_sealed_json
+from pipeline.data.integrity.sealed import read_sealed_json, reason, unseal, write_sealed, write_sealed_json
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.run_directory import numbered, numbered_folders, unfenced
-from pipeline.errors import CorruptCheckpointError, DiskFullError
+from pipeline.errors import CorruptCheckpointError, DiskFullError, StoreError
 from pipeline.ports.learner import Learner
 from pipeline.trainer.long_actions import tell_when_done
+from precision.text.short import quoted
 
 COMMIT = "COMMIT"
 _LOOP_STATE = "loop_state.json"
@@ -111,8 +113,7 @@ class Checkpoints:
             return None
         folder = self.directory / numbered(committed[-1])
         verify(folder, committed[-1])
-        state = folder / _LOOP_STATE
-        return committed[-1], json.loads(unseal(state.read_bytes())) if state.exists() else {}
+        return committed[-1], _read_state(folder)
 
     def _committed(self) -> list[int]:
         return [
@@ -181,6 +182,21 @@ def read_commit(folder: Path) -> Commit:
         return Commit(int(value["step"]), files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path} is damaged ({reason(error)}); {_remedy(folder)}") from error
+
+
+def _read_state(folder: Path) -> dict[str, float]:
+    """What the loop remembers. Raises CorruptCheckpointError unless it is numbers by name."""
+    path, remedy = folder / _LOOP_STATE, _remedy(folder)
+    if not path.exists():
+        return {}
+    try:
+        state = read_sealed_json(path, remedy)
+    except (StoreError, OSError) as error:
+        raise CorruptCheckpointError(str(error)) from error
+    for name, value in state.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise CorruptCheckpointError(f"{path}: {quoted(name)} is {quoted(value)}, expected a number; {remedy}")
+    return state
 
 
 def _files(folder: Path) -> list[Path]:

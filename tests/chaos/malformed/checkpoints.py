@@ -16,13 +16,14 @@ from typing import Any
 
 from launch.convert.inspect import inspect_folder
 from launch.convert.sources import check_committed
+from pipeline.data.integrity.sealed import unseal, write_sealed
 from pipeline.errors import EvenKeelError
 from pipeline.trainer.checkpoints import COMMIT, Checkpoints
 from tests.chaos.malformed.mutations import judged, mutated_bytes, mutated_data
 from tests.support.one_rank import OneRank
 
 COUNT = 1000
-IN_MAKE_TEST = 0
+IN_MAKE_TEST = 30
 _INDEX = ".metadata"
 _STRANGERS = (
     "000003.bak", "000009.tmp", "latest", "000004.zip", "٠٠٠٠٠٤", "0000000000000000000000000000000000000000099",
@@ -132,8 +133,13 @@ def _change_json(rng: random.Random, path: Path) -> None:
     if rng.random() < 0.4:
         path.write_bytes(mutated_bytes(rng, data))
     else:
-        changed = mutated_data(rng, json.loads(data))
-        path.write_bytes(json.dumps(changed).encode("utf-8", "surrogatepass"))
+        text = json.dumps(mutated_data(rng, json.loads(unseal(data)))) + "\n"
+        if rng.random() < 0.6:  # what another program, or another version, wrote on purpose
+            write_sealed(path, text)
+        else:
+            path.write_text(text)
+        if path.name != COMMIT and rng.random() < 0.6:
+            _recommit(path.parent)
 
 
 def _change_index(rng: random.Random, path: Path) -> None:

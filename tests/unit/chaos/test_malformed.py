@@ -24,8 +24,8 @@ def test_malformed_input_ends_in_one_line_or_harmlessly(name: str) -> None:
     assert len(verdicts) == kind(name).IN_MAKE_TEST
 
 
-def test_there_are_thousands_and_each_case_has_its_name() -> None:
-    assert sum(kind(name).COUNT for name in present()) >= 8_000
+def test_there_are_ten_thousand_and_each_case_has_its_name() -> None:
+    assert sum(kind(name).COUNT for name in present()) >= 10_000
     ids = [case.id for case in cases()]
     assert len(set(ids)) == len(ids)
 

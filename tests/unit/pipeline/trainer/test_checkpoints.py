@@ -9,8 +9,9 @@ import pytest
 
 from pipeline.data.epochs import claim
 from pipeline.data.files import is_temporary
+from pipeline.data.integrity.sealed import write_sealed
 from pipeline.errors import CorruptCheckpointError, SupersededError
-from pipeline.trainer.checkpoints import COMMIT, Checkpoints
+from pipeline.trainer.checkpoints import COMMIT, Checkpoints, commit
 from tests.support.one_rank import OneRank
 
 
@@ -41,6 +42,27 @@ def test_a_state_that_was_touched_is_refused(tmp_path: Path) -> None:
     (tmp_path / "000004" / "loop_state.json").write_text('{"entropy": 2.0}\n')
     with pytest.raises(CorruptCheckpointError, match=r"loop_state\.json"):
         checkpoints.restore(learner)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ('{"entropy": "x"}\n', "'entropy' is 'x', expected a number"),
+        ('{"entropy": NaN}\n', "'entropy' is nan, expected a number"),
+        ('{"entropy": {"a": 1}}\n', "'entropy' is {'a': 1}, expected a number"),
+        ("[1]\n", "it holds no JSON object"),
+    ],
+)
+def test_a_state_that_no_loop_wrote_is_refused(tmp_path: Path, state: str, message: str) -> None:
+    """Though its checksum and the checkpoint's COMMIT agree with it."""
+    learner: Any = Learner()
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(learner, 4, {"entropy": 1.0})
+    write_sealed(tmp_path / "000004" / "loop_state.json", state)
+    commit(tmp_path / "000004", 4)
+    with pytest.raises(CorruptCheckpointError, match=message) as refused:
+        checkpoints.restore(learner)
+    assert "loop_state.json" in str(refused.value)
 
 
 def test_a_checkpoint_without_a_state_is_of_a_loop_without_memory(tmp_path: Path) -> None:
