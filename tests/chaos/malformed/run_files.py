@@ -23,7 +23,7 @@ from tests.support.runs import evenkeel
 from tests.support.written_runs import write_run
 
 COUNT = 1000
-IN_MAKE_TEST = 30
+IN_MAKE_TEST = 10
 _STRANGERS = (
     "000003.bak", "latest", "a\nb.jsonl", "\x1b[2J.json", "x.json", "x.jsonl", ".jsonl", "-000001.jsonl", "9" * 200,
     "learner-000001.jsonl.gz", "learner-٠٠٠٠٠١.jsonl", "000001.zarr.zip.bak", "x.npy", "00000٣.json", ".DS_Store",
