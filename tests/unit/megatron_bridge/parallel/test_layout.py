@@ -93,7 +93,7 @@ def test_sizes_that_do_not_divide(changes: dict[str, Any], learner: dict[str, in
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; use one of Qwen3ForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; use one of Qwen3ForCausalLM"),
         ({"architectures": None}, "missing from config.json"),
         ({"hidden_size": "48"}, "hidden_size is '48'"),
         ({"attention_bias": True}, "attention_bias is True"),
@@ -141,7 +141,7 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="is not JSON"):
+    with pytest.raises(ModelError, match="is damaged: not JSON"):
         read_hf_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     with pytest.raises(ModelError, match=r"has no \*\.safetensors"):

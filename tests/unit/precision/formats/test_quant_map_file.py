@@ -77,7 +77,7 @@ def test_experts_are_named_together_and_not_apart() -> None:
         ("base: fp8_block\nignore: [a]", "ignore: Extra inputs are not permitted"),
         ("exceptions: {}", "base: Field required"),
         ("- a", "Input should be a valid dictionary"),
-        ("a: [", "is not YAML"),
+        ("a: [", "line 1, column 5: not YAML"),
     ],
 )
 def test_files_that_say_something_else(tmp_path: Path, text: str, problem: str) -> None:
