@@ -7,9 +7,27 @@ import os
 import sys
 import time
 from collections import Counter
+from dataclasses import fields, replace
 
-from tests.chaos.simulation.plan import plan_of
+from tests.chaos.simulation.plan import Plan, plan_of
 from tests.chaos.simulation.simulate import simulate
+
+
+def shrunk(plan: Plan) -> Plan:
+    """With as few faults and as little else as still fails, in some way."""
+    plain = Plan(seed=plan.seed)
+    changed = True
+    while changed:
+        changed = False
+        smaller = [
+            *(replace(plan, faults=(*plan.faults[:i], *plan.faults[i + 1 :])) for i in range(len(plan.faults))),
+            *(replace(plan, **{field.name: getattr(plain, field.name)}) for field in fields(Plan)[1:-1]),
+        ]
+        for candidate in smaller:
+            if candidate != plan and simulate(candidate).verdict != "ok":
+                plan, changed = candidate, True
+                break
+    return plan
 
 
 def main() -> int:
@@ -18,10 +36,13 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--last-lines", type=int, default=0, help="of the trace; 0: all")
+    parser.add_argument("--shrink", action="store_true", help="also print a smaller plan that fails")
     options = parser.parse_args()
     if options.seed is not None:
         result = simulate(plan_of(options.seed), traced=True)
         print("\n".join(result.trace[-options.last_lines :]))
+        if options.shrink and result.verdict != "ok":
+            print(repr(shrunk(plan_of(options.seed))))
         print(plan_of(options.seed), result.verdict, result.digest, f"{result.points} points", sep="\n")
         return int(result.verdict != "ok")
     started, bad, happened, points, virtual = time.monotonic(), 0, Counter[str](), 0, 0.0

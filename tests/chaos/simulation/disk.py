@@ -68,7 +68,7 @@ class Disk:
         self.order = world.random("listings")
         REAL.mkdir(self.root)
         self.durable.folders[self._inode(self.root)] = {}
-        self.on_rename: Callable[[str], None] = lambda path: None
+        self.on_name: Callable[[str], None] = lambda path: None
 
     def holds(self, path: Any) -> bool:
         """Whether the path is this disk's business."""
@@ -106,6 +106,7 @@ class Disk:
             self._seen(target)
             raise
         self._changed(target, self._entry(target, self._inode(target)))
+        self.on_name(target)
 
     def rename(self, source: Any, target: Any) -> None:
         source, target = self._begin("rename", source, target), os.fspath(target)
@@ -117,7 +118,7 @@ class Disk:
             self._seen(target)
             raise
         self._changed(target, self._entry(source, None), self._entry(target, inode))
-        self.on_rename(target)
+        self.on_name(target)
 
     def open(self, path: Any, mode: str, make: Callable[[], Any]) -> Any:
         """`make` opens the file, for writing or for reading."""

@@ -65,7 +65,7 @@ def simulate(plan: Plan, *, traced: bool = False) -> Result:
             stack.enter_context(redirect_stdout(StringIO()))  # of waits without progress
             stack.enter_context(redirect_stderr(StringIO()))
             setting = Setting(world, folder / "disk" / "run", EngineRoom(world), Promises())
-            disk.on_rename = partial(watch_published, setting)
+            disk.on_name = partial(watch_published, setting)
             world.run(lambda process: operate(setting, disk))
     finally:
         if collecting:
@@ -83,8 +83,8 @@ def simulate(plan: Plan, *, traced: bool = False) -> Result:
 
 
 def watch_published(setting: Setting, path: str) -> None:
-    """Called after each rename: what is published never falls."""
-    if path.endswith("policy/PUBLISHED"):
+    """Called after a name was given: what is published never falls."""
+    if "/policy/" in path and "published" in path.lower():
         version = setting.run.published_version()
         if version < setting.promises.published:
             setting.world.problem(f"version {version} is published after {setting.promises.published}")
