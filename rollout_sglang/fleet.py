@@ -272,7 +272,8 @@ class Fleet:
         assert target is not None, "the callers name it"
         kind: UpdateKind = "resync_single" if self._pool.admitted else "resync"
         async with self._updates.take(kind, self._load_deadline_s) as update:
-            superseded = update.given not in (None, target.version)
+            # What was given last may be remembered wrongly for a while (cached listings), but versions only rise.
+            superseded = update.given is not None and update.given > target.version
             await all_of(self._resync_one(engine, target, update.number, superseded) for engine in engines)
 
     async def _resync_one(self, engine: PooledEngine, target: Target, number: int, superseded: bool) -> None:

@@ -85,7 +85,8 @@ class Monitor:
     def _expected(self) -> tuple[int | None, int, int]:
         """The update under way, the newest one, and the version that engines should serve."""
         given = self._updates.given()
-        return self._updates.under_way(), self._updates.newest(), self._published() if given is None else given
+        # Versions only rise: a lower one is what an update that saw a cached listing has remembered.
+        return self._updates.under_way(), self._updates.newest(), max(self._published(), given or 0)
 
     async def _judge(self, engine: PooledEngine, expected: int | None) -> None:
         if engine.trouble:

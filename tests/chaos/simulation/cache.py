@@ -24,7 +24,7 @@ class Cache:
         """(host, path) → when it was not there."""
 
     def listed(self, folder: str, names: Sequence[str]) -> list[str]:
-        """What this host sees of `names`, all that are there. Names that are gone are never seen."""
+        """What this host sees where `names` are there."""
         me = self._world.me()
         if me.role == "operator":
             return list(names)
@@ -33,7 +33,7 @@ class Cache:
         if self._world.now >= when + self._world.plan.visible_s:
             self._listings[key] = self._world.now, frozenset(names)
             return list(names)
-        return [name for name in names if name in known]
+        return sorted(known)
 
     def look_up(self, path: str) -> None:
         """Raises FileNotFoundError where this host remembers that there is no such name."""

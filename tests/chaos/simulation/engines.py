@@ -147,7 +147,7 @@ class SimulatedFleet:
             return
         kind: UpdateKind = "resync_single" if len(behind) < len(self._room.up()) else "resync"
         async with self._updates.take(kind, LOAD_DEADLINE_S) as update:
-            if update.given in (None, version):
+            if update.given is None or update.given <= version:
                 for engine in behind:
                     await self._give(engine, version, directory, update.number)
 

@@ -24,7 +24,7 @@ from pipeline.ports.learner import Update
 from rollout_sglang.weights.update_lease import Updates
 from tests.chaos.simulation.engines import EngineRoom, SimulatedFleet
 from tests.chaos.simulation.turns import run_loop
-from tests.chaos.simulation.world import World
+from tests.chaos.simulation.world import Process, World
 from tests.support.one_rank import OneRank
 
 Floats = NDArray[np.float32]
@@ -95,29 +95,43 @@ class SimulatedChannel:
 
     def __init__(self, room: EngineRoom, run: RunDirectory, learner: HashLearner, updates: Updates) -> None:
         self._room, self._run, self._learner, self._updates = room, run, learner, updates
-        self._folder: tuple[int, str] | None = None
-        """What a writer in the background has not written yet."""
+        self._owner = room.world.me()
+        self._writer: Process | None = None
+        """Writes the folder of a streamed version in the background, for as long as its learner lives."""
 
     def publish(self, version: int) -> dict[str, float]:
         world = self._room.world
         world.point("publish", str(version))
         self.wait_for_folder()
-        self._folder = version, self._learner.weights
+        weights = self._learner.weights
         if not world.plan.streamed:
-            self.wait_for_folder()
+            write_policy(weights, self._run.policy_directory(version), self._run.fence)
         fleet = SimulatedFleet(self._room, self._run, self._updates)
         folder = self._run.policy_directory(version)
         if world.plan.streamed:
             folder = self._run.policies  # the tensors come over the network: no folder is read
         seconds = run_loop(world, fleet.load(version, folder))
         self._run.set_published(version)
+        if world.plan.streamed:
+            self._begin_folder(version, weights)
         self._prune(version)
         return seconds | {"publish_s": 0.5}
 
     def wait_for_folder(self) -> None:
-        if self._folder is not None:
-            (version, weights), self._folder = self._folder, None
-            write_policy(weights, self._run.policy_directory(version), self._run.fence)
+        while self._writer is not None and self._writer.status is None:
+            time.sleep(0.05)
+        if self._writer is not None and isinstance(self._writer.error, Exception):
+            raise self._writer.error
+        self._writer = None
+
+    def _begin_folder(self, version: int, weights: str) -> None:
+        def write(writer: Process) -> int:
+            if not self._owner.dead and self._owner.status is None:
+                write_policy(weights, self._run.policy_directory(version), self._run.fence)
+            return 0
+
+        world = self._room.world
+        self._writer = world.start("writer", write, self._room.draw.expovariate(1.0), self._owner.host)
 
     def close(self) -> None:
         self.wait_for_folder()

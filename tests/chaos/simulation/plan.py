@@ -80,8 +80,8 @@ class Plan:
         return f"seed {self.seed}: {schedule}, {self.steps} steps; {'; '.join(map(str, self.faults)) or 'no faults'}"
 
 
-def plan_of(seed: int) -> Plan:
-    """The plan of a seed."""
+def plan_of(seed: int, *, harsh: bool = False) -> Plan:
+    """The plan of a seed; a `harsh` one has three to five faults."""
     draw = random.Random(f"plan {seed}")
     kind: Literal["sync", "async", "staged"] = draw.choice(("sync", "async", "async", "staged"))
     several = draw.random() < 0.25
@@ -114,7 +114,8 @@ def plan_of(seed: int) -> Plan:
         visible_s=draw.choice((0.0, 0.0, 0.0, 2.0, 40.0)),
         real_files=draw.random() < 1 / 64,
     )
-    faults = tuple(_fault(draw, plan.steps) for _ in range(draw.choice((0, 1, 1, 2, 2, 3, 4))))
+    count = draw.choice((0, 1, 1, 2, 2, 3, 4))
+    faults = tuple(_fault(draw, plan.steps) for _ in range(3 + count // 2 if harsh else count))
     return replace(plan, faults=faults)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chaos.simulation.plan import Fault, Plan
+from tests.chaos.simulation.plan import Fault, Plan, plan_of
 from tests.chaos.simulation.simulate import simulate
 
 
@@ -21,3 +21,10 @@ def test_a_batch_is_durable_before_it_is_trained_on(kind: str) -> None:
         result = simulate(plan)
         assert [problem for problem in result.problems if "metrics" not in problem] == []
         assert result.happened == ("freeze", "power cut")
+
+
+def test_engines_come_back_though_a_resync_has_not_seen_a_publish() -> None:
+    """Its host's listing of updates was cached: it took the number after the publish, and remembered the version
+    before. From then on every resync thought that a later version had been given, and when all engines had died, none
+    came back for ever."""
+    assert simulate(plan_of(4026)).problems == ()
