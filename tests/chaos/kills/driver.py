@@ -82,9 +82,12 @@ class Drive:
         else:
             self.end()
         self.problems += [f"not reached: {', '.join(self.missed)}"] if self.missed else []
+        used = os.times()
+        cpu = round(used.children_user + used.children_system, 1)
+        seconds = dict(seconds_of_run=round(took, 1), cpu_seconds=cpu)
         return dict(
             verdict="; ".join(self.problems) or "ok",
-            details=dict(kills=self.kills, faults=len(self.plan.faults), seconds_of_run=round(took, 1), log=self.log),
+            details=dict(kills=self.kills, faults=len(self.plan.faults), **seconds, log=self.log),
         )
 
     # ------------------------------------------------------------------------------------------------------- one fault
