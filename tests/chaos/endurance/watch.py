@@ -38,6 +38,9 @@ def name_of(argv: Sequence[str]) -> str:
         ("detokenizer", "detokenizer"),
         ("cpu_server", "engine"),
         ("launch_router", "router-server"),
+        ("router", "router-server"),
+        ("bwrap", "sandbox"),
+        ("pipeline.rewards", "verifier"),
         ("resource_tracker", "resource-tracker"),
         ("spawn_main", "verifier"),
     ):
