@@ -33,8 +33,9 @@ def refuse_at_work(run: RunDirectory, *, stopped: bool) -> None:
 
 
 def _newest_starts(epochs: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What the newest start of each role says of itself; starts whose file is damaged say nothing."""
-    for folder in sorted(epochs.glob("*")):
+    """What the newest start of each role says of itself; one whose file is damaged says nothing. Supervisors have a
+    heartbeat instead (launch.run.claim)."""
+    for folder in sorted(set(epochs.glob("*")) - {epochs / "supervisor"}):
         starts = sorted(path for path in folder.glob("*") if _NUMBER.fullmatch(path.name))
         if not starts:
             continue

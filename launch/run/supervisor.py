@@ -19,6 +19,7 @@ from launch.cluster.roles.base import EPOCH_POLL_S, FINISHED_POLL_S, Every, anno
 from launch.cluster.starter import Started, Starter, Unit
 from launch.run.fatal_notes import FatalNotes
 from launch.run.live_view import LiveView
+from launch.show.run_progress import RunProgress
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
 from pipeline.data.event_log import EventLog
@@ -99,6 +100,7 @@ class Supervisor:
         SupersededError when another supervisor has taken over."""
         for unit in self.units:
             self._start(unit)
+        progress = RunProgress(self.run, self.event_log.event)
         while not self._is_finished():
             if self._superseded():
                 self.epoch.check()
@@ -112,6 +114,7 @@ class Supervisor:
             for unit in [unit for unit, at in self.due.items() if at <= time.monotonic()]:
                 del self.due[unit]
                 self._start(unit)
+            progress.look()
             self.view.refresh()
             time.sleep(POLL_S)
         self.view.refresh()

@@ -54,8 +54,8 @@ class RunLog:
 
     @property
     def num_steps(self) -> int:
-        """Steps trained so far."""
-        return int(self.metrics[-1]["step"]) + 1 if self.metrics else 0
+        """Steps trained so far, or skipped because their batch was lost by damage."""
+        return max((int(line["step"]) + 1 for line in (*self.metrics[-1:], *self.of_kind("skipped"))), default=0)
 
     @property
     def is_complete(self) -> bool:

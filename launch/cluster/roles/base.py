@@ -36,6 +36,7 @@ from pipeline.errors import (
     StoreError,
     SupersededError,
 )
+from pipeline.patience import Patience, print_notice
 
 EPOCH_VARIABLE = "EVENKEEL_EPOCH"
 """Environment of a learner's ranks: the number of the learner's start that they belong to."""
@@ -128,15 +129,18 @@ def status_of(error: EvenKeelError) -> int:
 def wait_for(stop: Stop, found: Callable[[], T | None], what: str, deadline_s: float) -> T:
     """What `found` returns once it is not None. Raises DeadlineExceededError, or StoppedError."""
     ends, told = time.monotonic() + deadline_s, False
+    patience = Patience(print_notice, "this role", "the role that makes it (logs in RUN/logs)")
     while True:
         stop.check()
         if (result := found()) is not None:
+            patience.progress()
             return result
         if time.monotonic() > ends:
             raise DeadlineExceededError(f"waited {deadline_s:g} s for {what}; see whether what should make it runs")
         if not told:
             print(f"waiting for {what}", flush=True)
             told = True
+        patience.still(what)
         time.sleep(POLL_S)
 
 
