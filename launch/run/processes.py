@@ -27,6 +27,7 @@ from pipeline.errors import (
     SupersededError,
 )
 from pipeline.process_log import log_tail
+from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.25
@@ -72,8 +73,8 @@ def run_ranks(
 ) -> None:
     """Run ranks to their end, calling `watch` as they go. Raises FatalError with the reason that a rank left, or with
     the end of the log, when they fail or take longer than `deadline_s`."""
-    notes = FatalNotes(run)
-    ranks = ChildProcess(command, log, env)
+    notes, scratch = FatalNotes(run), make_scratch("ranks")
+    ranks = ChildProcess(command, log, {**env, **scratch_environment(scratch)})
     give_up = time.monotonic() + deadline_s
     try:
         while ranks.poll() is None and time.monotonic() < give_up:
@@ -81,6 +82,7 @@ def run_ranks(
             time.sleep(_POLL_S)
     finally:
         ranks.stop()
+        remove_scratch(scratch)
     if ranks.poll() != 0:
         raise FatalError(notes.message() or f"the {log.stem} died: {log_tail(log)}; the same command tries again")
 

@@ -27,6 +27,7 @@ from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
 from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, FatalError
 from pipeline.process_log import ending, log_tail
+from pipeline.scratch import remove_left_scratch
 
 POLL_S = 0.25
 SERVERS_GRACE_S = 3.0
@@ -94,6 +95,7 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._end(list(self.running), SERVERS_GRACE_S)
+        remove_left_scratch()  # of roles that had to be killed
 
     def supervise(self) -> Outcome:
         """Run to the end, or until it is asked to stop. Raises FatalError when the end cannot be reached, and

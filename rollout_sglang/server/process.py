@@ -15,6 +15,7 @@ import httpx
 from pipeline.child_process import ChildProcess
 from pipeline.errors import EngineStartError, PortInUseError
 from pipeline.process_log import ending, first_error, last_lines
+from pipeline.scratch import remove_scratch
 
 LOG_LINES = 12
 """Last lines of the log that an EngineStartError carries, where no line of it says what went wrong."""
@@ -37,12 +38,28 @@ class ServerProcess(ChildProcess):
         log: Path | None,
         ready_url: str,
         secret: str | None,
+        scratch: Path | None = None,
     ) -> None:
         """Start `command`. `ready_url` answers 2xx once the server can be used; `secret` is kept out of error
-        messages."""
+        messages; `scratch` is a folder (pipeline.scratch) that is removed with the server."""
+        self._scratch = scratch
         super().__init__(command, log, environment, own_session=True)
         self._ready_url = ready_url
         self._secret = secret
+
+    def stop(self) -> None:
+        """See ChildProcess."""
+        super().stop()
+        self._clean()
+
+    def kill(self) -> None:
+        """See ChildProcess."""
+        super().kill()
+        self._clean()
+
+    def _clean(self) -> None:
+        if self._scratch is not None:
+            remove_scratch(self._scratch)
 
     def wait_ready(self, deadline_s: float) -> float:
         """Wait until the server answers; returns the seconds. Raises EngineStartError with the end of the log when

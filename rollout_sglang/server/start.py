@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.config.recipe import RolloutPrecision
 from pipeline.errors import RecipeError
+from pipeline.scratch import make_scratch, scratch_environment
 from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
@@ -103,21 +104,27 @@ def start(spec: EngineSpec) -> ServerProcess:
     """
     require_key(spec.host, spec.api_key)
     check_port_free(spec.port, spec.host)
-    environment = server_environment(spec.api_key) | {
-        # A folder that is missing must be an error, not a download.
-        "HF_HUB_OFFLINE": "1",
-        # /health says whether the server is up; a probe that must sample would wait behind a long prefill.
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
-        FLOOR_VARIABLE: str(spec.update_floor),
-        # Always set: layers named in the user's environment would be served in another format than the map says.
-        IGNORED_LAYERS_VARIABLE: ",".join(spec.full_precision),
-    }
+    scratch = make_scratch("engine")
+    environment = (
+        server_environment(spec.api_key)
+        | scratch_environment(scratch)
+        | {
+            # A folder that is missing must be an error, not a download.
+            "HF_HUB_OFFLINE": "1",
+            # /health says whether the server is up; a probe that must sample would wait behind a long prefill.
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+            FLOOR_VARIABLE: str(spec.update_floor),
+            # Always set: layers named in the user's environment would be served in another format than the map says.
+            IGNORED_LAYERS_VARIABLE: ",".join(spec.full_precision),
+        }
+    )
     return ServerProcess(
         command(spec, cuda=has_cuda()),
         environment=environment,
         log=spec.log,
         ready_url=f"{spec.url}/health",
         secret=spec.api_key,
+        scratch=scratch,
     )
 
 

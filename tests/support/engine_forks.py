@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -47,9 +48,16 @@ class ForkedServer(ServerProcess):
     """A server that is a child of the fork server, with the interface of one that is ours."""
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, ready_url: str, secret: str | None
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path,
+        ready_url: str,
+        secret: str | None,
+        scratch: Path | None = None,
     ) -> None:
-        self.log = log
+        self.log, self._scratch = log, scratch
         self._ready_url, self._secret = ready_url, secret
         python, *flags, module = command[:4]
         assert (python, *flags, module) == (sys.executable, "-P", "-m", SERVER), command
@@ -85,9 +93,10 @@ class ForkedServer(ServerProcess):
     def kill(self) -> None:
         try:
             self._server.kill()
+            self._server.wait(20)
         except psutil.NoSuchProcess:
-            return
-        self._server.wait(20)
+            pass
+        self._clean()
 
 
 class ForkedRole:
@@ -122,8 +131,16 @@ class ServerOfRole(ServerProcess):
     """A server that is a child of a forked role, in which SGLang is loaded already."""
 
     def __init__(
-        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path | None, ready_url: str, secret: str
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        log: Path | None,
+        ready_url: str,
+        secret: str,
+        scratch: Path | None = None,
     ) -> None:
+        self._scratch = scratch
         assert log is not None, "a supervisor names the log of a role"
         self.log = log
         self._ready_url, self._secret = ready_url, secret
@@ -152,6 +169,7 @@ class ServerOfRole(ServerProcess):
         if self.poll() is None:
             os.kill(self._child, signal.SIGKILL)
             self._ended = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+        self._clean()
 
 
 def start_engine(spec: product.EngineSpec) -> ServerProcess:
@@ -280,6 +298,7 @@ def _become_server(arguments: list[str], environment: dict[str, str], log: str) 
     _write_to(log)
     os.environ.clear()
     os.environ.update({**CPU_ENVIRONMENT, **environment})
+    tempfile.tempdir = None  # which this process was told before it was forked
     sys.argv = [SERVER, *arguments]
     install_fault()
     status = 1

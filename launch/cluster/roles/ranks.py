@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from launch.cluster.roles.base import log_file
 from launch.run.processes import end_tree
 from pipeline.child_process import ChildProcess
+from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 from pipeline.trainer.batch_source import STOP_FILE_VARIABLE
 
 BEGUN = "begun"
@@ -34,9 +32,9 @@ class Ranks:
     """A context manager that leaves no process behind."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="evenkeel-learner-"))
+        self._folder = make_scratch("learner")
         self._stop_file = self._folder / "stop"
-        given = {**environment, STOP_FILE_VARIABLE: str(self._stop_file)}
+        given = {**environment, **scratch_environment(self._folder), STOP_FILE_VARIABLE: str(self._stop_file)}
         self._torchrun = _Torchrun(command, log_file(), given, own_session=True)
 
     def __enter__(self) -> Self:
@@ -47,7 +45,7 @@ class Ranks:
     ) -> None:
         end_tree(self._torchrun.pid)
         self._torchrun.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_scratch(self._folder)
 
     def poll(self) -> int | None:
         """Exit status of torchrun; None while it runs."""

@@ -18,7 +18,13 @@ ADAPTERS_MAY_USE = (
     *("pipeline.data.files", "pipeline.data.epochs", "pipeline.data.membership", "pipeline.data.routed_experts"),
     *("pipeline.data.quant_maps", "pipeline.data.kept_sets", "pipeline.data.border"),
     "pipeline.data.integrity",
-    *("pipeline.errors", "pipeline.config.recipe", "pipeline.child_process", "pipeline.process_log"),
+    *(
+        "pipeline.errors",
+        "pipeline.config.recipe",
+        "pipeline.child_process",
+        "pipeline.process_log",
+        "pipeline.scratch",
+    ),
     "pipeline.stopwatch",
 )
 """Of `pipeline`, what a learner and an engine may know: modules, or rooms with all that is in them."""
