@@ -23,6 +23,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
+from pipeline.data.files import remove_leftovers
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoppedError
@@ -99,6 +100,7 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
     prompts = build_prompts(recipe, tokenizer)
     store = BatchStore(run.batches, run.fence, limits=build_limits(recipe))
     store.remove_partial()
+    remove_leftovers(run.evaluations, run.fence)
     metrics = metrics_of("collector", run.path)
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     fleet = build_fleet(run, recipe, epoch, event_log.event)

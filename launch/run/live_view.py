@@ -27,6 +27,7 @@ from pipeline.analysis.run_log import number
 from pipeline.data.event_log import log_files, parse_line
 from pipeline.patience import notice_line
 from precision.mismatch.alarms import Alarm, alarms
+from precision.text.short import one_line
 
 PHASE_STYLES = {"wait": "bright_black", "logprobs": "cyan", "update": "magenta", "publish": "yellow", "save": "green"}
 BAR_CELLS = 40
@@ -248,7 +249,11 @@ def step_line(progress: Progress) -> str:
 
 
 def event_line(event: dict[str, Any]) -> str:
-    """An event of a kind of SAID as plain text."""
+    """An event of a kind of SAID as plain text, without what a terminal would obey."""
+    return one_line(_said(event))
+
+
+def _said(event: dict[str, Any]) -> str:
     if event["kind"] == "no_progress":
         return notice_line(event)
     if event["kind"] == "skipped":

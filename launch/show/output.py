@@ -7,7 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
+from precision.text.short import one_line
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+
+
+_CELL = 100_000
+"""Characters of a value that are shown: more than any that is meant for people."""
 
 
 def emit(result: dict[str, Any]) -> None:
@@ -22,10 +28,12 @@ def emit_or_print(result: dict[str, Any], as_json: bool) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_header=False, box=None)
     for key, value in result.items():
-        table.add_row(f"[bold]{key}[/bold]", json.dumps(value) if isinstance(value, dict | list) else str(value))
+        said = json.dumps(value) if isinstance(value, dict | list) else str(value)
+        table.add_row(Text(key, style="bold"), Text(one_line(said, _CELL)))  # as text: it may come from a file
     Console().print(table)
 
 

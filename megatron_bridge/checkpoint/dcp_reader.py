@@ -124,6 +124,12 @@ class CheckpointIndex:
                 raise CorruptCheckpointError(
                     f"{path} has {found} bytes, its index needs {end}; copy the checkpoint again or use another one"
                 )
+        for name, stored in self.tensors.items():
+            if any(stored.dtype.itemsize * math.prod(box.sizes) > box.num_bytes for box in stored.boxes):
+                raise CorruptCheckpointError(
+                    f"{self.directory / INDEX_FILE} claims more values for {name} than its bytes hold; use another "
+                    "checkpoint"
+                )
 
 
 class _IndexUnpickler(pickle.Unpickler):

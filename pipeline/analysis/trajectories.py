@@ -28,7 +28,8 @@ def render_batch(
     """
     if learner_logprobs is not None and learner_logprobs.shape != batch.rollout_logprobs.shape:
         raise ValueError(f"learner_logprobs is {learner_logprobs.shape}, expected {batch.rollout_logprobs.shape}")
-    dropped = "".join(f"; group {drop.group} dropped: {drop.reason}" for drop in batch.dropped if drop.kind != "solved")
+    unfit = [drop for drop in batch.dropped if drop.kind != "solved"]
+    dropped = "".join(f"; group {drop.group} dropped: {visible(drop.reason)}" for drop in unfit)
     if solved := sum(drop.kind == "solved" for drop in batch.dropped):
         dropped += f"; {solved} groups of solved problems passed over"
     yield f"batch {batch.index}: {batch.num_samples} samples, {batch.num_response_tokens} response tokens{dropped}"
@@ -52,7 +53,7 @@ def _render_sample(batch: Batch, tokenizer: Tokenizer, sample: int) -> Iterator[
     tokens = batch.sample_tokens(sample)
     prompt, response = np.split(tokens, [int(batch.prompt_lengths[sample])])
     parts = {name: float(values[sample]) for name, values in batch.reward_parts.items()}
-    explained = ", ".join(f"{name} {value:g}" for name, value in parts.items() if not np.isnan(value))
+    explained = ", ".join(f"{visible(name)} {value:g}" for name, value in parts.items() if not np.isnan(value))
     yield f"sample {sample}, group {batch.group[sample]}"
     yield f"  prompt    {visible(tokenizer.decode(prompt.tolist(), special=True))}"
     yield f"  response  {visible(tokenizer.decode(response.tolist(), special=True))}"

@@ -24,7 +24,7 @@ FIRST_POLL_S = 0.05
 _SLOWEST_POLL_S = 1.0
 VISIBLE_S = 90.0
 """Longest time, with margin, until a file that one host made is seen by another: attributes are cached up to 60 s."""
-OLD_S = 3600.0
+OLD_S = 300.0
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 """What file systems answer that have none. Other errors, such as a full disk, say themselves what is wrong."""
 _TEMPORARY = re.compile(r"\..+\.[\w-]+-[0-9a-f]{12}\.tmp")
@@ -84,7 +84,7 @@ def remove_leftovers(folder: Path, fence: Callable[[], None]) -> list[str]:
 
 def remove_old_leftovers(folders: Iterable[Path]) -> None:
     """Delete temporary files that killed processes left in folders that several roles write. Complete ones take
-    milliseconds; who was frozen for an hour fails when it goes on."""
+    milliseconds; who was frozen for minutes fails when it goes on."""
     for folder in folders:
         for name in filter(is_temporary, os.listdir(folder) if folder.is_dir() else []):
             with suppress(OSError):

@@ -47,6 +47,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.files import make_folder, write_atomically
 from pipeline.data.integrity.sealed import (
+    checksum_line,
     create_sealed,
     read_sealed,
     read_sealed_array,
@@ -303,7 +304,11 @@ class RunDirectory:
                 f"{self.path} is not a run directory: it has no recipe.yaml; give a folder such as runs/NAME"
             )
         self.check_format()
-        text = read_sealed(frozen, "a run goes by the recipe that it began with: put back a copy, or start a new run")
+        text = read_sealed(
+            frozen,
+            "a run goes by the recipe that it began with: put back a copy, or start a new run; if it was changed on "
+            f"purpose, its last line must be: {checksum_line(frozen.read_bytes())}",
+        )
         try:
             data = parse_yaml(text)
         except YamlError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.ports.weight_check import WeightCheck
 from precision.formats.quant_map_file import QuantMapFile
+from tests.chaos.flips.flip import KINDS, try_flip
+from tests.chaos.flips.runs import complete
 from tests.support.engine_forks import forked_engines
 from tests.support.listening import ListeningWatch
 from tests.support.rank_programs import forked_programs
@@ -136,6 +139,16 @@ def test_report_trajectories_and_text(tp2: Path) -> None:
         np.load(tp2 / "logprobs" / "000002.npy").shape
         == BatchStore(tp2 / "batches").read(2, None).rollout_logprobs.shape
     )
+
+
+def test_no_flipped_bit_passes(tp2: Path, tmp_path: Path) -> None:
+    """One in each kind of file; `make chaos PARTS=flips` tries a thousand."""
+    run = tmp_path / "tp2"
+    shutil.copytree(tp2, run)
+    complete(run)
+    details: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    verdicts = {kind: try_flip(run, kind, seed, details[kind]) for seed, kind in enumerate(KINDS)}
+    assert {kind: (verdict, details[kind]) for kind, verdict in verdicts.items() if verdict != "ok"} == {}
 
 
 def test_replay_is_bit_identical(tp2: Path) -> None:

@@ -123,7 +123,7 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
 def shared_folders(run: RunDirectory) -> list[Path]:
     """Those in which several roles write small files."""
     epochs = run.path / "epochs"
-    named = (run.path, run.path / "finished", run.path / "engines", run.logs / "fatal", run.updates, run.evaluations)
+    named = (run.path, run.path / "finished", run.path / "engines", run.logs / "fatal", run.updates, run.published)
     return [*named, *(epochs.iterdir() if epochs.is_dir() else ())]
 
 

@@ -55,6 +55,12 @@ def seal(text: str) -> str:
     return f"{text}# crc32 {checksum}\n"
 
 
+def checksum_line(data: bytes) -> str:
+    """The last line that a text should have, given with another last line or without, that was changed by hand."""
+    text = re.sub(rb"# crc32 [^\n]*\n?\Z", b"", data).removesuffix(b"\n") + b"\n"
+    return f"# crc32 {crc32(text)}"
+
+
 def unseal(data: bytes) -> str:
     """The text that was sealed. Raises ValueError, which says what is wrong, unless every byte is as it was."""
     if match := _MEMBER.search(data):

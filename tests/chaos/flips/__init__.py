@@ -2,7 +2,7 @@
 
     runs/chaos/flips/runs/flips   a small real run, made once: staged, FP8 rollouts, evaluations, a model; and what such
                                   a run has not: control records, numbered quant maps, old log-probabilities, members.
-                                  One bit is flipped at a time, and put back
+                                  One bit of a copy is flipped at a time, and put back
 
 A flip passes when a reader names the file (or its folder) in an EvenKeelError, or when the file is one of
 pipeline.data.integrity.walk.FREE. Everything else is silent damage.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import random
 import re
+import shutil
+import sys
+import tempfile
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -63,7 +67,7 @@ def try_flip(run: Path, kind: str, seed: int, details: dict[str, Any]) -> str:
     usual = _usual(run)
     try:
         path.write_bytes(data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1 :])
-        found = {name: _ask(name, run) for name in READERS}
+        found = {name: _ask(name, run) for name in READERS if path.name in _opened(run)[name]}
     finally:
         path.write_bytes(data)
     named = {name for name, answer in found.items() if answer.startswith("error: ") and _names(answer, path, run)}
@@ -100,7 +104,9 @@ def _in_own_run(number: int, kind: str, details: dict[str, Any]) -> str:
 def _own_run() -> Path:
     from tests.chaos.flips.runs import real_run
 
-    return real_run(FOLDER)
+    folder = Path(tempfile.mkdtemp(prefix="evenkeel-flips-"))  # whoever is killed leaves a flipped bit there
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(shutil.copytree(real_run(FOLDER), folder / "flips"))
 
 
 @cache
@@ -110,6 +116,24 @@ def _usual(run: Path) -> dict[str, str]:
     wrong = {name: answer for name, answer in answers.items() if answer.startswith(("error: ", "fault: "))}
     assert not wrong, wrong
     return answers
+
+
+@cache
+def _opened(run: Path) -> dict[str, set[str]]:
+    """Names of the files that each reader opens: a flip in another file is none of its business."""
+    opened: dict[str, set[str]] = {name: set() for name in READERS}
+    reading: list[str] = []
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if reading and event == "open" and isinstance(arguments[0], str | Path):
+            opened[reading[0]].add(Path(arguments[0]).name)
+
+    sys.addaudithook(note)
+    for name in READERS:
+        reading[:] = [name]
+        _ask(name, run)
+    reading.clear()
+    return opened
 
 
 def _ask(name: str, run: Path) -> str:

@@ -110,3 +110,17 @@ def test_all_samples_are_shown_by_default(tokenizer: Tokenizer, make_batch: Make
 def test_nothing_invisible_reaches_the_terminal(text: str, shown: str) -> None:
     assert visible(text) == shown
     assert visible(text).isprintable()
+
+
+def test_names_and_reasons_of_a_file_command_no_terminal(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    batch = make_batch(0)
+    part = next(iter(batch.reward_parts.values()))
+    batch = replace(
+        batch,
+        reward_parts={"\x1b]0;owned\x07[red]": part},
+        dropped=(DroppedGroup(group=9, reason="\x1b[2J\r\nall is well"),),
+        next_group=20,
+    )
+    text = "\n".join(render_batch(batch, tokenizer))
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert r"\x1b]0;owned\x07[red]" in text

@@ -112,8 +112,11 @@ def test_what_is_no_run_or_damaged_is_said(tmp_path: Path, recipe: Recipe) -> No
     with pytest.raises(RecipeError, match=r"recipe.yaml is damaged"):
         run.recipe()
     (run.path / "recipe.yaml").write_text(recipe.to_yaml())
-    with pytest.raises(StoreError, match=r"recipe.yaml is damaged .*does not end in its checksum"):
+    with pytest.raises(StoreError, match=r"recipe.yaml is damaged .*does not end in its checksum") as refused:
         run.recipe()
+    line = str(refused.value).rpartition("its last line must be: ")[2]
+    (run.path / "recipe.yaml").write_text(f"{recipe.to_yaml()}{line}\n")
+    assert run.recipe() == recipe, "changed by hand, on purpose"
 
 
 def test_numbered_folders_are_found_among_others(tmp_path: Path) -> None:
