@@ -33,9 +33,10 @@ class Channel:
     def __init__(self, reading: int, writing: int) -> None:
         self._reading, self._writing = reading, writing
         self._received = bytearray()
-        self._readable, self._writable = select.poll(), select.poll()
+        self._readable, self._writable, self._closed = select.poll(), select.poll(), select.poll()
         self._readable.register(reading, select.POLLIN)
         self._writable.register(writing, select.POLLOUT)
+        self._closed.register(reading, select.POLLRDHUP)
         for descriptor in {reading, writing}:
             os.set_blocking(descriptor, False)
 
@@ -71,6 +72,11 @@ class Channel:
     def pending(self) -> bool:
         """Whether there is something to read: part of a message, or the end."""
         return bool(self._received) or bool(self._readable.poll(0))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other side has ended; what it sent before may be unread."""
+        return bool(self._closed.poll(0))
 
     def close(self) -> None:
         for descriptor in {self._reading, self._writing}:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from pipeline.rewards.channel import Channel
-from pipeline.rewards.sandbox.limits import MAX_FILES_BYTES, bytes_in, watch
+from pipeline.rewards.sandbox.limits import MAX_FILES_BYTES, MAX_SHARED_MEMORY_BYTES, bytes_in, watch
 
 _MAX_ROUNDS = 100
+_FILES_EVERY_S = 0.05
+"""Less than it takes to write half of what may be written."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -29,7 +32,9 @@ class Children:
         self._memory_bytes = memory_bytes
         self._namespace = namespace
         self._pid: int | None = None
-        self._newest = ""
+        self._newest = b""
+        self._next_look_at_files = 0.0
+        self._load = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC) if namespace else None
 
     def began(self, pid: int) -> None:
         """`pid` was forked."""
@@ -37,16 +42,19 @@ class Children:
 
     def look(self) -> None:
         """While it runs. Raises RunIsGoneError, and OverLimitError when it and what it started use too much."""
-        if self._verdicts.pending:
+        if self._verdicts.is_closed:
             raise RunIsGoneError
         watch(self._running(), self._memory_bytes, None if self._namespace else self.scratch)
 
     def left_any(self) -> bool:
         """Whether it left a process behind since this was last asked: one that holds its socket could answer for the
         next sample. Or half as many bytes as may be written: the next sample would find no room."""
-        if any(bytes_in(folder) > MAX_FILES_BYTES // 2 for folder in self._written()):
-            return True
-        if not self._namespace or (newest := _newest_pid()) == self._newest:
+        if time.monotonic() >= self._next_look_at_files:
+            self._next_look_at_files = time.monotonic() + _FILES_EVERY_S
+            used = _used_of_mount if self._namespace else bytes_in
+            if any(used(folder) > limit // 2 for folder, limit in self._written().items()):
+                return True
+        if not self._namespace or (newest := self._newest_pid()) == self._newest:
             return False
         self._newest = newest
         return set(self._running()) != {self._pid}
@@ -70,11 +78,7 @@ class Children:
     def empty_scratch(self) -> None:
         """Remove what was written."""
         for folder in self._written():
-            for entry in list(folder.iterdir()):
-                if entry.is_dir() and not entry.is_symlink():
-                    shutil.rmtree(entry, ignore_errors=True)
-                else:
-                    entry.unlink(missing_ok=True)
+            _empty(folder, folder.stat().st_dev)
 
     def end(self) -> None:
         """Leave nothing behind."""
@@ -82,17 +86,23 @@ class Children:
         if self.scratch is not None and not self._namespace:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def _written(self) -> list[Path]:
-        """The folders that can be written to."""
+    def _written(self) -> dict[Path, int]:
+        """The folders that can be written to, and how many bytes."""
         if self.scratch is None:
-            return []
-        return [self.scratch, _SHARED_MEMORY] if self._namespace else [self.scratch]
+            return {}
+        own = {self.scratch: MAX_FILES_BYTES}
+        return own | {_SHARED_MEMORY: MAX_SHARED_MEMORY_BYTES} if self._namespace else own
 
     def _running(self) -> Iterator[int]:
         if self._namespace:
             yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1")
         elif self._pid is not None:
             yield self._pid
+
+    def _newest_pid(self) -> bytes:
+        """Of this PID namespace; another one after each process and thread that was started."""
+        assert self._load is not None
+        return os.pread(self._load, 100, 0).rpartition(b" ")[2]
 
     def _reap(self) -> None:
         """Collect what lost its parent and so became a child of this process. Without a namespace it may still run."""
@@ -114,9 +124,19 @@ def _children() -> list[int]:
         return []
 
 
-def _newest_pid() -> str:
-    """Of this PID namespace; another one after each process and thread that was started."""
-    try:
-        return Path("/proc/loadavg").read_text().split()[-1]
-    except OSError:
-        return ""
+def _used_of_mount(folder: Path) -> int:
+    """Bytes of a file system of its own; the user's folder may be mounted somewhere below it."""
+    status = os.statvfs(folder)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+
+def _empty(folder: Path, device: int) -> None:
+    """Remove what lies there, but not what is mounted below."""
+    for entry in list(os.scandir(folder)):
+        with suppress(OSError):
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry)
+            elif entry.stat(follow_symlinks=False).st_dev == device:
+                os.chmod(entry, 0o700)
+                _empty(Path(entry), device)
+                os.rmdir(entry)

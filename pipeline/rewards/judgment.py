@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from pipeline.rewards.channel import BadMessageError
 
-MAX_REQUEST_BYTES = 64 * 2**20
+MAX_TEXTS_BYTES = 64 * 2**20
 """Of one sample's three texts."""
 MAX_JUDGMENT_BYTES = 64 * 2**10
 _MAX_DETAIL, _MAX_PARTS, _MAX_NAME = 500, 64, 200
 _KEY_CHARACTERS = 32
+MAX_REQUEST_BYTES = MAX_TEXTS_BYTES + _KEY_CHARACTERS
 
 FAILURES = (
     *("timeout", "crashed", "raised", "non_finite", "bad_result", "too_large"),

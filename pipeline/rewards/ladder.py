@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.rewards.judgment import encode_texts
 from pipeline.rewards.sandbox import landlock, probe
 from pipeline.rewards.sandbox.bubblewrap import PROGRAM
 from pipeline.rewards.sandbox.confine import Rung
@@ -76,7 +77,8 @@ def _attempt(sandbox: Sandbox, hidden: Path, process: int) -> str | None:
     try:
         if (problem := worker.start()) is not None:
             return f"it cannot be started here: {problem}"
-        judgment = worker.ask(os.fspath(hidden), str(process), "")
+        worker.post(encode_texts(os.fspath(hidden), str(process), ""))
+        judgment = worker.collect()
     finally:
         worker.end()
         worker.release()

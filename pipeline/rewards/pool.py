@@ -13,23 +13,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from pipeline.data.border.values import verdict_fault
 from pipeline.errors import RecipeError
-from pipeline.rewards.judgment import Judgment, failure
+from pipeline.rewards.judgment import MAX_TEXTS_BYTES, Judgment, encode_texts, failure
 from pipeline.rewards.verifiers import TRUSTED
 from pipeline.rewards.worker_process import Sandbox, WorkerProcess
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_MEMORY_MIB = 2048
+_QUICK_S, _POSTED_AHEAD = 0.02, 4
+"""Samples that took less are posted so many at a time. A slow one has none behind it that another worker could take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,29 +64,32 @@ class Verifiers:
         rewards that run no code of others always do. Raises RecipeError when the function cannot be imported there."""
         self.failures: Counter[str] = Counter()
         self._reward = reward
-        self._closed = threading.Event()
-        self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verifier")
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         used = None if reward in TRUSTED else sandbox
         self._workers = [WorkerProcess(reward, deadline_s, memory_mib, used) for _ in range(workers)]
-        problems = [problem for problem in self._threads.map(WorkerProcess.start, self._workers) if problem is not None]
+        started: list[Future[str | None]] = [Future() for _ in self._workers]
+        # A worker is started by the thread that keeps it: the kernel ends it with the thread that started it.
+        self._threads = [
+            threading.Thread(target=self._keep, args=pair, name="verifier", daemon=True)
+            for pair in zip(self._workers, started, strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+        problems = [problem for future in started if (problem := future.result()) is not None]
         if problems:
             self.close()
-            where = "" if used is None else f" in the sandbox ({used.rung})"
-            raise RecipeError(
-                f"reward {reward!r} cannot be imported{where}: {problems[0]}; install the package that holds it, or "
-                "set the task's reward to another package.module:function"
-                + ("" if used is None else "; docs/sandbox.md says what the sandbox shows")
-            )
-        for worker in self._workers:
-            self._idle.put(worker)
+            raise RecipeError(_cannot_import(reward, problems[0], used))
 
     async def score(self, prompt: str, response: str, answer: str) -> Verdict:
         """The verdict on one response. Whatever the verifier does, nothing is raised. A sample waits until a worker is
         free."""
-        judgment = await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._judge, prompt, response, answer
-        )
+        texts = encode_texts(prompt, response, answer)
+        if len(texts) > MAX_TEXTS_BYTES:
+            judgment = failure("too_large", f"a sample of {len(texts)} bytes, expected at most {MAX_TEXTS_BYTES}")
+        else:
+            job = _Job(texts, Future())
+            self._jobs.put(job)
+            judgment = await asyncio.wrap_future(job.judgment)
         if judgment.failed is None:
             fault = verdict_fault(judgment.reward, judgment.parts)
             if fault is None:
@@ -95,10 +102,14 @@ class Verifiers:
 
     def close(self) -> None:
         """Kill the workers, whatever they are doing."""
-        self._closed.set()
+        with suppress(Empty):
+            while job := self._jobs.get_nowait():
+                job.judgment.cancel()
         for worker in self._workers:
             worker.end()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
         for worker in self._workers:
             worker.kill()  # it may have been replaced while the others were killed
             worker.release()
@@ -111,12 +122,39 @@ class Verifiers:
     ) -> None:
         self.close()
 
-    def _judge(self, prompt: str, response: str, answer: str) -> Judgment:
-        """Runs in a thread of the pool. There are as many threads as workers, so one worker is always idle."""
-        worker = self._idle.get_nowait()
-        try:
-            if not worker.alive and not self._closed.is_set() and (problem := worker.start()) is not None:
-                return failure("crashed", f"the worker could not be started again: {problem}")
-            return worker.ask(prompt, response, answer)
-        finally:
-            self._idle.put(worker)
+    def _keep(self, worker: WorkerProcess, started: Future[str | None]) -> None:
+        """Body of a worker's thread. Where samples take no time, one is posted ahead, so that the worker need not wait
+        for this thread."""
+        started.set_result(worker.start())
+        asked: deque[Future[Judgment]] = deque()
+        quick, closed = False, False
+        while asked or not closed:
+            if not closed and len(asked) < (_POSTED_AHEAD if quick else 1):
+                with suppress(Empty):
+                    job = self._jobs.get(block=not asked)
+                    closed = job is None
+                    if job is not None and job.judgment.set_running_or_notify_cancel():
+                        worker.post(job.texts)
+                        asked.append(job.judgment)
+                    continue
+            began = time.monotonic()
+            judgment = worker.collect()
+            quick = time.monotonic() - began < _QUICK_S
+            asked.popleft().set_result(judgment)
+
+
+class _Job(NamedTuple):
+    """One sample that waits for a worker."""
+
+    texts: bytes
+    judgment: Future[Judgment]
+
+
+def _cannot_import(reward: str, problem: str, sandbox: Sandbox | None) -> str:
+    advice = "install the package that holds it, or set the task's reward to another package.module:function"
+    if sandbox is None:
+        return f"reward {reward!r} cannot be imported: {problem}; {advice}"
+    return (
+        f"reward {reward!r} cannot be imported in the sandbox ({sandbox.rung}): {problem}; {advice}; docs/sandbox.md "
+        "says what the sandbox shows"
+    )

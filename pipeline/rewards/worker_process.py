@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,11 +19,9 @@ from pipeline.rewards.channel import BadMessageError, Channel, ChannelClosedErro
 from pipeline.rewards.functions import START_DEADLINE_S
 from pipeline.rewards.judgment import (
     MAX_JUDGMENT_BYTES,
-    MAX_REQUEST_BYTES,
     Judgment,
     decode_judgment,
     encode_request,
-    encode_texts,
     failure,
     new_key,
 )
@@ -33,7 +32,7 @@ from pipeline.rewards.sandbox.view import PACKAGE, view_of
 from pipeline.rewards.verifiers import PYTHON_TESTS
 
 _GRACE_S = 10.0
-"""How much later than its own deadline a worker may answer."""
+"""How much later than its own deadlines a worker may answer."""
 _END_DEADLINE_S = 5.0
 _KEY_VARIABLES = ("EVENKEEL_API_KEY", "EVENKEEL_API_KEY_FILE")
 _ENVIRONMENT = (
@@ -64,7 +63,9 @@ class WorkerProcess:
         self.alive = False
         self._ended = False
         self._pipe: socket.socket | None = None
-        self._deadline_s = deadline_s
+        self._patience_s = START_DEADLINE_S + 2 * deadline_s + _GRACE_S
+        self._posted: deque[tuple[str, bytes]] = deque()
+        self._said = ""
         self._scratch: Path | None = None
         self._command = _python_command()
         self._environment = {name: value for name, value in os.environ.items() if name not in _KEY_VARIABLES}
@@ -109,25 +110,42 @@ class WorkerProcess:
             theirs.close()
         self._pipe, self._channel = mine, Channel(mine.fileno(), mine.fileno())
         self.alive = True
-        judgment = self._exchange(READY, self._settings, START_DEADLINE_S)
+        self._send(self._settings)
+        judgment = self._receive(READY)
         if judgment.failed is not None:
             self.kill()
             return judgment.detail
         self._scratch = Path(judgment.detail) if judgment.detail else None
         return None
 
-    def ask(self, prompt: str, response: str, answer: str) -> Judgment:
-        """The verdict on one sample. Nothing is raised."""
-        texts = encode_texts(prompt, response, answer)
-        if len(texts) > MAX_REQUEST_BYTES - 100:
-            return failure("too_large", f"a sample of {len(texts)} bytes, expected at most {MAX_REQUEST_BYTES - 100}")
+    def post(self, texts: bytes) -> None:
+        """Ask for the verdict on one sample, which `collect` brings. Several may be asked for ahead."""
         key = new_key()
-        judgment = self._exchange(key, encode_request(key, texts), START_DEADLINE_S + 2 * self._deadline_s)
-        if not self.alive and judgment.failed == "crashed" and self.start() is None:
-            # A worker runs no code of others: if it died, it was killed, perhaps idle, and not by this sample.
-            key = new_key()
-            judgment = self._exchange(key, encode_request(key, texts), START_DEADLINE_S + 2 * self._deadline_s)
+        self._posted.append((key, encode_request(key, texts)))
+        if self.alive:
+            self._send(self._posted[-1][1])
+
+    def collect(self) -> Judgment:
+        """The verdict on the sample that was posted first. Nothing is raised.
+
+        A worker runs no code of others. If it died, it was killed, perhaps before the sample came: that one is posted
+        again once, and so are those behind it.
+        """
+        key = self._posted[0][0]
+        problem = None if self.alive else self._start_again()
+        judgment = failure("crashed", problem) if problem else self._receive(key)
+        if judgment.failed == "crashed" and not self.alive and self._start_again() is None:
+            judgment = self._receive(key)
+        self._posted.popleft()
         return judgment
+
+    def _start_again(self) -> str | None:
+        problem = self.start()
+        if problem is not None:
+            return f"the worker could not be started again: {problem}"
+        for _, request in self._posted:
+            self._send(request)
+        return None
 
     def kill(self) -> None:
         """End the process, if there is one, with all that it started, and wait until they are gone."""
@@ -158,13 +176,23 @@ class WorkerProcess:
             self._process.stderr.close()
             self._pipe = None
 
-    def _exchange(self, key: str, request: bytes, deadline_s: float) -> Judgment:
+    def _send(self, message: bytes) -> None:
+        """A worker that does not take it is killed; `_receive` says so."""
+        if self.alive:
+            try:
+                self._channel.send(message, self._patience_s)
+            except (ChannelTimeoutError, ChannelClosedError):
+                self._said = self._last_words()
+                self.kill()
+
+    def _receive(self, key: str) -> Judgment:
+        if not self.alive:
+            return failure("crashed", f"its worker ended{self._said}")
         try:
-            self._channel.send(request, deadline_s)
-            return decode_judgment(key, self._channel.receive(MAX_JUDGMENT_BYTES, deadline_s + _GRACE_S))
+            return decode_judgment(key, self._channel.receive(MAX_JUDGMENT_BYTES, self._patience_s))
         except ChannelTimeoutError:
             self.kill()
-            return failure("timeout", f"its worker did not answer within {deadline_s + _GRACE_S:g} s")
+            return failure("timeout", f"its worker did not answer within {self._patience_s:g} s")
         except (ChannelClosedError, OSError):
             said = self._last_words()
             self.kill()

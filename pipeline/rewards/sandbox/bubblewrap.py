@@ -7,11 +7,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.rewards.sandbox.limits import MAX_FILES_BYTES
+from pipeline.rewards.sandbox.limits import MAX_FILES_BYTES, MAX_SHARED_MEMORY_BYTES
 from pipeline.rewards.sandbox.view import View
 
 PROGRAM = "bwrap"
-_SHARED_MEMORY_BYTES = 64 * 2**20
 
 
 def bubblewrap_command(command: Sequence[str], view: View) -> list[str]:
@@ -27,7 +26,7 @@ def bubblewrap_command(command: Sequence[str], view: View) -> list[str]:
             empty.append(path)
         else:
             arguments += ["--ro-bind", "/dev/null", str(path)]
-    arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
+    arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(MAX_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
     for path in (*empty, Path("/dev"), Path("/")):
         arguments += ["--remount-ro", str(path)]
     return [shutil.which(PROGRAM) or PROGRAM, *arguments, "--chdir", "/", "--", *command]

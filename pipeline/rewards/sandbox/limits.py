@@ -19,6 +19,8 @@ MAX_TASKS = 256
 """Processes and threads of one worker together."""
 MAX_FILES_BYTES = 256 * 2**20
 """Written to its private folder, together and into one file."""
+MAX_SHARED_MEMORY_BYTES = 64 * 2**20
+"""Written to /dev/shm, where there is one."""
 _MAX_OPEN_FILES = 1024
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 24, 38, 47, 4
 _PR_SET_DUMPABLE = 4

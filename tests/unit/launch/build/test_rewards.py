@@ -1,0 +1,95 @@
+"""Which sandbox a run's reward code gets: chosen, recorded, never lowered silently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.build import rewards
+from launch.doctor import machine
+from pipeline.data.event_log import EventLog, read_events
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError, RunConflictError
+from pipeline.rewards import ladder
+from pipeline.rewards.ladder import Choice, choose
+from pipeline.rewards.sandbox.confine import Rung
+
+OWN = "tests.support.rewards:digit_share"
+WHY = {"bubblewrap": "bwrap is not installed"}
+
+
+def given(patch: pytest.MonkeyPatch, rung: Rung | None) -> None:
+    refused = {} if rung == "bubblewrap" else WHY if rung else {**WHY, "landlock": "no Landlock"}
+    for module in (rewards, machine):
+        patch.setattr(module, "choose", lambda: Choice(rung=rung, refused=refused))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+def chosen(run: RunDirectory, reward: str = OWN) -> object:
+    sandbox = rewards.choose_sandbox(run, reward, EventLog(run.path, "collector-000001"))
+    return sandbox and sandbox.rung
+
+
+def test_the_rung_is_an_event_and_a_file_of_the_run(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, "landlock")
+    assert chosen(run) == "landlock"
+    (event,) = read_events(run.path, "sandbox")
+    assert (event["rung"], event["why"]) == ("landlock", "bubblewrap: bwrap is not installed")
+    assert run.sandbox() == "landlock"
+
+
+def test_a_lower_rung_is_refused_a_higher_one_taken(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, "bubblewrap")
+    chosen(run)
+    given(monkeypatch, "landlock")
+    with pytest.raises(RunConflictError, match=r"began .* under bubblewrap, and here there is only landlock .*remove"):
+        chosen(run)
+    assert [event["rung"] for event in read_events(run.path, "sandbox")] == ["bubblewrap"]
+    run.sandbox_file.unlink()
+    assert chosen(run) == "landlock"
+    given(monkeypatch, "bubblewrap")
+    assert chosen(run) == "bubblewrap"
+
+
+def test_without_a_sandbox_code_of_others_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, None)
+    with pytest.raises(RecipeError, match=r"no sandbox .*bwrap is not installed; landlock.*reward.sandbox to none"):
+        chosen(run)
+    assert chosen(run, "pipeline.rewards.verifiers:exact_match") is None
+    with pytest.raises(RecipeError, match="no sandbox"):
+        chosen(run, "pipeline.rewards.verifiers:python_tests")
+
+
+def test_the_run_and_its_key_are_hidden(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, "landlock")
+    monkeypatch.setenv("EVENKEEL_API_KEY_FILE", str(tmp_path / "key"))
+    sandbox = rewards.choose_sandbox(run, OWN, EventLog(run.path, "collector-000001"))
+    assert sandbox is not None
+    assert sandbox.hidden == (run.path, tmp_path / "key")
+
+
+@pytest.mark.parametrize(("rung", "status"), [("bubblewrap", "ok"), ("landlock", "ok"), (None, "warn")])
+def test_doctor_says_which(rung: Rung | None, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, rung)
+    check = machine.check_sandbox()
+    assert (check.name, check.status) == ("reward sandbox", status)
+    assert check.found.startswith(rung or "none")
+
+
+def test_rungs_are_tried_from_the_top(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: dict[str, str | None] = {"bubblewrap": "code in it makes a socket", "landlock": None}
+    monkeypatch.setattr(ladder, "what_is_wrong_with", wrong.__getitem__)
+    assert choose() == Choice(rung="landlock", refused={"bubblewrap": "code in it makes a socket"})
+    wrong["landlock"] = "no"
+    assert choose().rung is None
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ladder.landlock, "version", lambda: 0)
+    assert choose() == Choice(rung=None, refused=ladder._MISSING)
