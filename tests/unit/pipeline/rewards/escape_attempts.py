@@ -130,7 +130,7 @@ def secrets(needs: dict[str, object]) -> Parts:
                 continue
     paths = needs["files"]
     assert isinstance(paths, list)
-    return found | {path: float(os.access(path, os.R_OK) and _readable(path)) for path in map(str, paths)}
+    return found | {f"file {number}": float(_readable(str(path))) for number, path in enumerate(paths)}
 
 
 def _listed(folder: str) -> list[str]:
