@@ -29,6 +29,15 @@ def build_verifiers(run: RunDirectory, recipe: Recipe, reward: str, event_log: E
     return Verifiers(reward, section.workers, section.deadline_s, sandbox=sandbox, memory_mib=section.memory_mib)
 
 
+def check_reward(run: RunDirectory, recipe: Recipe, reward: str) -> None:
+    """Raises RecipeError, as `build_verifiers` does, for a reward that cannot be imported: before engines, which take
+    minutes to start, are waited for."""
+    sandbox = None
+    if recipe.reward.sandbox == "auto" and reward not in TRUSTED and (choice := choose()).rung is not None:
+        sandbox = choice.sandbox((run.path.absolute(),))
+    Verifiers(reward, 1, recipe.reward.deadline_s, sandbox=sandbox, memory_mib=recipe.reward.memory_mib).close()
+
+
 def choose_sandbox(run: RunDirectory, reward: str, event_log: EventLog) -> Sandbox | None:
     """The sandbox for a reward; None where it is built in and runs no code of others."""
     if reward in TRUSTED:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from launch.cluster.roles.base import Stop, wait_for_engines, wait_for_policy, wait_for_recipe
+from launch.build.rewards import check_reward
+from launch.cluster.roles.base import Stop, announced, wait_for_engines, wait_for_policy, wait_for_recipe
 from launch.run.collect import collect
 from pipeline.data.epochs import claim
 from pipeline.data.run_directory import RunDirectory
+from pipeline.tasks import build_task
 
 
 def run_collector(run: RunDirectory, stop: Stop) -> int:
@@ -17,6 +19,8 @@ def run_collector(run: RunDirectory, stop: Stop) -> int:
     run = run.under(epoch)
     if run.is_finished():
         return 0
+    if not announced(run, recipe):
+        check_reward(run, recipe, build_task(recipe.task, recipe.run.seed).reward)
     wait_for_policy(run, recipe, stop)
     wait_for_engines(run, recipe, stop, 1)
     asyncio.run(collect(run, epoch, stop.check))
