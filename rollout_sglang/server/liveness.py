@@ -20,6 +20,10 @@ import psutil
 STOPPED_S = 2.0
 """A process that is stopped for so long was not stopped in passing, by a tool that looks into it."""
 SILENCE_S = 8.0
+STOPPED_GRACE_S = 30.0
+"""How long a server with a stopped process may come to itself before it is ended."""
+SILENT_GRACE_S = 90.0
+"""The same for one that answers nothing, though all its processes run: the machine may be busy."""
 _FIND_S = 5.0
 """How often the processes of the server are listed anew."""
 _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -34,6 +38,7 @@ class Liveness:
         """`answers` asks its HTTP process; None where it has none: another host has that."""
         self._pid, self._answers, self._clock = pid, answers, clock
         self._answered = self._well = clock()
+        self._is_stopped = False
         self._found_at = float("-inf")
         self._processes: list[psutil.Process] = []
         self._stopped: dict[int, float] = {}
@@ -41,10 +46,17 @@ class Liveness:
 
     def look(self) -> str | None:
         """Why the server is hung; None when it is not, as far as can be seen."""
-        reason = self._look_at_processes() or self._ask()
+        reason = self._look_at_processes()
+        self._is_stopped = reason is not None
+        reason = reason or self._ask()
         if reason is None:
             self._well = self._clock()
         return reason
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has hung for so long that it is to be ended."""
+        return self.hung_s > (STOPPED_GRACE_S if self._is_stopped else SILENT_GRACE_S)
 
     @property
     def hung_s(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,10 @@ IGNORED_LAYERS_VARIABLE = "SGLANG_FP8_IGNORED_LAYERS"
 """SGLang reads from it which layers `--quantization fp8` leaves as they are (layers/quantization/fp8.py)."""
 CPU_CONTEXTS = 64
 """Contexts of full length whose keys and values a CPU engine has room for. SGLang would take most of the memory."""
+
+
+INPUT_ROOM = 7
+"""SGLang refuses inputs of fewer than so many tokens below --context-length (managers/tp_worker.py, scheduler.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,7 @@ class EngineSpec:
     api_key: str | None = None
     tensor_parallel: int = 1
     context_tokens: int = 512
+    """Longest input, and longest prompt and response, that it takes."""
     seed: int = 0
     metrics: bool = False
     """Whether it shows SGLang's /metrics, without a key, on the port that it serves on."""
@@ -82,7 +88,12 @@ def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
     module = "rollout_sglang.server.launch_server" if cuda else "rollout_sglang.cpu.cpu_server"
     argv = [*module_command(module), "--model-path", str(spec.model), "--host", spec.host, "--port", str(spec.port)]
     argv += ["--dtype", spec.dtype, "--tp-size", str(spec.tensor_parallel)]
-    argv += ["--context-length", str(spec.context_tokens), "--weight-version", f"{UNVERIFIED}{spec.version}"]
+    argv += [
+        "--context-length",
+        str(spec.context_tokens + INPUT_ROOM),
+        "--weight-version",
+        f"{UNVERIFIED}{spec.version}",
+    ]
     argv += ["--random-seed", str(spec.seed), "--sleep-on-idle", "--log-level-http", "warning"]
     if spec.nodes > 1:
         argv += ["--nnodes", str(spec.nodes), "--node-rank", str(spec.node), "--dist-init-addr", str(spec.rendezvous)]
@@ -126,6 +137,15 @@ def start(spec: EngineSpec) -> ServerProcess:
         secret=spec.api_key,
         scratch=scratch,
     )
+
+
+def _context_environment(spec: EngineSpec) -> dict[str, str]:
+    """SGLang refuses a context beyond the model's positions. INPUT_ROOM may go beyond: no request comes so far."""
+    try:
+        positions = int(json.loads((spec.model / "config.json").read_text())["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true"} if spec.context_tokens <= positions else {}
 
 
 def router_command(port: int, metrics: tuple[str, int], host: str = HOST) -> list[str]:

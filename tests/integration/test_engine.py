@@ -59,6 +59,12 @@ def test_an_engine_listens_at_its_own_address_alone(engines: dict[RolloutPrecisi
         assert beyond_loopback([psutil.Process(engine.process.pid)]) == set(), found
 
 
+def test_an_engine_takes_inputs_as_long_as_its_context(engine: TinyEngine) -> None:
+    row = [place % 256 for place in range(engine.spec.context_tokens)]
+    [scored] = engine.ask(lambda client: client.prompt_logprobs([row]))
+    assert len(scored) == engine.spec.context_tokens - 1
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_logprobs_are_those_of_transformers(engine: TinyEngine, temperature: float) -> None:
     engine.load(0)

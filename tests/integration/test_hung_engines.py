@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from pipeline.data.event_log import read_events, read_metrics
-from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_recipe
+from tests.support.runs import ROOT, environment, evenkeel, make_model, make_recipe
 
 pytestmark = [pytest.mark.loop, pytest.mark.slow, pytest.mark.timeout(900)]
 CONTROL_CALL_S = 30.0
@@ -89,6 +90,8 @@ def training(folder: Path, channel: str, engines: int, steps: int) -> Iterator[T
 )
 def test_a_run_does_not_notice_that_one_of_two_engines_is_frozen(tmp_path: Path, part: str, channel: str) -> None:
     with training(tmp_path, channel, 2, 400) as run:
+        for engine in (0, 1):
+            run.until(lambda engine=engine: run.events("admitted", engine, 0.0), f"engine {engine}")
         run.until(lambda: run.steps() >= 3, "three steps")
         victim, at = run.engine(1, part), time.time()
         victim.send_signal(signal.SIGSTOP)
@@ -108,7 +111,8 @@ def test_a_run_does_not_notice_that_one_of_two_engines_is_frozen(tmp_path: Path,
 
 def test_a_thawed_engine_is_verified_and_admitted(tmp_path: Path) -> None:
     with training(tmp_path, "disk", 2, 400) as run:
-        run.until(lambda: run.steps() >= 2, "two steps")
+        for engine in (0, 1):
+            run.until(lambda engine=engine: run.events("admitted", engine, 0.0), f"engine {engine}")
         victim, at = run.engine(0, "scheduler"), time.time()
         victim.send_signal(signal.SIGSTOP)
         run.until(lambda: run.events("quarantined", 0, at), "quarantine")
@@ -116,7 +120,7 @@ def test_a_thawed_engine_is_verified_and_admitted(tmp_path: Path) -> None:
         run.until(lambda: run.steps() >= seen + 1 or run.restarts(0, at), "a publish that it misses")
         victim.send_signal(signal.SIGCONT)
         run.until(lambda: run.events("admitted", 0, at), "the engine to be admitted again")
-    audit = evenkeel_json("verify", "history", run.run)
+    audit = json.loads(evenkeel("verify", "history", run.run, "--json").stdout.splitlines()[-1])
     assert (audit["lost"], audit["duplicated"], audit["version_violations"]) == (0, 0, 0)
 
 

@@ -46,8 +46,6 @@ from rollout_sglang.server.start import EngineSpec, server_url, start
 
 DEFAULT_PORT = 30000
 """Of engine 0, where neither --port nor rollout.port says another; engine i has the i-th after it."""
-HUNG_GRACE_S = 30.0
-"""How long a server that hangs may come to itself before it is ended."""
 ALIVE_POLL_S = 1.0
 USAGE_STATUS = 2
 """Exit status of argparse: the same command line fails again."""
@@ -148,7 +146,7 @@ def serve(
     `announce` is told why the server hangs, or nothing. It is called again when that changes, and when the server is
     not listed: an earlier start, which does not know yet that it is superseded, may have replaced the announcement.
 
-    Raises EngineStartError when it does not come up or ends, EngineHungError when it has hung for HUNG_GRACE_S,
+    Raises EngineStartError when it does not come up or ends, EngineHungError when it hangs and does not go on,
     RecipeError when it does not take its arguments, SupersededError when a later start has begun.
     """
     look, look_for_end, look_alive = Every(EPOCH_POLL_S), Every(FINISHED_POLL_S), Every(ALIVE_POLL_S)
@@ -179,8 +177,8 @@ def serve(
 def check_alive(liveness: Liveness) -> str:
     """Why the server hangs; empty while it does not. Raises EngineHungError when it has for too long: it is ended."""
     reason = liveness.look() or ""
-    if reason and liveness.hung_s > HUNG_GRACE_S:
-        raise EngineHungError(f"server hangs ({reason}) and did not go on within {HUNG_GRACE_S:g} s: ended")
+    if reason and liveness.is_lost:
+        raise EngineHungError(f"server hangs ({reason}) and did not go on within {liveness.hung_s:.0f} s: ended")
     return reason
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from rollout_sglang.server.liveness import SILENCE_S, STOPPED_S, Liveness
+from rollout_sglang.server.liveness import SILENCE_S, SILENT_GRACE_S, STOPPED_GRACE_S, STOPPED_S, Liveness
 
 SERVER = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
 """With a child, as SGLang's HTTP process has its scheduler."""
@@ -61,6 +61,10 @@ def test_a_stopped_process_is_found_and_forgotten_when_it_goes_on(server: psutil
     clock.now += 20
     assert liveness.look() is not None
     assert liveness.hung_s == 20 + STOPPED_S
+    assert not liveness.is_lost
+    clock.now += 10
+    assert liveness.look() is not None
+    assert liveness.is_lost
     is_stopped(victim, False)
     assert liveness.look() is None
     assert liveness.hung_s == 0
@@ -77,6 +81,11 @@ def test_a_server_that_answers_nothing_is_hung_after_a_while(server: psutil.Proc
     assert liveness.look() is None, "busy"
     clock.now += 1
     assert liveness.look() == f"it has answered nothing for {SILENCE_S + 1:.0f} s"
+    clock.now += STOPPED_GRACE_S
+    assert liveness.look() is not None
+    assert not liveness.is_lost, "all its processes run"
+    clock.now += SILENT_GRACE_S
+    assert liveness.is_lost
     answers[0] = True
     assert liveness.look() is None
 

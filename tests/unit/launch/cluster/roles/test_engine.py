@@ -127,10 +127,10 @@ def test_a_server_that_hangs_is_announced_as_such_and_ended_when_it_stays_so(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[str | None] = [None, "it is stopped", "it is stopped", None, "it is stopped again"]
-    grace = [0.0]
+    lost = [False]
 
     class Watched:
-        hung_s = property(lambda _: grace[0])
+        hung_s, is_lost = 31.0, property(lambda _: lost[0])
 
         def look(self) -> str | None:
             return looks.pop(0) if len(looks) > 1 else looks[0]
@@ -138,9 +138,9 @@ def test_a_server_that_hangs_is_announced_as_such_and_ended_when_it_stays_so(
     monkeypatch.setattr(role, "Liveness", lambda *_: Watched())
     monkeypatch.setattr(role, "ALIVE_POLL_S", 0.0)
     told: list[str] = []
-    at_each_look(monkeypatch, *[lambda: None] * 6, lambda: grace.__setitem__(0, role.HUNG_GRACE_S + 1))
+    at_each_look(monkeypatch, *[lambda: None] * 6, lambda: lost.__setitem__(0, True))
     epoch = claim(run.path, "engine", 0)
-    with pytest.raises(EngineHungError, match=r"it is stopped again.* did not go on within"):
+    with pytest.raises(EngineHungError, match=r"it is stopped again.* did not go on within 31 s"):
         serve(Server(), run, epoch, Stop(), 60, told.append, lambda: True)  # type: ignore[arg-type]
     assert told == ["", "it is stopped", "", "it is stopped again"]
     assert status_of(EngineHungError("")) == 1, "its supervisor starts it again"
