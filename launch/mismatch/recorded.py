@@ -11,6 +11,7 @@ bit-identical for the layout and machine that trained (launch.run.replay). The r
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from megatron_bridge.hf.writer import write_policy
 from pipeline.analysis.mismatch.measured import Audit, Measured
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
+from pipeline.data.files import NUMBER
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
@@ -39,6 +41,8 @@ from pipeline.errors import StoreError
 from pipeline.ports.weight_check import WeightCheck
 
 WEIGHTS = "weights"
+
+_STEP = re.compile(NUMBER)
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def read(source: RunDirectory, index: int | None) -> Recorded:
     """The batch, and what the learner said. Raises StoreError when it is not trained yet."""
     store = BatchStore(source.batches)
     lost = {batch.index for batch in store.all_lost()}
-    trained = sorted({int(path.stem) for path in source.logprobs.glob("*.npy") if path.stem.isdigit()} - lost)
+    trained = sorted({int(path.stem) for path in source.logprobs.glob("*.npy") if _STEP.fullmatch(path.stem)} - lost)
     wanted = max(trained, default=0) if index is None else index
     if wanted not in trained:
         raise StoreError(
@@ -117,7 +121,7 @@ def read(source: RunDirectory, index: int | None) -> Recorded:
             f"{f'{trained[0]} to {trained[-1]}' if trained else 'none'}; give --batch one of these, or train on"
         )
     batch = store.read(wanted, None)
-    now = source.learner_logprobs(wanted)
+    now = source.learner_logprobs(wanted, len(batch.rollout_logprobs))
     assert now is not None, wanted
     recorded = Recorded(wanted, batch, now.astype(np.float64))
     if not recorded.counts.any():

@@ -10,11 +10,12 @@ from typing import Any
 
 import psutil
 
+from pipeline.data.files import NUMBER
 from pipeline.data.integrity.sealed import read_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError, StoreError
 
-_NUMBER = re.compile(r"\d{6,}")
+_NUMBER = re.compile(rf"(?:{NUMBER})")
 _CLOCK_S = 5.0
 
 

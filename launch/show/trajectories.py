@@ -15,7 +15,7 @@ def show(path: Path, index: int, limit: int) -> None:
     run = RunDirectory(path)
     tokenizer = build_tokenizer(run.recipe())
     batch = BatchStore(run.batches).read(index, None)
-    learner_logprobs = run.learner_logprobs(index)
+    learner_logprobs = run.learner_logprobs(index, len(batch.rollout_logprobs))
     if learner_logprobs is None:
         print(f"batch {index} is not trained yet: no learner logprobs to compare with")
     samples = range(min(limit, batch.num_samples))

@@ -27,7 +27,8 @@ class RunLog:
     def read(run_dir: Path) -> RunLog:
         """Read a run, finished or not. Raises StoreError when `run_dir` is not a run directory."""
         if not run_dir.is_dir():
-            raise StoreError(f"{run_dir} does not exist; give the folder of a run, for example runs/NAME")
+            what = "is no folder" if run_dir.exists() else "does not exist"
+            raise StoreError(f"{run_dir} {what}; give the folder of a run, for example runs/NAME")
         recipe = RunDirectory(run_dir).recipe()
         return RunLog(run_dir=run_dir, recipe=recipe, metrics=read_metrics(run_dir), events=read_events(run_dir))
 

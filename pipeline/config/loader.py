@@ -76,7 +76,7 @@ def recipe_from(data: dict[str, Any], *, source: str) -> Recipe:
         return Recipe.model_validate(data)
     except ValidationError as error:
         problems = [_explain(detail) for detail in error.errors(include_url=False)]
-        raise RecipeError(f"{source}: {listed(problems)}") from None
+        raise RecipeError(f"{source}: {one_line(listed(problems), 480)}") from None
 
 
 def differing_keys(ours: Recipe, theirs: Recipe) -> list[str]:

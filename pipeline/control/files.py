@@ -19,14 +19,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from pipeline.data.files import await_visible, make_folder
+from pipeline.data.files import NUMBER, await_visible, make_folder
 from pipeline.data.integrity.sealed import create_sealed, read_sealed
 from pipeline.data.run_directory import numbered
 from pipeline.errors import StoreError
 from precision.controller.records import Decision, Evidence, State
 from precision.settings import Settings
 
-_FILE = re.compile(r"(\d{6,})\.json")
+_FILE = re.compile(rf"({NUMBER})\.json")
 
 
 class ControlRecord(Settings):

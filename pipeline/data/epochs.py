@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from pipeline.data.files import make_folder
+from pipeline.data.files import NUMBER, make_folder
 from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, unseal, write_sealed
 from pipeline.errors import DeadlineExceededError, StoreError, SupersededError
 
 Role = Literal["learner", "collector", "engine", "router", "supervisor"]
 ROLES: tuple[Role, ...] = get_args(Role)
-_NUMBER = re.compile(r"\d{6,}")
+_NUMBER = re.compile(rf"(?:{NUMBER})")
 _NEWEST = "NEWEST"
 _REREAD_S = 1.0
 """How long a pointer that cannot be read is read again: file systems of several hosts may show it empty, or answer with

@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from pipeline.data.files import fsync_directory, make_folder
+from pipeline.data.files import NUMBER, fsync_directory, make_folder
 from pipeline.data.integrity.sealed import seal, unseal
 from pipeline.errors import NonFiniteError, StoreError
 
@@ -56,7 +56,7 @@ Observer = Callable[[LogName, dict[str, Any]], None]
 """Called with each line after it is written."""
 _MORE = re.compile(rb'"crc32": "[0-9a-f]{8}"\}.', re.DOTALL)
 """A line that goes on behind its checksum, as no torn one does: its line end is another character."""
-_START = re.compile(r"(.*)-(\d{6,})")
+_START = re.compile(rf"(.*)-({NUMBER})")
 
 
 class EventLog:

@@ -19,11 +19,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.data.border.attributes import problem_of
-from pipeline.data.files import make_folder
+from pipeline.data.files import NUMBER, make_folder
 from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.errors import StoreError
 
-_FILE = re.compile(r"(\d{6,})\.json")
+_FILE = re.compile(rf"({NUMBER})\.json")
 _ROUTER = "router.json"
 
 

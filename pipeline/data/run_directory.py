@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
-from pipeline.data.files import make_folder, write_atomically
+from pipeline.data.files import NUMBER, make_folder, write_atomically
 from pipeline.data.integrity.sealed import (
     checksum_line,
     create_sealed,
@@ -67,7 +67,7 @@ RUN_FORMAT = 5
 Runs of format 1 have no FORMAT file. Batch files have a schema version of their own (pipeline.data.batch_format)."""
 
 _FIRST_SEALED_FORMAT = 5
-_NUMBER = re.compile(r"\d{6,}")
+_NUMBER = re.compile(rf"(?:{NUMBER})")
 _FINISHED = "nothing is left to do\n"
 
 
@@ -196,21 +196,23 @@ class RunDirectory:
         self.fence()
         write_sealed_array(self.logprobs / f"{numbered(step)}.npy", logprobs)
 
-    def learner_logprobs(self, step: int) -> NDArray[np.float32] | None:
-        """What `write_learner_logprobs` kept, or None when batch `step` is not trained yet."""
-        return read_sealed_array(self.logprobs / f"{numbered(step)}.npy", "remove it, training does not need it")
+    def learner_logprobs(self, step: int, responses: int | None = None) -> NDArray[np.float32] | None:
+        """What `write_learner_logprobs` kept, or None when batch `step` is not trained yet. Raises StoreError when it
+        is damaged, or of another batch: not of so many `responses`."""
+        path, remedy = self.logprobs / f"{numbered(step)}.npy", "remove it, training does not need it"
+        return _of_length(path, read_sealed_array(path, remedy), responses, remedy)
 
     def write_old_logprobs(self, step: int, logprobs: NDArray[np.float32]) -> None:
         """Keep the learner's log-probabilities of batch `step`, [responses], from when the batch's stage began."""
         self.fence()
         write_sealed_array(self.old_logprobs_path(step), logprobs)
 
-    def old_logprobs(self, step: int) -> NDArray[np.float32] | None:
-        """What `write_old_logprobs` kept, or None when the batch's stage has not begun."""
-        return read_sealed_array(
-            self.old_logprobs_path(step),
-            f"`evenkeel repair {self.path}` goes back to where its stage is scored again",
-        )
+    def old_logprobs(self, step: int, responses: int | None = None) -> NDArray[np.float32] | None:
+        """What `write_old_logprobs` kept, or None when the batch's stage has not begun. Raises as `learner_logprobs`
+        does."""
+        path = self.old_logprobs_path(step)
+        remedy = f"`evenkeel repair {self.path}` goes back to where its stage is scored again"
+        return _of_length(path, read_sealed_array(path, remedy), responses, remedy)
 
     def old_logprobs_path(self, step: int) -> Path:
         """Where `write_old_logprobs` keeps those of batch `step`."""
@@ -343,6 +345,16 @@ class RunDirectory:
     @property
     def _format(self) -> Path:
         return self.path / "FORMAT"
+
+
+def _of_length(
+    path: Path, values: NDArray[np.float32] | None, length: int | None, remedy: str
+) -> NDArray[np.float32] | None:
+    if values is not None and length is not None and len(values) != length:
+        raise StoreError(
+            f"{path} holds {len(values)} log-probabilities, but its batch has {length} response tokens; {remedy}"
+        )
+    return values
 
 
 def numbered(number: int) -> str:

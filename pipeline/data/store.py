@@ -35,7 +35,7 @@ from pipeline.data.batch_format import (
 )
 from pipeline.data.border.batches import check_values
 from pipeline.data.border.values import UNKNOWN, Limits
-from pipeline.data.files import FIRST_POLL_S, await_visible, creating, make_folder, remove_leftovers, slower
+from pipeline.data.files import FIRST_POLL_S, NUMBER, await_visible, creating, make_folder, remove_leftovers, slower
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
@@ -50,7 +50,7 @@ from pipeline.errors import (
 )
 from precision.text.short import one_line
 
-_NAME = re.compile(r"^(\d{6,})\.zarr\.zip$")
+_NAME = re.compile(rf"^({NUMBER})\.zarr\.zip$")
 
 
 class BatchStore:

@@ -17,12 +17,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.data.files import fsync_directory, make_folder
+from pipeline.data.files import NUMBER, fsync_directory, make_folder
 from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, write_sealed
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.repair.plan import Plan, Repair
 
-_RECORD = re.compile(r"(\d{6,})\.json")
+_RECORD = re.compile(rf"({NUMBER})\.json")
 
 
 def stamp() -> str:

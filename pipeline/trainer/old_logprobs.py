@@ -47,7 +47,7 @@ class OldLogprobs:
         step = batch.index
         if step == self.schedule.required_version(step):
             self._score_stage(step)
-        return self._stage[step] if step in self._stage else self._kept(step)
+        return self._stage[step] if step in self._stage else self._kept(batch)
 
     def _score_stage(self, first: int) -> None:
         self._stage.clear()
@@ -58,8 +58,9 @@ class OldLogprobs:
             self._stage[index] = self.learner.logprobs(batch)
             self.learner.tell(lambda index=index: self.run.write_old_logprobs(index, self._stage[index]))  # type: ignore[misc]
 
-    def _kept(self, step: int) -> NDArray[np.float32]:
+    def _kept(self, batch: Batch) -> NDArray[np.float32]:
         """What an earlier start of the learner has scored."""
+        step = batch.index
         path = self.run.old_logprobs_path(step)
         if not self.learner.tell(path.exists):
             raise StoreError(
@@ -68,6 +69,6 @@ class OldLogprobs:
             )
 
         self.learner.everywhere(lambda: await_visible(path))
-        kept = self.run.old_logprobs(step)
+        kept = self.run.old_logprobs(step, len(batch.rollout_logprobs))
         assert kept is not None, path
         return kept

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.data.epochs import Epoch, newest
-from pipeline.data.files import make_folder
+from pipeline.data.files import NUMBER, make_folder
 from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, write_sealed_json
 from pipeline.errors import DeadlineExceededError
 
@@ -45,8 +45,8 @@ KEPT = 8
 _BEAT_S = 5.0
 _POLL_S = 0.05
 _RECORD, _RELEASED = ".json", ".released"
-_FILE = re.compile(r"(\d{6,})(\.json|\.released)")
-_OWNER = re.compile(r"(.+)-(\d{6,})")
+_FILE = re.compile(rf"({NUMBER})(\.json|\.released)")
+_OWNER = re.compile(rf"(.+)-({NUMBER})")
 
 
 @dataclass

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.data.files import make_folder
+from pipeline.data.files import NUMBER, make_folder
 from pipeline.data.integrity.sealed import create_sealed, read_sealed
 from pipeline.errors import StoreError
 
-_NUMBER = re.compile(r"\d{6,}")
+_NUMBER = re.compile(rf"(?:{NUMBER})")
 _KEPT = 3
 """Announcements that stay: a listing of a moment ago may still name the one before the highest."""
 _REREAD_S = 1.0

@@ -17,10 +17,11 @@ import launch.run.train
 from launch.cli import app
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import claim
+from pipeline.data.epochs import claim, newest
 from pipeline.data.files import remove_leftovers
 from pipeline.data.integrity.sealed import read_sealed, seal
 from pipeline.data.run_directory import RUN_FORMAT, RunDirectory, numbered_folders
+from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, RunConflictError, StoreError, SupersededError
 
 FORMAT_1 = Path(__file__).parents[3] / "golden" / "store" / "run_format_1.yaml"
@@ -221,3 +222,18 @@ def test_leftovers_are_removed_by_the_newest_start_alone(tmp_path: Path) -> None
         remove_leftovers(tmp_path / "policy", old.check)
     assert len(remove_leftovers(tmp_path / "policy", new.check)) == 2
     assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == [".hidden", "000012"]
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    ["000003.bak", "٠٠٠٠٠٤", "0000000005", "9" * 200, "000006 ", "+00007", "-00008", ".000009", "a\nb", "00010"],
+)
+def test_names_that_are_no_numbers_of_ours_are_left_alone(tmp_path: Path, stranger: str) -> None:
+    for name in ("000001", "1000000", stranger):
+        (tmp_path / name).mkdir()
+    assert numbered_folders(tmp_path) == [1, 1_000_000]
+    assert newest(tmp_path) == 1_000_000  # starts of a role
+    store = BatchStore(tmp_path)
+    (tmp_path / "000002.zarr.zip").touch()
+    (tmp_path / f"{stranger}.zarr.zip").touch() if len(stranger) < 200 else None
+    assert store.committed() == [2]
