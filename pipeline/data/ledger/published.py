@@ -47,7 +47,7 @@ def highest(folder: Path) -> int:
     try:
         said = read_sealed(path, remedy).strip()
     except FileNotFoundError:
-        return highest(folder)  # a higher one came, and this one went
+        return version  # a higher one came, and this one went: a cached listing may name it for a minute
     if said != str(version):
         raise StoreError(f"{path} says version {said}; {remedy}")
     return version

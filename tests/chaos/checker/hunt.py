@@ -16,9 +16,6 @@ from tests.chaos.simulation.simulate import simulate
 from tests.mutations import Mutation, broken, check, copy_tree
 
 MOST_SEEDS = 600
-BEING_MENDED = ("left behind", "metrics of steps")
-"""Problems of the whole product, which catch nothing; empty when all is well."""
-DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,7 @@ def _first_bad(tree: Path, first: int, end: int) -> tuple[int, str] | None:
 
 def problems(seed: int) -> list[str]:
     """What a seed shows that counts here."""
-    found = simulate(plan_of(seed, harsh=True)).problems
-    return [problem for problem in found if not any(known in problem for known in BEING_MENDED)]
+    return list(simulate(plan_of(seed, harsh=True)).problems)
 
 
 def main(first: int, end: int) -> int:

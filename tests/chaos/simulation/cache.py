@@ -52,6 +52,7 @@ class Cache:
     def changed(self, path: str) -> None:
         """By this host: it knows the name, and lists the folder anew."""
         host = self._world.me().host
-        self._misses.pop((host, path), None)
-        self._misses.pop((host, os.path.dirname(path)), None)
         self._listings.pop((host, os.path.dirname(path)), None)
+        while len(path) > 1:
+            self._misses.pop((host, path), None)
+            path = os.path.dirname(path)

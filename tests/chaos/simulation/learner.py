@@ -93,7 +93,15 @@ def write_policy(weights: str, target: Path, fence: Callable[[], None]) -> None:
 class SimulatedChannel:
     """Implements pipeline.ports.weight_update.WeightChannel, in the order of the disk channel or of a streamed one."""
 
-    def __init__(self, room: EngineRoom, run: RunDirectory, learner: HashLearner, updates: Updates) -> None:
+    def __init__(
+        self,
+        room: EngineRoom,
+        run: RunDirectory,
+        learner: HashLearner,
+        updates: Updates,
+        announced: Callable[[int], None],
+    ) -> None:
+        self._announced = announced
         self._room, self._run, self._learner, self._updates = room, run, learner, updates
         self._owner = room.world.me()
         self._writer: Process | None = None
@@ -112,6 +120,7 @@ class SimulatedChannel:
             folder = self._run.policies  # the tensors come over the network: no folder is read
         seconds = run_loop(world, fleet.load(version, folder))
         self._run.set_published(version)
+        self._announced(version)
         if world.plan.streamed:
             self._begin_folder(version, weights)
         self._prune(version)

@@ -49,6 +49,9 @@ class Promises:
     """Batch → digest of its file."""
     saved: int = 0
     published: int = 0
+    """As others may have seen it; a power cut may take it back."""
+    announced: int = 0
+    """As whoever published it was told; nothing may take it back."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +243,12 @@ def learner_role(setting: Setting, process: Process) -> int:
         return 0
     seed_policy(run)
     learner = HashLearner(setting.world)
-    channel = SimulatedChannel(setting.room, run, learner, Updates(run.updates, epoch))
+    promises = setting.promises
+
+    def announced(version: int) -> None:
+        promises.announced = max(promises.announced, version)
+
+    channel = SimulatedChannel(setting.room, run, learner, Updates(run.updates, epoch), announced)
     trainer(setting, run, run, learner, channel, epoch.name, lambda: process.stop_requested).train()
     channel.close()
     run.set_finished("learner")

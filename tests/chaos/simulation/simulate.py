@@ -127,8 +127,10 @@ class Operator:
             world.power_cut = None
             self._setting.room.lose_all()
             self._finished.clear()
-            run = self._setting.run  # what was not synced yet may be undone
-            self._setting.promises.published = run.published_version() if run.is_published() else 0
+            run, promises = self._setting.run, self._setting.promises
+            promises.published = run.published_version() if run.is_published() else 0
+            if promises.published < promises.announced:
+                world.problem(f"version {promises.announced} was published, and {promises.published} is, after the cut")
         for role in ROLES:
             process = self._running.get(role)
             if process is not None and process.status is not None:

@@ -28,3 +28,8 @@ def test_engines_come_back_though_a_resync_has_not_seen_a_publish() -> None:
     before. From then on every resync thought that a later version had been given, and when all engines had died, none
     came back for ever."""
     assert simulate(plan_of(4026)).problems == ()
+
+
+def test_a_version_that_only_a_cached_listing_names_was_published_all_the_same() -> None:
+    """Its announcement was pruned meanwhile; the collector asked for it again and again, until its stack was full."""
+    assert not [problem for problem in simulate(plan_of(5007)).problems if "Recursion" in problem]
