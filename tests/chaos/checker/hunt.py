@@ -16,6 +16,7 @@ from tests.chaos.simulation.simulate import simulate
 from tests.mutations import Mutation, broken, check, copy_tree
 
 MOST_SEEDS = 600
+DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True)

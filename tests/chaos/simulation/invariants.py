@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
+from launch.cluster.roles.learner import shared_folders
 from pipeline.analysis.audit import verify_history
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.files import is_temporary
+from pipeline.data.files import OLD_S, is_temporary, remove_old_leftovers
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from tests.chaos.simulation.learner import HashLearner
@@ -19,6 +20,7 @@ from tests.chaos.simulation.roles import (
     solved_rule_of,
     trainer,
 )
+from tests.chaos.simulation.system import REAL
 
 
 def judge(setting: Setting) -> None:
@@ -87,6 +89,9 @@ def _replay(setting: Setting) -> None:
 
 
 def _leftovers(setting: Setting) -> None:
+    """What roles share is cleared some minutes later, at the learner's next start."""
+    setting.world.clock_offset = REAL.time() - setting.world.now + 2 * OLD_S
+    remove_old_leftovers(shared_folders(setting.run))
     left = [
         os.path.relpath(os.path.join(folder, name), setting.path)
         for folder, folders, files in os.walk(setting.path)

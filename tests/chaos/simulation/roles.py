@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster.roles.base import status_of
+from launch.cluster.roles.learner import shared_folders
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods.fade import FADE
 from pipeline.advantages.methods.grpo import GRPO
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog
+from pipeline.data.files import remove_leftovers, remove_old_leftovers
 from pipeline.data.records import LogprobContract, Prompt
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
@@ -173,6 +175,7 @@ def collector_role(setting: Setting, process: Process) -> int:
     store = WatchedStore(run.batches, run.fence)
     store.promises = setting.promises
     store.remove_partial()
+    remove_leftovers(run.evaluations, run.fence)
     fleet = SimulatedFleet(setting.room, run, Updates(run.updates, epoch))
 
     async def work() -> bool:
@@ -241,6 +244,7 @@ def learner_role(setting: Setting, process: Process) -> int:
     run = setting.run.under(epoch)
     if run.is_finished():
         return 0
+    remove_old_leftovers(shared_folders(run))
     seed_policy(run)
     learner = HashLearner(setting.world)
     promises = setting.promises

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.simulation import cases
 from tests.chaos.simulation.disk import _found
 from tests.chaos.simulation.plan import Fault, Plan, plan_of
-from tests.chaos.simulation.simulate import Result, simulate
+from tests.chaos.simulation.simulate import simulate
 
 SEEDS, BLOCK = 200, 20
 

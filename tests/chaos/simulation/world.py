@@ -110,6 +110,8 @@ class World:
                 process.status = -9
             except BaseException as error:  # noqa: BLE001 (a bug of the product or of the simulation: the verdict names it)
                 process.status, process.error = 1, error
+                if role not in ("collector", "learner", "writer"):  # of those, the operator judges
+                    self.problem(f"the {role} failed: {self.said(error)}")
             self.note(process.name, "ends", f"{process.status} {self.said(process.error)}")
             self.processes.remove(process)
             following = self._next()
