@@ -8,7 +8,6 @@ not: load only checkpoints that you saved.
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,10 +18,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
+from megatron_bridge.checkpoint.shard_writers import write_in_threads
 from megatron_bridge.checkpoint.weights_only import chunk_keys, fill, sharded_weights
 from megatron_bridge.parallel.layout import Layout
 from pipeline.errors import CorruptCheckpointError
@@ -41,9 +40,7 @@ def save(directory: Path, model: Sequence[Any], optimizer: Any, *, step: int, la
     state = _sharded_state(model, optimizer)
     state["learner"] = {"step": step, "layout": asdict(layout), "device": _device()}
     state["rng"] = _rng_object(_rng_state())
-    # A save that blocks hands its results over inside this process. Left alone, Megatron starts a manager process for
-    # them, which imports the whole program again (seconds) and outlives a rank that is killed.
-    filesystem_async._results_queue = queue.SimpleQueue()
+    write_in_threads()
     dist_checkpointing.save(state, str(directory))
 
 
