@@ -225,6 +225,20 @@ MUTATIONS = (
         (f"{UNIT}/pipeline/rewards/test_pool.py",),
     ),
     Mutation(
+        "a verdict on another sample is taken",
+        "pipeline/rewards/judgment.py",
+        "if named != key:",
+        "if named is None:",
+        (f"{UNIT}/pipeline/rewards/test_escapes.py",),
+    ),
+    Mutation(
+        "what a sample left behind goes on",
+        "pipeline/rewards/functions.py",
+        "if self._channel is not None and self._children.left_any():",
+        "if False:",
+        (f"{UNIT}/pipeline/rewards/test_escapes.py",),
+    ),
+    Mutation(
         "a version whose folder is missing is not published again",
         "pipeline/trainer/loop.py",
         "return version < published or (version == published and self.run.policy_directory(version).is_dir())",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -11,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.rewards.channel import Channel
-from pipeline.rewards.sandbox.limits import MAX_FILES_BYTES, MAX_SHARED_MEMORY_BYTES, bytes_in, watch
+from pipeline.rewards.sandbox.limits import MAX_FILES_BYTES, MAX_SHARED_MEMORY_BYTES, OverLimitError, watch
+from pipeline.rewards.scratch import bytes_below, bytes_of_mount, empty, remove
 
 _MAX_ROUNDS = 100
 _FILES_EVERY_S = 0.05
@@ -20,7 +20,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class RunIsGoneError(Exception):
-    """The verdict pipe has ended: so does the worker."""
+    """The worker has to end: its verdict pipe has, or it is worn out, and the pool starts another one."""
 
 
 class Children:
@@ -32,6 +32,8 @@ class Children:
         self._memory_bytes = memory_bytes
         self._namespace = namespace
         self._pid: int | None = None
+        # Under bubblewrap the user's folder may be mounted somewhere below /tmp: what is there now stays.
+        self._mounted = frozenset(os.listdir(scratch) if namespace and scratch is not None else ())
         self._newest = b""
         self._next_look_at_files = 0.0
         self._load = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC) if namespace else None
@@ -44,15 +46,16 @@ class Children:
         """While it runs. Raises RunIsGoneError, and OverLimitError when it and what it started use too much."""
         if self._verdicts.is_closed:
             raise RunIsGoneError
-        watch(self._running(), self._memory_bytes, None if self._namespace else self.scratch)
+        watch(self._running(), self._memory_bytes)
+        if self._wrote_more_than(1):
+            raise OverLimitError("files")
 
     def left_any(self) -> bool:
         """Whether it left a process behind since this was last asked: one that holds its socket could answer for the
         next sample. Or half as many bytes as may be written: the next sample would find no room."""
         if time.monotonic() >= self._next_look_at_files:
             self._next_look_at_files = time.monotonic() + _FILES_EVERY_S
-            used = _used_of_mount if self._namespace else bytes_in
-            if any(used(folder) > limit // 2 for folder, limit in self._written().items()):
+            if self._wrote_more_than(2):
                 return True
         if not self._namespace or (newest := self._newest_pid()) == self._newest:
             return False
@@ -78,13 +81,15 @@ class Children:
     def empty_scratch(self) -> None:
         """Remove what was written."""
         for folder in self._written():
-            _empty(folder, folder.stat().st_dev)
+            empty(folder, self._mounted if folder == self.scratch else frozenset())
+        if self._wrote_more_than(2):
+            raise RunIsGoneError("what was written beside a mount cannot be removed: a fresh worker has room")
 
     def end(self) -> None:
         """Leave nothing behind."""
         self.kill()
         if self.scratch is not None and not self._namespace:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            remove(self.scratch)
 
     def _written(self) -> dict[Path, int]:
         """The folders that can be written to, and how many bytes."""
@@ -92,6 +97,11 @@ class Children:
             return {}
         own = {self.scratch: MAX_FILES_BYTES}
         return own | {_SHARED_MEMORY: MAX_SHARED_MEMORY_BYTES} if self._namespace else own
+
+    def _wrote_more_than(self, share: int) -> bool:
+        """Whether some folder holds more than one part in `share` of what it may."""
+        used = bytes_of_mount if self._namespace else bytes_below
+        return any(used(folder) > limit // share for folder, limit in self._written().items())
 
     def _running(self) -> Iterator[int]:
         if self._namespace:
@@ -122,21 +132,3 @@ def _children() -> list[int]:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     except OSError:
         return []
-
-
-def _used_of_mount(folder: Path) -> int:
-    """Bytes of a file system of its own; the user's folder may be mounted somewhere below it."""
-    status = os.statvfs(folder)
-    return (status.f_blocks - status.f_bfree) * status.f_frsize
-
-
-def _empty(folder: Path, device: int) -> None:
-    """Remove what lies there, but not what is mounted below."""
-    for entry in list(os.scandir(folder)):
-        with suppress(OSError):
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry)
-            elif entry.stat(follow_symlinks=False).st_dev == device:
-                os.chmod(entry, 0o700)
-                _empty(Path(entry), device)
-                os.rmdir(entry)

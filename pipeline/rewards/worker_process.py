@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from pipeline.rewards.runner import READY
 from pipeline.rewards.sandbox.bubblewrap import bubblewrap_command
 from pipeline.rewards.sandbox.confine import Rung
 from pipeline.rewards.sandbox.view import PACKAGE, view_of
+from pipeline.rewards.scratch import remove
 from pipeline.rewards.verifiers import PYTHON_TESTS
 
 _GRACE_S = 10.0
@@ -161,7 +161,7 @@ class WorkerProcess:
             self._process.kill()
             self._process.wait()
         if self._scratch is not None and self._scratch != Path("/tmp"):
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            remove(self._scratch)
 
     def end(self) -> None:
         """`kill`, for good; any thread may call it."""

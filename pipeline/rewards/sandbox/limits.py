@@ -12,7 +12,6 @@ import os
 import resource
 import struct
 from collections.abc import Iterable
-from pathlib import Path
 
 WATCH_EVERY_S = 0.05
 MAX_TASKS = 256
@@ -68,8 +67,8 @@ def _checked(result: int, what: str) -> None:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
-def watch(processes: Iterable[int], memory_bytes: int, folder: Path | None) -> None:
-    """Raises OverLimitError when the processes, or what lies in the folder, are above the limits."""
+def watch(processes: Iterable[int], memory_bytes: int) -> None:
+    """Raises OverLimitError when there are too many processes, or they use too much memory together."""
     pages = tasks = 0
     for pid in processes:
         try:
@@ -82,17 +81,3 @@ def watch(processes: Iterable[int], memory_bytes: int, folder: Path | None) -> N
         raise OverLimitError("processes")
     if pages * _PAGE_BYTES > memory_bytes:
         raise OverLimitError("memory")
-    if folder is not None and bytes_in(folder) > MAX_FILES_BYTES:
-        raise OverLimitError("files")
-
-
-def bytes_in(folder: Path) -> int:
-    """What the files below it take."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(place, name)).st_blocks * 512
-            except OSError:  # gone meanwhile
-                continue
-    return total

@@ -167,6 +167,10 @@ def _conditions(own_pid: int | None) -> Iterator[_When]:
     for flag in _NAMESPACE_FLAGS:
         yield _When(_CLONE, 0, flag, flag)
     yield _When(_MMAP, 3, _SHARED_ANONYMOUS, _SHARED_ANONYMOUS)
+    for numbers in (_PRLIMIT, *_SCHEDULING):
+        yield _When(numbers, 0, _ALL, 0, unless=True)
+    yield _When(_SETPRIORITY, 0, _ALL, 0, unless=True)
+    yield _When(_SETPRIORITY, 1, _ALL, 0, unless=True)
     if own_pid is None:
         return
     yield _When(_CLONE, 0, _CLONE_THREAD, 0)
@@ -176,10 +180,6 @@ def _conditions(own_pid: int | None) -> Iterator[_When]:
         yield _When(_FCNTL, 1, _ALL, request)
     for request in _SIGNAL_OWNER_REQUESTS:
         yield _When(_IOCTL, 1, _ALL, request)
-    for numbers in (_PRLIMIT, *_SCHEDULING):
-        yield _When(numbers, 0, _ALL, 0, unless=True)
-    yield _When(_SETPRIORITY, 0, _ALL, 0, unless=True)
-    yield _When(_SETPRIORITY, 1, _ALL, 0, unless=True)
     mask, value = _TRUNCATES_WHAT_IT_READS
     yield _When(_OPEN, 1, mask, value)
     yield _When(_OPENAT, 2, mask, value)

@@ -295,6 +295,44 @@ def fill_the_disk(needs: dict[str, object]) -> Parts:
         number += 1
 
 
+def dig_deep(needs: dict[str, object]) -> Parts:
+    """Folder in folder, deeper than any path and any recursion."""
+    os.chdir(os.environ["HOME"])
+    for _ in range(3000):
+        os.mkdir("d")
+        os.chdir("d")
+    return {}
+
+
+def many_files(needs: dict[str, object]) -> Parts:
+    """Empty files take no space, and yet there is an end to them."""
+    for number in range(10**9):
+        os.close(os.open(f"{os.environ['HOME']}/{number}", os.O_CREAT | os.O_WRONLY))
+    return {}
+
+
+def limits_of_the_worker(needs: dict[str, object]) -> Parts:
+    """Under bubblewrap the worker is process 1, of the same user."""
+    return _succeeded(
+        limits=lambda: resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (4, 4)),
+        slow_down=lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 19),
+        stop=lambda: os.getppid() != 1 and os.kill(os.getppid(), signal.SIGSTOP),
+        ends=lambda: os.getppid() != 1 and os.kill(os.getppid(), signal.SIGKILL),
+        first=lambda: os.getppid() == 1 and bool(os.kill(1, signal.SIGSTOP) or os.kill(1, signal.SIGKILL)),
+        descriptor=lambda: os.readlink(f"/proc/{os.getppid()}/fd/0"),
+        memory=lambda: os.close(os.open(f"/proc/{os.getppid()}/mem", os.O_RDWR)),
+        environment=lambda: os.close(os.open(f"/proc/{os.getppid()}/environ", os.O_RDONLY)),
+    )
+
+
+def fill_beside_a_mount(needs: dict[str, object]) -> Parts:
+    """In the folders above the user's own, which bubblewrap makes where it lies below /tmp."""
+    above = Path.cwd().parent
+    for number in range(10**9):
+        (above / str(number)).write_bytes(bytes(2**24))
+    return {}
+
+
 def fill_a_file(needs: dict[str, object]) -> Parts:
     with open(os.path.join(os.environ["HOME"], "fill"), "wb") as file:
         while True:

@@ -196,16 +196,29 @@ def test_a_process_that_stays_behind_answers_no_later_sample(attacked: Attacked)
         ("thread_bomb", {"bubblewrap": {"processes", "raised"}, "landlock": {"processes", "raised"}}),
         ("memory_bomb", {"bubblewrap": {"raised", "memory"}, "landlock": {"raised", "memory"}}),
         ("shared_memory_bomb", {"bubblewrap": {"raised"}, "landlock": {"raised"}}),
-        ("fill_the_disk", {"bubblewrap": {"raised"}, "landlock": {"files"}}),
+        ("fill_the_disk", {"bubblewrap": {"raised", "files"}, "landlock": {"files"}}),
+        pytest.param(
+            "many_files", {"bubblewrap": {"files", "timeout"}, "landlock": {"files", "timeout"}}, marks=pytest.mark.slow
+        ),
+        ("dig_deep", {"bubblewrap": {None}, "landlock": {None, "files"}}),
+        ("fill_beside_a_mount", {"bubblewrap": {"raised", "files"}, "landlock": {"raised"}}),
         ("fill_a_file", {"bubblewrap": {"raised"}, "landlock": {"raised", "files"}}),
     ],
 )
-def test_bombs_end_with_their_sample(attacked: Attacked, bomb: str, reasons: dict[str, set[str]]) -> None:
+def test_bombs_end_with_their_sample(attacked: Attacked, bomb: str, reasons: dict[str, set[str | None]]) -> None:
     before = len(psutil.Process().children(recursive=True))
     verdict = attacked.attack(bomb)
     assert verdict.failed in reasons["bubblewrap" if attacked.rung == "bubblewrap" else "landlock"]
     assert attacked.attack("honest") == Verdict(reward=0.0)
     assert len(psutil.Process().children(recursive=True)) <= before + 1
+
+
+def test_the_worker_is_out_of_reach(attacked: Attacked) -> None:
+    """It answers the next sample as before, and is the same process."""
+    workers = set(psutil.Process().children())
+    nothing_succeeded(attacked.attack("limits_of_the_worker"))
+    assert attacked.attack("honest") == Verdict(reward=0.0)
+    assert set(psutil.Process().children()) == workers
 
 
 def test_a_program_without_parents_ends_with_its_sample(attacked: Attacked) -> None:
