@@ -20,6 +20,7 @@
       batches/000012.lost.json batch 12 was lost by damage (pipeline.data.ledger.lost_batches)
       skipped/000012           its step was skipped: made by the learner
       SANDBOX                  the sandbox that the run's reward code began in (launch.build.rewards)
+      damaged/000001/          what a repair has set aside; repairs/000001.json says why (pipeline.repair.apply)
       finished/ROLE            made by the learner and by the collector, once each has nothing left to do
       metrics/SOURCE.jsonl  events/SOURCE.jsonl  logs/  report.html      for people: no process takes a decision from
                                them. SOURCE is a role and its start, such as collector-000003
