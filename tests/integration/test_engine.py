@@ -30,6 +30,7 @@ from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engines import KEY, ROWS, TinyEngine, TinyEngines, load, num_decodes, wait_for_decode
 from tests.support.fleets import fleet_of
 from tests.support.listening import beyond_loopback, listening
+from tests.support.recorded_answers import ask_all, recorded
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -210,6 +211,15 @@ def test_the_double_answers_like_the_server(engine: TinyEngine) -> None:
                 for answer in answers:
                     answer["ranks"][0]["checksums"] = set(answer["ranks"][0]["checksums"].values())
             assert_part_of(answers[0], answers[1], path)
+
+
+@pytest.mark.skipif(RELEASE != "0.5.23", reason="the record is one of 0.5.23")
+def test_the_record_is_what_a_server_answers(engine: TinyEngine) -> None:
+    """From it the tests of bad answers make theirs."""
+    engine.load(0)
+    found = ask_all(engine, fresh_number())
+    for name, answer in recorded().items():
+        assert kinds_of(answer) == kinds_of(found[name]), name
 
 
 def test_a_fleet_behind_the_router_survives_the_death_of_an_engine(
