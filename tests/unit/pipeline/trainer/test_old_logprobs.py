@@ -30,7 +30,7 @@ class Learner(OneRank):
 
 
 def batch(index: int) -> Any:
-    return SimpleNamespace(index=index)
+    return SimpleNamespace(index=index, rollout_logprobs=np.zeros(3, np.float32))
 
 
 def old_logprobs(folder: Path, learner: Learner, schedule: Schedule, updates_per_batch: int = 1) -> OldLogprobs:
@@ -97,3 +97,11 @@ def test_a_batch_of_several_updates_is_scored_as_a_whole(tmp_path: Path, kind: A
     assert found is not None
     assert found.tolist() == [-9.0] * 3
     assert learner.scored == [1]
+
+
+def test_what_was_kept_of_another_batch_is_refused_by_name(tmp_path: Path) -> None:
+    schedule = Schedule(kind="staged", steps=5, updates_per_stage=3)
+    old = old_logprobs(tmp_path, Learner(weights=-10.0), schedule)
+    old.run.write_old_logprobs(1, np.zeros(7, np.float32))
+    with pytest.raises(StoreError, match=r"000001-old\.npy holds 7 log-probabilities, but its batch has 3 response"):
+        old.of(batch(1))
