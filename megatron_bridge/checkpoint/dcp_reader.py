@@ -155,9 +155,7 @@ def _read(directory: Path) -> dict[str, StoredTensor]:
         raise CorruptCheckpointError(
             f"{directory} has no {INDEX_FILE}: it is no distributed checkpoint; name the folder that was saved"
         ) from None
-    except MemoryError:
-        raise
-    except Exception as error:
+    except Exception as error:  # a damaged pickle raises whatever its opcodes come to, MemoryError too
         raise CorruptCheckpointError(
             f"{path} is not the index of a distributed checkpoint ({type(error).__name__}: {one_line(error, 200)}); "
             "use another checkpoint"

@@ -171,7 +171,7 @@ def _architecture(hf_config: Mapping[str, Any]) -> str:
     found = architecture_of(hf_config)
     if found not in ARCHITECTURES:
         raise ModelError(
-            f"architecture {quoted(found) if found else 'missing from config.json'} is not supported; "
+            f"config.json: architecture {quoted(found) if found else '(missing)'} is not supported; "
             f"use one of {', '.join(ARCHITECTURES)}"
         )
     return found

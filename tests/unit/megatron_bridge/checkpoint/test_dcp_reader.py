@@ -129,7 +129,15 @@ class _Save:
 
 
 @pytest.mark.parametrize(
-    "content", [pickle.dumps(_Shell()), pickle.dumps(_Save()), b"", b"\x80\x04.", pickle.dumps({"a": 1})]
+    "content",
+    [
+        pickle.dumps(_Shell()),
+        pickle.dumps(_Save()),
+        b"",
+        b"\x80\x04.",
+        b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",
+        pickle.dumps({"a": 1}),
+    ],
 )
 def test_an_index_that_is_something_else_is_refused(
     checkpoint: Path, content: bytes, monkeypatch: pytest.MonkeyPatch

@@ -65,7 +65,7 @@ def test_a_dense_model_has_no_experts() -> None:
         (dict(rope_theta=float("nan")), r"rope_theta is nan, expected a positive number"),
         (dict(rope_scaling="llama3"), r"rope_scaling is 'llama3', expected an object"),
         (dict(rope_scaling=dict(rope_type=[1])), r"rope scaling \[1\] with .* is not supported"),
-        (dict(architectures={"a": 1}), r"architecture missing from config\.json is not supported"),
+        (dict(architectures={"a": 1}), r"config\.json: architecture \(missing\) is not supported"),
         (dict(architectures=["x" * 5000]), r"architecture 'xxx.*\(5000 characters\) is not supported"),
         (dict(attention_bias=list(range(3000))), r"attention_bias is \[0, 1, 2, 3, 4, 5, \.\.\.\], but only False"),
         (

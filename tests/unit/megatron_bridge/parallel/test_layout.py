@@ -94,7 +94,7 @@ def test_sizes_that_do_not_divide(changes: dict[str, Any], learner: dict[str, in
     ("changes", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; use one of Qwen3ForCausalLM"),
-        ({"architectures": None}, "missing from config.json"),
+        ({"architectures": None}, r"architecture \(missing\) is not supported"),
         ({"hidden_size": "48"}, "hidden_size is '48'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
