@@ -23,6 +23,7 @@ from launch.build.weight_checks import build_weight_check_plan
 from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.base import EPOCH_VARIABLE, Stop, rank_epoch, wait_for_engines
 from launch.cluster.roles.ranks import BEGUN
+from launch.plan.grace import checkpoint_bytes
 from launch.run.collect import build_fleet, fleet_settings
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
@@ -136,7 +137,9 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         scores_step=objective.needs_scoring,
         reads_step_logprobs=objective.reads_step_logprobs,
         channel=channel,
-        checkpoints=Checkpoints(run.checkpoints, recipe.checkpoint.keep, run.fence),
+        checkpoints=Checkpoints(
+            run.checkpoints, recipe.checkpoint.keep, run.fence, checkpoint_bytes(learner.model_config, recipe)
+        ),
         checkpoint_every=recipe.checkpoint.every,
         event_log=event_log,
         controller=build_controller(run, recipe, learner, transition, event_log, replayed),

@@ -77,22 +77,26 @@ def remove_leftovers(folder: Path, fence: Callable[[], None]) -> list[str]:
     names = sorted(name for name in os.listdir(folder) if is_temporary(name)) if folder.is_dir() else []
     fence()
     for name in names:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(folder / name)
     return names
 
 
 def remove_old_leftovers(folders: Iterable[Path]) -> None:
-    """Delete temporary files that killed processes left in folders that several roles write. Complete ones take
-    milliseconds; who was frozen for minutes fails when it goes on."""
+    """Delete temporary files and folders that killed processes left in folders that several roles write. Complete ones
+    take milliseconds; who was frozen for minutes fails when it goes on."""
     for folder in folders:
         for name in filter(is_temporary, os.listdir(folder) if folder.is_dir() else []):
             with suppress(OSError):
-                if time.time() - (folder / name).lstat().st_mtime > OLD_S:
-                    (folder / name).unlink()
+                path = folder / name
+                if time.time() - max(one.lstat().st_mtime for one in (path, *path.rglob("*"))) > OLD_S:
+                    _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def move_to_free_name(temporary: Path, target: Path) -> bool:

@@ -18,7 +18,7 @@ from launch.cli import app
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim, newest
-from pipeline.data.files import remove_leftovers
+from pipeline.data.files import remove_leftovers, remove_old_leftovers, temporary_name
 from pipeline.data.integrity.sealed import read_sealed, seal
 from pipeline.data.run_directory import RUN_FORMAT, RunDirectory, numbered_folders
 from pipeline.data.store import BatchStore
@@ -222,6 +222,21 @@ def test_leftovers_are_removed_by_the_newest_start_alone(tmp_path: Path) -> None
         remove_leftovers(tmp_path / "policy", old.check)
     assert len(remove_leftovers(tmp_path / "policy", new.check)) == 2
     assert sorted(path.name for path in (tmp_path / "policy").iterdir()) == [".hidden", "000012"]
+
+
+def test_old_temporary_files_and_folders_go_and_young_ones_stay(tmp_path: Path) -> None:
+    paths = [temporary_name(tmp_path / name) for name in ("stale", "stale-folder", "young", "young-folder")]
+    for path in paths:
+        if "folder" in path.name:
+            path.mkdir()
+        inner = path / "shard" if path.is_dir() else path
+        inner.touch()
+        if "stale" in path.name:
+            for one in (inner, path):
+                os.utime(one, (1.0, 1.0))
+    os.utime(paths[3], (1.0, 1.0))  # what is being written into it says that it is young
+    remove_old_leftovers([tmp_path])
+    assert {path.name for path in tmp_path.iterdir()} == {paths[2].name, paths[3].name}
 
 
 @pytest.mark.parametrize(
