@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from pipeline.errors import DeadlineExceededError, StoreError
 
-NUMBER = "[0-9]{6}|[1-9][0-9]{6,11}"
+NUMBER = "[0-9]{6}|[1-9][0-9]{6,17}"
 """Regular expression of a number in the name of a file or folder, as `numbered` writes it. Of what others leave beside
 ours, `000003.bak` is none, nor are `0000000003`, `٠٠٠٠٠٣`, or two hundred digits."""
 FIRST_POLL_S = 0.05
