@@ -30,7 +30,7 @@ from pipeline.data.integrity.folders import Fingerprint, fingerprints, sync_file
 from pipeline.data.integrity.sealed import read_sealed_json, reason, unseal, write_sealed, write_sealed_json
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.run_directory import numbered, numbered_folders, unfenced
-from pipeline.errors import CorruptCheckpointError, DiskFullError, StoreError
+from pipeline.errors import CorruptCheckpointError, StoreError
 from pipeline.ports.learner import Learner
 from pipeline.trainer.long_actions import tell_when_done
 from precision.text.short import quoted
@@ -59,8 +59,8 @@ class Checkpoints:
                 learner.save(folder)
                 learner.barrier()
                 tell_when_done(learner, lambda: self._commit(folder, step, state))
-        except DiskFullError:
-            shutil.rmtree(folder, ignore_errors=True)  # every rank tries: what is incomplete must not fill the disk
+        except Exception:
+            shutil.rmtree(folder, ignore_errors=True)  # every rank tries: what gets no name must not fill the disk
             raise
 
     def restore(self, learner: Learner) -> tuple[int, dict[str, float]]:

@@ -43,14 +43,14 @@ BREAKAGES = (
     _broken(
         "a moved folder's name is not made durable",
         FILES,
-        "        return False\n    fsync_directory(target.parent)\n    return True",
-        "        return False\n    return True",
+        "        moved = False\n    fsync_directory(target.parent)\n",
+        "        moved = False\n",
     ),
     _broken(
         "nobody removes what killed processes left",
         FILES,
-        "    for name in names:\n        path = folder / name\n",
-        "    for name in ():\n        path = folder / name\n",
+        "    for name in names:\n        _remove(",
+        "    for name in ():\n        _remove(",
     ),
     # epochs
     _broken(

@@ -111,7 +111,7 @@ def test_an_engine_that_sends_junk_is_left_out_and_the_others_answer(
         bad.spoil = NAN
         assert generate(fleet_of(tmp_path, [bad.url, good.url], changes), 6) == {1: 6}
         assert bad.calls.count("POST /generate") == MOST_BAD
-    assert kinds_of(changes, 0) == {"admitted": 1, "bad_answer": MOST_BAD, "quarantined": 1}
+    assert kinds_of(changes, 0) == {"joined": 1, "admitted": 1, "bad_answer": MOST_BAD, "quarantined": 1}
     [reason] = [change["reason"] for change in changes if change["kind"] == "quarantined"]
     assert f"3 of its last {WINDOW} answers cannot be, the last one: " in reason
     assert "output_token_logprobs.3.0: Input should be a finite number" in reason
@@ -131,7 +131,7 @@ def test_an_engine_that_is_well_again_comes_back(tmp_path: Path, monkeypatch: py
         left = [NAN] * MOST_BAD
         engine.spoil = lambda samples: left.pop()(samples) if left else samples
         assert generate(fleet_of(tmp_path, [engine.url], changes), 3) == {0: 3}
-    assert kinds_of(changes, 0) == {"admitted": 2, "bad_answer": 3, "quarantined": 1}
+    assert kinds_of(changes, 0) == {"joined": 1, "admitted": 2, "bad_answer": 3, "quarantined": 1}
 
 
 def test_behind_a_router_the_one_at_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_no_engine_starts_with_damaged_weights(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     seven = policy(run, 7)
     (seven.model / "model.safetensors").write_text("weights 3")
-    with pytest.raises(StoreError, match=r"model\.safetensors is damaged .*remove .*000007 and the checkpoints of"):
+    with pytest.raises(StoreError, match=r"model\.safetensors is damaged .*stop the run; `evenkeel repair "):
         hold_weights(run, 0, 0, 1, lambda: seven)
     (seven.model / "SHA256SUMS").unlink()
     with pytest.raises(StoreError, match="SHA256SUMS is missing"):
