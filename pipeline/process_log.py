@@ -10,7 +10,7 @@ from pathlib import Path
 _AT = r"^(?:\[[^\]]*\]\s*)*"
 """What logs put before a line: a rank, a time."""
 _ERROR = re.compile(
-    _AT + r"(?:error: |ERROR: |[\w./-]+: error: |Fatal Python error: |[\w.]*(?:Error|Exception|Interrupt)(?:: |$))"
+    _AT + r"(?:error: |ERROR: |[\w ./-]+: error: |Fatal Python error: |[\w.]*(?:Error|Exception|Interrupt)(?:: |$))"
 )
 """A line on which Python, argparse, uvicorn or this program says what went wrong."""
 _RAISED = re.compile(r"^(\[rank\d+\]: ?)?(error: |[\w.]*(Error|Exception|Interrupt)\b: )")

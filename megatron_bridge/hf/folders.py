@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.data.files import fsync_directory, is_temporary, temporary_name
 from pipeline.data.integrity.folders import list_checksums, sync_files
 from pipeline.data.run_directory import unfenced
-from pipeline.errors import ModelError
+from pipeline.errors import EvenKeelError, ModelError
 
 COMPANION_FILES = (
     *("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
@@ -61,7 +61,11 @@ def replace_folder(temporary: Path, target: Path, fence: Callable[[], None] = un
     now. `fence` is called before that; it raises where this process may write no more."""
     list_checksums(temporary)
     _sync_tree(temporary)
-    fence()
+    try:
+        fence()
+    except EvenKeelError:
+        shutil.rmtree(temporary, ignore_errors=True)  # what gets no name must not fill the disk
+        raise
     # Folders cannot be replaced in one step: the old one steps aside first.
     aside = temporary_name(target)
     if target.exists():

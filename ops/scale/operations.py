@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,14 @@ REQUESTS = {
 FEW, MANY = 4, 12
 _counting: list[int] = []
 """Holds one number while an action is counted."""
+_COUNTED_THREAD = threading.get_ident()
+"""Others of this process may be at work, too."""
 
 
 def _hook(event: str, arguments: tuple[object, ...]) -> None:
     # Python opens folders, to make them durable, by number; only names are of the shared file system.
+    if threading.get_ident() != _COUNTED_THREAD:
+        return
     if _counting and event in REQUESTS and not (event == "open" and isinstance(arguments[0], int)):
         _counting[0] += REQUESTS[event]
 
