@@ -79,7 +79,7 @@ def measured() -> dict[str, float]:
         run.make_folders()
         run.set_published(0)
         epoch = claim(run.path, "engine", 0)
-        batch = run.batches / "000000.zarr.zip"
+        store, batch = BatchStore(run.batches), run.batches / "000000.zarr.zip"
         batch.write_bytes(b"batch")
         few, many = (_list_engines(run, count) for count in (FEW, MANY))
         each = (many - few) / (MANY - FEW)
@@ -87,7 +87,7 @@ def measured() -> dict[str, float]:
             "epoch check": requests_of(epoch.check),
             "finished?": requests_of(run.is_finished),
             "published?": requests_of(run.published_version),
-            "batch there?": requests_of(lambda: BatchStore(run.batches).exists(1)),
+            "batch there?": requests_of(lambda: store.exists(1)),
             "batch opened": requests_of(lambda: (await_visible(batch), batch.is_file(), batch.read_bytes())),
             "engines listed": few - FEW * each,
             "engines listed, each": each,
