@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -76,52 +76,74 @@ def verify_history(
     damaged = {batch.index: batch for batch in store.all_lost() if batch.index < steps}
     there = set(store.committed()) - damaged.keys()
     present = [index for index in range(steps) if index in there]
-    seen: Counter[int] = Counter()
-    lags: Counter[int] = Counter()
-    kinds: Counter[str] = Counter()
-    faults: list[str] = []
-    solved, misjudged = SolvedPromptFilter(solved_rule), set[int]()
-    tokens = violations = 0
-    groups_to_ask: tuple[int, tuple[int, ...]] = (0, ())
+    found = _Tally(schedule, limits, SolvedPromptFilter(solved_rule), min(damaged, default=steps))
     for index in sorted({*present, *damaged}):
         if index in damaged:
-            seen.update(damaged[index].groups)
-            groups_to_ask = damaged[index].next_group, damaged[index].open_groups
-            continue
-        batch = store.read(index, None, check=False)
-        faults.extend(f"batch {index}, {fault}" for fault in batch_faults(batch, limits))
-        seen.update(np.unique(batch.group).tolist())
-        seen.update(drop.group for drop in batch.dropped)
-        counts = _tokens_by_version(batch)
-        lags.update({index - version: count for version, count in counts.items()})
-        violations += sum(count for version, count in counts.items() if not schedule.allows(index, version))
-        tokens += batch.num_response_tokens
-        kinds.update(drop.kind for drop in batch.dropped)
-        required = schedule.required_version(index)
-        known = solved.solved(required)
-        if min(damaged, default=required) >= required:  # else its pass rates rest on samples that are lost
-            misjudged |= _misjudged(batch, known)
-        solved.record(batch)
-        groups_to_ask = batch.next_group, batch.open_groups
-    next_group, open_groups = groups_to_ask
+            found.skip(damaged[index])
+        else:
+            found.add(store.read(index, None, check=False))
+    next_group, open_groups = found.groups_to_ask
+    seen, kinds = found.seen, found.kinds
     reopened = seen.keys() & set(open_groups)
     return Audit(
         missing=tuple(sorted(set(range(steps)) - set(present) - damaged.keys())),
         damaged=tuple(damaged[index] for index in sorted(damaged)),
         lost=_lost(next_group, seen.keys() | set(open_groups)),
         duplicated=tuple(sorted(reopened | {group for group, times in seen.items() if times > 1})),
-        version_violations=violations,
-        solved_violations=tuple(sorted(misjudged)),
-        value_faults=tuple(faults),
+        version_violations=found.violations,
+        solved_violations=tuple(sorted(found.misjudged)),
+        value_faults=tuple(found.faults),
         batches=len(present),
         groups=len(seen),
         dropped=kinds.total(),
         unfit=kinds["unfit"],
         zero_variance=kinds["zero_variance"],
         solved=kinds["solved"],
-        tokens=tokens,
-        lags=dict(sorted(lags.items())),
+        tokens=found.tokens,
+        lags=dict(sorted(found.lags.items())),
     )
+
+
+@dataclass
+class _Tally:
+    """What was found in the batches so far; they come in their order."""
+
+    schedule: Schedule
+    limits: Limits
+    solved: SolvedPromptFilter
+    first_damaged: int
+    """The first batch that was lost by damage."""
+    seen: Counter[int] = field(default_factory=Counter)
+    lags: Counter[int] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    misjudged: set[int] = field(default_factory=set)
+    tokens: int = 0
+    violations: int = 0
+    groups_to_ask: tuple[int, tuple[int, ...]] = (0, ())
+
+    def skip(self, lost: LostBatch) -> None:
+        """A batch of which only its record is left."""
+        self.seen.update(lost.groups)
+        self.groups_to_ask = lost.next_group, lost.open_groups
+
+    def add(self, batch: Batch) -> None:
+        """The next batch."""
+        index = batch.index
+        self.faults.extend(f"batch {index}, {fault}" for fault in batch_faults(batch, self.limits))
+        self.seen.update(np.unique(batch.group).tolist())
+        self.seen.update(drop.group for drop in batch.dropped)
+        counts = _tokens_by_version(batch)
+        self.lags.update({index - version: count for version, count in counts.items()})
+        self.violations += sum(count for version, count in counts.items() if not self.schedule.allows(index, version))
+        self.tokens += batch.num_response_tokens
+        self.kinds.update(drop.kind for drop in batch.dropped)
+        required = self.schedule.required_version(index)
+        known = self.solved.solved(required)
+        if self.first_damaged >= required:  # else its pass rates rest on samples that are lost
+            self.misjudged |= _misjudged(batch, known)
+        self.solved.record(batch)
+        self.groups_to_ask = batch.next_group, batch.open_groups
 
 
 def _lost(next_group: int, known: Set[int]) -> tuple[int, ...]:
