@@ -221,8 +221,7 @@ class RunDirectory:
 
     def saved_steps(self) -> list[int]:
         """Steps of the checkpoints that have their COMMIT, ascending (pipeline.trainer.checkpoints checks the rest)."""
-        found = numbered_folders(self.checkpoints) if self.checkpoints.is_dir() else []
-        return [step for step in found if (self.checkpoints / numbered(step) / "COMMIT").exists()]
+        return committed_steps(self.checkpoints) if self.checkpoints.is_dir() else []
 
     def why_not_sampled(self, index: int) -> str | None:
         """Why batch `index` cannot be sampled now, or again: a checkpoint has learned from one, or engines serve a
@@ -361,6 +360,11 @@ def _of_length(
 def numbered(number: int) -> str:
     """How a version, a step or a batch is written in the names of files and folders."""
     return f"{number:06d}"
+
+
+def committed_steps(checkpoints: Path) -> list[int]:
+    """Steps of the checkpoints in a folder that have their COMMIT, which is written last; ascending."""
+    return [step for step in numbered_folders(checkpoints) if (checkpoints / numbered(step) / "COMMIT").exists()]
 
 
 def numbered_folders(directory: Path) -> list[int]:

@@ -51,6 +51,7 @@ from pipeline.errors import (
 from precision.text.short import one_line
 
 _NAME = re.compile(rf"^({NUMBER})\.zarr\.zip$")
+_LOST_NAME = re.compile(rf"^({NUMBER}){re.escape(LOST_SUFFIX)}$")
 
 
 class BatchStore:
@@ -90,8 +91,8 @@ class BatchStore:
         return [LostBatch.read(self.lost_path(index)) for index in self._recorded_lost()]
 
     def _recorded_lost(self) -> list[int]:
-        names = (name.removesuffix(LOST_SUFFIX) for name in os.listdir(self.directory) if name.endswith(LOST_SUFFIX))
-        return sorted(int(name) for name in names if name.isdecimal())
+        matches = map(_LOST_NAME.match, os.listdir(self.directory))
+        return sorted(int(match[1]) for match in matches if match)
 
     def settled(self) -> list[int]:
         """Indices of the batches that are committed or lost: nothing is to be made of them. Ascending."""

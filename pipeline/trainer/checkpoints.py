@@ -29,7 +29,7 @@ from pipeline.data.files import (
 from pipeline.data.integrity.folders import Fingerprint, fingerprints, sync_files
 from pipeline.data.integrity.sealed import read_sealed_json, reason, unseal, write_sealed, write_sealed_json
 from pipeline.data.integrity.space import full_disk_said, require_space
-from pipeline.data.run_directory import numbered, numbered_folders, unfenced
+from pipeline.data.run_directory import committed_steps, numbered, unfenced
 from pipeline.errors import CorruptCheckpointError, StoreError
 from pipeline.ports.learner import Learner
 from pipeline.trainer.long_actions import tell_when_done
@@ -84,7 +84,7 @@ class Checkpoints:
 
     def _expected_bytes(self) -> int:
         """Those of the newest checkpoint; before the first, what the learner thinks."""
-        committed = self._committed()
+        committed = committed_steps(self.directory)
         if not committed:
             return self.first_bytes
         return sum(one.num_bytes for one in read_commit(self.directory / numbered(committed[-1])).files.values())
@@ -102,23 +102,18 @@ class Checkpoints:
                 _remove(target)
                 folder.rename(target)
                 fsync_directory(self.directory)
-        for old in self._committed()[: -self.keep]:
+        for old in committed_steps(self.directory)[: -self.keep]:
             _remove(self.directory / numbered(old))
 
     def _newest(self) -> tuple[int, dict[str, float]] | None:
         """Step and state of the newest checkpoint, verified."""
         remove_leftovers(self.directory, self.fence)
-        committed = self._committed()
+        committed = committed_steps(self.directory)
         if not committed:
             return None
         folder = self.directory / numbered(committed[-1])
         verify(folder, committed[-1])
         return committed[-1], _read_state(folder)
-
-    def _committed(self) -> list[int]:
-        return [
-            step for step in numbered_folders(self.directory) if (self.directory / numbered(step) / COMMIT).exists()
-        ]
 
 
 def _remove(folder: Path) -> None:

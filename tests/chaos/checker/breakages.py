@@ -175,8 +175,8 @@ BREAKAGES = (
     _broken(
         "the oldest checkpoints are kept",
         CHECKPOINTS,
-        "self._committed()[: -self.keep]",
-        "self._committed()[self.keep :]",
+        "committed_steps(self.directory)[: -self.keep]",
+        "committed_steps(self.directory)[self.keep :]",
     ),
     _broken(
         "the oldest checkpoint is loaded",

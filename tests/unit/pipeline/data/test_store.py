@@ -26,7 +26,7 @@ from zarr.storage import ZipStore
 
 from pipeline.data.batch_format import PER_SAMPLE, PER_TOKEN, arrays_of, attributes_of, content_sha256
 from pipeline.data.epochs import claim
-from pipeline.data.ledger.lost_batches import LostBatch
+from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, DroppedGroup, LogprobContract
 from pipeline.data.store import BatchStore
 from pipeline.data.zarr_zip import sealed_zip
@@ -576,3 +576,11 @@ def test_the_digest_tells_apart_what_only_differs_in_one_place(make_batch: MakeB
     minus_zero = replace(batch, reward=np.where(batch.reward == 0, np.float32(-0.0), batch.reward))
     others = [minus_zero, replace(batch, next_group=9), replace(batch, reward_parts={}), replace(batch, index=1)]
     assert len({content_sha256(attributes_of(b), arrays_of(b)) for b in (batch, *others)}) == 5
+
+
+def test_names_that_are_no_numbers_of_ours_record_no_lost_batch(tmp_path: Path) -> None:
+    for name in ("٠٠٠٠٠٣", "0000000005", "000006 "):
+        (tmp_path / f"{name}{LOST_SUFFIX}").write_text("left by somebody else")
+    store = BatchStore(tmp_path)
+    assert store.settled() == []
+    assert store.all_lost() == []
