@@ -86,9 +86,10 @@ def _collect(pid: int, reader: int) -> dict[int, str]:
     buffered, current, process = b"", None, psutil.Process(pid)
     began = busy = 0.0
     awake, why = time.monotonic(), ""
+    poll = select.poll()  # select() knows no descriptor past 1,023
+    poll.register(reader, select.POLLIN)
     while True:
-        ready, _, _ = select.select([reader], [], [], 0.5)
-        if ready:
+        if poll.poll(500):
             if not (data := os.read(reader, 1 << 16)):
                 break
             *lines, buffered = (buffered + data).split(b"\n")
