@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from launch.mismatch.suspected import _other_maps, effects
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.parallel.layout import leave_layout
 from megatron_bridge.step.changed_weights import NamedTensors, changed, rounded, scaled
 from megatron_bridge.step.fp8_emulation import emulated
 from megatron_bridge.weight_sync.probe import ProbeScorer
@@ -24,6 +23,7 @@ from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state
 from precision.mismatch.localization import suspects
 from precision.supervised import Supervised
+from tests.support.learners import learner_here
 
 # Megatron-Core calls much of itself and of torch deprecated.
 pytestmark = [
@@ -41,12 +41,10 @@ ALIKE = {f"scale:model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "dow
 def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronLearner]:
     model = tmp_path_factory.mktemp("models") / "tiny"
     write_model(model, experts=False)
-    try:
-        yield MegatronLearner.create(
-            model, LearnerSection(step_deadline_s=60), Supervised(), temperature=1.0, seed=0, total_steps=1
-        )
-    finally:
-        leave_layout()
+    with learner_here(
+        model, LearnerSection(step_deadline_s=60), Supervised(), temperature=1.0, seed=0, total_steps=1
+    ) as created:
+        yield created
 
 
 @pytest.fixture

@@ -25,10 +25,10 @@ from megatron_bridge.checkpoint import training_state, weights_only
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.build import PolicyModel
-from megatron_bridge.parallel.layout import leave_layout
 from pipeline.config.recipe import LearnerPrecision, LearnerSection, OptimizerSection
 from pipeline.errors import CorruptCheckpointError
 from precision.objectives.p3o import P3O
+from tests.support.learners import learner_here
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
@@ -52,10 +52,8 @@ def learner(model: Path, precision: LearnerPrecision = "bf16", distributed: bool
         distributed_optimizer=distributed,
         optimizer=OptimizerSection(lr=1e-3, warmup_steps=0),
     )
-    try:
-        yield MegatronLearner.create(model, section, P3O(), temperature=TEMPERATURE, seed=0, total_steps=4)
-    finally:
-        leave_layout()
+    with learner_here(model, section, P3O(), temperature=TEMPERATURE, seed=0, total_steps=4) as created:
+        yield created
 
 
 def third_step(trained: MegatronLearner) -> NDArray[np.float64]:

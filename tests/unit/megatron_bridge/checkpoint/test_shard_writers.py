@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,27 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from launch.verify.layout_ranks import TEMPERATURE, train, weights
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.parallel.layout import leave_layout
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from precision.objectives.p3o import P3O
+from tests.support.learners import learner_here
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
 ]
 
 
-def learner(folder: Path) -> MegatronLearner:
+def learner(folder: Path) -> AbstractContextManager[MegatronLearner]:
     if not folder.exists():
         write_model(folder, experts=False)
     section = LearnerSection(micro_batch_tokens=256, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0))
-    return MegatronLearner.create(folder, section, P3O(), temperature=TEMPERATURE, seed=0, total_steps=4)
+    return learner_here(folder, section, P3O(), temperature=TEMPERATURE, seed=0, total_steps=4)
 
 
 def test_a_save_forks_nothing_and_loads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fork() -> int:
         raise AssertionError("a process was forked")
 
-    try:
-        trained = learner(tmp_path / "model")
+    with learner(tmp_path / "model") as trained:
         train(trained, 0)
         monkeypatch.setattr(os, "fork", fork)
         trained.save(tmp_path / "saved")
@@ -43,15 +43,10 @@ def test_a_save_forks_nothing_and_loads_again(tmp_path: Path, monkeypatch: pytes
         assert len(list((tmp_path / "saved").glob("*.distcp"))) >= 2, "several files, as Megatron's processes write"
         train(trained, 1)
         expected = weights(trained)
-    finally:
-        leave_layout()
-    try:
-        again = learner(tmp_path / "model")
+    with learner(tmp_path / "model") as again:
         again.load(tmp_path / "saved")
         train(again, 1)
         assert (weights(again) == expected).all()
-    finally:
-        leave_layout()
 
 
 def test_what_one_writer_meets_is_what_the_save_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,12 +60,9 @@ def test_what_one_writer_meets_is_what_the_save_raises(tmp_path: Path, monkeypat
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_item(transforms, stream, *arguments, **options)
 
-    try:
-        trained = learner(tmp_path / "model")
+    with learner(tmp_path / "model") as trained:
         train(trained, 0)
         monkeypatch.setattr(filesystem_async, "_write_item", full)
         with pytest.raises(OSError, match="No space left on device"):
             trained.save(tmp_path / "saved")
         assert len(set(written)) >= 2
-    finally:
-        leave_layout()

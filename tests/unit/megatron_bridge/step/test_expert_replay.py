@@ -19,7 +19,6 @@ from launch.verify.layout_ranks import TEMPERATURE, make_batch, random_experts
 from launch.verify.layouts import write_model
 from megatron_bridge import learner as learner_module
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.parallel.layout import leave_layout
 from megatron_bridge.step.micro_batches import Plan
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.data.records import Batch
@@ -27,6 +26,7 @@ from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import ExpertReplayError
 from precision.supervised import Supervised
 from tests.doubles.tiny_model import reference_model
+from tests.support.learners import learner_here
 
 # Megatron-Core calls much of itself and of torch deprecated.
 pytestmark = [
@@ -45,12 +45,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def learner(model: Path, **section: Any) -> Iterator[MegatronLearner]:
     settings = dict(micro_batch_tokens=192, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4))
-    try:
-        yield MegatronLearner.create(
-            model, LearnerSection(**settings | section), Supervised(), temperature=TEMPERATURE, seed=0, total_steps=3
-        )
-    finally:
-        leave_layout()
+    with learner_here(
+        model, LearnerSection(**settings | section), Supervised(), temperature=TEMPERATURE, seed=0, total_steps=3
+    ) as created:
+        yield created
 
 
 def with_experts(trained: MegatronLearner, unknown: float = 0.25) -> Batch:

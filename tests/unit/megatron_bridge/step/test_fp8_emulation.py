@@ -15,7 +15,6 @@ from torch import Tensor
 from launch.verify.layout_ranks import TEMPERATURE, make_batch, weights
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.parallel.layout import leave_layout
 from megatron_bridge.step import fp8_emulation
 from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulated
 from megatron_bridge.step.micro_batches import TokenRows
@@ -27,6 +26,7 @@ from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state
 from precision.supervised import Supervised
+from tests.support.learners import learner_here
 
 # Megatron-Core calls much of itself and of torch deprecated.
 pytestmark = [
@@ -54,18 +54,16 @@ def learner(
 ) -> Iterator[MegatronLearner]:
     usual = OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4, clip_grad=0.0)
     settings = dict(micro_batch_tokens=192, optimizer=optimizer or usual, fp8_emulation=emulate is not None)
-    try:
-        yield MegatronLearner.create(
-            model,
-            LearnerSection(**settings | section),
-            Supervised(),
-            temperature=TEMPERATURE,
-            seed=0,
-            total_steps=3,
-            emulate=emulate,
-        )
-    finally:
-        leave_layout()
+    with learner_here(
+        model,
+        LearnerSection(**settings | section),
+        Supervised(),
+        temperature=TEMPERATURE,
+        seed=0,
+        total_steps=3,
+        emulate=emulate,
+    ) as created:
+        yield created
 
 
 def step(trained: MegatronLearner, seed: int = 0) -> Any:

@@ -16,13 +16,13 @@ from launch.verify.layout_ranks import TEMPERATURE, make_batch, train, weights
 from launch.verify.layouts import write_model
 from megatron_bridge import learner as learner_module
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.parallel.layout import leave_layout
 from megatron_bridge.step import passes
 from megatron_bridge.step.fp8_emulation import emulated
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.errors import ModelError
 from precision.formats.quant_map import QuantMap
 from precision.objectives.p3o import P3O
+from tests.support.learners import learner_here
 
 # Megatron-Core calls much of itself and of torch deprecated.
 pytestmark = [
@@ -46,12 +46,10 @@ def learner(model: Path, **section: Any) -> Iterator[MegatronLearner]:
     settings = dict(
         micro_batch_tokens=MICRO_BATCH_TOKENS, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4)
     )
-    try:
-        yield MegatronLearner.create(
-            model, LearnerSection(**settings | section), P3O(), temperature=TEMPERATURE, seed=0, total_steps=3
-        )
-    finally:
-        leave_layout()
+    with learner_here(
+        model, LearnerSection(**settings | section), P3O(), temperature=TEMPERATURE, seed=0, total_steps=3
+    ) as created:
+        yield created
 
 
 def after_two_steps(model: Path, prepare: Callable[[MegatronLearner], None] = lambda _: None) -> NDArray[np.float64]:

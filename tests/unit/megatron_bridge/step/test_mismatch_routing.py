@@ -15,9 +15,9 @@ from launch.mismatch.scoring import Job, read_experts, responses_of, write_exper
 from launch.verify.layout_ranks import TEMPERATURE, make_batch, random_experts
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.parallel.layout import leave_layout
 from pipeline.config.recipe import LearnerSection
 from precision.supervised import Supervised
+from tests.support.learners import learner_here
 
 # Megatron-Core calls much of itself and of torch deprecated.
 pytestmark = [
@@ -28,12 +28,10 @@ pytestmark = [
 @pytest.fixture
 def learner(tmp_path: Path) -> Iterator[MegatronLearner]:
     write_model(tmp_path / "model", experts=True)
-    try:
-        yield MegatronLearner.create(
-            tmp_path / "model", LearnerSection(), Supervised(), temperature=TEMPERATURE, seed=0, total_steps=1
-        )
-    finally:
-        leave_layout()
+    with learner_here(
+        tmp_path / "model", LearnerSection(), Supervised(), temperature=TEMPERATURE, seed=0, total_steps=1
+    ) as created:
+        yield created
 
 
 def test_routing_lies_between_the_learners_own_experts_and_the_engines(

@@ -10,12 +10,12 @@ import torch
 
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.parallel.layout import leave_layout
 from megatron_bridge.step.sensitivity import row_scorer
 from pipeline.config.recipe import LearnerSection
 from precision.formats.quant_map import QuantMap
 from precision.mismatch.sensitivity import promote_greedily, rank_groups
 from precision.supervised import Supervised
+from tests.support.learners import learner_here
 from tests.support.outliers import plant_outlier_channels
 
 # Megatron-Core calls much of itself and of torch deprecated.
@@ -32,12 +32,10 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronLearne
     model = tmp_path_factory.mktemp("models") / "planted"
     write_model(model, experts=False)
     plant_outlier_channels(model, layer=2)
-    try:
-        yield MegatronLearner.create(
-            model, LearnerSection(step_deadline_s=60), Supervised(), temperature=1.0, seed=0, total_steps=1
-        )
-    finally:
-        leave_layout()
+    with learner_here(
+        model, LearnerSection(step_deadline_s=60), Supervised(), temperature=1.0, seed=0, total_steps=1
+    ) as created:
+        yield created
 
 
 def rows(learner: MegatronLearner) -> list[list[int]]:
