@@ -12,14 +12,14 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from pipeline.rewards.judgment import Judgment
+from pipeline.rewards.judgment import Judgment, failure
 
 MATH_VERIFY_TIMEOUT_S = 5
 
 
 PYTHON_TESTS = "pipeline.rewards.verifiers:python_tests"
 TRUSTED = frozenset(f"pipeline.rewards.verifiers:{name}" for name in ("math_verify", "exact_match"))
-"""Built-in rewards that run no code of others, so that they need no sandbox."""
+"""Built-in rewards that run no code of others: they need no sandbox, and a worker calls them itself."""
 
 
 @lru_cache(maxsize=4)
@@ -38,6 +38,8 @@ def judge(reward: str, prompt: str, response: str, answer: str) -> Judgment:
     """Call the reward function; whatever it does short of killing the process becomes a Judgment."""
     try:
         return _as_judgment(resolve(reward)(prompt, response, answer))
+    except MemoryError:
+        return failure("memory", "MemoryError: not enough was left")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: its failure costs its own sample only
         return Judgment(0.0, {}, "raised", f"{type(error).__name__}: {error}")
 

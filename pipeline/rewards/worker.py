@@ -2,6 +2,7 @@
 
     pool (the run) ◀──verdict pipe──▶ worker ◀──socket──▶ runner: the reward function, confined
                                              ◀──stdout──▶ or a program that a model wrote, confined
+                                             or a built-in reward, called by the worker itself
 
 The verdict pipe is held by the worker alone, and the worker runs no code of others. It gives exactly one verdict for
 each request, names the request in it, and lets through nothing but a reason and finite numbers. Under bubblewrap it is
@@ -19,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.rewards.built_in import BuiltInJudge
 from pipeline.rewards.channel import Channel, ChannelClosedError
 from pipeline.rewards.children import Children, RunIsGoneError
 from pipeline.rewards.functions import START_DEADLINE_S, FunctionJudge
@@ -30,6 +32,7 @@ from pipeline.rewards.sandbox.limits import hide_from_others
 from pipeline.rewards.verifiers import PYTHON_TESTS
 
 _PR_SET_CHILD_SUBREAPER = 36
+_Judge = BuiltInJudge | FunctionJudge | ProgramJudge
 
 
 def main() -> None:
@@ -52,7 +55,7 @@ def main() -> None:
         children.end()
 
 
-def _serve(verdicts: Channel, judge: FunctionJudge | ProgramJudge, scratch: Path | None) -> None:
+def _serve(verdicts: Channel, judge: _Judge, scratch: Path | None) -> None:
     """Say whether the reward function can be imported, then answer request after request."""
     problem = judge.start()
     ready = Judgment(0.0, {}, None, str(scratch or ""))
@@ -62,7 +65,15 @@ def _serve(verdicts: Channel, judge: FunctionJudge | ProgramJudge, scratch: Path
         verdicts.send(encode_judgment(key, judge.judge(texts)), START_DEADLINE_S)
 
 
-def _judge_of(settings: dict[str, Any], children: Children) -> FunctionJudge | ProgramJudge:
+def _judge_of(settings: dict[str, Any], children: Children) -> _Judge:
+    if settings["built_in"]:
+        return BuiltInJudge(
+            settings["reward"],
+            settings["memory_mib"] * 2**20,
+            path=settings["path"],
+            folder=Path(settings["folder"]),
+            run_pid=settings["run_pid"],
+        )
     confinement = None
     if settings["rung"] is not None:
         assert children.scratch is not None

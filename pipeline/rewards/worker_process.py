@@ -29,11 +29,13 @@ from pipeline.rewards.sandbox.bubblewrap import bubblewrap_command
 from pipeline.rewards.sandbox.confine import Rung
 from pipeline.rewards.sandbox.view import PACKAGE, view_of
 from pipeline.rewards.scratch import remove
-from pipeline.rewards.verifiers import PYTHON_TESTS
+from pipeline.rewards.verifiers import PYTHON_TESTS, TRUSTED
 
 _GRACE_S = 10.0
 """How much later than its own deadlines a worker may answer."""
 _END_DEADLINE_S = 5.0
+_SENT_AHEAD_BYTES = 32 * 2**10
+"""Of one request. So many bytes of each that is posted ahead fit into the socket of a worker that does not read."""
 _KEY_VARIABLES = ("EVENKEEL_API_KEY", "EVENKEEL_API_KEY_FILE")
 _ENVIRONMENT = (
     *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
@@ -64,7 +66,11 @@ class WorkerProcess:
         self._ended = False
         self._pipe: socket.socket | None = None
         self._patience_s = START_DEADLINE_S + 2 * deadline_s + _GRACE_S
+        self._built_in = sandbox is None and reward in TRUSTED
+        self._answer_s = deadline_s if self._built_in else self._patience_s
         self._posted: deque[tuple[str, bytes]] = deque()
+        self._num_sent = 0
+        """Of those that are posted; they are sent in order."""
         self._said = ""
         self._scratch: Path | None = None
         self._command = _python_command()
@@ -73,6 +79,8 @@ class WorkerProcess:
             reward=reward,
             deadline_s=deadline_s,
             memory_mib=memory_mib,
+            built_in=self._built_in,
+            run_pid=os.getpid(),
             path=[os.path.realpath(entry or os.getcwd()) for entry in sys.path],
             folder=os.getcwd(),
             rung=None,
@@ -111,7 +119,7 @@ class WorkerProcess:
         self._pipe, self._channel = mine, Channel(mine.fileno(), mine.fileno())
         self.alive = True
         self._send(self._settings)
-        judgment = self._receive(READY)
+        judgment = self._receive(READY, self._patience_s)
         if judgment.failed is not None:
             self.kill()
             return judgment.detail
@@ -122,8 +130,7 @@ class WorkerProcess:
         """Ask for the verdict on one sample, which `collect` brings. Several may be asked for ahead."""
         key = new_key()
         self._posted.append((key, encode_request(key, texts)))
-        if self.alive:
-            self._send(self._posted[-1][1])
+        self._send_posted()
 
     def collect(self) -> Judgment:
         """The verdict on the sample that was posted first. Nothing is raised.
@@ -133,19 +140,29 @@ class WorkerProcess:
         """
         key = self._posted[0][0]
         problem = None if self.alive else self._start_again()
-        judgment = failure("crashed", problem) if problem else self._receive(key)
+        self._send_posted()
+        judgment = failure("crashed", problem) if problem else self._receive(key, self._answer_s)
         if judgment.failed == "crashed" and not self.alive and self._start_again() is None:
-            judgment = self._receive(key)
+            judgment = self._receive(key, self._answer_s)
         self._posted.popleft()
+        self._num_sent = max(0, self._num_sent - 1)
         return judgment
 
     def _start_again(self) -> str | None:
         problem = self.start()
         if problem is not None:
             return f"the worker could not be started again: {problem}"
-        for _, request in self._posted:
-            self._send(request)
+        self._num_sent = 0
+        self._send_posted()
         return None
+
+    def _send_posted(self) -> None:
+        """A large request waits until it is the first: a worker that scores does not read, and this must not wait."""
+        for _, request in [*self._posted][self._num_sent :]:
+            if not self.alive or (self._num_sent and len(request) > _SENT_AHEAD_BYTES):
+                return
+            self._send(request)
+            self._num_sent += 1
 
     def kill(self) -> None:
         """End the process, if there is one, with all that it started, and wait until they are gone."""
@@ -153,6 +170,8 @@ class WorkerProcess:
             return
         self.alive = False
         assert self._pipe is not None
+        if self._built_in:  # it has started nothing and written nothing, and may be in the midst of a sample
+            self._process.kill()
         with suppress(OSError):  # at the end of its pipe it kills what it started, removes what was written, and leaves
             self._pipe.shutdown(socket.SHUT_RDWR)
         try:
@@ -185,14 +204,14 @@ class WorkerProcess:
                 self._said = self._last_words()
                 self.kill()
 
-    def _receive(self, key: str) -> Judgment:
+    def _receive(self, key: str, deadline_s: float) -> Judgment:
         if not self.alive:
             return failure("crashed", f"its worker ended{self._said}")
         try:
-            return decode_judgment(key, self._channel.receive(MAX_JUDGMENT_BYTES, self._patience_s))
+            return decode_judgment(key, self._channel.receive(MAX_JUDGMENT_BYTES, deadline_s))
         except ChannelTimeoutError:
             self.kill()
-            return failure("timeout", f"its worker did not answer within {self._patience_s:g} s")
+            return failure("timeout", f"its worker did not answer within {deadline_s:g} s and was killed")
         except (ChannelClosedError, OSError):
             said = self._last_words()
             self.kill()

@@ -14,10 +14,11 @@ import psutil
 import pytest
 
 from pipeline.errors import RecipeError
+from pipeline.rewards import worker_process
 from pipeline.rewards.pool import Verdict, Verifiers
-from pipeline.rewards.verifiers import judge, math_verify
+from pipeline.rewards.verifiers import TRUSTED, judge, math_verify
 from pipeline.rewards.worker_process import Sandbox
-from tests.support.sandboxes import sandbox_of
+from tests.support.sandboxes import EVERY_RUNG, sandbox_of
 
 HERE = str(Path(__file__).parent)
 
@@ -43,10 +44,13 @@ def pools() -> Iterator[dict[str, Verifiers]]:
         verifiers.close()
 
 
-@pytest.fixture
-def behave(sandbox: Sandbox | None, pools: dict[str, Verifiers]) -> Verifiers:
-    name = "none" if sandbox is None else sandbox.rung
+@pytest.fixture(params=["none", "bubblewrap", "landlock", "built in"])
+def behave(request: pytest.FixtureRequest, pools: dict[str, Verifiers], monkeypatch: pytest.MonkeyPatch) -> Verifiers:
+    name = request.param
     if name not in pools:
+        if name == "built in":
+            monkeypatch.setattr(worker_process, "TRUSTED", {"verifier_examples:behave"})
+        sandbox = sandbox_of(name) if name in EVERY_RUNG else None
         pools[name] = Verifiers("verifier_examples:behave", workers=2, deadline_s=1.0, sandbox=sandbox)
     pools[name].failures.clear()
     return pools[name]
@@ -96,10 +100,10 @@ def test_a_failing_verifier_costs_its_sample_only(behave: Verifiers, response: s
 
 
 def test_a_storm_of_failures_spares_every_good_sample(behave: Verifiers) -> None:
-    responses = ["exit", "fine", "segfault", "fine", "hang", "fine", "raise", "fine"] * 3
+    responses = ["exit", "fine", "segfault", "fine", "hang", "fine", "raise", "fine"] * 2
     verdicts = score(behave, *responses)
     assert [v.reward for v in verdicts] == [float(response == "fine") for response in responses]
-    assert behave.failures == {"crashed": 6, "timeout": 3, "raised": 3}
+    assert behave.failures == {"crashed": 4, "timeout": 2, "raised": 2}
 
 
 def test_a_hanging_verifier_is_killed_at_its_deadline(behave: Verifiers) -> None:
@@ -147,7 +151,10 @@ def test_a_reward_that_cannot_be_imported_is_refused_at_the_start(
         Verifiers(reward, workers=1, deadline_s=1.0, sandbox=sandbox)
 
 
-def test_close_kills_what_hangs() -> None:
+@pytest.mark.parametrize("built_in", [False, True])
+def test_close_kills_what_hangs(built_in: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if built_in:
+        monkeypatch.setattr(worker_process, "TRUSTED", {"verifier_examples:behave"})
     verifiers = Verifiers("verifier_examples:behave", workers=1, deadline_s=600.0, sandbox=None)
     (verdict,) = score(verifiers, "pid")
 
@@ -162,17 +169,20 @@ def test_close_kills_what_hangs() -> None:
 
 
 @pytest.mark.parametrize("last", ["fine", "hang"])
-def test_workers_do_not_outlive_a_killed_parent(last: str) -> None:
+@pytest.mark.parametrize("built_in", ["", "verifier_examples:behave"])
+def test_workers_do_not_outlive_a_killed_parent(last: str, built_in: str) -> None:
     program = (
         "import asyncio, os, signal, sys, threading\n"
+        "from pipeline.rewards import worker_process\n"
         "from pipeline.rewards.pool import Verifiers\n"
+        "worker_process.TRUSTED = {sys.argv[2]}\n"
         "if __name__ == '__main__':\n"
         "    verifiers = Verifiers('verifier_examples:behave', workers=1, deadline_s=60.0, sandbox=None)\n"
         "    print(int(asyncio.run(verifiers.score('', 'pid', '')).reward), flush=True)\n"
         "    threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGKILL]).start()\n"
         "    asyncio.run(verifiers.score('', sys.argv[1], ''))\n"
     )
-    command = [sys.executable, "-c", program, last]
+    command = [sys.executable, "-c", program, last, built_in]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=False)
     worker, give_up = int(done.stdout), time.monotonic() + 20.0
     while Path(f"/proc/{worker}/status").exists() and "Z (zombie)" not in Path(f"/proc/{worker}/status").read_text():
@@ -190,6 +200,42 @@ def test_any_text_reaches_the_verifier(sandbox: Sandbox | None) -> None:
 def test_judge_reports_what_was_raised() -> None:
     judgment = judge("verifier_examples:behave", "", "raise", "")
     assert (judgment.reward, judgment.failed, judgment.detail) == (0.0, "raised", "ZeroDivisionError: by zero")
+
+
+@pytest.mark.parametrize("name", sorted(TRUSTED))
+def test_a_built_in_reward_needs_no_process_beside_its_worker(name: str) -> None:
+    """It runs no code of others: another process would double what a sample costs."""
+    before = set(psutil.Process().children())
+    with Verifiers(name, workers=1, deadline_s=60.0, sandbox=Sandbox(rung="landlock")) as verifiers:
+        assert [asyncio.run(verifiers.score("", text, "7")).reward for text in ("7", "8")] == [1.0, 0.0]
+        (worker,) = set(psutil.Process().children()) - before
+        assert worker.children() == []
+
+
+def test_a_built_in_reward_has_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENKEEL_API_KEY", "secret")
+    monkeypatch.setenv("EVENKEEL_API_KEY_FILE", "/secret")
+    monkeypatch.setattr(worker_process, "TRUSTED", {"verifier_examples:variables"})
+    with Verifiers("verifier_examples:variables", workers=1, deadline_s=60.0, sandbox=None) as verifiers:
+        (verdict,) = score(verifiers, "")
+    assert "PATH" in verdict.parts
+    assert {name for name in verdict.parts if name.startswith("EVENKEEL_API_KEY")} == set()
+
+
+def test_a_built_in_reward_without_memory_gets_a_fresh_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one sample that used it up would spoil all later ones."""
+    monkeypatch.setattr(worker_process, "TRUSTED", {"verifier_examples:hoard"})
+    with Verifiers("verifier_examples:hoard", 1, 60.0, sandbox=None, memory_mib=300) as verifiers:
+        verdicts = score(verifiers, "100", "100", "100", "100", "100", "100", "400", "100")
+    assert [verdict.failed for verdict in verdicts] == [None] * 6 + ["memory", None]
+
+
+def test_large_samples_behind_one_that_hangs_are_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that scores does not read: what is posted ahead must fit into its socket, or the run would wait."""
+    monkeypatch.setattr(worker_process, "TRUSTED", {"verifier_examples:behave"})
+    with Verifiers("verifier_examples:behave", workers=1, deadline_s=2.0, sandbox=None) as verifiers:
+        verdicts = score(verifiers, "fine", "fine", "hang", *["long" * 500_000] * 3)
+    assert [verdict.failed for verdict in verdicts] == [None, None, "timeout", None, None, None]
 
 
 @pytest.mark.parametrize(

@@ -62,4 +62,18 @@ def echo(prompt: str, response: str, answer: str) -> tuple[float, dict[str, floa
     return float(prompt == response == answer), {"characters": float(len(response))}
 
 
+def variables(prompt: str, response: str, answer: str) -> tuple[float, dict[str, float]]:
+    """Which variables of the run this process has."""
+    return 1.0, {name: 1.0 for name in os.environ if name == "PATH" or name.startswith("EVENKEEL")}
+
+
+_hoard: list[bytearray] = []
+
+
+def hoard(prompt: str, response: str, answer: str) -> float:
+    """Take so many MiB, and keep them."""
+    _hoard.append(bytearray(int(response) * 2**20))
+    return 1.0
+
+
 not_a_function = 3
