@@ -33,7 +33,7 @@ def remove_left_scratch() -> None:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove it. SGLang names files of shared memory after its sockets, which are in it: these go, too."""
+    """Remove it. SGLang names files of shared memory after files that are in it: these go, too."""
     with suppress(OSError):
         if folder.stat().st_uid != os.getuid():
             return

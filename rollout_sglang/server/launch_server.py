@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rollout_sglang.server.parentage import be_a_parent, be_a_spawned_child
@@ -69,6 +71,14 @@ def register_hooks() -> None:
     bound_groups()
     bind_stores()
     HookRegistry.register("sglang.srt.utils.weight_checker.WeightChecker.handle", _report_formats, HookType.AROUND)
+    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", note_shared_memory, HookType.AFTER)
+
+
+def note_shared_memory(ports: Any, *_: Any, **__: Any) -> None:
+    """Leave a file of the name that the server gives its shared memory, among its temporary files: who removes those
+    (pipeline.scratch) removes the shared memory, too. Before 0.5.23 it is named after a socket, which is there."""
+    if name := getattr(ports, "instance_id", ""):
+        Path(tempfile.gettempdir(), name).touch()
 
 
 def _report_formats(*arguments: Any, **options: Any) -> Any:

@@ -245,7 +245,10 @@ async def _survive(urls: list[str], router_url: str, folder: Path, pair: list[Ti
         await asyncio.gather(*(fleet.generate(row, 2, Sampling(max_new_tokens=4)) for row in ROWS))
         tree = psutil.Process(pair[1].process.pid).children(recursive=True)
         assert len(tree) >= 2
+        shared = shared_memory(tree)
+        assert shared or RELEASE != "0.5.23"
         pair[1].process.kill()
+        assert [path for path in shared if path.exists()] == [], "a killed engine leaves none"
         groups = await asyncio.gather(*(fleet.generate(row, 2, Sampling(max_new_tokens=4)) for row in ROWS * 2))
         assert {version for group in groups for sample in group for version in sample.versions} == {1}
         assert await fleet.versions() == {urls[0]: 1, urls[1]: None}
@@ -255,6 +258,12 @@ async def _survive(urls: list[str], router_url: str, folder: Path, pair: list[Ti
         assert not any(map(_lives, tree))
     finally:
         await fleet.close()
+
+
+def shared_memory(processes: list[psutil.Process]) -> set[Path]:
+    """Files that an engine has named, and maps."""
+    mapped = {Path(region.path) for process in processes for region in process.memory_maps()}
+    return {path for path in mapped if path.is_relative_to("/dev/shm") and path.name.startswith("sglang_")}
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -182,6 +183,7 @@ def _become_program(command: Sequence[str], env: Mapping[str, str], output: int 
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True) for n in (1, 2))
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # which this process was told before it was forked
     sys.argv = [*command]
     sys.orig_argv = [*command]
     name = hooks.name_of(sys.orig_argv, os.environ)

@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.run_directory import RunDirectory
 
-KNOWN = ("sglang_loads_",)
-"""Left in shared memory by every engine: to be mended where engines are started."""
-
 if TYPE_CHECKING:
     from tests.chaos.kills.driver import Drive
 
@@ -55,7 +52,7 @@ def records(path: Path, steps: int) -> Iterator[str]:
 def leftovers(folder: Path, run: Path) -> Iterator[str]:
     """Files that a process which ended, however, has left."""
     for place in (folder / "tmp", Path("/dev/shm")):
-        names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if not path.name.startswith(KNOWN))
+        names = sorted(str(path.relative_to(place)) for path in place.rglob("*"))
         if names and (place.parent != Path("/dev") or os.environ.get("CHAOS_OWN_SHM")):
             yield f"{len(names)} left in {place.name}: {', '.join(names[:4])}"
     temporary = sorted(str(path.relative_to(run)) for path in run.rglob("*.tmp"))

@@ -41,7 +41,7 @@ SGLANG = {
     "srt/plugins/hook_registry.py": """
         from types import SimpleNamespace
 
-        HookType = SimpleNamespace(BEFORE="before", AROUND="around")
+        HookType = SimpleNamespace(BEFORE="before", AFTER="after", AROUND="around")
         HookRegistry = SimpleNamespace(register=lambda *_: None)
     """,
     "srt/server_args.py": "def prepare_server_args(argv): return argv",

@@ -8,14 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pipeline import scratch
 from pipeline.errors import EngineStartError, ModelError, PortInUseError, RecipeError
 from rollout_sglang.server import process, start
 from rollout_sglang.server.block_shapes import check_block_shapes
-from rollout_sglang.server.launch_server import API_KEY_VARIABLE, arguments_with_key
+from rollout_sglang.server.launch_server import API_KEY_VARIABLE, arguments_with_key, note_shared_memory
 from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
 from rollout_sglang.server.start import EngineSpec, command, router_command, server_environment
 
@@ -216,3 +219,18 @@ def test_heads_follow_from_the_hidden_size_where_the_config_is_silent() -> None:
         check_block_shapes(
             {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 512}
         )
+
+
+def test_shared_memory_of_a_server_goes_with_its_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, temporary = tmp_path / "sglang_loads_0e7c81_5d937f97.shm", tmp_path / "temporary"
+    shared.touch()
+    temporary.mkdir()
+    monkeypatch.setattr(scratch, "_SHARED", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    note_shared_memory(SimpleNamespace())  # of a release that names it after a socket
+    assert list(temporary.iterdir()) == []
+    note_shared_memory(SimpleNamespace(instance_id="0e7c81"))
+    scratch.remove_scratch(temporary)
+    assert not shared.exists()
