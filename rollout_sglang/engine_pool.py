@@ -222,9 +222,11 @@ class EnginePool:
     async def refused(self, engine: PooledEngine, error: FatalError) -> str:
         """Quarantine an engine whose server refused a call as wrong: other engines need not suffer from an address that
         is another server's by now. Returns the reason. Raises as `check_refusals`, and `error` when the recipe names
-        the engines' URLs."""
+        the engine's URL and its server refuses a look, too: it is no engine, or has another key."""
         if self._membership.given:
-            raise error
+            await look(engine)
+            if engine.refusal is not None:
+                raise error
         engine.refuses(error)
         await self.quarantine(engine, str(error))
         self.check_refusals()

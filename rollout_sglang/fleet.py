@@ -46,6 +46,8 @@ from rollout_sglang.weights.update_lease import UpdateKind
 
 ATTEMPTS = 4
 """Failed answers that one `generate` takes before it gives up. Waiting for an engine to come back is not counted."""
+REFUSALS = ATTEMPTS - 1
+"""Of them, by two engines where there are two, after which the request itself counts as wrong; one is a router's."""
 UPDATE_ATTEMPTS = 2
 """How often an engine is given one version before it is quarantined."""
 AGAIN_DEADLINE_S = 1.0
@@ -84,35 +86,39 @@ class Fleet:
     async def generate(self, prompt: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Sample a group on one engine. Waits up to the request deadline while no engine is admitted.
 
-        Raises EngineUnavailableError when none came back, or after `ATTEMPTS` failed answers.
+        Raises EngineUnavailableError when none came back, or after ATTEMPTS failed answers; FatalError after REFUSALS.
         """
         ends = time.monotonic() + self._request_deadline_s
-        failures: list[str] = []
-        doubted: set[PooledEngine] = set()
-        direct = False
+        failures, refused_by = list[str](), list[int]()
+        doubted, direct = set[PooledEngine](), False
         while len(failures) < ATTEMPTS:
             engine = await self._admitted_engine(ends, doubted)
             # The router (0.3.2) drops fields of a request that it does not know, such as those that ask for records.
             routed = self._pool.entrance is not None and not sampling.asks_for_records
             suspect = self._pool.router_is_suspect or time.monotonic() < self._pool.direct_until
-            through_router = routed and not suspect and not direct
+            asked = None if routed and not suspect and not direct else engine
             try:
-                return await self._ask(None if through_router else engine, prompt, num_samples, sampling)
+                return await self._ask(asked, prompt, num_samples, sampling)
             except BadAnswerError as error:
                 failures.append(str(error))
-                doubted |= set() if through_router else {engine}
-                await self._pool.answered_badly(None if through_router else engine, str(error))
+                doubted |= set() if asked is None else {asked}
+                await self._pool.answered_badly(asked, str(error))
             except (EngineUnavailableError, EngineVersionError) as error:
                 failures.append(str(error))
-                await self._mark_suspect(None if through_router else engine, str(error))
+                await self._mark_suspect(asked, str(error))
             except FatalError as error:
-                if through_router:  # another server may be at its address by now: the engine is asked itself
+                failures.append(str(error))
+                if asked is None:  # another server may be at its address by now: the engine is asked itself
                     direct = self._pool.router_is_suspect = True
-                    failures.append(str(error))
-                elif (await look(engine))[1] is not None:
-                    raise  # the server is the right one, the request is wrong
-                else:
-                    failures.append(await self._pool.refused(engine, error))
+                    await self._pool.answered_badly(None, str(error))
+                elif (await look(engine))[1] is None:
+                    await self._pool.refused(engine, error)
+                else:  # the right server: either it errs, or the request is wrong
+                    doubted.add(engine)
+                    refused_by.append(engine.index)
+                    if len(refused_by) == REFUSALS and len({*refused_by}) >= min(2, len(self._pool.engines)):
+                        raise FatalError(f"engines {refused_by} refused one request, the last: {error}") from error
+                    await self._pool.answered_badly(engine, str(error))
             await asyncio.sleep(_FIRST_RETRY_PAUSE_S * 2 ** len(failures))
         raise EngineUnavailableError(f"{ATTEMPTS} engines in a row failed one request; the last: {failures[-1]}")
 

@@ -195,4 +195,4 @@ def _refusal(response: httpx.Response) -> EngineUnavailableError | EngineVersion
         return EngineVersionError(what)
     if not 400 <= response.status_code < 500 or response.status_code in (408, 429):
         return EngineUnavailableError(f"{what}; see the log of the server")
-    return FatalError(f"{what}; the request itself is wrong, for example longer than rollout.context_tokens")
+    return FatalError(f"{what}; the request itself seems wrong, for example longer than rollout.context_tokens")

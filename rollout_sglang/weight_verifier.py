@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from pipeline.errors import EngineVersionError, EvenKeelError, RetryableError
+from pipeline.errors import EngineVersionError, EvenKeelError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
 from precision.formats.audit import audit
@@ -86,7 +86,7 @@ class WeightVerifier:
             measured = await verify_probe(engine, check)
             if held is not None and not (check is not None and check.digests):
                 self._reference.agree(engine, version, check, held)
-        except RetryableError:
+        except EvenKeelError:
             await invalidate(engine)
             raise
         watch.lap("probe_s")

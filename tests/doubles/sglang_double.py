@@ -27,7 +27,7 @@ import numpy as np
 from pipeline.data.routed_experts import ExpertShape
 from rollout_sglang.server.update_fence import DRAIN_DEADLINE_S, UPDATE_HEADER, access
 
-GenerateFault = Literal["drop", "500", "hang", "garbage"]
+GenerateFault = Literal["drop", "400", "500", "hang", "garbage"]
 LoadFault = Literal["refuse", "die", "wrong_version", "hang"]
 Release = Literal["0.5.17", "0.5.23"]
 RELEASES: tuple[Release, ...] = get_args(Release)
@@ -262,6 +262,8 @@ class EngineDouble(_Double):
         fault = self.generate_faults.pop(0) if self.generate_faults else None
         if fault == "drop":
             return None
+        if fault == "400":
+            return 400, {"error": {"message": "The input is too long"}}
         if fault == "500":
             return 500, {"error": {"message": "Internal error"}}
         if fault == "garbage":

@@ -13,7 +13,8 @@ import pytest
 
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError, FatalError
 from pipeline.ports.engines import Sampling
-from rollout_sglang.fleet import ATTEMPTS, Fleet
+from pipeline.ports.weight_check import Probe, WeightCheck
+from rollout_sglang.fleet import ATTEMPTS, REFUSALS, Fleet
 from rollout_sglang.protocol import UNKNOWN_ENGINE
 from rollout_sglang.weights.update_lease import Updates
 from tests.doubles.sglang_double import RELEASES, EngineDouble, RouterDouble
@@ -73,7 +74,7 @@ def test_requests_spread_over_the_least_busy_engines(tmp_path: Path, engines: li
     assert [engine.calls.count("POST /generate") for engine in engines] == [2, 2]
 
 
-@pytest.mark.parametrize("fault", ["500", "garbage", "hang"])
+@pytest.mark.parametrize("fault", ["400", "500", "garbage", "hang"])
 def test_a_failing_engine_is_left_for_the_other(tmp_path: Path, engines: list[EngineDouble], fault: str) -> None:
     engines[0].generate_faults = [fault]  # type: ignore[list-item]
 
@@ -89,6 +90,64 @@ def test_an_engine_that_always_fails_ends_in_an_error(tmp_path: Path, engines: l
     with pytest.raises(EngineUnavailableError, match=f"{ATTEMPTS} engines in a row"):
         with_fleet(tmp_path, engines[:1], lambda fleet: fleet.generate([1], 1, SAMPLING))
     assert engines[0].calls.count("POST /generate") == ATTEMPTS
+
+
+def test_an_engine_that_refuses_every_request_is_left_for_the_other(
+    tmp_path: Path, engines: list[EngineDouble], router: RouterDouble
+) -> None:
+    engines[0].generate_faults = ["400"] * 99
+
+    async def act(fleet: Fleet) -> tuple[list[int], list[bool]]:
+        answered = [(await fleet.generate([1], 1, SAMPLING))[0].engine for _ in range(6)]
+        return answered, [one.quarantined for one in fleet.state()]
+
+    assert with_fleet(tmp_path / "direct", engines, act) == ([1] * 6, [True, False])
+    answered, quarantined = with_fleet(tmp_path / "routed", engines, act, router=router)
+    assert 0 not in answered
+    assert quarantined[1] is False
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("routed", [False, True])
+def test_a_request_that_every_engine_refuses_is_wrong_itself(
+    tmp_path: Path, engines: list[EngineDouble], router: RouterDouble, count: int, routed: bool
+) -> None:
+    for engine in engines:
+        engine.generate_faults = ["400"] * 99
+    with pytest.raises(FatalError, match=r"refused one request, .* answered 400: .*too long.*rollout\.context_tokens"):
+        with_fleet(
+            tmp_path,
+            engines[:count],
+            lambda fleet: fleet.generate([1], 1, SAMPLING),
+            router=router if routed else None,
+        )
+    asked = [engine.calls.count("POST /generate") for engine in engines]
+    assert sum(asked) == REFUSALS + routed
+    assert count == 1 or min(asked) > 0
+
+
+def test_one_engine_s_refusals_are_no_proof_while_the_other_is_away(
+    tmp_path: Path, engines: list[EngineDouble]
+) -> None:
+    engines[0].generate_faults = ["400"] * 99
+    engines[1].stop()
+    with pytest.raises(EngineUnavailableError, match=r"answered 400"):
+        with_fleet(tmp_path, engines, lambda fleet: fleet.generate([1], 1, SAMPLING), deadline_s=5.0)
+
+
+def test_a_refused_probe_of_an_engine_that_the_recipe_names_is_not_the_end(
+    tmp_path: Path, engines: list[EngineDouble]
+) -> None:
+    engines[0].generate_faults = ["400"] * 99
+    probe = Probe(rows=((1, 2, 3),), logprobs=((-0.375, -0.5),), max_mean_gap_nats=1.0)
+    check = WeightCheck(version=1, probe=probe, digests=())
+
+    async def act(fleet: Fleet) -> tuple[float, list[bool]]:
+        seconds = await fleet.load(1, LOADED, check)
+        return seconds["engines_checked"], [one.quarantined for one in fleet.state()]
+
+    assert with_fleet(tmp_path, engines, act) == (0, [True, False])
+    assert [engine.version for engine in engines] == ["unverified", "1"]
 
 
 def test_a_dead_engine_is_waited_for(tmp_path: Path, engines: list[EngineDouble]) -> None:
