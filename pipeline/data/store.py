@@ -163,8 +163,8 @@ class BatchStore:
         path = self.path(index)
         if visible_s:
             await_visible(path, visible_s)
-        if (lost := self.lost(index)) is not None:
-            raise StoreError(f"{lost}; there is nothing to read")
+        if self.lost_path(index).exists():  # not by listing: whoever reads n batches would list n times
+            raise StoreError(f"{LostBatch.read(self.lost_path(index))}; there is nothing to read")
         if not path.is_file():
             raise StoreError(f"batch {index} is not committed: no file {path}; start the collector to make it")
         try:

@@ -11,6 +11,7 @@ from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import newest
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.integrity.sealed import read_sealed, read_sealed_json
+from pipeline.data.ledger.lost_batches import LostBatch
 from pipeline.data.ledger.published import announced
 from pipeline.data.quant_maps import NumberedMaps
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
@@ -68,7 +69,7 @@ def _batches(run: RunDirectory) -> Iterator[Damage]:
             yield from _judged("batch", store.path(index), index, lambda i=index: store.read(i, None))  # type: ignore[misc]
     for path in sorted(run.batches.glob("*.lost.json")):
         index = int(path.name.split(".")[0])
-        yield from _judged("lost", path, index, lambda i=index: store.lost(i))  # type: ignore[misc]
+        yield from _judged("lost", path, index, lambda p=path: LostBatch.read(p))  # type: ignore[misc]
 
 
 def _checkpoints(run: RunDirectory) -> Iterator[Damage]:

@@ -170,8 +170,8 @@ class Collector:
         """What the batches below `index` say."""
         self._allocator = allocator
         self._solved = SolvedPromptFilter(self.settings.solved_rule)
-        for there in range(index if self.settings.solved_rule else 0):
-            if self.store.lost(there) is None:
+        if self.settings.solved_rule:
+            for there in sorted(set(range(index)) - {lost.index for lost in self.store.all_lost()}):
                 self._solved.record(self.store.read(there, None))
 
     async def _produce(self, index: int, entered: asyncio.Event, previous: _UnderWay | None) -> None:

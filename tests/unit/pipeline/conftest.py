@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -68,3 +71,17 @@ def make_batch() -> Callable[..., Batch]:
 @pytest.fixture(scope="session")
 def contract() -> LogprobContract:
     return CONTRACT
+
+
+@pytest.fixture
+def count_listings(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each folder was listed."""
+    counts: Counter[str] = Counter()
+    for listing in (os.listdir, os.scandir):
+
+        def counted(path: Any = ".", listing: Callable[[Any], Any] = listing) -> Any:
+            counts[os.fspath(path)] += 1
+            return listing(path)
+
+        monkeypatch.setattr(os, listing.__name__, counted)
+    return counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,18 @@ def test_only_the_first_steps_are_read(tmp_path: Path, store: BatchStore, make_b
     commit_three(store, make_batch)
     audit = verify_history(tmp_path, ASYNC, steps=2)
     assert (audit.batches, audit.groups, audit.sound) == (2, 5, True)
+
+
+@pytest.mark.parametrize("steps", [2, 6])
+def test_an_audit_lists_the_batches_as_often_for_many_as_for_few(
+    tmp_path: Path, store: BatchStore, make_batch: MakeBatch, count_listings: Counter[str], steps: int
+) -> None:
+    """A listing for each batch makes an audit quadratic, on a file system where that takes long."""
+    for index in range(steps):
+        store.commit(make_batch(index, first_group=2 * index, next_group=2 * index + 2))
+    count_listings.clear()
+    assert verify_history(tmp_path, ASYNC, steps=steps).batches == steps
+    assert count_listings[str(store.directory)] == 2  # what is committed, and what is lost
 
 
 def test_a_run_without_batches(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -398,6 +399,29 @@ def test_a_lost_batch_keeps_its_place(tmp_path: Path, make_batch: MakeBatch) -> 
         store.read(1, None)
     with pytest.raises(FileExistsError):
         lost(1, reason="other").write(store.lost_path(1))
+
+
+def test_a_read_lists_nothing(tmp_path: Path, make_batch: MakeBatch, count_listings: Counter[str]) -> None:
+    store = BatchStore(tmp_path)
+    store.commit(make_batch(0))
+    lost(1).write(store.lost_path(1))
+    store.commit(make_batch(2))
+    count_listings.clear()
+    store.read(0, None)
+    store.read(2, None, visible_s=1.0)
+    for index in (1, 3):
+        with pytest.raises(StoreError):
+            store.read(index, None)
+    assert count_listings[str(tmp_path)] == 0
+
+
+def test_a_copy_put_back_of_a_lost_batch_stays_lost(tmp_path: Path, make_batch: MakeBatch) -> None:
+    """Its step was skipped: nothing may read it from then on."""
+    store = BatchStore(tmp_path)
+    store.commit(make_batch(0))
+    lost(0).write(store.lost_path(0))
+    with pytest.raises(StoreError, match=r"batch 0 was lost by damage .* nothing to read"):
+        store.read(0, None)
 
 
 def test_a_damaged_record_of_a_loss_is_named(tmp_path: Path) -> None:
