@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -51,6 +52,7 @@ class ListeningWatch:
 
     def _watch(self) -> None:
         while not self._ended.wait(self.PERIOD_S):
-            children = psutil.Process().children()
-            self.seen |= listening(children)
-            self.beyond |= beyond_loopback(children)
+            with suppress(psutil.NoSuchProcess):  # one ended under this look; the next comes in a second
+                children = psutil.Process().children()
+                self.seen |= listening(children)
+                self.beyond |= beyond_loopback(children)
