@@ -121,8 +121,9 @@ def test_workers_inherit_nothing_of_the_run(behave: Verifiers) -> None:
 @pytest.mark.parametrize("whose", ["the worker", "the process of the reward function"])
 def test_processes_that_die_between_samples_are_replaced(behave: Verifiers, whose: str) -> None:
     score(behave, *["fine"] * 20)
-    workers = [child for child in psutil.Process().children() if "pipeline.rewards" in " ".join(child.cmdline())]
-    assert len(workers) >= 2, "other children of this process serve other tests"
+    # Other children of this process serve other tests.
+    workers = [psutil.Process(worker._process.pid) for worker in behave._workers if worker._process is not None]
+    assert len(workers) == 2
     for process in workers if whose == "the worker" else [leaf for worker in workers for leaf in leaves(worker)]:
         process.kill()
     time.sleep(0.5)
