@@ -90,6 +90,7 @@ def test_a_port_in_use(workshop: Path) -> None:
     assert "in use" in message
 
 
+@pytest.mark.slow
 def test_an_engine_that_never_comes_up_shows_the_end_of_its_log(workshop: Path) -> None:
     recipe = make_recipe(
         workshop, workshop / "model", "engine", rollout=dict(extra_args=["--no-such-option"], start_deadline_s=90)

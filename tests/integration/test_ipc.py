@@ -179,6 +179,7 @@ def test_a_flipped_bit_is_never_served(engines: dict[str, Engine]) -> None:
         assert sender.publish(engine, 4).failures == {}
 
 
+@pytest.mark.slow
 def test_a_sender_that_dies_half_way_leaves_an_engine_that_takes_weights_again(engines: dict[str, Engine]) -> None:
     engine = engines["bf16"]
     command = [sys.executable, "-c", SENDER, engine.url, str(engine.lock), str(engine.checkpoints[1])]
@@ -200,6 +201,7 @@ def test_a_sender_that_dies_half_way_leaves_an_engine_that_takes_weights_again(e
     assert not Path(file).exists(), "the dead sender's memory is gone, though the engine had it open"
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_killed_between_buckets_costs_nothing_but_itself(engines: dict[str, Engine]) -> None:
     """Last of all: it is not started again."""
     engine = engines["bf16"]

@@ -55,7 +55,12 @@ def wait_for_batch(folder: Path, case: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("case", "expected"), [("late", "batch 0"), ("never", "DeadlineExceededError"), ("stop", "StoppedError")]
+    ("case", "expected"),
+    [
+        ("late", "batch 0"),
+        pytest.param("never", "DeadlineExceededError", marks=pytest.mark.slow),
+        ("stop", "StoppedError"),
+    ],
 )
 def test_all_ranks_do_what_rank_zero_says(tmp_path: Path, case: str, expected: str) -> None:
     BatchStore(tmp_path / "run" / "batches").commit(batch_of_rewards([[1.0, 0.0]]))

@@ -65,7 +65,7 @@ def fields(part: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from fields(value, (*path, place))
 
 
-@pytest.mark.parametrize("engines", ["jobset", "leaderworkerset"])
+@pytest.mark.parametrize("engines", ["jobset", pytest.param("leaderworkerset", marks=pytest.mark.slow)])
 def test_a_typo_in_any_field_is_caught_by_the_schema(engines: str) -> None:
     tried, missed = set(), []
     for one in documents(rendered(engines=engines, queue="train", rdma="rdma/hca=8")):

@@ -130,10 +130,15 @@ def test_a_layer_is_scaled_with_all_its_matrices_and_without_its_norms(learner: 
     ("expected", "change", "engine_map"),
     [
         (ALIKE, scaled(MODULE, 1.25), unchanged),
-        ({"bf16:lm_head"}, rounded("lm_head", torch.bfloat16), unchanged),
+        pytest.param({"bf16:lm_head"}, rounded("lm_head", torch.bfloat16), unchanged, marks=pytest.mark.slow),
         ({f"full:{GROUP}"}, unchanged, lambda quant: quant.promoted([GROUP])),
-        ({"full:all"}, unchanged, lambda quant: quant.only(())),
-        ({"format:fp8_tensor"}, unchanged, lambda quant: quant.promoted(quant.formats, to="fp8_tensor")),
+        pytest.param({"full:all"}, unchanged, lambda quant: quant.only(()), marks=pytest.mark.slow),
+        pytest.param(
+            {"format:fp8_tensor"},
+            unchanged,
+            lambda quant: quant.promoted(quant.formats, to="fp8_tensor"),
+            marks=pytest.mark.slow,
+        ),
         ({"weights_only"}, None, lambda quant: quant.only(())),
     ],
 )

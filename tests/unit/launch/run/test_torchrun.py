@@ -29,6 +29,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_two_agents_meet_at_one_address(tmp_path: Path) -> None:
     """Two agents of a rank each, as on two hosts. Nothing of them listens beyond loopback."""
     (tmp_path / "met.py").write_text(PROGRAM)
