@@ -19,6 +19,8 @@ from typing import ClassVar
 
 PARENT_VARIABLE = "EVENKEEL_PARENT"
 """Environment of a rank: the process that has started it. Taken out as it is read: children have another parent."""
+LOG_BYTES = 8 << 20
+"""As many of the first and of the last bytes of a log are read. A log grows for as long as its process runs."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -50,6 +52,18 @@ def program_environment() -> dict[str, str]:
     paths = named if installed else [root, *named]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return environment | ({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})
+
+
+def log_text(log: Path, begin: int = 0) -> str:
+    """What a log says from byte `begin` on. Of a long one its beginning, in which the first error is, and its end.
+    Raises OSError."""
+    with log.open("rb") as file:
+        file.seek(begin)
+        data = file.read(2 * LOG_BYTES)
+        if file.read(1):
+            file.seek(-LOG_BYTES, os.SEEK_END)
+            data = data[:LOG_BYTES] + b"\n" + file.read(LOG_BYTES)
+    return data.decode(errors="replace")
 
 
 def see_own_classes() -> None:
@@ -105,9 +119,7 @@ class ChildProcess:
         """What was written to the log since this child was started; nothing where there is no log."""
         if self.log is None or not self.log.exists():
             return ""
-        with self.log.open("rb") as file:
-            file.seek(self.log_begin)
-            return file.read().decode(errors="replace")
+        return log_text(self.log, self.log_begin)
 
     def poll(self) -> int | None:
         """Exit status, None while it runs."""

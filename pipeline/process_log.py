@@ -7,6 +7,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.child_process import log_text
+
 _AT = r"^(?:\[[^\]]*\]\s*)*"
 """What logs put before a line: a rank, a time."""
 _ERROR = re.compile(
@@ -55,6 +57,6 @@ def last_error(text: str, lines: int = 8) -> str:
 def log_tail(log: Path, lines: int = 8) -> str:
     """`last_error` of a file."""
     try:
-        return last_error(log.read_text(errors="replace"), lines)
+        return last_error(log_text(log), lines)
     except OSError:
         return "(no log)"

@@ -9,7 +9,6 @@ launch.cluster.metric_names. There is no key: what is shown are numbers, address
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -27,10 +26,10 @@ from launch.cluster.metric_names import BY_NAME, METRICS
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import LogName, Observer
-from pipeline.data.integrity.sealed import unseal
+from pipeline.data.integrity.sealed import read_sealed_json
 from pipeline.data.ledger.published import announced
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EvenKeelError, PortInUseError
+from pipeline.errors import EvenKeelError, PortInUseError, StoreError
 from precision.mismatch.alarms import RULES, alarms
 
 PORT_VARIABLE = "EVENKEEL_METRICS_PORT"
@@ -315,6 +314,6 @@ def _is_finished(run_dir: Path) -> float | None:
 
 def _error_in(path: Path) -> str | None:
     try:
-        return str(json.loads(unseal(path.read_bytes()))["error"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_sealed_json(path, "it is only counted")["error"])
+    except (OSError, StoreError, KeyError):
         return None

@@ -23,8 +23,10 @@ from pydantic import ValidationError
 
 from launch.cluster.roles.api_key import read_api_key
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EvenKeelError
+from pipeline.errors import BadAnswerError, EvenKeelError
+from precision.text.short import one_line, quoted
 from rollout_sglang.protocol import UNVERIFIED, ModelInfo, claimed_version
+from rollout_sglang.transport import MOST_BYTES
 
 DEADLINE_S = 15.0
 """Of all calls and reads of one probe together: below the timeout that its pod gives it (kubernetes/probes.py)."""
@@ -71,12 +73,12 @@ def problem_of(url: str, given: argparse.Namespace, environment: Mapping[str, st
             return not_alive(url)
         return not_ready(url, RunDirectory(given.run), read_api_key(environment))
     except (httpx.HTTPError, EvenKeelError, ValidationError, TimeoutError) as error:
-        return f"{url}: {type(error).__name__} {' '.join(str(error).split())}"
+        return f"{url}: {type(error).__name__} {one_line(error, 400)}"
 
 
 def not_alive(url: str) -> str | None:
     """Why the server is not alive; None when it is. Samples nothing, so that a weight update does not matter."""
-    status = httpx.get(f"{url}/health", timeout=DEADLINE_S, trust_env=False).status_code
+    status, _ = _get(f"{url}/health", {})
     return None if status == 200 else f"{url}/health answered {status}"
 
 
@@ -86,13 +88,24 @@ def not_ready(url: str, run: RunDirectory, key: str | None) -> str | None:
         return problem
     published = run.published_version()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    answer = httpx.get(f"{url}/model_info", headers=headers, timeout=DEADLINE_S, trust_env=False)
-    if answer.status_code != 200:
-        return f"{url}/model_info answered {answer.status_code}"
-    named = ModelInfo.model_validate_json(answer.content).weight_version
+    status, body = _get(f"{url}/model_info", headers)
+    if status != 200:
+        return f"{url}/model_info answered {status}"
+    named = ModelInfo.model_validate_json(body).weight_version
     if named.startswith(UNVERIFIED) or (served := claimed_version(named)) is None:
-        return f"its weights are not verified: {named}, published is {published}"
+        return f"its weights are not verified: {quoted(named)}, published is {published}"
     return None if served >= published else f"it serves version {served}, published is {published}"
+
+
+def _get(url: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+    """Status and body. Raises BadAnswerError for a body of more than MOST_BYTES; it is not decompressed."""
+    body = bytearray()
+    with httpx.stream("GET", url, headers=headers, timeout=DEADLINE_S, trust_env=False) as answer:
+        for part in answer.iter_raw():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise BadAnswerError(f"it is answered by more than {MOST_BYTES} bytes; the rest is not read")
+    return answer.status_code, bytes(body)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from pipeline.errors import EvenKeelError
+from precision.text.json_data import JsonError, parse_object
 
 ANSWER_S = 60.0
 """Longest wait for an answer to what takes no time by itself: a program on another host may start slowly."""
 _STOP_S = 5.0
+_MOST_CHARACTERS = 1 << 20
+"""Of a line; what is longer counts as several."""
 AGENT = "launch.doctor.agent"
 DEFAULT_VIA = "ssh {host}"
 
@@ -125,10 +128,9 @@ class Agent:
         if line is None:
             raise self._ended()
         try:
-            answer = json.loads(line)
-        except ValueError:
+            return parse_object(line)
+        except JsonError:
             return {}  # a greeting of the shell there
-        return answer if isinstance(answer, dict) else {}
 
     def _ended(self) -> HostError:
         for reader in self._readers:
@@ -141,12 +143,12 @@ class Agent:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
+        while line := self._process.stdout.readline(_MOST_CHARACTERS):
             self._lines.put(line)
         self._lines.put(None)
 
     def _read_complaints(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
+        while line := self._process.stderr.readline(_MOST_CHARACTERS):
             if line.strip():
                 self._complaints.append(line.strip())

@@ -25,6 +25,7 @@ from pipeline.errors import EvenKeelError, RunConflictError
 BEAT_S = 1.0
 WATCH_S = 4.0
 _POLL_S = 0.2
+_MOST_CHARACTERS = 1000
 
 
 @contextmanager
@@ -77,6 +78,7 @@ def _write(alive: Path, epoch: Epoch, number: int) -> None:
 
 def _read(alive: Path) -> str | None:
     try:
-        return alive.read_text()
+        with alive.open(errors="replace") as file:
+            return file.read(_MOST_CHARACTERS)
     except FileNotFoundError:
         return None

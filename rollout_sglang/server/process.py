@@ -97,7 +97,8 @@ class ServerProcess(ChildProcess):
 
     def _answers(self, http: httpx.Client) -> bool:
         try:
-            return http.get(self._ready_url).is_success
+            with http.stream("GET", self._ready_url) as answer:  # its body is not read, however long it is
+                return answer.is_success
         except httpx.TransportError:
             return False
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.errors import EngineUnavailableError
 from rollout_sglang.transport import Transport
@@ -58,13 +58,13 @@ class ServerInfo(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    version: str
-    quantization: str | None = None
+    version: Annotated[str, Field(max_length=100)]
+    quantization: Annotated[str, Field(max_length=100)] | None = None
 
 
 def dialect_of(info: ServerInfo) -> Dialect:
     """A version that is no release (`0.0.0.dev0`, a build from source) counts as the newest."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", info.version)
+    found = re.match(r"([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})", info.version)
     number = tuple(map(int, found.groups())) if found else (0, 0, 0)
     released = number if any(number) else EXPERTS_SINCE
     return Dialect(

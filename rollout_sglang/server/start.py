@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.recipe import RolloutPrecision
 from pipeline.errors import RecipeError
 from pipeline.scratch import make_scratch, scratch_environment
+from precision.text.json_data import parse_object
 from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
@@ -142,8 +142,8 @@ def start(spec: EngineSpec) -> ServerProcess:
 def _context_environment(spec: EngineSpec) -> dict[str, str]:
     """SGLang refuses a context beyond the model's positions. INPUT_ROOM may go beyond: no request comes so far."""
     try:
-        positions = int(json.loads((spec.model / "config.json").read_text())["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError):
+        positions = int(parse_object((spec.model / "config.json").read_bytes())["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return {}
     return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true"} if spec.context_tokens <= positions else {}
 

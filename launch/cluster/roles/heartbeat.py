@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
+from precision.text.json_data import parse_object
+
 BEAT_S = 1.0
 DEAD_S = 10.0
 HANDSHAKE_S = 5.0
@@ -155,7 +157,7 @@ class Peers:
         self.stop_asked = self.stop_asked or bool(message.get("stop"))
         if "status" in message:
             reason = f"node {node}: {message.get('reason', '')}"
-            self.verdict = self.verdict or Verdict(int(message["status"]), reason)
+            self.verdict = self.verdict or Verdict(message["status"], reason)
 
     def _gone(self, node: int, line: _Line, error: Exception) -> None:
         if self._lines.get(node) is not line:
@@ -233,7 +235,7 @@ class Peer:
                     message = await self._line.receive()
                     self.go = self.go or bool(message.get("go"))
                     if "status" in message:
-                        self.verdict = Verdict(int(message["status"]), str(message.get("reason", "")))
+                        self.verdict = Verdict(message["status"], str(message.get("reason", "")))
         except (OSError, ValueError, EOFError, TimeoutError) as error:
             self.lost = f"node 0 is gone ({_why(error)})"
 
@@ -253,9 +255,9 @@ class _Line:
         text = await self._reader.readline()
         if not text.endswith(b"\n"):
             raise EOFError("the connection was closed")
-        message = json.loads(text)
-        if not isinstance(message, dict):
-            raise ValueError("no JSON object")
+        message = parse_object(text)
+        if type(message.get("status", 0)) is not int:
+            raise ValueError("its status is no number")
         return message
 
     async def receive(self) -> dict[str, Any]:

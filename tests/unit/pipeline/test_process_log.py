@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import child_process
+from pipeline.child_process import log_text
 from pipeline.process_log import ending, first_error, log_tail
 
 TORCHRUN = """\
@@ -100,3 +102,16 @@ def test_the_first_error_is_not_one_of_its_consequences(text: str, told: str | N
 )
 def test_a_signal_is_named(status: int, told: str) -> None:
     assert ending(status) == told
+
+
+def test_of_a_long_log_the_beginning_and_the_end_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "LOG_BYTES", 100)
+    log = tmp_path / "log"
+    log.write_text("of the start before\nValueError: the first\n" + "noise\n" * 1000 + "ValueError: the last\n")
+    said = log_text(log, begin=len("of the start before\n"))
+    assert len(said) == 201
+    assert first_error(said) == "ValueError: the first"
+    assert said.endswith("noise\nValueError: the last\n")
+    assert log_tail(log) == "ValueError: the last"
+    log.write_text("short\n")
+    assert log_text(log) == "short\n"

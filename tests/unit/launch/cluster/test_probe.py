@@ -25,6 +25,8 @@ class Engine(ThreadingHTTPServer):
 
     weight_version = "3"
     health = 200
+    padding = b""
+    """Written behind /model_info's answer again and again, as far as somebody reads it; as if it was gzip's."""
     drips = False
     """/model_info is answered without end, a byte at a time."""
 
@@ -50,6 +52,13 @@ class Handler(BaseHTTPRequestHandler):
                 while not self.server.ends.wait(0.02):
                     self.wfile.write(b" ")
                     self.wfile.flush()
+            return
+        if self.server.padding:
+            self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            with suppress(OSError):
+                while not self.server.ends.is_set():
+                    self.wfile.write(self.server.padding)
             return
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -119,6 +128,24 @@ def test_one_deadline_holds_for_everything_that_a_probe_asks(
     assert ask(engine, run) == 1
     assert "no answer within 0.5 s" in capsys.readouterr().out
     assert ask(engine, run, "--alive") == 0
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(
+    engine: Engine, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.padding = b" " * (1 << 16)
+    assert ask(engine, run) == 1
+    assert "answered by more than 1048576 bytes" in capsys.readouterr().out
+
+
+def test_a_name_of_weights_is_shown_in_one_short_line(
+    engine: Engine, run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.weight_version = "\x1b[2J" + "x" * 10_000
+    assert ask(engine, run) == 1
+    said = capsys.readouterr().out.removesuffix("\n")
+    assert said.isprintable()
+    assert len(said) < 300
 
 
 @pytest.mark.parametrize("overrides", [(), ("rollout.engines=2", "rollout.tensor_parallel=16")])

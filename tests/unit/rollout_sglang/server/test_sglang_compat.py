@@ -86,7 +86,8 @@ def test_a_server_is_asked_once_and_paused_as_it_can_be(release: Release) -> Non
     assert modes == ["abort" if release == "0.5.17" else "retract"] * 2
 
 
-def test_a_server_without_a_version_is_no_sglang() -> None:
+@pytest.mark.parametrize("version", [None, "0.5.23" + "9" * 5000, "9" * 50 + "." + "9" * 5000 + ".1"])
+def test_a_server_without_a_version_is_no_sglang(version: str | None) -> None:
     async def main(url: str) -> None:
         transport = Transport(url, None)
         try:
@@ -95,7 +96,7 @@ def test_a_server_without_a_version_is_no_sglang() -> None:
             await transport.close()
 
     with EngineDouble() as double:
-        double.route = lambda *_: (200, {"server": "another"})  # type: ignore[method-assign]
+        double.route = lambda *_: (200, {"server": "another"} | ({} if version is None else {"version": version}))  # type: ignore[method-assign]
         with pytest.raises(EngineUnavailableError, match="names no version of SGLang"):
             asyncio.run(main(double.url))
 

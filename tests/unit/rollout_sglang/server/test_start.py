@@ -9,6 +9,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -234,3 +237,36 @@ def test_shared_memory_of_a_server_goes_with_its_temporary_files(
     note_shared_memory(SimpleNamespace(instance_id="0e7c81"))
     scratch.remove_scratch(temporary)
     assert not shared.exists()
+
+
+def test_the_body_of_a_probe_s_answer_is_not_read(tmp_path: Path) -> None:
+    """It may have no end, and a sign of life needs none."""
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(b" " * (1 << 16))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}/health"
+        child = ServerProcess(
+            [sys.executable, "-c", "import time; time.sleep(60)"],
+            environment=os.environ,
+            log=tmp_path / "log",
+            ready_url=url,
+            secret=None,
+        )
+        try:
+            assert child.is_ready()
+        finally:
+            child.kill()
+            server.shutdown()
+            thread.join()

@@ -158,3 +158,16 @@ def test_a_message_does_not_keep_a_wait_from_being_cancelled(turns: int) -> None
         return done or wait.cancelled()
 
     assert asyncio.run(cancelled())
+
+
+@pytest.mark.parametrize(
+    "message", [b"[" * 60_000, b'{"status": [1]}', b'{"status": 1e999}', b"9" * 5000, b"{}" * 40_000]
+)
+def test_a_message_that_is_none_is_an_error_that_is_expected(message: bytes) -> None:
+    async def read() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(message + b"\n")
+        await _Line(reader, None).read()  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match=r"."):
+        asyncio.run(read())
