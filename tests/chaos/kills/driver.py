@@ -63,7 +63,7 @@ class Drive:
     def drive(self) -> dict[str, Any]:
         """Everything, to the verdict."""
         began = time.monotonic()
-        for name in ("fired", "pids", "tmp", "runs"):
+        for name in ("fired", "pids", "runs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         if self.plan.disk_mib and not mount_tmpfs(self.folder / "runs", self.plan.disk_mib):
             return dict(verdict="ok", details=dict(skipped="needs root, to mount a small file system"))
@@ -230,7 +230,7 @@ def environment(folder: Path) -> dict[str, str]:
         hooks.VARIABLE: str(folder),
         "PYTHONPATH": f"{INJECT}{os.pathsep}{ROOT}",
         "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(folder / "tmp"),
+        "TMPDIR": str((folder / "tmp").resolve()),
         "COLUMNS": "200",
     }
 

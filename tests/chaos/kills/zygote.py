@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from functools import cache
@@ -102,7 +104,11 @@ def _run(plan: Plan, folder: Path, model: Path) -> None:
         hooks.look_in(str(folder))
         if become_reaper():
             os.environ["CHAOS_OWN_SHM"] = "1"
+        temporary = tempfile.mkdtemp(prefix="ek-")  # the path of a socket has 107 characters at most
+        (folder / "tmp").unlink(missing_ok=True)
+        (folder / "tmp").symlink_to(temporary)
         result = Drive(plan, folder, model).drive()
+        shutil.rmtree(temporary, ignore_errors=True)
         (folder / "verdict.tmp").write_text(json.dumps(result))
         (folder / "verdict.tmp").replace(folder / "verdict.json")
     except BaseException:  # noqa: BLE001 - `os._exit` would discard it
