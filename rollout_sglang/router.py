@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping
 
@@ -14,6 +15,9 @@ from rollout_sglang.transport import Transport
 
 ROUTING_DEADLINE_S = 10.0
 """Longest wait until the router has added or removed a worker, which it does in the background."""
+NO_TOKENIZER = os.devnull
+"""The router reads a tokenizer for each engine, and nobody uses it: from this path or, without one, from the engine's
+folder of weights. Where that is gone by then, it would ask huggingface.co for it, whatever HF_HUB_OFFLINE says."""
 _POLL_S = 0.05
 _CALL_DEADLINE_S = 5.0
 
@@ -47,7 +51,7 @@ class RouterClient:
         """Send requests to this engine too; returns once the router does. An engine that is known stays as it is."""
         if engine_url in await self.workers():
             return
-        request = {"url": engine_url, "api_key": self._api_key}
+        request = {"url": engine_url, "api_key": self._api_key, "labels": {"tokenizer_path": NO_TOKENIZER}}
         await self._transport.call("POST", "/workers", deadline_s=_CALL_DEADLINE_S, json=request)
         await self._await_routing(engine_url, present=True)
 

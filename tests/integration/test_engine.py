@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from pipeline.config.recipe import RolloutPrecision
 from pipeline.errors import EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
+from rollout_sglang.router import RouterClient
 from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.start import free_port, start_router
 from rollout_sglang.server.update_fence import UPDATE_HEADER
@@ -220,6 +223,49 @@ def test_the_record_is_what_a_server_answers(engine: TinyEngine) -> None:
     found = ask_all(engine, fresh_number())
     for name, answer in recorded().items():
         assert kinds_of(answer) == kinds_of(found[name]), name
+
+
+def test_the_router_asks_nobody_for_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the folder is gone that an engine was started with, as that of a first version is."""
+    asked = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub, EngineDouble(api_key=KEY) as engine:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_address[1]}")
+        route = engine.route
+        info = dict(version=RELEASE, model_path="/gone", tokenizer_path="/gone")
+        monkeypatch.setattr(engine, "route", lambda m, p, q: (200, info) if p == "/server_info" else route(m, p, q))
+        port = free_port()
+        router = start_router(port, KEY, log := tmp_path / "router.log")
+        try:
+            router.wait_ready(60)
+            asyncio.run(_admit(f"http://127.0.0.1:{port}", engine.url))
+            ends = time.monotonic() + 30
+            while "tokenizer" not in log.read_text():  # it says that it could not read one, after it was told
+                assert time.monotonic() < ends
+                time.sleep(0.1)
+            assert asked == []
+            assert "huggingface" not in log.read_text().lower()
+        finally:
+            router.stop()
+            hub.shutdown()
+            thread.join()
+
+
+async def _admit(router_url: str, engine_url: str) -> None:
+    router = RouterClient(router_url, KEY)
+    await router.admit(engine_url)
+    assert set(await router.workers()) == {engine_url}
+    await router.close()
 
 
 def test_a_fleet_behind_the_router_survives_the_death_of_an_engine(
