@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.recipe import RolloutPrecision
 from pipeline.errors import RecipeError
-from pipeline.scratch import make_scratch, scratch_environment
+from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 from precision.text.json_data import parse_object
 from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
@@ -25,7 +26,8 @@ IGNORED_LAYERS_VARIABLE = "SGLANG_FP8_IGNORED_LAYERS"
 CPU_CONTEXTS = 64
 """Contexts of full length whose keys and values a CPU engine has room for. SGLang would take most of the memory."""
 
-
+LONGEST_SCRATCH = 107 - len("/tmp12345678")
+"""Bytes of the path of a folder for sockets: Linux allows 107 in all."""
 INPUT_ROOM = 7
 """SGLang refuses inputs of fewer than so many tokens below --context-length (managers/tp_worker.py, scheduler.py)."""
 
@@ -111,11 +113,11 @@ def start(spec: EngineSpec) -> ServerProcess:
     """Start the server and return at once; `wait_ready` waits for it.
 
     The server dies with the calling thread. Raises PortInUseError, and RecipeError when other hosts could reach it
-    without a key.
+    without a key, or the paths of its sockets would be too long.
     """
     require_key(spec.host, spec.api_key)
     check_port_free(spec.port, spec.host)
-    scratch = make_scratch("engine")
+    scratch = _make_scratch()
     environment = (
         server_environment(spec.api_key)
         | scratch_environment(scratch)
@@ -137,6 +139,17 @@ def start(spec: EngineSpec) -> ServerProcess:
         secret=spec.api_key,
         scratch=scratch,
     )
+
+
+def _make_scratch() -> Path:
+    scratch = make_scratch("engine")
+    if (length := len(os.fsencode(scratch))) > LONGEST_SCRATCH:
+        remove_scratch(scratch)
+        raise RecipeError(
+            f"temporary files of an engine would be in {scratch}, a path of {length} bytes, expected at most "
+            f"{LONGEST_SCRATCH}: its sockets are there; set TMPDIR to a folder with a shorter path"
+        )
+    return scratch
 
 
 def _context_environment(spec: EngineSpec) -> dict[str, str]:

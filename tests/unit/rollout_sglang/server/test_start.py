@@ -270,3 +270,14 @@ def test_the_body_of_a_probe_s_answer_is_not_read(tmp_path: Path) -> None:
             child.kill()
             server.shutdown()
             thread.join()
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_sockets_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(RecipeError, match=r"expected at most 95: .*set TMPDIR to a folder with a shorter path"):
+        start.start(spec(tmp_path, port=free_port()))
+    assert list(deep.iterdir()) == []
