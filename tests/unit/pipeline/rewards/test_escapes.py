@@ -50,7 +50,12 @@ class Attacked:
         return asyncio.run(asyncio.wait_for(all_of_them(), timeout=250))
 
 
-@pytest.fixture(scope="module", params=EVERY_RUNG)
+DAILY = "landlock"
+"""Every escape is tried on this rung, which needs no other program; on the others in the slow tests."""
+BY_RUNG = [pytest.param(rung, marks=[] if rung == DAILY else pytest.mark.slow) for rung in EVERY_RUNG]
+
+
+@pytest.fixture(scope="module", params=BY_RUNG)
 def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
     with project(request.param, tmp_path_factory.mktemp("project")) as made:
         yield made
