@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pipeline.data.files import NUMBER, make_folder
-from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, unseal, write_sealed
+from pipeline.data.integrity.regular import read_at_most
+from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, reason, unseal, write_sealed
 from pipeline.errors import DeadlineExceededError, StoreError, SupersededError
 
 Role = Literal["learner", "collector", "engine", "router", "supervisor"]
 ROLES: tuple[Role, ...] = get_args(Role)
 _NUMBER = re.compile(rf"(?:{NUMBER})")
 _NEWEST = "NEWEST"
+_POINTER_BYTES = 1000
 _REREAD_S = 1.0
 """How long a pointer that cannot be read is read again: file systems of several hosts may show it empty, or answer with
 an error, for a moment while it is replaced."""
@@ -107,7 +109,7 @@ def _pointer(folder: Path) -> int:
     pointer, give_up = folder / _NEWEST, time.monotonic() + _REREAD_S
     while True:
         try:
-            data = pointer.read_bytes()
+            data = read_at_most(pointer, _POINTER_BYTES)
             if data:
                 return int(unseal(data))
             trouble = "it is empty"
@@ -116,7 +118,9 @@ def _pointer(folder: Path) -> int:
         except OSError as error:
             trouble = str(error)
         except ValueError as error:
-            raise StoreError(f"{pointer} is damaged ({error}); remove it: starts are counted without it") from error
+            raise StoreError(
+                f"{pointer} is damaged ({reason(error)}); remove it: starts are counted without it"
+            ) from error
         if time.monotonic() > give_up:
             raise DeadlineExceededError(
                 f"{pointer} could not be read for {_REREAD_S:g} s ({trouble}); it is read again at the next start; "

@@ -23,7 +23,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from pipeline.data.files import NUMBER, fsync_directory, make_folder
-from pipeline.data.integrity.sealed import seal, unseal
+from pipeline.data.integrity.regular import open_regular
+from pipeline.data.integrity.sealed import MAX_BYTES, seal, unseal
 from pipeline.errors import NonFiniteError, StoreError
 
 EventKind = Literal[
@@ -194,25 +195,29 @@ def _cut_torn_line(path: Path) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All lines of one file but a torn last one. Raises StoreError, which names the first that is damaged."""
-    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    if parse_line(last + b"\n") is not None:
-        lines, last = [*lines, last], b""
-    parsed = [parse_line(line + b"\n") for line in lines]
-    damaged = next((number for number, line in enumerate(parsed, 1) if line is None), None)
-    if damaged is None and _MORE.search(last):
-        damaged = len(lines) + 1
-    if damaged is not None:
-        raise StoreError(
-            f"{path}, line {damaged} is damaged: its checksum differs; put back a copy of the file, or delete the "
-            "line: tables and reports are then without it"
-        )
-    return [line for line in parsed if line is not None]
+    lines: list[dict[str, Any]] = []
+    try:
+        with open_regular(path) as file:
+            while line := file.readline(MAX_BYTES):
+                whole = line.endswith(b"\n")
+                if (parsed := parse_line(line if whole else line + b"\n")) is not None:
+                    lines.append(parsed)
+                elif whole or len(line) == MAX_BYTES or _MORE.search(line):
+                    raise StoreError(
+                        f"{path}, line {len(lines) + 1} is damaged: its checksum differs; put back a copy of the file, "
+                        "or delete the line: tables and reports are then without it"
+                    )
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged ({error}); put back a copy of it, or remove it") from error
+    return lines
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
     """A line with its end, without its checksum; None for what a killed process left of one, or that is damaged."""
     try:
         value = json.loads(unseal(line))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

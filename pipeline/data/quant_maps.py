@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pipeline.data.files import make_folder
 from pipeline.data.integrity.sealed import read_sealed, write_sealed
+from pipeline.data.run_directory import numbered_files
 from pipeline.errors import StoreError
 from precision.formats.quant_map_file import QuantMapFile
 
@@ -79,7 +80,7 @@ class NumberedMaps:
 
     def with_digest(self, quant_map: str) -> QuantMapFile | None:
         """The map that engines announce by this digest; None where the run has none such. Raises StoreError."""
-        files = (_read(path, _REMEDY) for path in sorted(self.folder.glob("*.yaml")))
+        files = (_read(path, _REMEDY) for path in numbered_files(self.folder, ".yaml").values())
         return next((file for file in files if digest_of(file) == quant_map), None)
 
     def _path(self, number: int) -> Path:

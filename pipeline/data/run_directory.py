@@ -33,6 +33,7 @@ What others could see is written under a fence: a process that a later start has
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -47,11 +48,13 @@ from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.files import NUMBER, make_folder, write_atomically
+from pipeline.data.integrity.regular import read_at_most
 from pipeline.data.integrity.sealed import (
     checksum_line,
     create_sealed,
     read_sealed,
     read_sealed_array,
+    reason,
     seal,
     unseal,
     write_sealed,
@@ -61,13 +64,14 @@ from pipeline.data.integrity.sealed import (
 from pipeline.data.ledger.published import announce, announced, highest
 from pipeline.data.membership import Membership
 from pipeline.errors import RecipeError, RunConflictError, StoreError
-from precision.text.yaml_data import YamlError, parse_yaml
+from precision.text.yaml_data import MOST_BYTES, YamlError, parse_yaml
 
 RUN_FORMAT = 5
 """Raise it when recipe keys, metrics or files change their names, so that a run that was begun before cannot go on.
 Runs of format 1 have no FORMAT file. Batch files have a schema version of their own (pipeline.data.batch_format)."""
 
 _FIRST_SEALED_FORMAT = 5
+_FORMAT_BYTES = 1000
 _NUMBER = re.compile(rf"(?:{NUMBER})")
 _FINISHED = "nothing is left to do\n"
 
@@ -255,7 +259,7 @@ class RunDirectory:
 
     def evaluated_versions(self) -> set[int]:
         """Versions that have been evaluated."""
-        return {int(path.stem) for path in self.evaluations.glob("*.json")}
+        return set(numbered_files(self.evaluations, ".json"))
 
     def set_finished(self, role: Literal["learner", "collector"]) -> None:
         """The learner has trained the last step and written the model; the collector has evaluated the last version."""
@@ -301,7 +305,7 @@ class RunDirectory:
         """The frozen recipe. Raises StoreError when there is none or when another version of Even Keel made the run,
         RecipeError when the file was damaged."""
         frozen = self.path / "recipe.yaml"
-        if not frozen.is_file():
+        if not os.path.lexists(frozen):
             raise StoreError(
                 f"{self.path} is not a run directory: it has no recipe.yaml; give a folder such as runs/NAME"
             )
@@ -309,7 +313,7 @@ class RunDirectory:
         text = read_sealed(
             frozen,
             "a run goes by the recipe that it began with: put back a copy, or start a new run; if it was changed on "
-            f"purpose, its last line must be: {checksum_line(frozen.read_bytes())}",
+            f"purpose, its last line must be: {_checksum_line(frozen)}",
         )
         try:
             data = parse_yaml(text)
@@ -329,16 +333,16 @@ class RunDirectory:
             )
 
     def _found_format(self) -> int:
-        if not self._format.exists():
+        if not os.path.lexists(self._format):
             return 1
-        data = self._format.read_bytes()
-        if data in [b"%d\n" % number for number in range(2, _FIRST_SEALED_FORMAT)]:
-            return int(data)
         try:
+            data = read_at_most(self._format, _FORMAT_BYTES)
+            if data in [b"%d\n" % number for number in range(2, _FIRST_SEALED_FORMAT)]:
+                return int(data)
             return int(unseal(data))
         except ValueError as error:
             raise StoreError(
-                f"{self._format} is damaged ({error}); if this version of Even Keel made the run, write "
+                f"{self._format} is damaged ({reason(error)}); if this version of Even Keel made the run, write "
                 f"{json.dumps(seal(f'{RUN_FORMAT}' + chr(10)))[1:-1]} into it, or else start a new run"
             ) from error
 
@@ -367,6 +371,21 @@ def committed_steps(checkpoints: Path) -> list[int]:
     return [step for step in numbered_folders(checkpoints) if (checkpoints / numbered(step) / "COMMIT").exists()]
 
 
+def numbered_files(directory: Path, ending: str) -> dict[int, Path]:
+    """Number → file of `directory` that is named by it and `ending`, ascending. Others are not ours."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    named = {name.removesuffix(ending): directory / name for name in names if name.endswith(ending)}
+    return {int(stem): named[stem] for stem in sorted(filter(_NUMBER.fullmatch, named), key=int)}
+
+
 def numbered_folders(directory: Path) -> list[int]:
     """The numbers that name folders, or files, of `directory`, ascending."""
     return sorted(int(path.name) for path in directory.iterdir() if _NUMBER.fullmatch(path.name))
+
+
+def _checksum_line(path: Path) -> str:
+    """The last line that a text should have, for a message; empty where it is no text."""
+    try:
+        return checksum_line(read_at_most(path, MOST_BYTES))
+    except (OSError, ValueError):
+        return ""

@@ -103,9 +103,10 @@ class BatchStore:
         """The first batch that is to be made. A file that was deleted is made again."""
         return next(i for i, found in enumerate([*self.settled(), -1]) if i != found)
 
-    def holes(self) -> list[int]:
-        """Batches that are to be made, below the newest one that is there; ascending."""
-        settled = self.settled()
+    def holes(self, steps: int) -> list[int]:
+        """Batches that are to be made, below the newest one that is there; ascending. From `steps` on there are none:
+        a file that is named so is not of this run."""
+        settled = [index for index in self.settled() if index < steps]
         return sorted({*range(max(settled, default=0))} - {*settled})
 
     def groups_to_ask(self) -> tuple[int, tuple[int, ...]]:

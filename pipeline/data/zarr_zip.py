@@ -24,6 +24,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.core.buffer import Buffer, default_buffer_prototype
 from zarr.storage import MemoryStore
 
+from pipeline.data.integrity.regular import read_if_it_ends
 from pipeline.data.integrity.sealed import TRAILER, TRAILER_BYTES, trailer
 
 MAX_RATIO = 256
@@ -31,6 +32,7 @@ MAX_RATIO = 256
 SMALL_BYTES = 64 << 20
 _CHUNK_ELEMENTS = 1 << 20
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
+_END_OF_ZIP, _END_BYTES = b"PK\5\6", 18
 _METADATA = "zarr.json"
 _METADATA_BYTES = 16 << 20
 _CODECS = ["bytes", "zstd", "crc32c"]
@@ -74,7 +76,8 @@ def open_zarr_zip(path: Path) -> tuple[zarr.Group, bool]:
     Raises ValueError when its checksum differs or its arrays claim more than MAX_RATIO allows, and what zipfile raises
     for a file that is none.
     """
-    data = path.read_bytes()
+    endings, most = (b"crc32 ", _END_OF_ZIP), len(_END_OF_ZIP) + _END_BYTES
+    data = read_if_it_ends(path, endings, most, "File is not a zip file: it does not end as one")
     sealed = TRAILER.search(data[-TRAILER_BYTES:]) is not None
     if sealed and data[-TRAILER_BYTES - 2 :] != _comment(memoryview(data)[: -TRAILER_BYTES - 2]):
         raise ValueError("its checksum differs")

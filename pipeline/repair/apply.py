@@ -48,9 +48,9 @@ def apply(run: RunDirectory, plan: Plan) -> Path:
 def set_aside(run: RunDirectory, paths: Iterable[Path]) -> None:
     """Move files and folders to where the next repair puts them; those that are missing are left out."""
     folder = _folder(run, _next_number(run))
-    for path in (path for path in paths if path.exists()):
+    for path in filter(os.path.lexists, paths):
         target = folder / path.relative_to(run.path)
-        while target.exists():  # of a repair that was killed
+        while os.path.lexists(target):  # of a repair that was killed
             target = target.with_name(f"{target.name}.again")
         make_folder(target.parent)
         path.rename(target)

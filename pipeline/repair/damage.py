@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pipeline.control.files import ControlFiles
-from pipeline.data.epochs import newest
+from pipeline.data.epochs import ROLES, newest
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.integrity.sealed import read_sealed, read_sealed_json
-from pipeline.data.ledger.lost_batches import LostBatch
+from pipeline.data.integrity.walk import check_zip
+from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.ledger.published import announced
 from pipeline.data.quant_maps import NumberedMaps
-from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
+from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, numbered_folders
 from pipeline.data.store import BatchStore
-from pipeline.data.zarr_zip import open_zarr_zip
-from pipeline.errors import EvenKeelError
+from pipeline.errors import EvenKeelError, StoreError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.trainer.checkpoints import verify
 
@@ -34,8 +35,26 @@ Kind = Literal[
     "mismatch",
     "model",
     "finished",
+    "foreign",
     "other",
 ]
+
+_FOLDERS = (
+    *(
+        "batches",
+        "checkpoints",
+        "policy",
+        "policy/PUBLISHED",
+        "logprobs",
+        "mismatch",
+        "evaluations",
+        "control",
+        "quant_maps",
+        "epochs",
+        "engines",
+    ),
+    *("finished", "model", "skipped", "events", "metrics", "damaged", "repairs"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,26 +69,35 @@ class Damage:
 
     @property
     def is_missing(self) -> bool:
-        return not self.path.exists()
+        return not os.path.lexists(self.path)
 
 
 def find_damage(run: RunDirectory) -> list[Damage]:
-    """Read everything. Raises StoreError or RecipeError for what no run can be read without: FORMAT and recipe.yaml."""
+    """Read everything. Raises StoreError or RecipeError for what no run can be read without: FORMAT, recipe.yaml, and
+    folders that are folders."""
     run.recipe()
+    for folder in _FOLDERS:
+        path = run.path / folder
+        if os.path.lexists(path) and not path.is_dir():
+            raise StoreError(f"{path} is no folder; move it elsewhere, then give the same command again")
     return [damage for walk in _WALKS for damage in walk(run)]
 
 
 def _batches(run: RunDirectory) -> Iterator[Damage]:
-    store = BatchStore(run.batches)
-    learned = max(run.saved_steps() + announced(run.published), default=0)
-    for index in sorted({*store.holes(), *(set(range(learned)) - {*store.settled()})}):
+    store, steps = BatchStore(run.batches), run.recipe().run.steps
+    learned = max((step for step in run.saved_steps() + announced(run.published) if step <= steps), default=0)
+    for index in sorted({*store.holes(steps), *(set(range(learned)) - {*store.settled()})}):
         yield Damage(kind="batch", path=store.path(index), problem="missing", number=index)
     for index in store.committed():
-        if not store.lost_path(index).exists():
+        if index >= steps:
+            yield _foreign(store.path(index), f"a batch of another run: this one has {steps} steps")
+        elif not store.lost_path(index).exists():
             yield from _judged("batch", store.path(index), index, lambda i=index: store.read(i, None))  # type: ignore[misc]
-    for path in sorted(run.batches.glob("*.lost.json")):
-        index = int(path.name.split(".")[0])
-        yield from _judged("lost", path, index, lambda p=path: LostBatch.read(p))  # type: ignore[misc]
+    for index, path in numbered_files(run.batches, LOST_SUFFIX).items():
+        if index >= steps:
+            yield _foreign(path, f"a batch of another run: this one has {steps} steps")
+        else:
+            yield from _judged("lost", path, index, lambda p=path: LostBatch.read(p))  # type: ignore[misc]
 
 
 def _checkpoints(run: RunDirectory) -> Iterator[Damage]:
@@ -83,12 +111,16 @@ def _policies(run: RunDirectory) -> Iterator[Damage]:
         verify_folder(folder, "")
         WeightCheck.load(folder)
 
+    steps = run.recipe().run.steps
     versions = numbered_folders(run.policies) if run.policies.is_dir() else []
     for version in versions:
         folder = run.policy_directory(version)
         yield from _judged("policy", folder, version, lambda f=folder: read(f))  # type: ignore[misc]
     for version in announced(run.published):
         path = run.published / numbered(version)
+        if version > steps:
+            yield _foreign(path, f"a version of another run: this one has {steps} steps")
+            continue
         yield from _judged("published", path, version, lambda p=path: read_sealed(p, ""))  # type: ignore[misc]
     if versions and not run.is_published():
         yield Damage(kind="published", path=run.published, problem="it names no version")
@@ -96,30 +128,26 @@ def _policies(run: RunDirectory) -> Iterator[Damage]:
 
 def _control(run: RunDirectory) -> Iterator[Damage]:
     files, maps = ControlFiles(run.control, run.fence), NumberedMaps(run.quant_maps, run.fence)
-    for path in sorted(run.control.glob("*.json")):
-        step = int(path.stem)
+    for step, path in numbered_files(run.control, ".json").items():
         yield from _judged("control", path, step, lambda s=step: files.read(s))  # type: ignore[misc]
     for step in run.saved_steps()[-1:] if run.recipe().controller is not None else []:
         if not (path := run.control / f"{numbered(step - 1)}.json").exists():
             yield Damage(kind="control", path=path, problem="missing", number=step - 1)
-    for path in sorted(run.quant_maps.glob("*.yaml")):
-        yield from _judged("other", path, -1, lambda p=path: maps.read(int(p.stem)))  # type: ignore[misc]
+    for number, path in numbered_files(run.quant_maps, ".yaml").items():
+        yield from _judged("other", path, -1, lambda n=number: maps.read(n))  # type: ignore[misc]
 
 
 def _learned(run: RunDirectory) -> Iterator[Damage]:
     """What the learner and the collector leave behind of steps and versions."""
-    for path in sorted(run.logprobs.glob("*.npy")):
-        step = int(path.stem.removesuffix("-old"))
-        if path.stem.endswith("-old"):
-            yield from _judged("old_logprobs", path, step, lambda s=step: run.old_logprobs(s))  # type: ignore[misc]
-        else:
-            yield from _judged("logprobs", path, step, lambda s=step: run.learner_logprobs(s))  # type: ignore[misc]
+    for step, path in numbered_files(run.logprobs, ".npy").items():
+        yield from _judged("logprobs", path, step, lambda s=step: run.learner_logprobs(s))  # type: ignore[misc]
+    for step, path in numbered_files(run.logprobs, "-old.npy").items():
+        yield from _judged("old_logprobs", path, step, lambda s=step: run.old_logprobs(s))  # type: ignore[misc]
     yield from _missing_of_stage(run)
-    for path in sorted(run.mismatch.glob("*.zarr.zip")):
-        step = int(path.name.split(".")[0])
-        yield from _judged("mismatch", path, step, lambda p=path: open_zarr_zip(p))  # type: ignore[misc]
-    for path in sorted(run.evaluations.glob("*.json")):
-        yield from _judged("evaluation", path, int(path.stem), lambda p=path: read_sealed_json(p, ""))  # type: ignore[misc]
+    for step, path in numbered_files(run.mismatch, ".zarr.zip").items():
+        yield from _judged("mismatch", path, step, lambda p=path: check_zip(p))  # type: ignore[misc]
+    for version, path in numbered_files(run.evaluations, ".json").items():
+        yield from _judged("evaluation", path, version, lambda p=path: read_sealed_json(p, ""))  # type: ignore[misc]
 
 
 def _missing_of_stage(run: RunDirectory) -> Iterator[Damage]:
@@ -137,12 +165,15 @@ def _missing_of_stage(run: RunDirectory) -> Iterator[Damage]:
 def _others(run: RunDirectory) -> Iterator[Damage]:
     if run.model.is_dir():
         yield from _judged("model", run.model, -1, lambda: verify_folder(run.model, ""))
-    for path in sorted((run.path / "finished").glob("[!.]*")):
-        yield from _judged("finished", path, -1, lambda p=path: read_sealed(p, ""))  # type: ignore[misc]
-    for folder in sorted((run.path / "epochs").glob("*")):
-        yield from _judged("other", folder / "NEWEST", -1, lambda f=folder: newest(f))  # type: ignore[misc]
-    for path in [*sorted((run.path / "engines").glob("*.json")), run.path / "learner.json"]:
-        if path.exists():
+    for path in (run.path / "finished" / role for role in ("collector", "learner")):
+        if os.path.lexists(path):
+            yield from _judged("finished", path, -1, lambda p=path: read_sealed(p, ""))  # type: ignore[misc]
+    for folder in filter(_is_of_role, sorted((run.path / "epochs").glob("*"))):
+        path = folder / "NEWEST" if folder.is_dir() else folder
+        yield from _judged("other", path, -1, lambda f=folder: newest(f))  # type: ignore[misc]
+    engines = run.path / "engines"
+    for path in (*numbered_files(engines, ".json").values(), engines / "router.json", run.path / "learner.json"):
+        if os.path.lexists(path):
             yield from _judged("other", path, -1, lambda p=path: read_sealed_json(p, ""))  # type: ignore[misc]
 
 
@@ -156,11 +187,19 @@ _WALKS: tuple[Callable[[RunDirectory], Iterator[Damage]], ...] = (
 )
 
 
+def _is_of_role(folder: Path) -> bool:
+    return folder.name.partition("-")[0] in ROLES
+
+
+def _foreign(path: Path, problem: str) -> Damage:
+    return Damage(kind="foreign", path=path, problem=problem)
+
+
 def _judged(kind: Kind, path: Path, number: int, read: Callable[[], object]) -> Iterator[Damage]:
     try:
         read()
     except MemoryError:
         raise
-    except (EvenKeelError, OSError, ValueError, KeyError, TypeError) as error:
+    except (EvenKeelError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         said = " ".join(str(error).split()).rstrip("; ") or type(error).__name__
         yield Damage(kind=kind, path=path, problem=said.removeprefix(f"{path} ").split("; ")[0], number=number)

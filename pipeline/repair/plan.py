@@ -84,7 +84,7 @@ class _Planner:
     @cached_property
     def published(self) -> int:
         """The version that the run goes on with; 0 where it begins again with the model folder's."""
-        found = announced(self.run.published)
+        found = [version for version in announced(self.run.published) if version <= self.recipe.run.steps]
         return max(found or self.whole_policies) if self.whole_policies else 0
 
     @cached_property
@@ -123,7 +123,7 @@ class _Planner:
     @cached_property
     def _first_missing(self) -> int:
         """The first batch that has still to be collected, holes aside."""
-        return max(self.store.settled(), default=-1) + 1
+        return max((index for index in self.store.settled() if index < self.recipe.run.steps), default=-1) + 1
 
     def _policies(self) -> list[Repair]:
         found = []
@@ -160,6 +160,7 @@ class _Planner:
             "other": "set aside: it is made again",
             "finished": "set aside: what is left to do is found out again",
             "model": "set aside: it is exported again",
+            "foreign": "set aside: it is not of this run",
         }
         found = [
             self._aside(damage, said[damage.kind].removeprefix("set aside: " if damage.is_missing else ""))
@@ -185,7 +186,8 @@ class _Planner:
         """Ascending: what is known of one rests on the one before it."""
         entries: dict[int, Entry] = {}
         gone = {damage.number: damage for damage in self.found if damage.kind in ("batch", "lost")}
-        newest_there = max(set(self.store.settled()) - gone.keys(), default=-1)
+        there = (index for index in self.store.settled() if index < self.recipe.run.steps)
+        newest_there = max(set(there) - gone.keys(), default=-1)
         found = []
         for index in sorted(gone):
             damage = gone[index]

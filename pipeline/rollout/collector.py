@@ -132,7 +132,7 @@ class Collector:
 
     async def _collect_batches(self) -> None:
         await self._resync()
-        for hole in self.store.holes():
+        for hole in self.store.holes(self.schedule.steps):
             await self._make_again(hole)
         index = self.store.next_index
         self._refuse_learned(index)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.data.files import fsync_directory, is_temporary
+from pipeline.data.integrity.regular import open_regular
 from pipeline.data.integrity.sealed import read_sealed, write_sealed
 from pipeline.errors import StoreError
 
@@ -31,8 +32,8 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprints(files: Sequence[Path]) -> list[Fingerprint | None]:
-    """Of several files at once: others wait meanwhile, and a folder may have hundreds of gigabytes. None for a file
-    that is missing."""
+    """Of several files at once: others wait meanwhile, and a folder may have hundreds of gigabytes. None for what is
+    missing, or no file."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
         return list(threads.map(_fingerprint, files))
 
@@ -85,7 +86,7 @@ def _is_apart(name: str) -> bool:
 
 def _fingerprint(file: Path) -> Fingerprint | None:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             return Fingerprint(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
-    except (FileNotFoundError, IsADirectoryError):
+    except (FileNotFoundError, ValueError):
         return None

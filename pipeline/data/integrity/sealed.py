@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.files import create_exclusively, replacing, write_atomically
+from pipeline.data.integrity.regular import read_at_most, read_if_it_ends
 from pipeline.errors import StoreError
 
 MAX_BYTES = 64 << 20
@@ -93,11 +94,7 @@ def read_sealed(path: Path, remedy: str) -> str:
     """The text of `path`. Raises StoreError, which names the file and the `remedy`, when a byte is not as it was
     written, and OSError when there is none."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-        return unseal(data)
+        return unseal(read_at_most(path, MAX_BYTES))
     except ValueError as error:
         raise StoreError(f"{path} is damaged ({reason(error)}); {remedy}") from error
 
@@ -131,11 +128,9 @@ def write_sealed_array(path: Path, values: NDArray[np.float32]) -> None:
 def read_sealed_array(path: Path, remedy: str) -> NDArray[np.float32] | None:
     """The values [n]; None where there is no file. Raises StoreError. What its header claims allocates nothing."""
     try:
-        data = path.read_bytes()
+        return _array(read_if_it_ends(path, (b"crc32 ",), TRAILER_BYTES, "its checksum differs"))
     except FileNotFoundError:
         return None
-    try:
-        return _array(data)
     except ValueError as error:
         raise StoreError(f"{path} is damaged ({reason(error)}); {remedy}") from error
 

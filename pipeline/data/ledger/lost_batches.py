@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeline.data.integrity.sealed import create_sealed, read_sealed_json
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.errors import StoreError
 
 LOST_SUFFIX = ".lost.json"
@@ -60,7 +60,10 @@ class LostBatch:
         try:
             for name in ("groups", "open_groups"):
                 fields[name] = tuple(fields[name])
-            return LostBatch(**fields)
+            lost = LostBatch(**fields)
+            if f"{numbered(lost.index)}{LOST_SUFFIX}" != path.name:
+                raise ValueError(f"it is that of batch {lost.index}")
+            return lost
         except (ValueError, TypeError, KeyError) as error:
             raise StoreError(f"{path} is damaged ({error}); {remedy}") from error
 

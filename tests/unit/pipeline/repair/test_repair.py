@@ -135,7 +135,7 @@ def test_lost_ones_in_a_row_and_one_that_is_made_again_share_their_groups(tmp_pa
     store = BatchStore(run.batches)
     assert [lost.index for lost in store.all_lost()] == [3, 4]
     assert [(lost.groups, lost.known) for lost in store.all_lost()] == [((6, 7), "together"), ((8, 9), "together")]
-    assert store.holes() == [5, 6]
+    assert store.holes(99) == [5, 6]
     allocator = HoleAllocator.of(store, 5, GROUPS)
     assert [allocator.take(5) for _ in range(3)] == [10, 11, None]
 
