@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
@@ -23,9 +24,10 @@ from launch.show.run_progress import RunProgress
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
 from pipeline.data.event_log import EventLog
+from pipeline.data.files import remove_leftovers
 from pipeline.data.run_directory import RunDirectory, numbered
 from pipeline.data.store import BatchStore
-from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, FatalError
+from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, FatalError, SupersededError
 from pipeline.process_log import ending, log_tail
 from pipeline.scratch import remove_left_scratch
 
@@ -78,6 +80,8 @@ class Supervisor:
     running: dict[Unit, Started] = field(default_factory=dict)
     ended: set[Unit] = field(default_factory=set)
     """Units that have nothing left to do, or that were started elsewhere meanwhile."""
+    elsewhere: bool = False
+    """Whether somebody else has started a unit meanwhile."""
     due: dict[Unit, float] = field(default_factory=dict)
     """Units that have died, and when each is started again (time.monotonic)."""
     came_up: set[int] = field(default_factory=set)
@@ -96,6 +100,8 @@ class Supervisor:
     def __exit__(self, *_: object) -> None:
         self._end(list(self.running), SERVERS_GRACE_S)
         remove_left_scratch()  # of roles that had to be killed
+        if not self.elsewhere:
+            self._remove_leftovers()
 
     def supervise(self) -> Outcome:
         """Run to the end, or until it is asked to stop. Raises FatalError when the end cannot be reached, and
@@ -149,6 +155,7 @@ class Supervisor:
         del self.running[unit]
         if status == 0 or status == SUPERSEDED_EXIT_CODE:
             self.ended.add(unit)
+            self.elsewhere |= status == SUPERSEDED_EXIT_CODE
             return
         if status == FATAL_EXIT_CODE:
             raise FatalError(self.notes.message() or _said(started).removeprefix("error: "))
@@ -194,6 +201,12 @@ class Supervisor:
             time.sleep(POLL_S)
         for one in started:
             one.kill()
+
+    def _remove_leftovers(self) -> None:
+        """All roles have ended: a file that one of them was killed over is nobody's any more."""
+        with suppress(SupersededError):
+            for folder in self.run.shared_folders:
+                remove_leftovers(folder, self.epoch.check)
 
 
 def _said(started: Started) -> str:

@@ -347,6 +347,13 @@ class RunDirectory:
             ) from error
 
     @property
+    def shared_folders(self) -> list[Path]:
+        """Those in which several roles write small files."""
+        epochs = self.path / "epochs"
+        named = (self.path, self.path / "finished", self.path / "engines", self.logs / "fatal")
+        return [*named, self.updates, self.published, *(epochs.iterdir() if epochs.is_dir() else ())]
+
+    @property
     def _format(self) -> Path:
         return self.path / "FORMAT"
 

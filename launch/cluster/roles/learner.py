@@ -105,7 +105,7 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     own.run.freeze(recipe)  # first: who comes with another recipe is refused, and takes over from nobody
     epoch = claim(own.run.path, "learner")
     run = own.run.under(epoch)
-    remove_old_leftovers(shared_folders(run))
+    remove_old_leftovers(run.shared_folders)
     if run.is_finished():
         return Verdict(0)
     seed_policy(run, recipe)
@@ -118,13 +118,6 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     if verdict.status == 0:
         run.set_finished("learner")
     return verdict
-
-
-def shared_folders(run: RunDirectory) -> list[Path]:
-    """Those in which several roles write small files."""
-    epochs = run.path / "epochs"
-    named = (run.path, run.path / "finished", run.path / "engines", run.logs / "fatal", run.updates, run.published)
-    return [*named, *(epochs.iterdir() if epochs.is_dir() else ())]
 
 
 def _lead_others(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, stop: Stop, key: str | None) -> Verdict:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from launch.cluster.roles.learner import shared_folders
 from pipeline.analysis.audit import verify_history
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.files import OLD_S, is_temporary, remove_old_leftovers
@@ -91,7 +90,7 @@ def _replay(setting: Setting) -> None:
 def _leftovers(setting: Setting) -> None:
     """What roles share is cleared some minutes later, at the learner's next start."""
     setting.world.clock_offset = REAL.time() - setting.world.now + 2 * OLD_S
-    remove_old_leftovers(shared_folders(setting.run))
+    remove_old_leftovers(setting.run.shared_folders)
     left = [
         os.path.relpath(os.path.join(folder, name), setting.path)
         for folder, folders, files in os.walk(setting.path)

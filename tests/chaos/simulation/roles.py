@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from launch.cluster.roles.base import status_of
-from launch.cluster.roles.learner import shared_folders
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods.fade import FADE
 from pipeline.advantages.methods.grpo import GRPO
@@ -244,7 +243,7 @@ def learner_role(setting: Setting, process: Process) -> int:
     run = setting.run.under(epoch)
     if run.is_finished():
         return 0
-    remove_old_leftovers(shared_folders(run))
+    remove_old_leftovers(run.shared_folders)
     seed_policy(run)
     learner = HashLearner(setting.world)
     promises = setting.promises

@@ -16,6 +16,7 @@ from launch.run.fatal_notes import leave_fatal_note
 from launch.run.supervisor import RestartBudget, Supervisor
 from pipeline.config.loader import recipe_from
 from pipeline.data.epochs import claim
+from pipeline.data.files import temporary_name
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError, RecipeError, SupersededError
@@ -254,3 +255,21 @@ def test_a_supervisor_ends_when_another_has_taken_over(case: Case) -> None:
     with pytest.raises(SupersededError), case.supervisor as supervisor:
         supervisor.supervise()
     assert all(process.killed for _, process in case.starter.started)
+
+
+@pytest.mark.parametrize(("learner", "left"), [(0, 0), (65, 2)])
+def test_files_that_killed_roles_left_go_with_the_last_role(case: Case, learner: int, left: int) -> None:
+    """Not where a role was started by somebody else: it may be writing them."""
+    case.run.make_folders()
+    half = [temporary_name(folder / "000001.json") for folder in (case.run.updates, case.run.path / "engines")]
+
+    def leave() -> None:
+        for path in half:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("{")
+
+    case.script = [leave, lambda: (case.finish(), case.end(LEARNER, learner)())[0]]
+    with case.supervisor as supervisor:
+        assert supervisor.supervise() == "finished"
+        assert all(path.exists() for path in half)
+    assert sum(path.exists() for path in half) == left
