@@ -34,13 +34,8 @@ BREAKAGES = (
         "    temporary.replace(path)\n    fsync_directory(path.parent)\n",
         "    temporary.replace(path)\n",
     ),
-    # A rename in place of the link survives: before a second start may commit, it has removed the first one's file.
-    _broken(
-        "a name that another has taken counts as one's own",
-        FILES,
-        "        if temporary.stat().st_nlink != 2:\n            raise\n",
-        "        pass\n",
-    ),
+    # Not here: a rename in place of the link. No seed shows it, since a start removes the temporary files of the one
+    # before it, and claims of the same number at the same moment are drawn by no plan (see test_epochs.py for those).
     _broken(
         "a moved folder's name is not made durable",
         FILES,
