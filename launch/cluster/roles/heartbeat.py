@@ -147,7 +147,7 @@ class Peers:
         about = f"{self._epoch} {node} {theirs} {ours}"
         await line.send(dict(nonce=ours, proof=_proof(self._key, "node 0", about)))
         answer = await line.read()
-        if not hmac.compare_digest(str(answer["proof"]), _proof(self._key, "peer", about)):
+        if not _is_shown(answer, _proof(self._key, "peer", about)):
             raise ValueError("wrong key")
         if not 0 < node < self._nodes:
             raise ValueError("no such node")
@@ -218,8 +218,8 @@ class Peer:
             ours = secrets.token_hex(16)
             await line.send(dict(node=self._node, nonce=ours))
             answer = await line.read()
-            about = f"{self._epoch} {self._node} {ours} {answer['nonce']}"
-            if not hmac.compare_digest(str(answer["proof"]), _proof(self._key, "node 0", about)):
+            about = f"{self._epoch} {self._node} {ours} {answer.get('nonce')}"
+            if not _is_shown(answer, _proof(self._key, "node 0", about)):
                 raise ValueError("it has another API key, or is of another start")
             await line.send(dict(proof=_proof(self._key, "peer", about)))
         except BaseException:
@@ -336,6 +336,11 @@ class _LoopThread:
 
 def _proof(key: str | None, who: str, about: str) -> str:
     return hmac.new((key or "").encode(), f"evenkeel heartbeat {who} {about}".encode(), hashlib.sha256).hexdigest()
+
+
+def _is_shown(answer: dict[str, Any], proof: str) -> bool:
+    """Whether the answer holds the proof. As bytes, since compare_digest raises TypeError for text beyond ASCII."""
+    return hmac.compare_digest(str(answer.get("proof")).encode(errors="replace"), proof.encode())
 
 
 def _why(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -68,6 +69,23 @@ def test_who_does_not_know_the_key_does_not_join(peers: Peers, port: int) -> Non
         lines.flush()
         assert lines.readline() == b""
     assert not peers.joined
+
+
+@pytest.mark.parametrize("answer", [b"{}", '{"nonce": "x", "proof": "é"}'.encode(), b'{"nonce": [], "proof": 1}'])
+def test_a_node_0_that_shows_no_proof_is_refused(port: int, answer: bytes) -> None:
+    with socket.create_server((HOST, port)) as stranger:
+
+        def serve() -> None:
+            connection, _ = stranger.accept()
+            with connection, connection.makefile("rwb") as lines:
+                lines.readline()
+                lines.write(answer + b"\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ValueError, match="another API key"):
+            Peer(HOST, port, node=1, epoch=EPOCH, key=KEY)
+        thread.join()
 
 
 def test_a_node_that_ends_is_missed_once_ranks_run(peers: Peers, port: int) -> None:
