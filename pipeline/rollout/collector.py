@@ -247,9 +247,19 @@ class Collector:
             settings.group_size,
             settings.sampling,
             priority=(builder.index, prompt.group),
-            allowed=lambda version: self.schedule.allows(builder.index, version),
+            allowed=lambda version: self._allows(builder.index, version),
         )
         return builder.keep(Group(prompt=prompt, samples=await self._score(prompt, completions)))
+
+    def _allows(self, index: int, version: int) -> bool:
+        """Whether batch `index` may hold a token of `version`. Raises StoreError when a version that has learned from
+        it is published while it is made: its file was there when the learner read it, and is gone. No engine can answer
+        for it any more, so to ask again would never end."""
+        if self.schedule.allows(index, version):
+            return True
+        if version > index:
+            self._refuse_learned(index)
+        return False
 
     async def _commit(self, builder: BatchBuilder) -> Batch:
         next_group, open_groups = self._allocator.close_batch(builder.index)

@@ -77,6 +77,23 @@ def test_a_hole_that_the_learner_has_passed_is_not_sampled_for_ever(run: RunDire
     assert engines_of(again).asked == []
 
 
+def test_a_batch_that_is_learned_from_while_it_is_made_again_is_not_sampled_for_ever(
+    run: RunDirectory, verifiers: Verifiers
+) -> None:
+    """The learner had read the newest batch; its file went, the collector began it again, then the learner published
+    what it had learned. Every answer was refused from then on, since it was of that version."""
+    collector = build(run, verifiers, Schedule(kind="sync", steps=3))
+
+    def published_meanwhile(_digits: str) -> float:
+        run.set_published(1)
+        return 0.0
+
+    engines_of(collector).latency_s = published_meanwhile
+    with pytest.raises(StoreError, match=r"000000.zarr.zip is missing, .*serve version 1.*`evenkeel repair .*as lost"):
+        asyncio.run(collector.collect())
+    assert len(engines_of(collector).asked) <= 2 * PROMPTS
+
+
 def test_a_batch_that_a_checkpoint_has_learned_from_is_not_sampled_again(
     run: RunDirectory, verifiers: Verifiers
 ) -> None:
