@@ -40,7 +40,7 @@ test-all: test test-slow  ## All tests that need no root.
 mutations: install  ## Break the product on purpose in two dozen places: some test must catch each (about 5 minutes).
 	@$(BIN)/python -m tests.mutations $(ONLY)
 
-chaos: install  ## The worst day, on purpose: kills, faults, bit flips, malformed input (an hour, resumable; PARTS, ARGS).
+chaos: install  ## The worst day, on purpose: kills, faults, bit flips, malformed input (an hour a call, each goes on; PARTS, ARGS).
 	@$(BIN)/python -m tests.chaos $(PARTS) $(ARGS)
 
 check: install  ## Format, lint and types.

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from tests.chaos.flips.flip import flips
 from tests.chaos.ledger import Case
 
-IN_AN_HOUR = 1500
+FLIPS = 1500
 
 
 def cases() -> Sequence[Case]:
     """All flips, in an order that mixes the kinds of files."""
-    return flips(IN_AN_HOUR)
+    return flips(FLIPS)

@@ -7,7 +7,7 @@
 
 One seed gives one history (as FoundationDB and TigerBeetle test), whatever the machine does meanwhile:
 
-    python -m tests.chaos simulation --cases 400          10,000 seeds, in blocks of 25; resumable
+    python -m tests.chaos simulation --minutes 0          10,000 seeds, in blocks of 25; resumable
     python -m tests.chaos.simulation --seed 17            one seed again, with everything that happened
     python -m tests.chaos.simulation --seed 17 --shrink   with as few faults as still fail
 
@@ -23,8 +23,6 @@ from typing import Any
 from tests.chaos.ledger import Case, Check
 
 SEEDS, BLOCK = 10_000, 25
-IN_AN_HOUR = 80
-"""Blocks: 2,000 seeds."""
 
 
 def cases() -> Sequence[Case]:

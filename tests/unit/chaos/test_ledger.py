@@ -83,10 +83,21 @@ def test_a_wrong_verdict_is_the_exit_status(part: ModuleType, tmp_path: Path, ca
     assert command.main(["--out", str(tmp_path), "--only", "sec"]) == 1
 
 
-def test_a_part_says_what_is_run_in_an_hour(part: ModuleType, tmp_path: Path) -> None:
-    part.IN_AN_HOUR = 1  # type: ignore[attr-defined]
-    assert command.main(["--out", str(tmp_path)]) == 0
-    assert command.main(["--out", str(tmp_path), "--cases", "0"]) == 1
+def test_each_part_has_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command.time, "monotonic", lambda: 0.0)
+    assert command._end_of_share(["flips", "simulation", "kills"], 70.0) == 10.0
+    assert command._end_of_share(["simulation", "kills"], 72.0) == 12.0, "flips have left some"
+    assert command._end_of_share(["kills"], 72.0) == 72.0
+
+
+def test_the_case_under_way_ends_when_the_time_is_over(
+    part: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    short = ["--out", str(tmp_path), "--minutes", "0.00001"]
+    assert command.main(short) == 0, "none is wrong so far"
+    assert "the same command goes on" in capsys.readouterr().out
+    assert command.main(short) == 1, "the second is"
+    assert "the same command goes on" not in capsys.readouterr().out
 
 
 def test_an_unknown_part_is_refused(part: ModuleType, capsys: pytest.CaptureFixture) -> None:
