@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -163,5 +164,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
     see_own_classes()
     directory = RunDirectory(Path(arguments[0]))
     replayed = RunDirectory(Path(arguments[2])) if arguments[1:2] == ["--replay"] else None
-    name = "learner" if EPOCH_VARIABLE not in os.environ else rank_epoch(directory.path).name
-    run_child(directory, name, lambda: learn(directory, replayed))
+    epoch = rank_epoch(directory.path) if EPOCH_VARIABLE in os.environ else None
+
+    def body() -> None:
+        with nullcontext() if epoch is None else epoch.superseded_said():
+            learn(directory, replayed)
+
+    run_child(directory, "learner" if epoch is None else epoch.name, body)

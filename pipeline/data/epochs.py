@@ -18,7 +18,8 @@ import os
 import re
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -63,6 +64,19 @@ class Epoch:
                 f"this {self.folder.name} is start {self.number}, and start {later} has taken over "
                 f"({who(self.folder, later)}); this one ends"
             )
+
+    @contextmanager
+    def superseded_said(self) -> Iterator[None]:
+        """Raises SupersededError for whatever goes wrong in the block once there is a later start.
+
+        That one removes files over which this one was frozen. With another exit status this one would be started
+        again, and take over in turn from one that does well; or it would end the run, by an error that is fatal.
+        """
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
 
 
 def claim(run: Path, role: Role, index: int | None = None) -> Epoch:

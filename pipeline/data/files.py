@@ -198,3 +198,11 @@ def fsync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def fsync_present(*folders: Path) -> None:
+    """Make renames and removals inside those of the folders durable that are there: before a role says that it has
+    finished, for nobody starts it again to remove what a power cut would bring back."""
+    for folder in folders:
+        if folder.is_dir():
+            fsync_directory(folder)

@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 from pipeline.config.loader import differing_keys, recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
-from pipeline.data.files import NUMBER, make_folder, write_atomically
+from pipeline.data.files import NUMBER, fsync_present, make_folder, write_atomically
 from pipeline.data.integrity.regular import read_at_most
 from pipeline.data.integrity.sealed import (
     checksum_line,
@@ -264,6 +264,8 @@ class RunDirectory:
     def set_finished(self, role: Literal["learner", "collector"]) -> None:
         """The learner has trained the last step and written the model; the collector has evaluated the last version."""
         self.fence()
+        fsync_present(self.path, self.batches, self.policies, self.logprobs, self.mismatch, self.evaluations)
+        fsync_present(self.checkpoints, self.control, self.quant_maps)
         folder = self.path / "finished"
         make_folder(folder)
         write_sealed(folder / role, _FINISHED)

@@ -7,7 +7,8 @@ import asyncio
 from launch.build.rewards import check_reward
 from launch.cluster.roles.base import Stop, announced, wait_for_engines, wait_for_policy, wait_for_recipe
 from launch.run.collect import collect
-from pipeline.data.epochs import claim
+from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import Epoch, claim
 from pipeline.data.run_directory import RunDirectory
 from pipeline.tasks import build_task
 
@@ -16,13 +17,17 @@ def run_collector(run: RunDirectory, stop: Stop) -> int:
     """The exit status."""
     recipe = wait_for_recipe(run, stop)
     epoch = claim(run.path, "collector")
-    run = run.under(epoch)
+    with epoch.superseded_said():
+        _collect(run.under(epoch), recipe, epoch, stop)
+    return 0
+
+
+def _collect(run: RunDirectory, recipe: Recipe, epoch: Epoch, stop: Stop) -> None:
     if run.is_finished():
-        return 0
+        return
     if not announced(run, recipe):
         check_reward(run, recipe, build_task(recipe.task, recipe.run.seed).reward)
     wait_for_policy(run, recipe, stop)
     wait_for_engines(run, recipe, stop, 1)
     asyncio.run(collect(run, epoch, stop.check))
     run.set_finished("collector")
-    return 0

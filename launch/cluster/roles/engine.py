@@ -99,6 +99,13 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
 def _run_server(own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop) -> str | None:
     """One server from its start to its end. Why it should be started again; None when it should not."""
     epoch = claim(own.run.path, "engine", own.index)
+    with epoch.superseded_said():
+        return _run_start(own, recipe, address, port, key, stop, epoch)
+
+
+def _run_start(
+    own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop, epoch: Epoch
+) -> str | None:
     membership = own.run.membership()
     for earlier in membership.engines():
         if earlier.index == own.index and earlier.started < epoch.number:

@@ -104,6 +104,11 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     address = bind_address(own.host, key, stop.check)
     own.run.freeze(recipe)  # first: who comes with another recipe is refused, and takes over from nobody
     epoch = claim(own.run.path, "learner")
+    with epoch.superseded_said():
+        return _lead_start(own, recipe, address, epoch, stop, key)
+
+
+def _lead_start(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, stop: Stop, key: str | None) -> Verdict:
     run = own.run.under(epoch)
     remove_old_leftovers(run.shared_folders)
     if run.is_finished():

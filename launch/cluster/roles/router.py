@@ -33,15 +33,16 @@ def run_router(own: RouterRole, stop: Stop) -> int:
     url, membership = server_url(own.host, port), own.run.membership()
     server = start_router(port, key, log_file(), address, own.metrics_port)
     try:
-        serve(
-            server,
-            own.run,
-            epoch,
-            stop,
-            rollout.start_deadline_s,
-            lambda _: membership.announce_router(url),
-            lambda: membership.router() == url,
-        )
+        with epoch.superseded_said():
+            serve(
+                server,
+                own.run,
+                epoch,
+                stop,
+                rollout.start_deadline_s,
+                lambda _: membership.announce_router(url),
+                lambda: membership.router() == url,
+            )
     finally:
         if not epoch.is_superseded():  # the router of a later start may have the same URL
             membership.withdraw_router(url)

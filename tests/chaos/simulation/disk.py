@@ -193,6 +193,8 @@ class Disk:
         REAL.mkdir(self.root)
         old_root = next(iter(before.folders))
         self.durable = Durable()
+        if self.cache is not None:
+            self.cache = Cache(self.world)  # no host was spared: none remembers what it saw before
         self._rebuild(old_root, self.root, before, contents, draw)
 
     def damage(self, path: str, draw: random.Random) -> bytes:

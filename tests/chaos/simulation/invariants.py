@@ -7,9 +7,11 @@ import os
 from pipeline.analysis.audit import verify_history
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.files import OLD_S, is_temporary, remove_old_leftovers
+from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from tests.chaos.simulation.learner import HashLearner
+from tests.chaos.simulation.plan import Plan
 from tests.chaos.simulation.roles import (
     Setting,
     digest_of,
@@ -47,9 +49,15 @@ def _history(setting: Setting) -> None:
         batch = store.read(index, None)
         if not (oldest_allowed(plan, index) <= batch.policy_version.min() and batch.policy_version.max() <= index):
             world.problem(f"batch {index} has tokens of versions {sorted(set(batch.policy_version.tolist()))}")
-        groups = len(set(batch.group.tolist()))
-        if plan.refills and groups != plan.prompts:
-            world.problem(f"batch {index} has {groups} groups, expected {plan.prompts}")
+        if plan.refills and (groups := len(set(batch.group.tolist()))) != (expected := _expected_groups(plan, batch)):
+            world.problem(f"batch {index} has {groups} groups, expected {expected}")
+
+
+def _expected_groups(plan: Plan, batch: Batch) -> int:
+    """Of a batch with refills. A prompt that does not fit uses up one of the groups that the batch may ask: where all
+    other problems are solved, so many do not fit that the rest cannot fill it."""
+    unfit = sum(drop.kind == "unfit" for drop in batch.dropped)
+    return min(plan.prompts, (1 + plan.refills) * plan.prompts - unfit)
 
 
 def _records(setting: Setting) -> None:

@@ -164,9 +164,13 @@ def guarded(body: Any) -> Any:
 
 def collector_role(setting: Setting, process: Process) -> int:
     """As launch.cluster.roles.collector and launch.run.collect."""
-    world = setting.world
     epoch = claim(setting.path, "collector")
-    run = setting.run.under(epoch)
+    with epoch.superseded_said():
+        return _collect(setting, process, epoch)
+
+
+def _collect(setting: Setting, process: Process, epoch: Epoch) -> int:
+    world, run = setting.world, setting.run.under(epoch)
     if run.is_finished():
         return 0
     while not run.is_published():
@@ -240,6 +244,11 @@ def learner_role(setting: Setting, process: Process) -> int:
     """As launch.cluster.roles.learner and launch.run.learn."""
     setting.run.make_folders()
     epoch = claim(setting.path, "learner")
+    with epoch.superseded_said():
+        return _learn(setting, process, epoch)
+
+
+def _learn(setting: Setting, process: Process, epoch: Epoch) -> int:
     run = setting.run.under(epoch)
     if run.is_finished():
         return 0

@@ -33,3 +33,35 @@ def test_engines_come_back_though_a_resync_has_not_seen_a_publish() -> None:
 def test_a_version_that_only_a_cached_listing_names_was_published_all_the_same() -> None:
     """Its announcement was pruned meanwhile; the collector asked for it again and again, until its stack was full."""
     assert not [problem for problem in simulate(plan_of(5007)).problems if "Recursion" in problem]
+
+
+@pytest.mark.parametrize("seed", [4380, 4710])
+def test_a_batch_that_asked_many_prompts_that_do_not_fit_may_lack_groups(seed: int) -> None:
+    """All problems were solved but one that nobody solves and one that does not fit, which took three of the four
+    groups that the batch could ask. The judge expected two groups all the same."""
+    assert simulate(plan_of(seed)).problems == ()
+
+
+@pytest.mark.parametrize("seed", [16, 22])
+def test_what_a_finished_learner_removed_does_not_come_back(seed: int) -> None:
+    """It had removed its last old checkpoint, and said that nothing was left to do; the power failed. Nobody started it
+    again, so what came back of the checkpoint stayed for ever."""
+    cut = Fault(kind="power cut", role="collector", operation="rename", count=6)
+    result = simulate(Plan(seed=seed, steps=4, keep_checkpoints=1, journaled=False, faults=(cut,)))
+    assert result.happened == ("power cut",)
+    assert result.problems == ()
+
+
+def test_a_start_whose_files_a_later_one_removed_says_that_it_was_superseded() -> None:
+    """The first start of the learner froze, and claimed its epoch after the second one. It removed the folder that the
+    second was writing version 0 to. That one died of a missing file; started again, it would take over in turn."""
+    freeze = Fault(kind="freeze", role="learner", operation="fsync", count=8, seconds=1.4763629905078215)
+    result = simulate(Plan(seed=2441, preemption=0.1, faults=(freeze,)))
+    assert result.happened == ("freeze",)
+    assert result.problems == ()
+
+
+def test_no_host_remembers_what_it_saw_before_the_power_failed() -> None:
+    """The simulation's hosts did: a learner listed announcements as they had been, took a version that the cut had
+    taken back for published, and finished; the collector waited for it for ever."""
+    assert simulate(plan_of(6588)).problems == ()

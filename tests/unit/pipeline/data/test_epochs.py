@@ -14,7 +14,7 @@ from pipeline.data import epochs
 from pipeline.data.epochs import claim, epoch_folder, newest
 from pipeline.data.files import create_exclusively, is_temporary, replacing, temporary_name, write_atomically
 from pipeline.data.membership import Member, Membership
-from pipeline.errors import RetryableError, StoreError, SupersededError
+from pipeline.errors import RetryableError, StoppedError, StoreError, SupersededError
 
 
 def test_a_later_start_supersedes_an_earlier_one(tmp_path: Path) -> None:
@@ -172,3 +172,15 @@ def test_a_damaged_announcement_is_named(tmp_path: Path) -> None:
     (tmp_path / "000001.json").write_text(json.dumps([1]))
     with pytest.raises(StoreError, match=r"000001\.json is damaged"):
         membership.engines()
+
+
+@pytest.mark.parametrize("trouble", [FileNotFoundError("gone"), StoreError("damaged"), StoppedError("asked to end")])
+def test_what_goes_wrong_after_a_later_start_is_its_doing(tmp_path: Path, trouble: Exception) -> None:
+    """A missing file would be an ordinary death, and a fatal error the end of the run."""
+    epoch = claim(tmp_path, "learner")
+    with pytest.raises(type(trouble)), epoch.superseded_said():
+        raise trouble
+    claim(tmp_path, "learner")
+    with pytest.raises(SupersededError, match="start 2 has taken over") as raised, epoch.superseded_said():
+        raise trouble
+    assert raised.value.__context__ is trouble
