@@ -144,6 +144,7 @@ def _append(path: Path, line: dict[str, Any], *, durable: bool) -> None:
         os.close(descriptor)
     if is_new and durable:
         fsync_directory(path.parent)
+        fsync_directory(path.parent.parent)  # an earlier start may have made the folder, and died before it did this
 
 
 def _write_whole(descriptor: int, data: bytes, path: Path) -> None:

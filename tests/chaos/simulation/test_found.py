@@ -65,3 +65,12 @@ def test_no_host_remembers_what_it_saw_before_the_power_failed() -> None:
     """The simulation's hosts did: a learner listed announcements as they had been, took a version that the cut had
     taken back for published, and finished; the collector waited for it for ever."""
     assert simulate(plan_of(6588)).problems == ()
+
+
+def test_metrics_stay_though_who_made_their_folder_was_killed_before_it_was_durable() -> None:
+    """The next start found the folder there, and made durable only what it wrote within; a power cut took it all."""
+    kill = Fault(kind="kill", role="learner", operation="fsync", count=41)
+    cut = Fault(kind="power cut", role="learner", operation="update", count=4)
+    result = simulate(Plan(seed=1, steps=4, journaled=False, faults=(kill, cut)))
+    assert result.happened == ("kill", "power cut")
+    assert result.problems == ()
