@@ -64,6 +64,7 @@ from pipeline.data.integrity.sealed import (
 from pipeline.data.ledger.published import announce, announced, highest
 from pipeline.data.membership import Membership
 from pipeline.errors import RecipeError, RunConflictError, StoreError
+from precision.text.short import one_line
 from precision.text.yaml_data import MOST_BYTES, YamlError, parse_yaml
 
 RUN_FORMAT = 5
@@ -308,9 +309,8 @@ class RunDirectory:
         RecipeError when the file was damaged."""
         frozen = self.path / "recipe.yaml"
         if not os.path.lexists(frozen):
-            raise StoreError(
-                f"{self.path} is not a run directory: it has no recipe.yaml; give a folder such as runs/NAME"
-            )
+            named = one_line(self.path, 300)
+            raise StoreError(f"{named} is not a run directory: it has no recipe.yaml; give one such as runs/NAME")
         self.check_format()
         text = read_sealed(
             frozen,

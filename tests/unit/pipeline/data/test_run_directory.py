@@ -107,6 +107,9 @@ def test_other_formats_are_named(recipe: Recipe, text: str, said: str) -> None:
 def test_what_is_no_run_or_damaged_is_said(tmp_path: Path, recipe: Recipe) -> None:
     with pytest.raises(StoreError, match="is not a run directory"):
         RunDirectory(tmp_path).recipe()
+    with pytest.raises(StoreError, match="is not a run directory: it has no recipe") as long:
+        RunDirectory(Path("9" * 9999)).recipe()
+    assert len(str(long.value)) < 500
     run = RunDirectory(recipe.directory)
     run.freeze(recipe)
     (run.path / "recipe.yaml").write_text(seal("run: [\n"))
