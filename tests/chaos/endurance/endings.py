@@ -51,6 +51,7 @@ def end_so(kind: str, folder: Path, details: dict[str, Any]) -> str:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         train.wait(30)
+        shutil.rmtree((folder / "tmp").resolve(), ignore_errors=True)
 
 
 def hold_shm(train: psutil.Popen) -> psutil.Popen | None:

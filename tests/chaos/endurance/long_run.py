@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -50,12 +52,16 @@ def stay_flat(
     details["files"] = dict(kinds(run))
     if status != 0:
         return f"train ended with {status}: {(folder / 'train.err').read_text()[-300:].strip()}"
+    shutil.rmtree((folder / "tmp").resolve(), ignore_errors=True)
     return verdict(measured, run, details, series)
 
 
 def begin(folder: Path, steps: int, **plan: Any) -> Path:
     """A recipe for a long run in `folder`, and the directory that the run will have."""
-    (folder / "tmp").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "tmp").is_dir():
+        (folder / "tmp").unlink(missing_ok=True)
+        (folder / "tmp").symlink_to(tempfile.mkdtemp(prefix="ek-"))  # engines' sockets want a short path
     if not (folder / "model" / "config.json").exists():
         make_model(folder / "model")
     long = Plan("long", plan.get("schedule", "async"), plan.get("channel", "disk"), "tensor_parallel", ())
@@ -82,7 +88,7 @@ def start_train(folder: Path) -> psutil.Popen:
         return psutil.Popen(
             [*own_shm(), *command],
             cwd=ROOT,
-            env={**environment, "TMPDIR": str(folder / "tmp")},
+            env={**environment, "TMPDIR": str((folder / "tmp").resolve())},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
