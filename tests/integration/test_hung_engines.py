@@ -134,4 +134,6 @@ def test_the_only_engine_may_freeze(tmp_path: Path, channel: str) -> None:
         again = run.until(lambda: run.restarts(0, at), "a restart of the engine")[0]
         seen = run.steps()
         run.until(lambda: run.steps() >= seen + 2, "two steps after it")
-    assert {event["process"] for event in read_events(run.run, "restarted")} == {"engine-0"}, again
+    restarted = {event["process"] for event in read_events(run.run, "restarted")}
+    # A broadcast that was under way fails with its only engine, and the learner begins that publish anew.
+    assert restarted - ({"learner"} if channel == "broadcast" else set()) == {"engine-0"}, again
