@@ -50,7 +50,8 @@ def end_so(kind: str, folder: Path, details: dict[str, Any]) -> str:
         for process in (*seen.values(), train, *([keeper] if keeper else [])):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        train.wait(30)
+        for own in (train, *([keeper] if keeper else [])):
+            own.wait(30)
         shutil.rmtree((folder / "tmp").resolve(), ignore_errors=True)
 
 

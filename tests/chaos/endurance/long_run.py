@@ -49,6 +49,7 @@ def stay_flat(
         status = train.wait(GRACE_S)
     finally:
         end(train)
+        train.wait(GRACE_S)
     details["files"] = dict(kinds(run))
     if status != 0:
         return f"train ended with {status}: {(folder / 'train.err').read_text()[-300:].strip()}"
