@@ -39,7 +39,7 @@ from pipeline.data.files import FIRST_POLL_S, NUMBER, await_visible, creating, m
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
-from pipeline.data.run_directory import numbered, unfenced
+from pipeline.data.run_directory import numbered, numbered_files, unfenced
 from pipeline.data.zarr_zip import open_zarr_zip, write_zarr_zip
 from pipeline.errors import (
     AlreadyCommittedError,
@@ -51,7 +51,6 @@ from pipeline.errors import (
 from precision.text.short import one_line
 
 _NAME = re.compile(rf"^({NUMBER})\.zarr\.zip$")
-_LOST_NAME = re.compile(rf"^({NUMBER}){re.escape(LOST_SUFFIX)}$")
 
 
 class BatchStore:
@@ -91,8 +90,7 @@ class BatchStore:
         return [LostBatch.read(self.lost_path(index)) for index in self._recorded_lost()]
 
     def _recorded_lost(self) -> list[int]:
-        matches = map(_LOST_NAME.match, os.listdir(self.directory))
-        return sorted(int(match[1]) for match in matches if match)
+        return list(numbered_files(self.directory, LOST_SUFFIX))
 
     def settled(self) -> list[int]:
         """Indices of the batches that are committed or lost: nothing is to be made of them. Ascending."""
