@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
-import time
 import tracemalloc
 from typing import Any
 
@@ -15,9 +13,10 @@ from hypothesis import strategies as st
 
 from pipeline.errors import BadAnswerError, EngineVersionError
 from pipeline.ports.engines import Sampling
-from rollout_sglang.answers import json_scan
+from rollout_sglang.answers import json_scan, samples
 from rollout_sglang.answers.json_scan import element_spans
 from rollout_sglang.answers.samples import Asked, read_completions
+from rollout_sglang.protocol import GENERATED
 from tests.chaos.malformed.answers import VOCABULARY, _impossible
 from tests.chaos.malformed.mutations import mutated_bytes, mutated_data
 from tests.support.examples import examples
@@ -98,24 +97,21 @@ def big_answer(num_samples: int, num_tokens: int) -> tuple[bytes, Asked]:
     return body, Asked(num_prompt=len(PROMPT), num_samples=num_samples, sampling=sampling)
 
 
-def test_other_threads_run_while_a_large_answer_is_read() -> None:
-    """The whole of it is under Python's lock for no longer than one sample takes, whatever that is on this machine."""
-    body, asked = big_answer(32, 2048)
-    pauses, stop = [0.0], threading.Event()
+def test_a_large_answer_is_parsed_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parser holds Python's lock until it is done with what it was given, so it is given one sample at a time: other
+    threads, the event loop among them, have their turn in between."""
+    body, asked = big_answer(8, 512)
+    parsed: list[int] = []
 
-    def tick() -> None:
-        last = time.perf_counter()
-        while not stop.is_set():
-            time.sleep(0.0005)
-            pauses.append(time.perf_counter() - last)
-            last = time.perf_counter()
+    class Recorder:
+        def validate_json(self, piece: bytes) -> Any:
+            parsed.append(len(piece))
+            return GENERATED.validate_json(piece)
 
-    ticking = threading.Thread(target=tick)
-    ticking.start()
-    read_completions(body, asked, engine=0, elapsed_s=1.0)
-    stop.set()
-    ticking.join()
-    assert len(pauses) > 20, "nobody else had a turn"
+    monkeypatch.setattr(samples, "GENERATED", Recorder())
+    assert len(read_completions(body, asked, engine=0, elapsed_s=1.0)) == 8
+    assert len(parsed) == 8
+    assert max(parsed) < 1.2 * len(body) / 8
 
 
 def test_a_size_that_is_told_takes_no_memory() -> None:
