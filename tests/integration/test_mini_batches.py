@@ -12,6 +12,7 @@ from pipeline.data.event_log import read_metrics
 from tests.integration.workers.mini_batches_worker import CASES, STEPS, UPDATES, measure
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow  # tests/integration/test_objectives.py is its everyday counterpart
 LAYOUTS = {1: ["one"], 2: ["DP2", "PP2"]}
 
 

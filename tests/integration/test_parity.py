@@ -8,7 +8,7 @@ from tests.support.engine_forks import forked_engines
 from tests.support.rank_programs import forked_programs
 from tests.support.runs import evenkeel_json
 
-pytestmark = [pytest.mark.loop, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.loop, pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 def test_parity() -> None:

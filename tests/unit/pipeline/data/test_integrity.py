@@ -33,13 +33,14 @@ from pipeline.data.integrity.walk import damaged_files, is_free
 from pipeline.data.zarr_zip import SMALL_BYTES, open_zarr_zip, sealed_zip, write_zarr_zip
 from pipeline.errors import StoreError
 from pipeline.trainer.checkpoints import commit, verify
+from tests.support.examples import profile
 
 
-def flipped(data: bytes) -> Iterator[bytes]:
-    """`data` with each of its bits flipped."""
-    for byte in range(len(data)):
-        for bit in range(8):
-            yield data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1 :]
+def flipped(data: bytes, every: int = 1) -> Iterator[bytes]:
+    """`data` with each of its bits, or one of `every`, flipped."""
+    for place in range(0, 8 * len(data), every):
+        byte, bit = divmod(place, 8)
+        yield data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1 :]
 
 
 TEXTS = ['{"url": "http://é", "n": 2}\n', "{}\n", '{\n "a": {"crc32": "00000000"}\n}\n', "12\n", "a: 1\nb: {}\n", "\n"]
@@ -112,14 +113,16 @@ def arrays_of(path: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
+@pytest.mark.hypothesis
 def test_each_flipped_bit_of_a_zip_is_found(tmp_path: Path) -> None:
+    """One of five every day."""
     path = tmp_path / "a.zarr.zip"
     with path.open("wb") as file:
         write_zarr_zip(file, {"index": 3}, {"tokens": np.arange(4, dtype=np.int32)})
     group, sealed = open_zarr_zip(path)
     assert sealed
     assert np.asarray(group["tokens"][...]).tolist() == [0, 1, 2, 3]  # type: ignore[index]
-    for damaged in flipped(path.read_bytes()):
+    for damaged in flipped(path.read_bytes(), every=1 if profile() == "thorough" else 5):
         path.write_bytes(damaged)
         try:
             assert not open_zarr_zip(path)[1], "a damaged comment: the schema says that there must be one"
