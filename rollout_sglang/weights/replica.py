@@ -1,0 +1,178 @@
+"""The weights of a run on an engine's own host: made from the policy folders, and kept up to date by what changed.
+
+    RUN/policy/000013 ──┐
+    RUN/policy/000014 ──┴─▶ REPLICA/000012-0a1b2c3d4e5f   what the engine serves, or served before
+                            REPLICA/000014-5f4e3d2c1b0a   the next: 12 was at hand, deltas 13 and 14 overwrote it
+
+There are two folders, so that the weights which the engine loaded last are never written to. A folder is named by its
+version and by the digest of all its tensors. It has that name only once every tensor that was written has the SHA-256
+of the version's manifest; before, it has none. So a delta that is damaged, missing or not for these weights is found
+here, and nothing that a kill leaves behind is ever loaded: the next start of the engine makes a replica of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeline.data.deltas.chain import Link, chain_to
+from pipeline.data.deltas.delta import STATE_DIGITS
+from pipeline.data.deltas.places import Bytes
+from pipeline.data.files import temporary_name
+from pipeline.data.integrity.space import require_space, size_of
+from pipeline.data.run_directory import numbered
+from pipeline.errors import StoreError
+
+_KEPT = 2
+_OF_THE_VERSION = ("SHA256SUMS", "manifest.json", "weight_check.json")
+"""Files of a policy folder that describe one version; no engine reads them."""
+_REMEDY = "its next whole version is taken"
+_HEADER_LENGTH_BYTES = 8
+
+
+def replica_name(version: int, state: str) -> str:
+    """Of a folder with these weights, on whatever host."""
+    return f"{numbered(version)}-{state[:STATE_DIGITS]}"
+
+
+class _Copy(NamedTuple):
+    folder: Path
+    link: Link
+
+
+@dataclass
+class Replica:
+    """The folders of one engine. Not safe for several threads."""
+
+    policies: Path
+    folder: Path
+    """On the engine's host; no other process writes there."""
+    on_change: Callable[[Sequence[Path]], None] = lambda _: None
+    """Called with the folders, newest last, whenever there is another one, and before one is written to."""
+
+    def __post_init__(self) -> None:
+        self._held: list[_Copy] = []
+
+    @property
+    def folders(self) -> list[Path]:
+        """Those that may be loaded, newest last."""
+        return [copy.folder for copy in self._held]
+
+    def make(self, version: int) -> Path:
+        """The folder with the weights of a version, as it is published now. Raises StoreError."""
+        held = {copy.link.state for copy in self._held}
+        try:
+            return self._make(chain_to(self.policies, version, held))
+        except StoreError as error:
+            try:  # beginning with whole weights, a delta that is damaged may not be needed
+                return self._make(chain_to(self.policies, version))
+            except StoreError:
+                raise error from None
+
+    def _make(self, chain: Sequence[Link]) -> Path:
+        first, last = chain[0], chain[-1]
+        own = {copy.link.state: copy for copy in self._held}
+        if last.state in own and own[last.state].link.version == last.version:
+            return own[last.state].folder
+        target = self.folder / replica_name(last.version, last.state)
+        temporary = temporary_name(target)
+        try:
+            self._begin(first, own.get(first.state), temporary)
+            _overwrite(temporary, chain)
+            temporary.rename(target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        self._held.append(_Copy(target, last))
+        self.on_change(self.folders)
+        return target
+
+    def _begin(self, first: Link, own: _Copy | None, temporary: Path) -> None:
+        """Make `temporary` the weights of `first`: a folder that is not needed any more, or a copy."""
+        spare = self._held.pop(0) if len(self._held) == _KEPT else None
+        if spare is not None:
+            self.on_change(self.folders)  # before it is written to: who reads the list loads another one
+            spare.folder.rename(temporary)
+            if spare == own:
+                return
+            shutil.rmtree(temporary)
+        source = first.folder if own is None else own.folder
+        require_space(self.folder, size_of(source), f"the engine's replica of {first.folder.name}")
+        temporary.mkdir()
+        for path in source.iterdir():
+            if path.is_file() and not path.name.startswith("delta") and path.name not in _OF_THE_VERSION:
+                shutil.copyfile(path, temporary / path.name)
+        if own is None:
+            _check_copy(first, temporary)
+
+
+def _check_copy(link: Link, folder: Path) -> None:
+    """That the weights were copied as they were published."""
+    places = tensor_places(folder)
+    for name, entry in link.manifest.items():
+        if name not in places or _sha256(places[name].map()) != entry["sha256"]:
+            raise StoreError(f"{link.folder} does not hold tensor {name} as its manifest says; {_REMEDY}")
+
+
+def _overwrite(folder: Path, chain: Sequence[Link]) -> None:
+    """Apply all deltas of the chain, then compare what was written with the manifest of the last version."""
+    changed = {name for link in chain[1:] if link.delta is not None for name in link.delta.payloads}
+    first, last = chain[0].manifest, chain[-1].manifest
+    for name in first.keys() | last.keys():
+        if name not in changed and first.get(name, {}).get("sha256") != last.get(name, {}).get("sha256"):
+            raise StoreError(f"{chain[-1].folder} differs from {chain[0].folder} in {name}, of which no delta says so")
+    places = tensor_places(folder)
+    for name in sorted(changed):
+        if name not in places or name not in last:
+            raise StoreError(f"{chain[-1].folder}: its deltas change {name}, which is no tensor of the model")
+        target = places[name].map()
+        for link in chain[1:]:
+            assert link.delta is not None, "chain_to ends where there is none"
+            link.delta.overwrite(link.folder, name, target)
+        if _sha256(target) != last[name]["sha256"]:
+            raise StoreError(
+                f"{name} is not as {chain[-1].folder} says, once the deltas from version {chain[0].version} on are "
+                f"applied; {_REMEDY}"
+            )
+
+
+class TensorPlace(NamedTuple):
+    """Where the bytes of a tensor lie."""
+
+    file: Path
+    offset: int
+    num_bytes: int
+
+    def map(self) -> Bytes:
+        """The bytes in the file's own memory: what is written there is in the file."""
+        if not self.num_bytes:
+            return np.empty(0, np.uint8)
+        return np.memmap(self.file, np.uint8, "r+", self.offset, (self.num_bytes,))
+
+
+def tensor_places(folder: Path) -> dict[str, TensorPlace]:
+    """The tensors of a folder of safetensors. Raises StoreError."""
+    found: dict[str, TensorPlace] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")
+                header = json.loads(file.read(min(length, path.stat().st_size)))
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                found[name] = TensorPlace(path, _HEADER_LENGTH_BYTES + length + begin, end - begin)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StoreError(f"{path} is no safetensors file ({error})") from error
+    return found
+
+
+def _sha256(data: Bytes) -> str:
+    return hashlib.sha256(data.data).hexdigest()

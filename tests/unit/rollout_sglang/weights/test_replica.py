@@ -1,0 +1,209 @@
+"""The weights of a run on an engine's own host, made from policy folders."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from pipeline.data.deltas import delta
+from pipeline.data.deltas.chain import chain_to
+from pipeline.data.deltas.delta import DELTA_FILE
+from pipeline.errors import StoreError
+from rollout_sglang.weights import replica as module
+from rollout_sglang.weights.replica import Replica
+from tests.support.delta_policies import NAMES, Tensors, drawn, moved, write_version
+
+LAST = 14
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Tensors]]:
+    """10 whole, deltas 11 and 12, 13 whole with a delta, delta 14."""
+    policies, versions = tmp_path_factory.mktemp("written"), dict[int, Tensors]()
+    versions[10] = drawn(0)
+    write_version(policies, 10, versions[10])
+    for version in range(11, LAST + 1):
+        versions[version] = moved(versions[version - 1], version)
+        base = (version - 1, versions[version - 1])
+        write_version(policies, version, versions[version], base=base, whole=version == 13)
+    return policies, versions
+
+
+@pytest.fixture
+def published(tmp_path: Path, written: tuple[Path, dict[int, Tensors]]) -> dict[int, Tensors]:
+    """A copy of them under policy/; the tensors by version."""
+    shutil.copytree(written[0], tmp_path / "policy")
+    return written[1]
+
+
+def new_replica(tmp_path: Path) -> Replica:
+    folder = tmp_path / "replica"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return Replica(tmp_path / "policy", folder)
+
+
+def check(folder: Path, expected: Tensors) -> None:
+    found = load_file(folder / "model-00001.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(found[name], tensor)
+
+
+def test_every_version_from_nothing(tmp_path: Path, published: dict[int, Tensors]) -> None:
+    for version, tensors in published.items():
+        check(new_replica(tmp_path).make(version), tensors)
+
+
+def test_one_version_after_the_other(tmp_path: Path, published: dict[int, Tensors]) -> None:
+    """Two folders take turns; the weights that were made last are never written to."""
+    replica, before = new_replica(tmp_path), None
+    for version, tensors in published.items():
+        folder = replica.make(version)
+        check(folder, tensors)
+        if before is not None:
+            check(before, published[version - 1])
+            assert replica.folders == [before, folder]
+        assert replica.make(version) == folder
+        before = folder
+    assert sorted(path.name for path in (tmp_path / "replica").iterdir()) == sorted(p.name for p in replica.folders)
+
+
+def test_only_what_changed_is_read_after_the_first(tmp_path: Path, published: dict[int, Tensors]) -> None:
+    replica = new_replica(tmp_path)
+    replica.make(10)
+    replica.make(11)
+    for version in (10, 13):
+        (tmp_path / "policy" / f"{version:06}" / "model-00001.safetensors").unlink()
+    for version in (12, 13, 14):
+        check(replica.make(version), published[version])
+
+
+def test_versions_may_be_left_out(tmp_path: Path, published: dict[int, Tensors]) -> None:
+    replica = new_replica(tmp_path)
+    for version in (10, 12, 14):
+        check(replica.make(version), published[version])
+
+
+def test_before_a_folder_is_written_to_it_is_not_listed(tmp_path: Path, published: dict[int, Tensors]) -> None:
+    replica, listed = new_replica(tmp_path), list[list[str]]()
+
+    def note(folders: Sequence[Path]) -> None:
+        listed.append([folder.name[:6] for folder in folders])
+        assert all(folder.exists() for folder in folders)
+
+    replica.on_change = note
+    for version in (10, 11, 12):
+        replica.make(version)
+    assert listed == [["000010"], ["000010", "000011"], ["000011"], ["000011", "000012"]]
+
+
+def test_a_version_that_was_published_again_is_another_one(tmp_path: Path, published: dict[int, Tensors]) -> None:
+    replica = new_replica(tmp_path)
+    first = replica.make(12)
+    shutil.rmtree(tmp_path / "policy" / "000012")
+    again = drawn(9)
+    write_version(tmp_path / "policy", 12, again)
+    second = replica.make(12)
+    assert second != first
+    check(second, again)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda policies: flip(policies / "000012" / "delta-00000.bin"),
+        lambda policies: (policies / "000012" / "delta-00000.bin").unlink(),
+        lambda policies: flip(policies / "000012" / DELTA_FILE),
+        lambda policies: shutil.rmtree(policies / "000012"),
+        lambda policies: flip(policies / "000012" / "manifest.json"),
+        lambda policies: shutil.copy(policies / "000011" / "delta-00000.bin", policies / "000012" / "delta-00000.bin"),
+        lambda policies: [
+            shutil.rmtree(policies / "000012"),
+            shutil.copytree(policies / "000011", policies / "000012"),
+        ],
+    ],
+    ids=["flipped", "no payload", "delta.json", "missing", "manifest", "payload of another", "doubled"],
+)
+@pytest.mark.parametrize("held", [(), (10,), (10, 11)])
+def test_a_delta_that_is_damaged_missing_or_doubled_is_found(
+    tmp_path: Path, published: dict[int, Tensors], damage: Callable[[Path], object], held: tuple[int, ...]
+) -> None:
+    """It is never loaded, and the next whole version goes on."""
+    replica = new_replica(tmp_path)
+    for version in held:
+        replica.make(version)
+    damage(tmp_path / "policy")
+    with pytest.raises(StoreError):
+        replica.make(12)
+    for folder in replica.folders:
+        check(folder, published[int(folder.name[:6])])
+    check(replica.make(14), published[14])
+
+
+def test_weights_that_were_copied_are_compared(tmp_path: Path, published: dict[int, Tensors]) -> None:
+    flip(tmp_path / "policy" / "000013" / "model-00001.safetensors")
+    with pytest.raises(StoreError, match="000013 does not hold tensor"):
+        new_replica(tmp_path).make(14)
+    assert list((tmp_path / "replica").iterdir()) == []
+
+
+def test_a_tensor_that_no_delta_names_must_be_the_same(tmp_path: Path, published: dict[int, Tensors]) -> None:
+    tensors = moved(published[14], 1, names=NAMES[:1])
+    lied = moved(tensors, 2, names=NAMES[1:])
+    folder = write_version(tmp_path / "policy", 15, tensors, base=(14, published[14]))
+    honest = write_version(tmp_path / "lied", 15, lied)
+    shutil.copy(honest / "manifest.json", folder / "manifest.json")
+    replica = new_replica(tmp_path)
+    replica.make(14)
+    with pytest.raises(StoreError, match="of which no delta says so"):
+        replica._make(chain_to(tmp_path / "policy", 15, {replica._held[-1].link.state}))
+
+
+@pytest.mark.parametrize("strike", range(12))
+def test_a_failure_at_any_call_leaves_what_is_served_as_it_was(
+    tmp_path: Path, published: dict[int, Tensors], strike: int
+) -> None:
+    """A full disk at the n-th call that writes or reads: what is listed is whole, and the next attempt succeeds."""
+    replica, calls = new_replica(tmp_path), 0
+    replica.make(10)
+    replica.make(11)
+    serving = replica.folders[-1]
+
+    def striking(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == strike + 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*args, **kwargs)
+
+        return call
+
+    with (
+        patch.object(module.np, "memmap", striking(np.memmap)),
+        patch.object(module, "_sha256", striking(module._sha256)),
+        patch.object(module.shutil, "copyfile", striking(shutil.copyfile)),
+        patch("pipeline.data.deltas.delta.apply", striking(delta.apply)),
+    ):
+        try:
+            replica.make(12)
+        except OSError:
+            assert calls == strike + 1
+    check(serving, published[11])
+    assert serving in replica.folders
+    for folder in replica.folders:
+        check(folder, published[int(folder.name[:6])])
+    check(replica.make(12), published[12])
