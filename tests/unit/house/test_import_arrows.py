@@ -17,7 +17,7 @@ ADAPTERS_MAY_USE = (
     *("pipeline.ports", "pipeline.data.records", "pipeline.data.run_directory"),
     *("pipeline.data.files", "pipeline.data.epochs", "pipeline.data.membership", "pipeline.data.routed_experts"),
     *("pipeline.data.quant_maps", "pipeline.data.kept_sets", "pipeline.data.border"),
-    "pipeline.data.integrity",
+    *("pipeline.data.integrity", "pipeline.data.deltas"),
     *(
         "pipeline.errors",
         "pipeline.config.recipe",
