@@ -121,8 +121,8 @@ MUTATIONS = (
     ),
     Mutation(
         "the digest of a batch file is not compared",
-        "pipeline/data/store.py",
-        "if content_sha256(attributes, arrays) != expected:",
+        "pipeline/data/arrays/batch_file.py",
+        "if attributes_sha256(attributes) != expected:",
         "if expected is None:",
         (f"{UNIT}/pipeline/data/test_store.py",),
     ),

@@ -14,15 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.border.attributes import check_attributes
+from pipeline.data.arrays.chunks import chunk_digests, chunk_rows
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import FINISH_REASONS, Batch, DroppedGroup, LogprobContract
 from pipeline.data.routed_experts import RoutedExperts
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 FIRST_SEALED = 5
-"""The schema since which the file itself has a checksum (pipeline.data.zarr_zip)."""
+"""The schema since which the file itself has a checksum (pipeline.data.arrays.zarr_writer)."""
+FIRST_IN_CHUNKS = 6
+"""The schema since which chunks have digests, so that a part of a batch is verified without the rest."""
 _NAMES_BYTES = 64 << 10
+_CHUNK_BYTES = 512
+"""What zip and the attributes say about a chunk."""
 ADDED_IN_2 = ("loss_mask", "problem")
 """Arrays that files of schema 1 lack. There, engines sampled every token, and problems were not recorded."""
 NAMES_BEFORE_3 = {"rollout_logprobs": "sampler_logprobs", "loss_mask": "forced"}
@@ -102,7 +106,9 @@ def arrays_of(batch: Batch) -> dict[str, NDArray[Any]]:
 
 def num_bytes(batch: Batch) -> int:
     """What the batch's file takes at most: its arrays as they are, and some for names and checksums."""
-    return sum(array.nbytes for array in arrays_of(batch).values()) + _NAMES_BYTES
+    arrays = arrays_of(batch).values()
+    chunks = sum(-(-len(array) // chunk_rows(array.shape, array.dtype)) for array in arrays)
+    return sum(array.nbytes for array in arrays) + _CHUNK_BYTES * chunks + _NAMES_BYTES
 
 
 def array_names(attributes: Mapping[str, Any]) -> list[str]:
@@ -133,9 +139,11 @@ def check_sizes(shapes: Mapping[str, tuple[int, ...]]) -> None:
             raise ValueError(f"{name} is {shape}, expected {axes} axes, the first of them the {total[0]} tokens")
 
 
-def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Batch:
-    """The inverse of storing. Raises ValueError, KeyError or TypeError when something is missing or of another kind."""
-    check_attributes(attributes)
+def batch_from(
+    attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], held: NDArray[np.bool_] | None = None
+) -> Batch:
+    """The inverse of storing; `arrays` that count tokens are of the samples marked in `held` [n]. Raises ValueError,
+    KeyError or TypeError when something is missing or of another kind."""
     names = attributes["reward_part_names"]
     parts = arrays["reward_parts"] if names else np.empty((0, 0), np.float32)
     if len(parts) != len(names):
@@ -158,6 +166,7 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
         reward_parts=dict(zip(names, parts, strict=True)),
         kept=KeptSets(offsets=arrays[KEPT[0]], tokens=arrays[KEPT[1]]) if KEPT[0] in optional else None,
         experts=RoutedExperts(ids=arrays[EXPERTS[0]], known=arrays[EXPERTS[1]]) if EXPERTS[0] in optional else None,
+        held=held,
         **fields,
     )
 
@@ -171,8 +180,25 @@ def _upgraded(fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def content_sha256(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Digest of the attributes and of every array's raw little-endian bytes, in a fixed order."""
+def with_digests(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """`attributes` as they are stored beside `arrays`: with what each array is, the digests of its chunks
+    (pipeline.data.arrays.chunks), and a digest of all that."""
+    described = {
+        name: dict(dtype=array.dtype.name, shape=list(array.shape), sha256=chunk_digests(array))
+        for name, array in arrays.items()
+    }
+    whole = {**attributes, "arrays": described}
+    return {**whole, "content_sha256": attributes_sha256(whole)}
+
+
+def attributes_sha256(attributes: Mapping[str, Any]) -> str:
+    """Digest of the attributes, those of chunks among them, and so of the content."""
+    return hashlib.sha256(json.dumps(attributes, sort_keys=True).encode()).hexdigest()
+
+
+def content_sha256_before_6(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Digest of the attributes and of every array's raw little-endian bytes, in a fixed order, as files of schemas 1 to
+    5 have it."""
     digest = hashlib.sha256(json.dumps(attributes, sort_keys=True).encode())
     rows = [arrays[name] for name in array_names(attributes) if name != "reward_parts"]
     for array in [*rows, *arrays.get("reward_parts", ())]:
@@ -183,7 +209,8 @@ def content_sha256(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[A
 
 def check_batch(batch: Batch, *, written: bool = True) -> None:
     """Raises ValueError, naming the array, unless all arrays have their dtype and agree with one another. A batch that
-    is read, not `written`, need not be searched again for what its digest would show."""
+    is read, not `written`, need not be searched again for what its digest would show. Of tokens that are not held
+    nothing is known."""
     for name, dtype in (PER_TOKEN | PER_SAMPLE).items():
         array = getattr(batch, name)
         if array.dtype != np.dtype(dtype) or array.ndim != 1:
@@ -216,11 +243,12 @@ def _check_offsets(batch: Batch) -> None:
     offsets, samples = batch.sample_offsets, batch.num_samples
     if len(offsets) != samples + 1:
         raise ValueError(f"sample_offsets has {len(offsets)} entries, expected {samples + 1}")
-    if offsets[0] != 0 or offsets[-1] != len(batch.tokens) or np.any(np.diff(offsets) < 0):
+    held, rises = int(batch.lengths[batch.held_samples].sum()), not np.any(np.diff(offsets) < 0)
+    if offsets[0] != 0 or held != len(batch.tokens) or not rises:
         raise ValueError(f"sample_offsets does not rise from 0 to the {len(batch.tokens)} tokens")
     if np.any(batch.prompt_lengths < 0) or np.any(batch.response_lengths < 0):
         raise ValueError("a prompt is longer than its sample")
-    responses = int(batch.response_lengths.sum())
+    responses = int(batch.response_offsets[-1])
     for name in ("rollout_logprobs", "policy_version", "loss_mask"):
         if len(getattr(batch, name)) != responses:
             raise ValueError(f"{name} has {len(getattr(batch, name))} entries, expected {responses} response tokens")

@@ -132,7 +132,8 @@ class DroppedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One batch as stored: n samples, `total` tokens (prompts and responses), `responses` response tokens.
+    """One batch as stored: n samples, `total` tokens (prompts and responses), `responses` response tokens. A rank may
+    hold the tokens of some samples alone (`held`); `total` and `responses` are then counted over these.
 
     Response tokens of sample i are tokens[sample_offsets[i] + prompt_lengths[i] : sample_offsets[i + 1]]; the
     per-response-token arrays are the concatenation of those spans over i (see `response_offsets`).
@@ -181,20 +182,33 @@ class Batch:
     """[responses] sets of tokens over which the contract's distribution is renormalized; None: the whole vocabulary."""
     experts: RoutedExperts | None = None
     """[total] where the engines sent each token, for a learner that replays it; None: they were not asked."""
+    held: NDArray[np.bool_] | None = None
+    """[n] the samples whose tokens are here: a rank's share. Every array that is counted in tokens is of these samples
+    alone, one after another; those counted in samples, and `sample_offsets`, are of all. None: all are held."""
 
     @property
     def num_samples(self) -> int:
         return len(self.prompt_lengths)
 
     @property
+    def held_samples(self) -> NDArray[np.int64]:
+        """[held] the numbers of the samples whose tokens are here, ascending."""
+        return np.arange(self.num_samples) if self.held is None else np.flatnonzero(self.held)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[n] tokens, of prompt and response."""
+        return np.asarray(np.diff(self.sample_offsets), np.int64)
+
+    @property
     def response_lengths(self) -> NDArray[np.int64]:
         """[n] tokens."""
-        return np.asarray(np.diff(self.sample_offsets) - self.prompt_lengths, np.int64)
+        return self.lengths - self.prompt_lengths
 
     @property
     def response_offsets(self) -> NDArray[np.int64]:
-        """[n + 1] where each sample's response starts in the per-response-token arrays."""
-        return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
+        """[held + 1] where the response of each held sample starts in the per-response-token arrays."""
+        return np.concatenate([[0], np.cumsum(self.response_lengths[self.held_samples])]).astype(np.int64)
 
     @property
     def num_response_tokens(self) -> int:
@@ -202,43 +216,61 @@ class Batch:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Response tokens that an engine sampled: what a loss is counted over."""
+        """Response tokens that an engine sampled, of the held samples."""
         return int(np.count_nonzero(self.loss_mask))
 
     @property
     def interrupted(self) -> NDArray[np.bool_]:
-        """[n] whether the response holds tokens that no engine sampled."""
+        """[held] whether the response has tokens that no engine sampled."""
         ends = np.concatenate([[0], np.cumsum(~self.loss_mask)])[self.response_offsets]
         return np.asarray(np.diff(ends) > 0)
 
     @property
     def response_tokens(self) -> NDArray[np.int32]:
         """[responses] token ids."""
-        places = np.arange(len(self.tokens)) - np.repeat(self.sample_offsets[:-1], np.diff(self.sample_offsets))
-        return self.tokens[places >= np.repeat(self.prompt_lengths, np.diff(self.sample_offsets))]
+        lengths = self.lengths[self.held_samples]
+        places = np.arange(len(self.tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return self.tokens[places >= np.repeat(self.prompt_lengths[self.held_samples], lengths)]
 
     def sample_tokens(self, sample: int) -> NDArray[np.int32]:
-        """Prompt and response tokens of one sample."""
+        """Prompt and response tokens of one sample, of those that a batch holds which holds all."""
         return self.tokens[self.sample_offsets[sample] : self.sample_offsets[sample + 1]]
 
+    def hold(self, samples: NDArray[np.bool_]) -> Batch:
+        """The same batch with the tokens of the samples marked in `samples` [n] alone, of which all are held."""
+        return self._with_tokens_of(samples, held=samples)
+
+    def alone(self) -> Batch:
+        """The held samples alone: a batch of them that holds all."""
+        return self if self.held is None else replace(self, **self._of_samples(self.held), held=None)
+
     def select(self, samples: NDArray[np.bool_]) -> Batch:
-        """The samples marked in `samples` [n] alone, in the same order. What describes the collection (`dropped`,
-        `next_group`, `open_groups`) stays that of the whole batch."""
-        tokens = np.repeat(samples, np.diff(self.sample_offsets))
-        responses = np.repeat(samples, self.response_lengths)
-        lengths = np.diff(self.sample_offsets)[samples]
-        of_responses = ("rollout_logprobs", "policy_version", "loss_mask")
-        of_samples = ("prompt_lengths", "group", "problem", "reward", "finish", "truncated", "engine")
-        timings = ("queued_s", "generated_s")
+        """The samples marked in `samples` [n] alone, in the same order, of which those are held that were. What
+        describes the collection (`dropped`, `next_group`, `open_groups`) stays that of the whole batch."""
+        held = None if self.held is None else self.held[samples]
+        return replace(self._with_tokens_of(samples, held=held), **self._of_samples(samples))
+
+    def _with_tokens_of(self, samples: NDArray[np.bool_], *, held: NDArray[np.bool_] | None) -> Batch:
+        """With the tokens of those `samples` [n] that are held."""
+        own = samples[self.held_samples]
+        tokens = np.repeat(own, self.lengths[self.held_samples])
+        responses = np.repeat(own, np.diff(self.response_offsets))
         return replace(
             self,
             tokens=self.tokens[tokens],
-            sample_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            reward_parts={name: values[samples] for name, values in self.reward_parts.items()},
-            **{name: getattr(self, name)[samples] for name in (*of_samples, *timings)},
-            **{name: getattr(self, name)[responses] for name in of_responses},
+            **{name: getattr(self, name)[responses] for name in ("rollout_logprobs", "policy_version", "loss_mask")},
             kept=None if self.kept is None else self.kept.take(np.flatnonzero(responses)),
             experts=None if self.experts is None else self.experts[tokens],
+            held=held,
+        )
+
+    def _of_samples(self, samples: NDArray[np.bool_]) -> dict[str, Any]:
+        """The fields that are counted in samples, of those marked in `samples` [n]."""
+        names = ("prompt_lengths", "group", "problem", "reward", "finish", "truncated", "engine", "queued_s")
+        return dict(
+            sample_offsets=np.concatenate([[0], np.cumsum(self.lengths[samples])]).astype(np.int64),
+            reward_parts={name: values[samples] for name, values in self.reward_parts.items()},
+            **{name: getattr(self, name)[samples] for name in (*names, "generated_s")},
         )
 
     @staticmethod

@@ -2,7 +2,8 @@
 
 Zarr promises nothing across chunks: after a killed write an array still opens, and what is missing reads as fill
 values. So a batch is built in memory, written to a temporary name, made durable, and only then given its name; and a
-read verifies the file's checksum, a crc32c per chunk, one digest over all content, and that the ragged arrays agree.
+read verifies the file's checksum, a crc32c and a digest per chunk, and that the ragged arrays agree. A rank reads and
+verifies the chunks of its own samples alone.
 
 One collector writes; a second one, on any host, that believes to be the one loses: a link never replaces a file. Any
 number of processes may read and wait. They wait by listing: to ask for a name makes some file systems remember that it
@@ -17,22 +18,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import BinaryIO, NoReturn
 
-import numpy as np
-import zarr
-
-from pipeline.data.batch_format import (
-    FIRST_SEALED,
-    array_names,
-    arrays_of,
-    attributes_of,
-    batch_from,
-    check_batch,
-    check_sizes,
-    content_sha256,
-    num_bytes,
-)
+from pipeline.data.arrays.batch_file import Choose, read_batch, read_share
+from pipeline.data.arrays.zarr_reader import open_zarr_zip, seek_zarr_zip
+from pipeline.data.arrays.zarr_writer import write_zarr_zip
+from pipeline.data.batch_format import arrays_of, attributes_of, check_batch, num_bytes, with_digests
 from pipeline.data.border.batches import check_values
 from pipeline.data.border.values import UNKNOWN, Limits
 from pipeline.data.files import FIRST_POLL_S, NUMBER, await_visible, creating, make_folder, remove_leftovers, slower
@@ -40,7 +31,6 @@ from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import numbered, numbered_files, unfenced
-from pipeline.data.zarr_zip import open_zarr_zip, write_zarr_zip
 from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
@@ -150,11 +140,18 @@ class BatchStore:
         )
 
     def read(
-        self, index: int, contract: LogprobContract | None, *, visible_s: float = 0.0, check: bool = True
+        self,
+        index: int,
+        contract: LogprobContract | None,
+        *,
+        visible_s: float = 0.0,
+        check: bool = True,
+        choose: Choose | None = None,
     ) -> Batch:
         """Read and verify batch `index`; with a `contract` of None, whatever its contract. A batch that another
         host knows to be committed may be seen here `visible_s` later (files.VISIBLE_S). Without `check`, also one with
-        values that cannot be, for whoever looks into it.
+        values that cannot be, for whoever looks into it. With `choose`, which says of which samples the tokens are
+        wanted, the others' are neither read nor verified (Batch.held).
 
         Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check,
         ContractMismatchError when it was sampled under another contract.
@@ -167,7 +164,7 @@ class BatchStore:
         if not path.is_file():
             raise StoreError(f"batch {index} is not committed: no file {path}; start the collector to make it")
         try:
-            batch = _decode(path)
+            batch = _decode(path, choose)
             if batch.index != index:
                 raise ValueError(f"the file holds batch {batch.index}")
             if check:
@@ -218,28 +215,12 @@ def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobCon
 
 def _write(file: BinaryIO, batch: Batch) -> None:
     attributes, arrays = attributes_of(batch), arrays_of(batch)
-    write_zarr_zip(file, {**attributes, "content_sha256": content_sha256(attributes, arrays)}, arrays)
+    write_zarr_zip(file, with_digests(attributes, arrays), arrays)
 
 
-def _decode(path: Path) -> Batch:
+def _decode(path: Path, choose: Choose | None) -> Batch:
     """Raises whatever the damage makes zipfile, Zarr, JSON or the checks raise."""
-    group, sealed = open_zarr_zip(path)
-    attributes: dict[str, Any] = dict(group.attrs)
-    if attributes.get("schema_version", 0) >= FIRST_SEALED and not sealed:
-        raise ValueError("it does not end in its checksum")
-    expected = attributes.pop("content_sha256", None)
-    members = {name: _member(group, name) for name in array_names(attributes)}
-    check_sizes({name: member.shape for name, member in members.items()})
-    arrays = {name: np.asarray(member[...]) for name, member in members.items()}
-    batch = batch_from(attributes, arrays)
-    check_batch(batch, written=False)
-    if content_sha256(attributes, arrays) != expected:
-        raise ValueError("content digest differs: a chunk is missing or foreign")
-    return batch
-
-
-def _member(group: zarr.Group, name: str) -> zarr.Array[Any]:
-    member = group.get(name)
-    if not isinstance(member, zarr.Array):
-        raise ValueError(f"array {name} is missing")
-    return member
+    if choose is None:
+        return read_batch(open_zarr_zip(path))
+    with seek_zarr_zip(path) as file:
+        return read_share(file, choose)

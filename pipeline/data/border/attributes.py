@@ -38,6 +38,12 @@ class _Dropped(_Strict):
     solved: _Number = 0
 
 
+class _Array(_Strict):
+    dtype: _Text
+    shape: list[_Number]
+    sha256: list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+
+
 class _Attributes(_Strict):
     model_config = ConfigDict(extra="ignore")
 
@@ -49,6 +55,7 @@ class _Attributes(_Strict):
     open_groups: list[Annotated[list[_Number], Field(min_length=2, max_length=2)]] = []
     reward_part_names: list[_Text]
     optional_arrays: list[_Text] = []
+    arrays: dict[_Text, _Array] = {}
 
 
 def check_attributes(attributes: Mapping[str, Any]) -> None:

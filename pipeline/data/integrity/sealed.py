@@ -6,7 +6,7 @@
     000012.npy                                                 16 bytes behind the values, which numpy does not read
 
 The checksum covers every other byte, and what is read must be, byte for byte, what sealing gives. Zip files are sealed
-by their comment (pipeline.data.zarr_zip), folders by a file that lists theirs (pipeline.data.integrity.folders).
+by their comment (pipeline.data.arrays.zarr_writer), folders by a file that lists theirs (.folders).
 """
 
 from __future__ import annotations

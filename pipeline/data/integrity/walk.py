@@ -13,11 +13,11 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pipeline.data.arrays.zarr_reader import open_zarr_zip
 from pipeline.data.event_log import read_lines
 from pipeline.data.files import is_temporary
 from pipeline.data.integrity.folders import CHECKSUMS, verify_folder
 from pipeline.data.integrity.sealed import read_sealed, read_sealed_array, reason
-from pipeline.data.zarr_zip import open_zarr_zip
 from pipeline.errors import EvenKeelError, StoreError
 
 FREE = {
@@ -90,7 +90,7 @@ def _check_file(path: Path) -> None:
 def check_zip(path: Path) -> None:
     """Raises StoreError unless a file of arrays is as it was written."""
     try:
-        sealed = open_zarr_zip(path)[1]
+        sealed = open_zarr_zip(path).sealed
     except OSError:
         raise
     except Exception as error:

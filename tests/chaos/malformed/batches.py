@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.analysis.audit import verify_history
-from pipeline.data.batch_format import arrays_of, attributes_of, content_sha256
+from pipeline.data.arrays.zarr_writer import sealed_zip, write_zarr_zip
+from pipeline.data.batch_format import arrays_of, attributes_of, with_digests
 from pipeline.data.border.values import Limits
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Batch, Completion, DroppedGroup, Group, LogprobContract, Prompt, Sample
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.store import BatchStore
-from pipeline.data.zarr_zip import sealed_zip, write_zarr_zip
 from pipeline.errors import StoreError
 from pipeline.schedule import Schedule
 from tests.chaos.malformed.mutations import judged, mutated_bytes, mutated_data
@@ -121,7 +121,7 @@ def _file(attributes: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> bytes:
     """As the store would write it."""
     file = io.BytesIO()
     with suppress(Exception):  # a content that has no digest is given none
-        attributes = {**attributes, "content_sha256": content_sha256(attributes, arrays)}
+        attributes = with_digests(attributes, arrays)
     try:
         write_zarr_zip(file, attributes, arrays)
     except Exception:  # noqa: BLE001 - not every content can be written: then half of a file it is

@@ -1,0 +1,132 @@
+"""A batch out of its file: all of it, or the tokens of the samples that a rank trains on.
+
+attributes ──one digest──▶ dtype, shape and chunk digests of every array
+arrays counted in samples ──whole──▶ where each sample begins ──▶ which samples are wanted ──▶ their tokens' chunks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.arrays.zarr_reader import ZarrFile
+from pipeline.data.batch_format import (
+    EXPERTS,
+    FIRST_IN_CHUNKS,
+    FIRST_SEALED,
+    KEPT,
+    PER_TOKEN,
+    array_names,
+    attributes_sha256,
+    batch_from,
+    check_batch,
+    check_sizes,
+    content_sha256_before_6,
+)
+from pipeline.data.border.attributes import check_attributes
+from pipeline.data.records import Batch
+
+Choose = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+"""From the tokens of each sample [n], prompt and response, to the samples [n] whose tokens are wanted."""
+
+Runs = Sequence[tuple[int, int]]
+
+_COUNTED_IN_TOKENS = (*PER_TOKEN, *KEPT, *EXPERTS)
+
+
+def read_batch(file: ZarrFile) -> Batch:
+    """All of a batch, of any schema. Raises whatever damage makes the checks raise."""
+    attributes, expected, digests = _attributes(file)
+    arrays = {name: file.whole(name, digests.get(name)) for name in array_names(attributes)}
+    batch = batch_from(attributes, arrays)
+    check_batch(batch, written=False)
+    if not digests and content_sha256_before_6(attributes, arrays) != expected:
+        raise ValueError("content digest differs: a chunk is missing or foreign")
+    return batch
+
+
+def read_share(file: ZarrFile, choose: Choose) -> Batch:
+    """A batch that holds the tokens of the chosen samples alone: of the others, of a file of schema 6, nothing is read
+    but how many they are. Raises as `read_batch`."""
+    attributes, _, digests = _attributes(file)
+    if not digests:
+        whole = read_batch(file)
+        return whole.hold(choose(whole.lengths))
+    names = array_names(attributes)
+    arrays = {name: file.whole(name, digests[name]) for name in names if name not in _COUNTED_IN_TOKENS}
+    offsets = arrays["sample_offsets"] = file.whole("sample_offsets", digests["sample_offsets"])
+    lengths, prompts = np.diff(offsets), arrays["prompt_lengths"]
+    if lengths.shape != prompts.shape or np.any(prompts < 0) or np.any(lengths < prompts):
+        raise ValueError(f"a prompt is longer than its sample, or {len(lengths)} samples have {len(prompts)} prompts")
+    responses = np.concatenate([[0], np.cumsum(lengths - prompts)])
+    _require_totals(file, names, tokens=int(offsets[-1]), responses=int(responses[-1]))
+    held = choose(lengths)
+    of_tokens, of_responses = (_runs(held, starts) for starts in (offsets, responses))
+    for name in names:
+        if name in ("tokens", *EXPERTS):
+            arrays[name] = file.rows(name, of_tokens, digests[name])
+        elif name in ("rollout_logprobs", "policy_version", "loss_mask"):
+            arrays[name] = file.rows(name, of_responses, digests[name])
+    if KEPT[0] in names:
+        arrays |= _kept(file, of_responses, digests)
+    batch = batch_from(attributes, arrays, held)
+    check_batch(batch, written=False)
+    return batch
+
+
+def _attributes(file: ZarrFile) -> tuple[dict[str, Any], str | None, dict[str, list[str]]]:
+    """The attributes, the content digest and, since schema 6, the digests of chunks, by array. Raises ValueError when
+    attributes, dtypes or shapes are not those that were written."""
+    attributes = dict(file.attributes)
+    names = array_names(attributes)
+    if attributes["schema_version"] >= FIRST_SEALED and not file.sealed:
+        raise ValueError("it does not end in its checksum")
+    check_attributes(attributes)
+    for name in names:
+        if name not in file.arrays:
+            raise ValueError(f"array {name} is missing")
+    check_sizes({name: file.arrays[name].shape for name in names})
+    expected = attributes.pop("content_sha256", None)
+    if attributes["schema_version"] < FIRST_IN_CHUNKS:
+        return attributes, expected, {}
+    if attributes_sha256(attributes) != expected:
+        raise ValueError("content digest differs: the attributes were changed")
+    return attributes, expected, _digests(file, names, attributes.pop("arrays"))
+
+
+def _digests(file: ZarrFile, names: Sequence[str], described: Mapping[str, Any]) -> dict[str, list[str]]:
+    for name in names:
+        layout, said = file.arrays[name], described[name]
+        found = (layout.dtype.name, list(layout.shape), layout.num_chunks)
+        if found != (said["dtype"], said["shape"], len(said["sha256"])):
+            raise ValueError(f"content digest differs: {name} is {layout.dtype.name}{layout.shape}")
+    return {name: described[name]["sha256"] for name in names}
+
+
+def _require_totals(file: ZarrFile, names: Sequence[str], *, tokens: int, responses: int) -> None:
+    """Every sample is somewhere in the file, whoever reads it."""
+    wanted = dict.fromkeys(("tokens", *EXPERTS), tokens)
+    wanted |= dict.fromkeys(("rollout_logprobs", "policy_version", "loss_mask"), responses) | {KEPT[0]: responses + 1}
+    for name in names:
+        rows = file.arrays[name].shape[0]
+        if wanted.get(name, rows) != rows:
+            raise ValueError(f"{name} has {rows} entries, expected {wanted[name]}")
+
+
+def _runs(held: NDArray[np.bool_], starts: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Where the `held` samples [n] lie in an array, neighbors together; sample i begins at `starts[i]` [n + 1]."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], held, [False]]).astype(np.int8)))
+    return [(int(starts[first]), int(starts[end])) for first, end in edges.reshape(-1, 2)]
+
+
+def _kept(file: ZarrFile, runs: Runs, digests: Mapping[str, list[str]]) -> dict[str, NDArray[Any]]:
+    offsets = [file.rows(KEPT[0], [(start, stop + 1)], digests[KEPT[0]]) for start, stop in runs]
+    counts = np.concatenate([np.zeros(0, np.int64), *(np.diff(each) for each in offsets)])
+    inside = [(int(each[0]), int(each[-1])) for each in offsets]
+    return {
+        KEPT[0]: np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        KEPT[1]: file.rows(KEPT[1], inside, digests[KEPT[1]]),
+    }

@@ -1,0 +1,227 @@
+"""Reads the files that `zarr_writer` makes, wholly or in part: a part is found by seeking, and nothing else is read.
+
+Before anything is unpacked it is compared what the metadata claim: every chunk is there, none is larger than its array,
+and all arrays together are not larger than such a file can hold. Zarr would otherwise make arrays of any size, out of
+fill values. Each chunk that is read is compared with its crc32c, and with its digest where the caller has one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import google_crc32c
+import numpy as np
+from numcodecs import zstd
+from numpy.typing import NDArray
+
+from pipeline.data.arrays.zarr_writer import zip_comment
+from pipeline.data.integrity.regular import open_regular, read_if_it_ends
+from pipeline.data.integrity.sealed import TRAILER, TRAILER_BYTES
+
+MAX_RATIO = 256
+"""Bytes of arrays for each byte of the file, at most, beyond SMALL_BYTES. Real batches have 2 to 10."""
+SMALL_BYTES = 64 << 20
+_END_OF_ZIP, _END_BYTES = b"PK\5\6", 18
+_NO_ZIP = "File is not a zip file: it does not end as one"
+_METADATA = "zarr.json"
+_METADATA_BYTES = 16 << 20
+_CODECS = ["bytes", "zstd", "crc32c"]
+_CRC_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayLayout:
+    """What the metadata of an array say."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+    chunk_rows: int
+    """Rows of the first axis in a chunk."""
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.shape[1:]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def num_chunks(self) -> int:
+        return 0 if 0 in self.shape else -(-self.shape[0] // self.chunk_rows)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.row_shape)
+
+
+class ZarrFile:
+    """The group in an open file. Raises ValueError when its arrays claim more than MAX_RATIO allows, and what zipfile
+    raises for a file that is none."""
+
+    def __init__(self, file: BinaryIO, num_bytes: int, *, sealed: bool) -> None:
+        """`file` has `num_bytes`. Those of older schemas are not `sealed`: they lack the chunks that are all zero."""
+        self.sealed = sealed
+        self._archive = zipfile.ZipFile(file)
+        members = self._archive.infolist()
+        _check_members(members, num_bytes)
+        self._names = {member.filename for member in members}
+        self.arrays: dict[str, ArrayLayout] = {}
+        self.attributes: dict[str, Any] = self._group_attributes()
+        left = SMALL_BYTES + MAX_RATIO * num_bytes
+        for key in sorted(self._names):
+            name, _, last = key.rpartition("/")
+            if last != _METADATA or not name:
+                continue
+            layout = _layout(name, self._metadata(key))
+            if layout.num_bytes > left:
+                raise ValueError(f"{name} claims {layout.num_bytes} bytes, {left} are left for a file of this size")
+            left -= layout.num_bytes
+            for place in range(layout.num_chunks if sealed else 0):  # lazily: the first that is missing ends it
+                if _chunk_key(name, layout, place) not in self._names:
+                    raise ValueError(f"{name} lacks its chunk {place}")
+            self.arrays[name] = layout
+
+    def rows(self, name: str, runs: Sequence[tuple[int, int]], digests: Sequence[str] | None = None) -> NDArray[Any]:
+        """The rows of array `name` from start to stop of each of `runs`, ascending, one run after another. The SHA-256
+        of each chunk that holds any of them is compared with that of `digests`, one a chunk. Raises ValueError when one
+        differs, or a run is not within the array."""
+        layout = self.arrays[name]
+        if any(not 0 <= start <= stop <= layout.shape[0] for start, stop in runs):
+            raise ValueError(f"{name} has {layout.shape[0]} rows, asked are those of {list(runs)[:4]}")
+        found = np.empty((sum(stop - start for start, stop in runs), *layout.row_shape), layout.dtype)
+        done, last, chunk = 0, -1, found
+        for start, stop in runs if found.size else ():
+            for place in range(start // layout.chunk_rows, -(-stop // layout.chunk_rows)):
+                if place != last:
+                    last, chunk = place, self._chunk(name, layout, place, digests)
+                first = place * layout.chunk_rows
+                part = chunk[max(start - first, 0) : stop - first]
+                found[done : done + len(part)] = part
+                done += len(part)
+        return found
+
+    def whole(self, name: str, digests: Sequence[str] | None = None) -> NDArray[Any]:
+        """All of an array; see `rows`."""
+        return self.rows(name, [(0, self.arrays[name].shape[0])], digests)
+
+    def _chunk(self, name: str, layout: ArrayLayout, place: int, digests: Sequence[str] | None) -> NDArray[Any]:
+        key = _chunk_key(name, layout, place)
+        num_bytes = layout.chunk_rows * layout.row_bytes
+        raw = _unpacked(name, place, self._archive.read(key), num_bytes) if key in self._names else bytes(num_bytes)
+        if digests is not None:
+            real = min(layout.chunk_rows, layout.shape[0] - place * layout.chunk_rows) * layout.row_bytes
+            if hashlib.sha256(memoryview(raw)[:real]).hexdigest() != digests[place]:
+                raise ValueError(f"content digest differs: chunk {place} of {name} is foreign")
+        return np.frombuffer(raw, layout.dtype.newbyteorder("<")).reshape(layout.chunk_rows, *layout.row_shape)
+
+    def _metadata(self, key: str) -> Any:
+        size = self._archive.getinfo(key).file_size
+        if size > _METADATA_BYTES:
+            raise ValueError(f"{key} has {size} bytes, expected at most {_METADATA_BYTES}")
+        return json.loads(self._archive.read(key))
+
+    def _group_attributes(self) -> dict[str, Any]:
+        group = self._metadata(_METADATA)
+        if group["node_type"] != "group" or group["zarr_format"] != 3 or not isinstance(group["attributes"], dict):
+            raise ValueError(f"its {_METADATA} is not that of a group of Zarr 3")
+        return dict(group["attributes"])
+
+
+def open_zarr_zip(path: Path) -> ZarrFile:
+    """A file, read into memory and compared with its checksum where it is sealed. Raises ValueError when that
+    differs, and as ZarrFile."""
+    endings, most = (b"crc32 ", _END_OF_ZIP), len(_END_OF_ZIP) + _END_BYTES
+    data = read_if_it_ends(path, endings, most, _NO_ZIP)
+    sealed = TRAILER.search(data[-TRAILER_BYTES:]) is not None
+    if sealed and data[-TRAILER_BYTES - 2 :] != zip_comment(memoryview(data)[: -TRAILER_BYTES - 2]):
+        raise ValueError("its checksum differs")
+    return ZarrFile(io.BytesIO(data), len(data), sealed=sealed)
+
+
+@contextmanager
+def seek_zarr_zip(path: Path) -> Iterator[ZarrFile]:
+    """A file of which only what is asked for is read. Its checksum, which is of all bytes, is not compared: what is
+    read must have digests. Raises as ZarrFile."""
+    with open_regular(path) as file:
+        num_bytes = file.seek(0, io.SEEK_END)
+        file.seek(max(0, num_bytes - TRAILER_BYTES))
+        yield ZarrFile(file, num_bytes, sealed=TRAILER.search(file.read(TRAILER_BYTES)) is not None)
+
+
+def _check_members(members: list[zipfile.ZipInfo], num_bytes: int) -> None:
+    """Before anything is read: nothing is compressed by zip, and no byte of the file is listed twice."""
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise ValueError("a member is compressed by zip, expected none")
+    if sum(member.file_size for member in members) > num_bytes:
+        raise ValueError("its members claim more bytes than it has")
+    if len({member.filename for member in members}) != len(members):
+        raise ValueError("two members have one name")
+
+
+def _layout(name: str, metadata: Any) -> ArrayLayout:
+    """Raises ValueError for metadata that no file of arrays has."""
+    try:
+        shape = _sizes(metadata["shape"])
+        chunk = _sizes(metadata["chunk_grid"]["configuration"]["chunk_shape"])
+        dtype = np.dtype(str(metadata["data_type"]))
+        codecs = [codec["name"] for codec in metadata["codecs"]]
+        if metadata["chunk_key_encoding"] != {"name": "default", "configuration": {"separator": "/"}}:
+            raise ValueError("its chunks have other names")
+        if metadata["fill_value"] != 0 or dtype.kind not in "biuf":
+            raise ValueError(f"it holds {dtype}, filled with {str(metadata['fill_value'])[:20]}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{name}/{_METADATA} is not that of an array of a batch ({error})") from error
+    if codecs != _CODECS or len(chunk) != len(shape) or not shape:
+        raise ValueError(f"{name} has codecs {codecs} and chunks {chunk} for {shape}, expected {_CODECS}")
+    whole = tuple(max(size, 1) for size in shape)
+    if not 1 <= chunk[0] <= whole[0] or chunk[1:] != whole[1:]:
+        raise ValueError(f"{name} has chunks {chunk} for {shape}")
+    return ArrayLayout(shape=shape, dtype=dtype, chunk_rows=chunk[0])
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    sizes = tuple(values)
+    if not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes) or len(sizes) > 8:
+        raise ValueError(f"sizes {str(sizes)[:80]}")
+    return sizes
+
+
+def _chunk_key(name: str, layout: ArrayLayout, place: int) -> str:
+    return "/".join((name, "c", str(place), *["0"] * len(layout.row_shape)))
+
+
+def _unpacked(name: str, place: int, stored: bytes, num_bytes: int) -> bytes:
+    """The raw bytes of a chunk of `num_bytes`. Raises ValueError, before anything is allocated for them."""
+    frame = stored[:-_CRC_BYTES]
+    if google_crc32c.value(frame) != int.from_bytes(stored[-_CRC_BYTES:], "little"):
+        raise ValueError(f"the checksum of chunk {place} of {name} differs")
+    if _frame_bytes(frame) != num_bytes:
+        raise ValueError(f"{name} has a chunk {place} of another size")
+    raw: bytes = zstd.decompress(frame)
+    if len(raw) != num_bytes:
+        raise ValueError(f"{name} has a chunk {place} of another size")
+    return raw
+
+
+def _frame_bytes(frame: bytes) -> int | None:
+    """How many bytes a zstd frame says that it holds (RFC 8878, 3.1.1.1): the decoder allocates as many. None where it
+    does not say."""
+    if len(frame) < 6 or frame[:4] != b"\x28\xb5\x2f\xfd":
+        raise ValueError("a chunk is no zstd frame")
+    descriptor = frame[4]
+    size_flag, single = descriptor >> 6, bool(descriptor & 0x20)
+    width = (int(single), 2, 4, 8)[size_flag]
+    start = 5 + (not single) + (0, 1, 2, 4)[descriptor & 3]
+    if not width:
+        return None
+    return int.from_bytes(frame[start : start + width], "little") + (256 if width == 2 else 0)
