@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +19,13 @@ from pipeline.errors import BadAnswerError, EngineUnavailableError, EngineVersio
 from pipeline.ports.engines import Sampling
 from precision.formats.audit import Held
 from precision.text.short import one_line
+from rollout_sglang.answers.off_loop import read_answer
 from rollout_sglang.answers.samples import (
     SAMPLE_BYTES,
     Asked,
+    SampleReader,
     aborted_completion,
-    read_completions,
-    read_samples,
+    completion_reader,
     scoring_bytes,
 )
 from rollout_sglang.answers.scores import input_logprobs, tempered_totals
@@ -39,15 +39,13 @@ from rollout_sglang.protocol import (
     claimed_version,
 )
 from rollout_sglang.server.sglang_compat import ABORTED, DialectOf
-from rollout_sglang.transport import LOOK_DEADLINE_S, Lost, Transport
+from rollout_sglang.transport import LOOK_DEADLINE_S, Exchange, Lost, Transport
 
 FORMATS, STATISTICS = "formats", "statistics"
 """As in rollout_sglang.server.format_report, which loads torch."""
 REPORT_BYTES = 1 << 26
 """Of a report about all parameters: a mixture of 48 layers and 128 experts has 18,000 on each of 8 ranks, of some 200
 bytes each."""
-OFF_LOOP_BYTES = 1 << 16
-"""Up to here an answer is read where it arrives, which takes about a millisecond."""
 CONTROL_DEADLINE_S = 30.0
 """For calls that an engine answers between two of its steps: pause, continue, names of weights."""
 
@@ -87,7 +85,7 @@ class EngineClient:
         # For n samples SGLang (0.5.23) first prefills the prompt by a request of no new tokens. With kept sets it finds
         # none for that one and refuses all. Equal prompts share their prefill too.
         copies, n = (num_samples, 1) if sampling.kept_set else (1, num_samples)
-        body = await self._generate(
+        completions = await self._generate(
             {
                 "input_ids": [list(prompt_tokens)] * copies,
                 "sampling_params": {
@@ -102,11 +100,11 @@ class EngineClient:
                 **({"return_sampling_mask": True} if sampling.kept_set else {}),
             },
             most_bytes=asked.most_bytes,
+            reader=lambda: completion_reader(asked, engine=self.index, waited_s=lambda: time.monotonic() - started),
         )
-        elapsed_s = time.monotonic() - started
-        if body is None:
-            return [aborted_completion(self.index, elapsed_s)] * num_samples
-        return await self._off_loop(body, lambda: read_completions(body, asked, engine=self.index, elapsed_s=elapsed_s))
+        if completions is None:
+            return [aborted_completion(self.index, time.monotonic() - started)] * num_samples
+        return completions
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Prefill scoring: for each row of n tokens, [n - 1] log-probabilities of tokens 1…n-1 given those before.
@@ -145,7 +143,7 @@ class EngineClient:
     ) -> list[NDArray[np.float32]]:
         """What `read` makes of the answer to each row."""
         row_bytes = [scoring_bytes(len(row), vocab_size) for row in rows]
-        body = await self._generate(
+        scores = await self._generate(
             {
                 "input_ids": [list(row) for row in rows],
                 "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -154,22 +152,11 @@ class EngineClient:
                 **options,
             },
             most_bytes=SAMPLE_BYTES + sum(row_bytes),
+            reader=lambda: SampleReader(read, expected=len(rows), sample_bytes=max(row_bytes, default=0)),
         )
-        if body is None:
+        if scores is None:
             raise EngineUnavailableError(f"engine {self.index} at {self.url} aborted the scoring of prompts; ask again")
-
-        def scores() -> list[NDArray[np.float32]]:
-            samples = read_samples(body, expected=len(rows), sample_bytes=max(row_bytes, default=0))
-            return [read(number, sample) for number, sample in enumerate(samples)]
-
-        return await self._off_loop(body, scores)
-
-    async def _off_loop(self, body: bytes, read: Callable[[], T]) -> T:
-        """What `read` makes of `body`; in a thread where that takes longer than a step of the loop should."""
-        try:
-            return await asyncio.to_thread(read) if len(body) > OFF_LOOP_BYTES else read()
-        except BadAnswerError as error:
-            raise BadAnswerError(f"engine {self.index} at {self.url}: {error}; the answer is thrown away") from error
+        return scores
 
     async def model_info(self, deadline_s: float | None = None) -> ModelInfo:
         """Which folder and version the server serves. A busy engine answers at once: its HTTP process alone does."""
@@ -278,17 +265,19 @@ class EngineClient:
     async def _control(self, path: str, request: dict[str, Any]) -> None:
         await self._transport.call("POST", path, deadline_s=self._control_deadline_s, json=request)
 
-    async def _generate(self, request: dict[str, Any], *, most_bytes: int) -> bytes | None:
-        """The answer; None when the request was aborted before there was any sample."""
-        answer = await self._transport.call(
-            "POST",
-            "/generate",
-            deadline_s=self._request_deadline_s,
-            json=request,
-            accept=(ABORTED,),
-            most_bytes=most_bytes,
-        )
-        return None if answer.status_code == ABORTED else answer.content
+    async def _generate(
+        self, request: dict[str, Any], *, most_bytes: int, reader: Callable[[], SampleReader[T]]
+    ) -> list[T] | None:
+        """What a reader makes of the answer; None when the request was aborted before there was any sample."""
+
+        async def take(response: httpx.Response, parts: AsyncIterator[bytes]) -> list[T] | None:
+            return None if response.status_code == ABORTED else await read_answer(parts, reader())
+
+        exchange = Exchange("POST", "/generate", json=request, accept=(ABORTED,), most_bytes=most_bytes)
+        try:
+            return await self._transport.read(exchange, take, deadline_s=self._request_deadline_s)
+        except BadAnswerError as error:
+            raise BadAnswerError(f"engine {self.index} at {self.url}: {error}; the answer is thrown away") from error
 
 
 def _parse(adapter: TypeAdapter[T], answer: httpx.Response) -> T:

@@ -199,7 +199,7 @@ class Fleet:
         if client is None:
             raise EngineUnavailableError("the router has left; the request is asked again")
         completions = await self._pool.ask(engine, client.generate(prompt, num_samples, sampling))
-        oldest = min((version for c in completions for version in c.versions), default=None)
+        oldest = min((version for c in completions for version in c.distinct_versions[:1]), default=None)
         if oldest is not None and oldest_allowed is not None and oldest < oldest_allowed:
             raise EngineVersionError(
                 f"{client.url} sampled with version {oldest}, expected {oldest_allowed} or later: it was restarted "

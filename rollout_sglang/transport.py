@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -40,6 +41,20 @@ REFUSAL_BYTES = 1 << 16
 T = TypeVar("T")
 Lost = Callable[[], str | None]
 """Says why a server is not to be waited for; None while it is. It reads files, in a thread."""
+Take = Callable[[httpx.Response, AsyncIterator[bytes]], Awaitable[T]]
+"""Makes something of an answer, whose bytes come in parts; the response has its status alone."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request, and what may be answered."""
+
+    method: str
+    path: str
+    json: Any = None
+    accept: tuple[int, ...] = ()
+    """Statuses beside 200…299."""
+    most_bytes: int = MOST_BYTES
 
 
 @cache
@@ -78,27 +93,33 @@ class Transport:
         repeatable: bool = True,
         most_bytes: int = MOST_BYTES,
     ) -> httpx.Response:
-        """Answer with a status of 200…299 or one in `accept`.
+        """The whole answer, with a status of 200…299 or one in `accept`. Raises as `read` does."""
 
-        Connections that break are tried again, unless the call is not `repeatable`.
+        async def whole(response: httpx.Response, parts: AsyncIterator[bytes]) -> httpx.Response:
+            content = b"".join([part async for part in parts])
+            return httpx.Response(response.status_code, content=content, request=response.request)
+
+        exchange = Exchange(method, path, json=json, accept=accept, most_bytes=most_bytes)
+        return await self.read(exchange, whole, deadline_s=deadline_s, repeatable=repeatable)
+
+    async def read(self, exchange: Exchange, take: Take[T], *, deadline_s: float, repeatable: bool = True) -> T:
+        """What `take` makes of an answer with a status of 200…299 or one that the exchange accepts, while it comes.
+
+        Connections that break are tried again, unless the call is not `repeatable`; `take` begins anew then.
         Raises EngineUnavailableError when no usable answer arrives within `deadline_s`, BadAnswerError for one of more
-        than `most_bytes`, EngineVersionError when a later weight update has overtaken the one of this call (409),
-        FatalError when the server refuses the request itself (other 4xx).
+        bytes than expected, EngineVersionError when a later weight update has overtaken the one of this call (409),
+        FatalError when the server refuses the request itself (other 4xx), and what `take` raises.
         """
-
-        async def ask() -> httpx.Response:
-            return await self._exchange(method, path, json, most_bytes, accept)
-
+        what = f"{exchange.method} {self.url}{exchange.path}"
         try:
             async with asyncio.timeout(deadline_s):
-                response = await self._send(f"{method} {self.url}{path}", ask, CONNECT_ATTEMPTS if repeatable else 1)
+                return await self._send(
+                    what, lambda: self._exchange(exchange, take), CONNECT_ATTEMPTS if repeatable else 1
+                )
         except TimeoutError:
             raise EngineUnavailableError(
-                f"{method} {self.url}{path} got no answer within {deadline_s:g} s; the server hangs or is overloaded"
+                f"{what} got no answer within {deadline_s:g} s; the server hangs or is overloaded"
             ) from None
-        if response.is_success or response.status_code in accept:
-            return response
-        raise _refusal(response)
 
     async def while_alive(self, call: Coroutine[Any, Any, T], lost: Lost = lambda: None) -> T:
         """The result of a call that may take minutes, given up when the server answers nothing else meanwhile, or when
@@ -127,7 +148,7 @@ class Transport:
             return True
         return False
 
-    async def _send(self, what: str, ask: Callable[[], Awaitable[httpx.Response]], attempts: int) -> httpx.Response:
+    async def _send(self, what: str, ask: Callable[[], Awaitable[T]], attempts: int) -> T:
         for attempt in range(1, attempts + 1):
             try:
                 return await ask()
@@ -144,36 +165,34 @@ class Transport:
                 ) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    async def _exchange(
-        self, method: str, path: str, json: Any, most_bytes: int, accept: tuple[int, ...]
-    ) -> httpx.Response:
+    async def _exchange(self, exchange: Exchange, take: Take[T]) -> T:
         """One request and its answer, cut off where it becomes larger than it can rightly be."""
         headers = {} if self.update is None else {UPDATE_HEADER: str(self.update)}
-        async with self._http.stream(method, path, json=json, headers=headers) as response:
-            wanted = response.is_success or response.status_code in accept
-            body = await _body(response, most_bytes) if wanted else await _beginning(response)
-            return httpx.Response(response.status_code, content=body, request=response.request)
+        async with self._http.stream(exchange.method, exchange.path, json=exchange.json, headers=headers) as response:
+            if not response.is_success and response.status_code not in exchange.accept:
+                raise _refusal(response, await _beginning(response))
+            return await take(response, _parts(response, exchange.most_bytes))
 
     async def close(self) -> None:
         """Release the connections."""
         await self._http.aclose()
 
 
-async def _body(response: httpx.Response, most_bytes: int) -> bytes:
-    """All of it. Raises BadAnswerError as soon as it is larger than `most_bytes`, or compressed: a few bytes may become
-    gigabytes, and nobody asked for it."""
+async def _parts(response: httpx.Response, most_bytes: int) -> AsyncIterator[bytes]:
+    """Its bytes, as they come. Raises BadAnswerError as soon as there are more than `most_bytes`, or when they are
+    compressed: a few bytes may become gigabytes, and nobody asked for it."""
     what = f"{response.request.method} {response.request.url}"
     if (encoding := response.headers.get("Content-Encoding", "identity").strip().lower()) not in ("identity", ""):
         raise BadAnswerError(f"{what} was answered in the encoding {quoted(encoding)}, which nobody asked for")
     declared = response.headers.get("Content-Length", "0")
     if not declared.isdecimal() or len(declared) > _LENGTH_DIGITS or int(declared) > most_bytes:
         raise BadAnswerError(f"{what} is answered by {quoted(declared)} bytes, expected at most {most_bytes}")
-    body = bytearray()
+    count = 0
     async for part in response.aiter_raw():
-        body += part
-        if len(body) > most_bytes:
+        count += len(part)
+        if count > most_bytes:
             raise BadAnswerError(f"{what} is answered by more than {most_bytes} bytes; the rest is not read")
-    return bytes(body)
+        yield part
 
 
 async def _beginning(response: httpx.Response) -> bytes:
@@ -185,9 +204,9 @@ async def _beginning(response: httpx.Response) -> bytes:
     return bytes(body[:REFUSAL_BYTES])
 
 
-def _refusal(response: httpx.Response) -> EngineUnavailableError | EngineVersionError | FatalError:
+def _refusal(response: httpx.Response, beginning: bytes) -> EngineUnavailableError | EngineVersionError | FatalError:
     request = response.request
-    said = one_line(response.content.decode("utf-8", "replace"), 400)
+    said = one_line(beginning.decode("utf-8", "replace"), 400)
     what = f"{request.method} {request.url} answered {response.status_code}: {said}"
     if response.status_code in (401, 403):
         return FatalError(f"{what}; the server was started with another API key")

@@ -86,11 +86,11 @@ class MeasuredEngine(OneEngine):
                 await client.close()
 
         groups = asyncio.run(ask())
-        pairs = [(p.tokens, c) for p, group in zip(asked, groups, strict=True) for c in group if c.tokens]
+        pairs = [(p.tokens, c) for p, group in zip(asked, groups, strict=True) for c in group if len(c.tokens)]
         return SampledRows(
-            tokens=[[*prompt, *completion.tokens] for prompt, completion in pairs],
+            tokens=[[*prompt, *completion.tokens.tolist()] for prompt, completion in pairs],
             prompt_lengths=[len(prompt) for prompt, _ in pairs],
-            decode=np.concatenate([np.asarray(completion.logprobs, np.float64) for _, completion in pairs]),
+            decode=np.concatenate([completion.logprobs.astype(np.float64) for _, completion in pairs]),
             kept=KeptSets.joined([c.kept for _, c in pairs if c.kept]) if sampling.kept_set else None,
             experts=RoutedExperts.joined([c.experts for _, c in pairs if c.experts]) if sampling.experts else None,
         )

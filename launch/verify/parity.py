@@ -181,9 +181,9 @@ class Engine(OneEngine):
         responses. `answers` has the completions of each prompt."""
         pairs = [(p, a) for p, group in zip(prompts, answers, strict=True) for a in group]
         return Rows(
-            tokens=[[*p, *a.tokens] for p, a in pairs],
+            tokens=[[*p, *a.tokens.tolist()] for p, a in pairs],
             prompt=await self.prefill([p for p, _ in pairs]),
-            sampled=[np.asarray(a.logprobs, np.float64) for _, a in pairs],
+            sampled=[a.logprobs.astype(np.float64) for _, a in pairs],
         )
 
 

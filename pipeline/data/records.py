@@ -59,38 +59,40 @@ class Prompt:
     """Which of the task's problems it asks; it comes again every epoch. -1: none of them (held out, made up)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
     """What an engine sampled: token in, token out. It may hold tokens that no engine sampled (an interruption)."""
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """Natural log, one per token, under the run's LogprobContract; 0.0 for a token that no engine sampled."""
-    versions: tuple[int, ...]
-    """Policy version that produced each token; for one that no engine sampled, that of the token before it."""
+    tokens: NDArray[np.int32]
+    """[tokens] ids."""
+    logprobs: NDArray[np.float32]
+    """[tokens] natural log, under the run's LogprobContract; 0.0 for a token that no engine sampled."""
+    versions: NDArray[np.int32]
+    """[tokens] the policy version that produced each; for one that no engine sampled, that of the token before it."""
+    loss_mask: NDArray[np.bool_]
+    """[tokens] False where no engine sampled it."""
     finish: FinishReason
     engine: int
     queued_s: float
     generated_s: float
-    loss_mask: tuple[bool, ...] = ()
-    """One per token, False where no engine sampled it; empty means that all were sampled."""
     kept: KeptSets | None = None
     """What top-p and top-k left to choose from, for each token; None where the engine was not asked."""
     experts: RoutedExperts | None = None
     """Of the prompt's tokens and of these; None where the engines were not asked."""
 
     @property
-    def sampled(self) -> NDArray[np.bool_]:
-        """[tokens] `loss_mask`, written out."""
-        return np.array(self.loss_mask, np.bool_) if self.loss_mask else np.ones(len(self.tokens), np.bool_)
+    def distinct_versions(self) -> list[int]:
+        """Ascending."""
+        return [int(version) for version in np.unique(self.versions)]
 
     @staticmethod
     def given(tokens: Sequence[int], logprobs: Sequence[float], version: int = 0) -> Completion:
         """Tokens that no engine sampled: a demonstration, or a batch that is made up to compare learners."""
         return Completion(
-            tokens=tuple(tokens),
-            logprobs=tuple(logprobs),
-            versions=(version,) * len(tokens),
+            tokens=np.array(tokens, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            versions=np.full(len(tokens), version, np.int32),
+            loss_mask=np.ones(len(tokens), np.bool_),
             finish="stop",
             engine=0,
             queued_s=0.0,
@@ -222,15 +224,19 @@ class Batch:
     @property
     def interrupted(self) -> NDArray[np.bool_]:
         """[held] whether the response has tokens that no engine sampled."""
-        ends = np.concatenate([[0], np.cumsum(~self.loss_mask)])[self.response_offsets]
-        return np.asarray(np.diff(ends) > 0)
+        found = np.zeros(len(self.response_offsets) - 1, np.bool_)
+        found[np.searchsorted(self.response_offsets, np.flatnonzero(~self.loss_mask), side="right") - 1] = True
+        return found
 
     @property
     def response_tokens(self) -> NDArray[np.int32]:
         """[responses] token ids."""
         lengths = self.lengths[self.held_samples]
-        places = np.arange(len(self.tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        return self.tokens[places >= np.repeat(self.prompt_lengths[self.held_samples], lengths)]
+        starts, prompts = np.cumsum(lengths) - lengths, self.prompt_lengths[self.held_samples]
+        of_responses = np.ones(len(self.tokens), np.bool_)
+        for start, length in zip(starts.tolist(), prompts.tolist(), strict=True):
+            of_responses[start : start + length] = False
+        return self.tokens[of_responses]
 
     def sample_tokens(self, sample: int) -> NDArray[np.int32]:
         """Prompt and response tokens of one sample, of those that a batch holds which holds all."""
@@ -284,8 +290,9 @@ class Batch:
         recipe_sha256: str,
         open_groups: Sequence[int] = (),
     ) -> Batch:
-        """Flatten scored groups, in the order given."""
+        """Flatten scored groups, in the order given. For a thread: a batch has millions of tokens."""
         rows = [(g.prompt, s, s.completion) for g in groups for s in g.samples]
+        prompts = [np.array(g.prompt.tokens, np.int32) for g in groups for _ in g.samples]
         lengths = [len(p.tokens) + len(c.tokens) for p, _, c in rows]
         names = sorted({name for _, s, _ in rows for name in s.reward_parts})
         per_sample: dict[str, Any] = dict(
@@ -304,11 +311,13 @@ class Batch:
         )
         return Batch(
             index=index,
-            tokens=np.array([t for p, _, c in rows for t in (*p.tokens, *c.tokens)], np.int32),
+            tokens=_joined(
+                np.int32, [part for p, (_, _, c) in zip(prompts, rows, strict=True) for part in (p, c.tokens)]
+            ),
             sample_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            rollout_logprobs=np.array([x for _, _, c in rows for x in c.logprobs], np.float32),
-            policy_version=np.array([v for _, _, c in rows for v in c.versions], np.int32),
-            loss_mask=np.concatenate([np.zeros(0, np.bool_), *(c.sampled for _, _, c in rows)]),
+            rollout_logprobs=_joined(np.float32, [c.logprobs for _, _, c in rows]),
+            policy_version=_joined(np.int32, [c.versions for _, _, c in rows]),
+            loss_mask=_joined(np.bool_, [c.loss_mask for _, _, c in rows]),
             contract=contract,
             dropped=tuple(dropped),
             next_group=next_group,
@@ -318,6 +327,11 @@ class Batch:
             experts=_experts([c for _, _, c in rows], lengths),
             **per_sample,
         )
+
+
+def _joined(dtype: type[Any], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """One after another; also where there is none."""
+    return np.concatenate([np.zeros(0, dtype), *parts])
 
 
 def _kept(completions: Sequence[Completion]) -> KeptSets:

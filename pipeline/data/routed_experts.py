@@ -153,7 +153,7 @@ def require_distinct(ids: NDArray[np.integer]) -> None:
 
 
 def rows_still_true(
-    experts: RoutedExperts, num_prompt: int, versions: Sequence[int], num_retractions: int
+    experts: RoutedExperts, num_prompt: int, versions: Sequence[int] | NDArray[np.integer], num_retractions: int
 ) -> RoutedExperts:
     """The rows that describe what the engine did when it sampled; the others become unknown.
 

@@ -136,7 +136,7 @@ class Collector:
             await self._make_again(hole)
         index = self.store.next_index
         self._refuse_learned(index)
-        self._take_up(index, GroupAllocator(*self.store.groups_to_ask()))
+        await self._take_up(index, GroupAllocator(*await asyncio.to_thread(self.store.groups_to_ask)))
         under_way: deque[_UnderWay] = deque()
         try:
             while index < self.schedule.steps or under_way:
@@ -155,7 +155,8 @@ class Collector:
     async def _make_again(self, index: int) -> None:
         """A batch that is gone, though later ones are there. Raises StoreError when no engine can answer for it."""
         self._refuse_learned(index)
-        self._take_up(index, HoleAllocator.of(self.store, index, self.settings.prompts_per_batch))
+        allocator = await asyncio.to_thread(HoleAllocator.of, self.store, index, self.settings.prompts_per_batch)
+        await self._take_up(index, allocator)
         await self._produce(index, asyncio.Event(), None)
 
     def _refuse_learned(self, index: int) -> None:
@@ -166,13 +167,13 @@ class Collector:
                 f"`evenkeel repair {self.run.path}` records it as lost"
             )
 
-    def _take_up(self, index: int, allocator: Allocator) -> None:
+    async def _take_up(self, index: int, allocator: Allocator) -> None:
         """What the batches below `index` say."""
         self._allocator = allocator
         self._solved = SolvedPromptFilter(self.settings.solved_rule)
         if self.settings.solved_rule:
             for there in sorted(set(range(index)) - {lost.index for lost in self.store.all_lost()}):
-                self._solved.record(self.store.read(there, None))
+                self._solved.record(await asyncio.to_thread(self.store.read, there, None))
 
     async def _produce(self, index: int, entered: asyncio.Event, previous: _UnderWay | None) -> None:
         """Generate, score and commit one batch."""
@@ -199,13 +200,13 @@ class Collector:
         if index % self.settings.evaluate_every == 0:
             await self._evaluate(index)
         ready = time.time()
-        batch = await self._commit(builder)
+        batch, interrupted = await self._commit(builder)
         self.event_log.event(
             "committed",
             batch=index,
             samples=batch.num_samples,
             **builder.figures(),
-            interrupted=int(batch.interrupted.sum()),
+            interrupted=interrupted,
             started=started,
             seconds=dict(
                 generate=generated - started, hold=held - generated, evaluate=ready - held, commit=time.time() - ready
@@ -261,9 +262,12 @@ class Collector:
             self._refuse_learned(index)
         return False
 
-    async def _commit(self, builder: BatchBuilder) -> Batch:
+    async def _commit(self, builder: BatchBuilder) -> tuple[Batch, int]:
+        """The batch, and how many of its samples were interrupted. What goes over all its tokens is done in threads: an
+        event loop that stands still looks dead to those who wait for it."""
         next_group, open_groups = self._allocator.close_batch(builder.index)
-        batch = Batch.from_groups(
+        batch = await asyncio.to_thread(
+            Batch.from_groups,
             builder.index,
             builder.kept,
             contract=self.contract,
@@ -274,13 +278,12 @@ class Collector:
         )
         self._solved.record(batch)  # first: once it is committed, the learner may be quick to unblock a later batch
         await asyncio.to_thread(self.store.commit, batch)
-        return batch
+        return batch, await asyncio.to_thread(lambda: int(batch.interrupted.sum()))
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
         """Verify every completion; a failed verifier costs only its sample."""
-        verdicts = await gather_or_cancel(
-            [self.verifiers.score(prompt.text, self.tokenizer.decode(c.tokens), prompt.answer) for c in completions]
-        )
+        texts = [await asyncio.to_thread(self.tokenizer.decode, c.tokens.tolist()) for c in completions]
+        verdicts = await gather_or_cancel([self.verifiers.score(prompt.text, text, prompt.answer) for text in texts])
         return tuple(
             Sample(completion=completion, reward=verdict.reward, reward_parts=verdict.parts)
             for completion, verdict in zip(completions, verdicts, strict=True)

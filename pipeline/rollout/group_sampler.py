@@ -87,7 +87,7 @@ class GroupSampler:
             [thought] = await self.engines.generate(prompt.tokens, 1, to_cut)
             if thought.finish != "length":
                 return thought
-            continued = (*prompt.tokens, *thought.tokens, *interruption.phrase)
+            continued = (*prompt.tokens, *thought.tokens.tolist(), *interruption.phrase)
             [answer] = await self.engines.generate(continued, 1, to_end)
         except RetryableError as error:
             return error
@@ -110,4 +110,4 @@ class GroupSampler:
 
 
 def _is_fresh(answer: Completion | RetryableError, allowed: Callable[[int], bool]) -> bool:
-    return isinstance(answer, Completion) and answer.finish != "abort" and all(map(allowed, set(answer.versions)))
+    return isinstance(answer, Completion) and answer.finish != "abort" and all(map(allowed, answer.distinct_versions))

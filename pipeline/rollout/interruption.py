@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Completion
 from pipeline.data.routed_experts import RoutedExperts
@@ -35,15 +37,16 @@ class Interruption:
     def join(self, thought: Completion, answer: Completion) -> Completion:
         """One completion of thought, phrase and answer. `finish` is that of the answer."""
         said = len(self.phrase)
+        phrase = np.array(self.phrase, np.int32)
         return Completion(
-            tokens=(*thought.tokens, *self.phrase, *answer.tokens),
-            logprobs=(*thought.logprobs, *(0.0,) * said, *answer.logprobs),
-            versions=(*thought.versions, *thought.versions[-1:] * said, *answer.versions),
+            tokens=np.concatenate([thought.tokens, phrase, answer.tokens]),
+            logprobs=np.concatenate([thought.logprobs, np.zeros(said, np.float32), answer.logprobs]),
+            versions=np.concatenate([thought.versions, thought.versions[-1:].repeat(said), answer.versions]),
+            loss_mask=np.concatenate([thought.loss_mask, np.zeros(said, np.bool_), answer.loss_mask]),
             finish=answer.finish,
             engine=answer.engine,
             queued_s=thought.queued_s + answer.queued_s,
             generated_s=thought.generated_s + answer.generated_s,
-            loss_mask=(*(True,) * len(thought.tokens), *(False,) * said, *(True,) * len(answer.tokens)),
             experts=_routes(thought, answer),
             kept=self._kept(thought, answer),
         )

@@ -1,20 +1,20 @@
 """From the bytes of an answer to completions: what cannot be is refused here, with the sample and the reason.
 
-    bytes ──element_spans──▶ samples, counted and measured ──pydantic, one by one──▶ Generated
-          ──counts against what was asked, shapes──▶ flat arrays ──pipeline.data.border.values──▶ completions
+    parts ──ElementCutter──▶ a sample, counted and measured ──pydantic──▶ Generated
+          ──counts against what was asked, shapes──▶ arrays ──pipeline.data.border.values──▶ a completion
 
-Every size is compared before memory is taken for it. `read_completions` is made to run in a thread: no single step of
-it holds Python's lock for longer than one sample takes.
+Every size is compared before memory is taken for it. An answer is read while it comes, sample by sample: what there is
+of it at once are the arrays of the samples so far, and the bytes of one sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import get_args
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from pipeline.data.border.attributes import problem_of
@@ -25,7 +25,7 @@ from pipeline.data.routed_experts import RoutedExperts, decode_engine_rows, rows
 from pipeline.errors import BadAnswerError
 from pipeline.ports.engines import Sampling
 from precision.text.short import quoted
-from rollout_sglang.answers.json_scan import element_spans
+from rollout_sglang.answers.json_scan import ElementCutter
 from rollout_sglang.protocol import GENERATED, Generated, MetaInfo, policy_version
 
 SAMPLE_BYTES = 1 << 16
@@ -40,6 +40,7 @@ MOST_KEPT_IDS = 1 << 12
 SCORE_BYTES = 64
 """A scored token: log-probability, id, null."""
 _REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,54 +73,95 @@ def scoring_bytes(num_tokens: int, vocab_size: int = 0) -> int:
     return SAMPLE_BYTES + num_tokens * (TOKEN_BYTES + (1 + vocab_size) * SCORE_BYTES)
 
 
-def read_samples(body: bytes, *, expected: int, sample_bytes: int) -> list[Generated]:
-    """The samples of an answer. Raises BadAnswerError unless they are `expected`, each of `sample_bytes` at most."""
-    try:
-        spans = element_spans(body, expected)
-    except ValueError as error:
-        raise BadAnswerError(f"it answered something else than SGLang's protocol: {error}") from None
-    if len(spans) != expected:
-        raise BadAnswerError(f"it answered {len(spans)} samples, expected {expected}")
-    found = []
-    for number, (start, end) in enumerate(spans):
-        if end - start > sample_bytes:
-            raise BadAnswerError(f"sample {number} has {end - start} bytes, expected at most {sample_bytes}")
+class SampleReader(Generic[T]):
+    """Makes something of each sample of an answer, in order, while the answer comes. Methods raise BadAnswerError for
+    what cannot be, and what `make` raises."""
+
+    def __init__(self, make: Callable[[int, Generated], T], *, expected: int, sample_bytes: int) -> None:
+        """`make` is given each sample's number and the sample; `expected` samples of `sample_bytes` at most are."""
+        self._make = make
+        self._expected = expected
+        self._cutter = ElementCutter(most=expected, element_bytes=sample_bytes)
+        self._made: list[T] = []
+
+    def add(self, part: bytes) -> None:
+        """The next bytes of the answer."""
+        samples = self._cutter.add(part)
+        while (sample := self._next(samples)) is not None:
+            self._made.append(self._make(len(self._made), _parsed(sample, len(self._made))))
+
+    def end(self) -> list[T]:
+        """There are no more bytes: what was made."""
         try:
-            found.append(GENERATED.validate_json(body[start:end]))
-        except ValidationError as error:
-            raise BadAnswerError(
-                f"sample {number} is something else than SGLang's protocol ({problem_of(error)})"
-            ) from None
-    return found
+            self._cutter.end()
+        except ValueError as error:
+            raise _no_answer(error) from None
+        if len(self._made) != self._expected:
+            raise BadAnswerError(f"it answered {len(self._made)} samples, expected {self._expected}")
+        return self._made
+
+    def _next(self, samples: Iterator[bytes]) -> bytes | None:
+        try:
+            return next(samples, None)
+        except ValueError as error:
+            raise _no_answer(error) from None
 
 
-def read_completions(body: bytes, asked: Asked, *, engine: int, elapsed_s: float) -> list[Completion]:
-    """The records of the samples that `body` holds, for which the caller waited `elapsed_s`. Raises BadAnswerError for
-    what cannot be, and EngineVersionError for tokens of weights that are none of ours."""
-    samples = read_samples(body, expected=asked.num_samples, sample_bytes=asked.sample_bytes)
-    for number, sample in enumerate(samples):
-        if (what := _shape_fault(sample, asked)) is not None:
-            raise BadAnswerError(f"sample {number}: {what}")
-    lengths = [len(sample.output_ids) for sample in samples]
-    seconds = [_seconds(sample.meta_info, elapsed_s) for sample in samples]
-    versions = [token_versions(sample.meta_info, length) for sample, length in zip(samples, lengths, strict=True)]
-    kept = [_kept(sample) if asked.sampling.kept_set else None for sample in samples]
-    logprobs = [_logprobs(sample, asked.sampling.kept_set) for sample in samples]
-    _check_values(samples, logprobs, versions, seconds, kept, asked)
-    return [
-        Completion(
-            tokens=tuple(sample.output_ids),
-            logprobs=tuple(logprobs[number]),
-            versions=tuple(versions[number]),
-            finish=_finish(sample),
-            engine=engine,
-            queued_s=seconds[number][0],
-            generated_s=seconds[number][1],
-            experts=_routes(sample, versions[number], asked),
-            kept=kept[number],
-        )
-        for number, sample in enumerate(samples)
-    ]
+def _parsed(sample: bytes, number: int) -> Generated:
+    try:
+        return GENERATED.validate_json(sample)
+    except ValidationError as error:
+        raise BadAnswerError(
+            f"sample {number} is something else than SGLang's protocol ({problem_of(error)})"
+        ) from None
+
+
+def _no_answer(error: ValueError) -> BadAnswerError:
+    return BadAnswerError(f"it answered something else than SGLang's protocol: {error}")
+
+
+def completion_reader(asked: Asked, *, engine: int, waited_s: Callable[[], float]) -> SampleReader[Completion]:
+    """Reads the records of the samples that were asked for; `waited_s` says for how long the caller has waited by now.
+    Its methods raise EngineVersionError, too, for tokens of weights that are none of ours."""
+    return SampleReader(
+        lambda number, sample: _completion(number, sample, asked, engine, waited_s()),
+        expected=asked.num_samples,
+        sample_bytes=asked.sample_bytes,
+    )
+
+
+def _completion(number: int, sample: Generated, asked: Asked, engine: int, elapsed_s: float) -> Completion:
+    if (what := _shape_fault(sample, asked)) is not None:
+        raise BadAnswerError(f"sample {number}: {what}")
+    try:
+        tokens = np.array(sample.output_ids, np.int64)
+    except OverflowError:
+        raise BadAnswerError(f"sample {number}: a token id does not fit 64 bits") from None
+    responses = Responses(
+        offsets=np.array([0, len(tokens)], np.int64),
+        tokens=tokens,
+        logprobs=_logprobs(sample, asked.sampling.kept_set),
+        versions=token_versions(sample.meta_info, len(tokens)),
+        sampled=np.ones(len(tokens), np.bool_),
+        may_be_empty=np.array([sample.meta_info.finish_reason.type == "abort"]),
+        **_seconds(sample.meta_info, elapsed_s),
+        kept=_kept(sample) if asked.sampling.kept_set else None,
+    )
+    limits = Limits(vocab_size=asked.sampling.vocab_size, max_response_tokens=asked.sampling.max_new_tokens)
+    for fault in response_faults(responses, limits):
+        raise BadAnswerError(f"sample {number}: {fault.what}")
+    return Completion(
+        tokens=tokens.astype(np.int32),
+        logprobs=responses.logprobs,
+        versions=responses.versions.astype(np.int32),
+        loss_mask=responses.sampled,
+        finish=_finish(sample),
+        engine=engine,
+        queued_s=float(responses.queued_s[0]),
+        generated_s=float(responses.generated_s[0]),
+        experts=_routes(sample, responses.versions, asked),
+        kept=responses.kept,
+    )
 
 
 def _shape_fault(sample: Generated, asked: Asked) -> str | None:
@@ -144,64 +186,36 @@ def _shape_fault(sample: Generated, asked: Asked) -> str | None:
     return None
 
 
-def _check_values(
-    samples: Sequence[Generated],
-    logprobs: Sequence[Sequence[float | None]],
-    versions: Sequence[Sequence[int]],
-    seconds: Sequence[tuple[float, float]],
-    kept: Sequence[KeptSets | None],
-    asked: Asked,
-) -> None:
-    """Raises BadAnswerError for a number that may not enter the ledger."""
-    try:
-        tokens = np.array(list(chain.from_iterable(sample.output_ids for sample in samples)), np.int64)
-    except OverflowError:
-        raise BadAnswerError("a token id does not fit 64 bits") from None
-    waited = as_float32(seconds).reshape(-1, 2)
-    responses = Responses(
-        offsets=np.cumsum([0, *(len(sample.output_ids) for sample in samples)], dtype=np.int64),
-        tokens=tokens,
-        logprobs=as_float32(list(chain.from_iterable(logprobs))),
-        versions=np.array(list(chain.from_iterable(versions)), np.int64),
-        sampled=np.ones(len(tokens), np.bool_),
-        may_be_empty=np.array([sample.meta_info.finish_reason.type == "abort" for sample in samples], np.bool_),
-        queued_s=waited[:, 0],
-        generated_s=waited[:, 1],
-        kept=KeptSets.joined([sets for sets in kept if sets is not None]) if asked.sampling.kept_set else None,
-    )
-    limits = Limits(vocab_size=asked.sampling.vocab_size, max_response_tokens=asked.sampling.max_new_tokens)
-    for fault in response_faults(responses, limits):
-        raise BadAnswerError(str(fault))
-
-
-def _logprobs(sample: Generated, kept_set: bool) -> Sequence[float]:
+def _logprobs(sample: Generated, kept_set: bool) -> NDArray[np.float32]:
     """Those of the tokens. SGLang writes null for NaN."""
     if kept_set:
-        return sample.meta_info.output_token_sampling_logprobs or []
+        return as_float32(sample.meta_info.output_token_sampling_logprobs or [])
     rows = sample.meta_info.output_token_logprobs or []
-    return [float("nan") if row[0] is None else row[0] for row in rows]
+    return as_float32([float("nan") if row[0] is None else row[0] for row in rows])
 
 
-def _seconds(meta: MetaInfo, elapsed_s: float) -> tuple[float, float]:
-    """Queued and generated. An engine cannot have taken longer than its caller waited, whatever its clock says."""
+def _seconds(meta: MetaInfo, elapsed_s: float) -> dict[str, NDArray[np.float32]]:
+    """An engine cannot have taken longer than its caller waited, whatever its clock says."""
     generated_s = min(elapsed_s, max(0.0, meta.e2e_latency - (meta.queue_time or 0.0)))
-    return elapsed_s - generated_s, generated_s
+    return dict(queued_s=as_float32([elapsed_s - generated_s]), generated_s=as_float32([generated_s]))
 
 
-def token_versions(meta: MetaInfo, num_tokens: int) -> list[int]:
+def token_versions(meta: MetaInfo, num_tokens: int) -> NDArray[np.int64]:
     """Policy version of each response token.
 
     Older engines answer no spans. There, every token counts as of the version with which the sample ended.
     """
     spans = meta.weight_versions
     if spans is None:
-        return [policy_version(meta.weight_version)] * num_tokens
+        return np.full(num_tokens, policy_version(meta.weight_version), np.int64)
     edges = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != edges[:-1] or edges[-1] != num_tokens or edges != sorted(edges):
         raise BadAnswerError(
             f"its version spans end at {quoted(edges[1:])} and do not follow one another over {num_tokens} tokens"
         )
-    return np.repeat([policy_version(span.version) for span in spans], np.diff(edges)).tolist() if num_tokens else []
+    if not num_tokens:
+        return np.zeros(0, np.int64)
+    return np.repeat(np.array([policy_version(span.version) for span in spans], np.int64), np.diff(edges))
 
 
 def _finish(sample: Generated) -> FinishReason:
@@ -234,7 +248,7 @@ def _kept(sample: Generated) -> KeptSets:
     return kept
 
 
-def _routes(sample: Generated, versions: Sequence[int], asked: Asked) -> RoutedExperts | None:
+def _routes(sample: Generated, versions: NDArray[np.integer], asked: Asked) -> RoutedExperts | None:
     """Of prompt and response. An aborted request comes without them: its routes are unknown."""
     meta, shape = sample.meta_info, asked.sampling.experts
     if shape is None:
@@ -256,6 +270,5 @@ def _routes(sample: Generated, versions: Sequence[int], asked: Asked) -> RoutedE
 
 def aborted_completion(engine: int, elapsed_s: float) -> Completion:
     """The record of a sample that was aborted before the engine took it up."""
-    return Completion(
-        tokens=(), logprobs=(), versions=(), finish="abort", engine=engine, queued_s=elapsed_s, generated_s=0.0
-    )
+    nothing = Completion.given((), ())
+    return replace(nothing, finish="abort", engine=engine, queued_s=elapsed_s)

@@ -57,7 +57,7 @@ async def sample(client: EngineClient) -> dict[str, list[Completion]]:
 @pytest.fixture(scope="module")
 def learner_logprobs(sampled: Sampled) -> dict[str, list[NDArray[np.float32]]]:
     """cut → sample → [tokens], from a learner told the temperature and nothing of the cut."""
-    rows = [[*PROMPT, *completion.tokens] for group in sampled.groups.values() for completion in group]
+    rows = [[*PROMPT, *completion.tokens.tolist()] for group in sampled.groups.values() for completion in group]
     (found,) = run_ranks(1, score, sampled.checkpoint, rows, TEMPERATURE)
     scored = [row[len(PROMPT) - 1 :] for row in found["plain"]]
     return {name: [scored.pop(0) for _ in group] for name, group in sampled.groups.items()}
@@ -75,7 +75,7 @@ def test_engine_and_learner_mean_the_same_distribution(
     sampled: Sampled, learner_logprobs: dict[str, list[NDArray[np.float32]]], cut: str
 ) -> None:
     for completion, learner in zip(sampled.groups[cut], learner_logprobs[cut], strict=True):
-        np.testing.assert_allclose(np.array(completion.logprobs), learner, atol=1e-4)
+        np.testing.assert_allclose(completion.logprobs, learner, atol=1e-4)
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -83,12 +83,12 @@ def test_that_distribution_is_scaled_but_not_cut(sampled: Sampled, cut: str) -> 
     """Log-probabilities of the cut distribution would be larger by -log(mass kept), which is far more than 1e-4."""
     top_p, top_k = CUTS[cut]
     for completion in sampled.groups[cut]:
-        whole = whole_distributions(sampled.checkpoint, [*PROMPT, *completion.tokens])
-        chosen = np.take_along_axis(whole, np.array(completion.tokens)[:, None], axis=1)[:, 0]
-        np.testing.assert_allclose(np.array(completion.logprobs), chosen, atol=1e-4)
+        whole = whole_distributions(sampled.checkpoint, [*PROMPT, *completion.tokens.tolist()])
+        chosen = np.take_along_axis(whole, completion.tokens[:, None], axis=1)[:, 0]
+        np.testing.assert_allclose(completion.logprobs, chosen, atol=1e-4)
         # The cut was in force: the draw stayed among the most likely tokens whose mass before it is below top_p.
         order = np.argsort(-whole, axis=1)
-        rank = (order == np.array(completion.tokens)[:, None]).argmax(axis=1)
+        rank = (order == completion.tokens[:, None]).argmax(axis=1)
         before = np.array([np.exp(row[places[:r]]).sum() for row, places, r in zip(whole, order, rank, strict=True)])
         assert top_k < 0 or (rank < top_k).all()
         assert (before <= top_p + 1e-4).all()
@@ -98,7 +98,7 @@ def test_the_temperature_is_seen(sampled: Sampled) -> None:
     """At temperature 1 the same tokens have other log-probabilities, so agreement above is no accident."""
     completion = sampled.groups["both"][0]
     with torch.no_grad():
-        logits = reference_model(sampled.checkpoint)(torch.tensor([[*PROMPT, *completion.tokens]])).logits
+        logits = reference_model(sampled.checkpoint)(torch.tensor([[*PROMPT, *completion.tokens.tolist()]])).logits
     plain = torch.log_softmax(logits[0, len(PROMPT) - 1 : -1].float(), -1)
-    chosen = plain.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0].numpy()
-    assert np.abs(np.array(completion.logprobs) - chosen).max() > 0.05
+    chosen = plain.gather(1, torch.from_numpy(completion.tokens.astype(np.int64))[:, None])[:, 0].numpy()
+    assert np.abs(completion.logprobs - chosen).max() > 0.05

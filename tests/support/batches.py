@@ -24,7 +24,7 @@ def batch_of_rewards(
         given = Completion.given(
             random.integers(0, vocabulary, length).tolist(), random.normal(-2.0, 0.5, length).tolist()
         )
-        mask = (True, *(random.random(length - 1) >= unsampled).tolist())
+        mask = np.append(True, random.random(length - 1) >= unsampled)
         return Sample(completion=replace(given, loss_mask=mask), reward=reward)
 
     groups = [

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from launch.build.components import TaskPrompts
 from pipeline.config.task_sections import SortDigitsTask
 from pipeline.data.event_log import EventLog
@@ -83,7 +85,7 @@ class PretendEngines:
         text = right if self.solves(digits, member) else right[::-1] + "="
         tokens = (*self.tokenizer.encode(text), self.tokenizer.eos_token_id)
         first = len(tokens) // 2
-        versions = (before,) * first + (after,) * (len(tokens) - first)
+        versions = np.array([before] * first + [after] * (len(tokens) - first), np.int32)
         completion = Completion.given(tokens, (-0.5,) * len(tokens))
         return replace(completion, versions=versions, finish=finish)
 

@@ -251,17 +251,18 @@ async def _ask(call: Call, answer: Answer) -> Any:
 def _impossible(found: Sequence[Completion], sampling: Sampling) -> str | None:
     """What no engine can have sampled, by rules of this file."""
     for sample in found:
-        rows = (sample.tokens, sample.logprobs, sample.versions)
-        if len({len(row) for row in rows}) != 1 or len(sample.tokens) > sampling.max_new_tokens:
+        tokens, logprobs, versions = (row.tolist() for row in (sample.tokens, sample.logprobs, sample.versions))
+        rows = (tokens, logprobs, versions, sample.loss_mask)
+        if len({len(row) for row in rows}) != 1 or len(tokens) > sampling.max_new_tokens:
             return f"lengths {[len(row) for row in rows]} of at most {sampling.max_new_tokens}"
-        if not sample.tokens and sample.finish != "abort":
+        if not tokens and sample.finish != "abort":
             return "an empty response"
-        if not all(type(token) is int and 0 <= token < VOCABULARY for token in sample.tokens):
-            return f"tokens {sample.tokens!a:.100}"
-        if not all(isinstance(x, int | float) and math.isfinite(x) and -1000 < x <= 1e-4 for x in sample.logprobs):
-            return f"log-probabilities {sample.logprobs!a:.100}"
-        if not all(type(version) is int and 0 <= version < 1 << 31 for version in sample.versions):
-            return f"versions {sample.versions!a:.100}"
+        if not all(type(token) is int and 0 <= token < VOCABULARY for token in tokens):
+            return f"tokens {tokens!a:.100}"
+        if not all(isinstance(x, int | float) and math.isfinite(x) and -1000 < x <= 1e-4 for x in logprobs):
+            return f"log-probabilities {logprobs!a:.100}"
+        if not all(type(version) is int and 0 <= version < 1 << 31 for version in versions):
+            return f"versions {versions!a:.100}"
         if not all(math.isfinite(x) and 0 <= x < 1e6 for x in (sample.queued_s, sample.generated_s)):
             return f"seconds {sample.queued_s}, {sample.generated_s}"
         if sample.kept is not None and not np.all((sample.kept.tokens >= 0) & (sample.kept.tokens < VOCABULARY)):

@@ -81,9 +81,10 @@ def goods() -> tuple[Batch, ...]:
         tokens = tuple(random_numbers.integers(0, VOCABULARY, 1 + number % LONGEST).tolist())
         rows = np.tile(np.array([[[1, 5]]], np.uint8), (2 + len(tokens), 1, 1))
         one = Completion(
-            tokens=tokens,
-            logprobs=tuple(-random_numbers.random(len(tokens))),
-            versions=(0,) * len(tokens),
+            tokens=np.array(tokens, np.int32),
+            logprobs=-random_numbers.random(len(tokens)).astype(np.float32),
+            versions=np.zeros(len(tokens), np.int32),
+            loss_mask=np.ones(len(tokens), np.bool_),
             finish="stop" if number % 2 else "length",
             engine=number % 3,
             queued_s=0.1,

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from pipeline.data.records import Completion, FinishReason
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, EngineVersionError, RetryableError
@@ -174,9 +176,10 @@ class SimulatedFleet:
         tokens = (SOLVES if right else SOLVES + 1, *(draw.randrange(VOCABULARY) for _ in range(length - 1)))
         early = length if first == last else draw.randint(0, length)
         return Completion(
-            tokens=tokens,
-            logprobs=tuple(-draw.random() for _ in tokens),
-            versions=(first,) * early + (last,) * (length - early),
+            tokens=np.array(tokens, np.int32),
+            logprobs=np.array([-draw.random() for _ in tokens], np.float32),
+            versions=np.array([first] * early + [last] * (length - early), np.int32),
+            loss_mask=np.ones(length, np.bool_),
             finish=finish,
             engine=self._room.engines.index(engine),
             queued_s=0.0,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.data.records import Batch, Completion, DroppedGroup, Group, LogprobContract, Prompt, Sample
@@ -32,9 +33,10 @@ def make(
         length = (len(versions), 0 if golden else 1, 1)[member]
         return Sample(
             completion=Completion(
-                tokens=tuple(7 + group + position for position in range(length)),
-                logprobs=tuple(-0.5 * (position + 1) for position in range(length)),
-                versions=versions[:length],
+                tokens=7 + group + np.arange(length, dtype=np.int32),
+                logprobs=-0.5 * np.arange(1, length + 1, dtype=np.float32),
+                versions=np.array(versions[:length], np.int32),
+                loss_mask=np.ones(length, np.bool_),
                 finish=("stop", "abort" if golden else "stop", "length")[member],  # type: ignore[arg-type]
                 engine=member,
                 queued_s=0.25,

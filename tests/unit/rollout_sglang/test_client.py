@@ -50,9 +50,9 @@ def test_a_group_is_one_request_and_comes_back_token_by_token(engine: EngineDoub
     client = client_of(engine)
     group = run(client, client.generate([5, 6], 2, SAMPLING))
     assert engine.calls == ["POST /generate"]
-    assert [sample.tokens for sample in group] == [(0, 1, 2), (1, 2, 3)]
-    assert group[0].logprobs == (-1 / 8, -2 / 8, -3 / 8)
-    assert group[0].versions == (4, 4, 4)
+    assert [sample.tokens.tolist() for sample in group] == [[0, 1, 2], [1, 2, 3]]
+    assert group[0].logprobs.tolist() == [-1 / 8, -2 / 8, -3 / 8]
+    assert group[0].versions.tolist() == [4, 4, 4]
     assert group[0].finish == "length"
     assert group[0].engine == 7
     assert 0 <= group[0].generated_s < 1
@@ -101,12 +101,12 @@ KEPT = Sampling(max_new_tokens=3, top_p=0.8, kept_set=True)
 def test_kept_sets_come_with_the_probabilities_over_them(engine: EngineDouble) -> None:
     client, again = client_of(engine), client_of(engine)
     _, sample = run(client, client.generate([5, 6], 2, KEPT))
-    assert (sample.tokens, sample.logprobs) == ((1, 2, 3), (-2 / 16, -3 / 16, -4 / 16))
+    assert (sample.tokens.tolist(), sample.logprobs.tolist()) == ([1, 2, 3], [-2 / 16, -3 / 16, -4 / 16])
     assert sample.kept is not None
     assert sample.kept.offsets.tolist() == [0, 2, 4, 6]
     assert sample.kept.tokens.tolist() == [1, 2, 2, 3, 3, 4]
     [sample] = run(again, again.generate([5, 6], 1, SAMPLING))
-    assert (sample.kept, sample.logprobs) == (None, (-1 / 8, -2 / 8, -3 / 8))
+    assert (sample.kept, sample.logprobs.tolist()) == (None, [-1 / 8, -2 / 8, -3 / 8])
 
 
 def test_a_cut_by_top_p_alone_is_asked_for_within_what_an_engine_can_name(
@@ -253,7 +253,7 @@ def test_fed_weights_are_not_proved_until_they_are_named(engine: EngineDouble, t
         with pytest.raises(EngineVersionError, match="unverified-5"):
             await client.generate([5], 1, SAMPLING)
         await client.name(5)
-        assert (await client.generate([5], 1, SAMPLING))[0].versions == (5, 5, 5)
+        assert (await client.generate([5], 1, SAMPLING))[0].versions.tolist() == [5, 5, 5]
 
     run(client, act())
     assert (engine.version, engine.model_path, engine.paused) == ("5", str(tmp_path), False)
@@ -312,7 +312,7 @@ def test_tokens_carry_the_version_that_sampled_them(engine: EngineDouble, tmp_pa
         sampling = asyncio.create_task(client.generate([5], 1, Sampling(max_new_tokens=10)))
         await asyncio.sleep(0.2)
         await load(client, 5, tmp_path)
-        return (await sampling)[0].versions
+        return tuple((await sampling)[0].versions.tolist())
 
     versions = run(client, load_midway())
     assert sorted(versions) == list(versions)
@@ -322,7 +322,7 @@ def test_tokens_carry_the_version_that_sampled_them(engine: EngineDouble, tmp_pa
 def test_versions_without_spans_fall_back_to_the_request(engine: EngineDouble) -> None:
     engine.spans = False
     client = client_of(engine)
-    assert run(client, client.generate([5], 1, SAMPLING))[0].versions == (4, 4, 4)
+    assert run(client, client.generate([5], 1, SAMPLING))[0].versions.tolist() == [4, 4, 4]
 
 
 def test_spans_that_do_not_cover_the_response_are_refused() -> None:
@@ -336,7 +336,7 @@ def test_spans_that_do_not_cover_the_response_are_refused() -> None:
             "e2e_latency": 0.5,
         }
     )
-    assert token_versions(meta, 3) == [1, 2, 2]
+    assert token_versions(meta, 3).tolist() == [1, 2, 2]
     with pytest.raises(EngineUnavailableError, match="do not follow one another over 4 tokens"):
         token_versions(meta, 4)
 

@@ -242,7 +242,7 @@ def test_an_answer_of_an_engine_restarted_unnoticed_is_thrown_away(tmp_path: Pat
     async def act(fleet: Fleet) -> tuple[int, ...]:
         await fleet.load(1, LOADED)
         engines[0].version = "0"
-        return (await fleet.generate([1], 1, SAMPLING))[0].versions
+        return tuple((await fleet.generate([1], 1, SAMPLING))[0].versions.tolist())
 
     assert with_fleet(tmp_path, engines[:1], act) == (1, 1)
     assert engines[0].loads == 2

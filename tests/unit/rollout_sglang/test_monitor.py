@@ -68,7 +68,7 @@ def test_generation_waits_for_a_first_engine_which_is_given_weights_first(tmp_pa
             assert not waiting.done()
             membership.announce(Member(4, engine.url))
             [completion] = await waiting
-            assert (completion.engine, completion.versions) == (4, (3, 3))
+            assert (completion.engine, completion.versions.tolist()) == (4, [3, 3])
 
         assert monitored(tmp_path, act) == [("joined", 4), ("admitted", 4)]
         assert engine.calls.index("POST /generate") > engine.calls.index("POST /update_weights_from_disk")
@@ -205,7 +205,7 @@ def test_another_server_at_the_only_engine_s_address_is_not_the_end(
             waiting = asyncio.create_task(fleet.generate([1], 1, SAMPLING))
             await until(lambda: "another API key" in str([one.reason for one in fleet.state()]))
             membership.announce(Member(0, again.url, 2))
-            assert (await waiting)[0].versions == (3, 3)
+            assert (await waiting)[0].versions.tolist() == [3, 3]
             membership.announce(Member(0, usurper.url, 3))
             await until(lambda: fleet.state()[0].url == usurper.url)
             monkeypatch.setattr(engine_pool, "REFUSED_S", 0.2)

@@ -29,7 +29,7 @@ PER_SAMPLE = np.array([1.0, -2.0, 3.0, 4.0, 5.0], np.float32)
 def batch_of(layout: Layout) -> Batch:
     def completion(unsampled: list[bool]) -> Completion:
         given = Completion.given([7] * len(unsampled), [-1.0] * len(unsampled))
-        return replace(given, loss_mask=tuple(not one for one in unsampled))
+        return replace(given, loss_mask=~np.array(unsampled, np.bool_))
 
     groups = [
         Group(

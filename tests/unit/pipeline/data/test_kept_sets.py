@@ -47,7 +47,8 @@ def batch_with_kept_sets() -> Batch:
 
     def sample(tokens: tuple[int, ...], kept: list[list[int]], mask: tuple[bool, ...] = ()) -> Sample:
         given = Completion.given(tokens, [-0.5 if not mask or mask[i] else 0.0 for i in range(len(tokens))])
-        return Sample(completion=replace(given, kept=KeptSets.of(kept), loss_mask=mask), reward=1.0)
+        given = replace(given, kept=KeptSets.of(kept), loss_mask=np.array(mask or (True,) * len(tokens)))
+        return Sample(completion=given, reward=1.0)
 
     samples = (
         sample((5, 6, 7), [[9, 5], [], [7]], (True, False, True)),

@@ -114,7 +114,7 @@ def test_what_began_before_the_oldest_allowed_version_is_sampled_again(run: RunD
         answers = await original(prompt, *arguments)  # type: ignore[arg-type]
         if digits in once:
             once.discard(digits)
-            return [replace(answer, versions=(0, *answer.versions[1:])) for answer in answers]
+            return [replace(answer, versions=np.array([0, *answer.versions[1:]], np.int32)) for answer in answers]
         return answers
 
     engines.generate = generate  # type: ignore[method-assign, assignment]

@@ -40,22 +40,19 @@ def test_all_cuts_occur_about_equally_often() -> None:
 def test_join() -> None:
     thought = replace(
         Completion.given((1, 2, 3), (-0.1, -0.2, -0.3)),
-        versions=(4, 4, 5),
+        versions=np.array([4, 4, 5], np.int32),
         finish="length",
         queued_s=0.5,
         generated_s=1.0,
     )
     answer = replace(Completion.given((9,), (-0.4,), version=6), engine=1, queued_s=0.25, generated_s=2.0)
-    assert interruption().join(thought, answer) == Completion(
-        tokens=(1, 2, 3, 7, 8, 9),
-        logprobs=(-0.1, -0.2, -0.3, 0.0, 0.0, -0.4),
-        versions=(4, 4, 5, 5, 5, 6),
-        finish="stop",
-        engine=1,
-        queued_s=0.75,
-        generated_s=3.0,
-        loss_mask=(True, True, True, False, False, True),
-    )
+    joined = interruption().join(thought, answer)
+    np.testing.assert_array_equal(joined.tokens, np.array([1, 2, 3, 7, 8, 9], np.int32), strict=True)
+    logprobs = np.array([-0.1, -0.2, -0.3, 0.0, 0.0, -0.4], np.float32)
+    np.testing.assert_array_equal(joined.logprobs, logprobs, strict=True)
+    np.testing.assert_array_equal(joined.versions, np.array([4, 4, 5, 5, 5, 6], np.int32), strict=True)
+    np.testing.assert_array_equal(joined.loss_mask, [True, True, True, False, False, True], strict=True)
+    assert (joined.finish, joined.engine, joined.queued_s, joined.generated_s) == ("stop", 1, 0.75, 3.0)
 
 
 def test_each_part_keeps_the_routes_that_it_was_sampled_with() -> None:

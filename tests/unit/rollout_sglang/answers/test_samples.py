@@ -7,15 +7,17 @@ import random
 import tracemalloc
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.data.records import Completion
 from pipeline.errors import BadAnswerError, EngineVersionError
 from pipeline.ports.engines import Sampling
-from rollout_sglang.answers import json_scan, samples
-from rollout_sglang.answers.json_scan import element_spans
-from rollout_sglang.answers.samples import Asked, read_completions
+from rollout_sglang.answers import samples
+from rollout_sglang.answers.json_scan import ElementCutter
+from rollout_sglang.answers.samples import Asked, completion_reader
 from rollout_sglang.protocol import GENERATED
 from tests.chaos.malformed.answers import VOCABULARY, _impossible
 from tests.chaos.malformed.mutations import mutated_bytes, mutated_data
@@ -30,7 +32,14 @@ ASKED = {"generate": (3, PLAIN), "kept": (2, KEPT)}
 def read(name: str, body: bytes) -> Any:
     num_samples, sampling = ASKED[name]
     asked = Asked(num_prompt=len(PROMPT), num_samples=num_samples, sampling=sampling)
-    return read_completions(body, asked, engine=0, elapsed_s=1.0)
+    return read_completions(body, asked)
+
+
+def read_completions(body: bytes, asked: Asked, part_bytes: int = 1 << 16) -> list[Completion]:
+    reader = completion_reader(asked, engine=0, waited_s=lambda: 1.0)
+    for start in range(0, len(body), part_bytes):
+        reader.add(body[start : start + part_bytes])
+    return reader.end()
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -39,8 +48,10 @@ def test_what_a_real_server_answers_is_taken_as_it_is(name: str) -> None:
     for sample, real in zip(found, recorded()[name], strict=True):
         meta = real["meta_info"]
         logprobs = meta.get("output_token_sampling_logprobs") or [row[0] for row in meta["output_token_logprobs"]]
-        assert (list(sample.tokens), list(sample.logprobs)) == (real["output_ids"], logprobs)
-        assert sample.versions == (0,) * len(sample.tokens)
+        np.testing.assert_array_equal(sample.tokens, np.array(real["output_ids"], np.int32), strict=True)
+        np.testing.assert_array_equal(sample.logprobs, np.array(logprobs, np.float32), strict=True)
+        np.testing.assert_array_equal(sample.versions, np.zeros(len(sample.tokens), np.int32), strict=True)
+        np.testing.assert_array_equal(sample.loss_mask, np.ones(len(sample.tokens), np.bool_), strict=True)
     assert CALLS[name][2]["sampling_params"]["max_new_tokens"] == ASKED[name][1].max_new_tokens
 
 
@@ -70,14 +81,43 @@ _JSON = st.recursive(
 
 @given(st.lists(st.dictionaries(st.text(max_size=3), _JSON, max_size=3), max_size=4), st.integers(1, 40), st.booleans())
 @settings(max_examples=examples(200))
-def test_elements_are_found_wherever_blocks_end(value: list[Any], block: int, spaced: bool) -> None:
+def test_elements_are_found_wherever_parts_end(value: list[Any], part: int, spaced: bool) -> None:
     body = json.dumps(value, separators=(" , ", " : ") if spaced else (",", ":"), ensure_ascii=False).encode()
-    whole, json_scan.BLOCK_BYTES = json_scan.BLOCK_BYTES, block
-    try:
-        spans = element_spans(body, 4)
-    finally:
-        json_scan.BLOCK_BYTES = whole
-    assert [json.loads(body[start:end]) for start, end in spans] == value
+    cutter = ElementCutter(most=4, element_bytes=len(body))
+    found = [one for start in range(0, len(body), part) for one in cutter.add(body[start : start + part])]
+    cutter.end()
+    assert [json.loads(one) for one in found] == value
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not a whole one"),
+        (b"[{}", "not a whole one"),
+        (b"[{},{", "not a whole one"),
+        (b"[{} {}]", "no JSON list of objects"),
+        (b"[{},]", "no JSON list of objects"),
+        (b"[,{}]", "no JSON list of objects"),
+        (b"{}", "no JSON list of objects"),
+        (b"[{}]]", "no JSON list of objects"),
+        (b"[{}][{}]", "no JSON list of objects"),
+        (b"}{[{}]", "no JSON list of objects"),
+        (b"[1, 2, 3]", "no JSON list of objects"),
+        (b"[{}, {}, {}]", "more than 2 elements"),
+        (b'[{"a": "0123456789"}]', "element 0 has more than 12 bytes"),
+        (b'[{}, {"a": "0123456789', "element 1 has more than 12 bytes"),
+    ],
+)
+@pytest.mark.parametrize("part", [1, 100])
+def test_what_is_no_such_list_is_refused(body: bytes, message: str, part: int) -> None:
+    def cut() -> None:
+        cutter = ElementCutter(most=2, element_bytes=12)
+        for start in range(0, len(body), part):
+            list(cutter.add(body[start : start + part]))
+        cutter.end()
+
+    with pytest.raises(ValueError, match=message):
+        cut()
 
 
 def big_answer(num_samples: int, num_tokens: int) -> tuple[bytes, Asked]:
@@ -109,7 +149,7 @@ def test_a_large_answer_is_parsed_sample_by_sample(monkeypatch: pytest.MonkeyPat
             return GENERATED.validate_json(piece)
 
     monkeypatch.setattr(samples, "GENERATED", Recorder())
-    assert len(read_completions(body, asked, engine=0, elapsed_s=1.0)) == 8
+    assert len(read_completions(body, asked)) == 8
     assert len(parsed) == 8
     assert max(parsed) < 1.2 * len(body) / 8
 
