@@ -332,7 +332,7 @@ MUTATIONS = (
     Mutation(
         "probabilities over the whole vocabulary are stored beside kept sets",
         "rollout_sglang/answers/samples.py",
-        "    if kept_set:\n        return sample.meta_info.output_token_sampling_logprobs or []\n",
+        "    if kept_set:\n        return as_float32(sample.meta_info.output_token_sampling_logprobs or [])\n",
         "",
         (f"{UNIT}/rollout_sglang/test_client.py",),
     ),
