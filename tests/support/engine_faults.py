@@ -75,8 +75,8 @@ def _decode_attention() -> None:
 
     right = attention.decode_attention
 
-    def wrong(query: Any, keys: Any, values: Any, lengths: Any, scale: Any) -> Any:
-        return right(query, keys, fake_quantize_tensor(values), lengths, scale)
+    def wrong(query: Any, keys: Any, values: Any, mask: Any, scale: Any) -> Any:
+        return right(query, keys, fake_quantize_tensor(values), mask, scale)
 
     attention.decode_attention = wrong
 
