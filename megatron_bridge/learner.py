@@ -277,6 +277,7 @@ class MegatronLearner:
                 sequence_ranks=self.layout.sequence_ranks,
                 token_multiple=token_multiple(self.section.precision),
                 count_multiple=self.layout.micro_batch_multiple,
+                attention_parity=self.model_config.attention_parity,
             ),
             chosen=chosen,
         )

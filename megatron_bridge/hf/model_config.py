@@ -97,6 +97,15 @@ class ModelConfig:
         """Numbers in all weights; a tied embedding counts once."""
         return sum(math.prod(size) for size in self.tensors().values())
 
+    @property
+    def attention_parity(self) -> int:
+        """Tokens of the row whose causal attention takes as much arithmetic as its products with weights; that of a
+        row twice as long takes twice as much as those."""
+        q, k, v = self.qkv_rows
+        ffn = self.ffn_size if self.experts is None else self.experts.per_token * self.experts.ffn_size
+        layer = self.hidden_size * (2 * q + k + v + 3 * ffn)
+        return (self.num_layers * layer + self.vocab_size * self.hidden_size) // (self.num_layers * q)
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """HF name → shape of every weight of such a model, in layer order."""
         h = self.hidden_size

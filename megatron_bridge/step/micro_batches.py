@@ -1,17 +1,19 @@
 """Flat, ragged batch → this rank's packed micro-batches, and back.
 
-    samples ──longest first, to the least loaded──▶ data parallel ranks ──likewise──▶ micro-batches of packed rows
-                                                                ──two pieces of every row──▶ context parallel ranks
+    samples ──as much arithmetic──▶ data parallel ranks ──as many tokens──▶ micro-batches of packed rows
+                                                        ──two pieces of every row──▶ context parallel ranks
 
-The partition depends on lengths only, so every rank works out the whole plan by itself and all agree. Rows follow one
-another without padding between them, but for what context and sequence parallelism need to divide them evenly; what FP8
-needs is added to the last. A position predicts the next token: `labels[0, t]` follows `tokens[0, t]`. Every rank gets
-the same number of micro-batches; a rank with too few rows gets some that are masked out entirely.
+The partition depends on lengths only, so every rank works out the whole plan by itself and all agree. Data parallel
+ranks are balanced by arithmetic, because the step takes as long as the busiest one and a long row takes more of it a
+token; micro-batches by tokens, because these are what memory has room for. In a micro-batch the longest row comes first.
+
+Rows follow one another without padding between them, but for what context and sequence parallelism need to divide them
+evenly; what FP8 needs is added to the last. A position predicts the next token: `labels[0, t]` follows `tokens[0, t]`.
+Every rank gets the same number of micro-batches; a rank with too few rows gets some that are masked out entirely.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import RecipeError
+from precision.balance import balanced, fullest, sections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,8 @@ class Split:
     """Of the tokens that each rank is left with: what FP8 products ask for."""
     count_multiple: int = 1
     """Of the number of micro-batches."""
+    attention_parity: int | None = None
+    """See ModelConfig.attention_parity; None: attention counts for nothing."""
 
     @property
     def row_multiple(self) -> int:
@@ -152,6 +157,11 @@ class Split:
         """Of all rows of a micro-batch together."""
         whole = self.context_ranks * self.token_multiple
         return math.lcm(self.row_multiple, whole) * self.sequence_ranks
+
+    def work(self, lengths: NDArray[np.int64]) -> list[int]:
+        """What rows of these lengths take of a rank's time, in no particular unit."""
+        parity = self.attention_parity
+        return (lengths if parity is None else lengths * (parity + lengths)).tolist()
 
 
 def plan_micro_batches(
@@ -171,7 +181,8 @@ def plan_micro_batches(
             f"a sample of {rows.lengths.max()} tokens, padded to {widths.max()}, does not fit in "
             f"learner.micro_batch_tokens {micro_batch_tokens}; raise it"
         )
-    shares = _balance(included.tolist(), widths, split.data_ranks)
+    dealt = sections(split.work(widths[included]), split.data_ranks)
+    shares = [included[part].tolist() for part in dealt]
     groups = _micro_batches(shares, widths, budget, split.count_multiple)
     padded = [_padded_widths(group, widths, split) for share in groups for group in share]
     real = int(np.maximum(rows.lengths[included] - 1, 0).sum())
@@ -203,27 +214,18 @@ def _rounded_up(count: Count, multiple: int) -> Count:
     return -(-count // multiple) * multiple
 
 
-def _balance(rows: Sequence[int], widths: NDArray[np.int64], parts: int) -> list[list[int]]:
-    """Longest row first, each to the part with the fewest tokens so far; ties go to the lower index."""
-    shares: list[list[int]] = [[] for _ in range(parts)]
-    loads = [(0, part) for part in range(parts)]
-    for row in sorted(rows, key=lambda row: (-widths[row], row)):
-        load, part = heapq.heappop(loads)
-        shares[part].append(row)
-        heapq.heappush(loads, (load + int(widths[row]), part))
-    return shares
-
-
 def _micro_batches(
     shares: list[list[int]], widths: NDArray[np.int64], budget: int, multiple: int
 ) -> list[list[list[int]]]:
     """Rank → micro-batch → rows: the smallest number of micro-batches, the same on all ranks, that keeps the budget."""
-    fullest = max(sum(int(widths[row]) for row in share) for share in shares)
-    count = _rounded_up(max(1, -(-fullest // budget)), multiple)
+    shares = [sorted(share, key=lambda row: (-widths[row], row)) for share in shares]
+    tokens = [[int(widths[row]) for row in share] for share in shares]
+    count = _rounded_up(max(1, -(-max(map(sum, tokens)) // budget)), multiple)
     while True:
-        groups = [_balance(share, widths, count) for share in shares]
-        if all(sum(int(widths[row]) for row in group) <= budget for share in groups for group in share):
-            return groups
+        dealt = [balanced(each, count) for each in tokens]
+        if all(fullest(each, parts) <= budget for each, parts in zip(tokens, dealt, strict=True)):
+            both = zip(shares, dealt, strict=True)
+            return [[[share[place] for place in part] for part in parts] for share, parts in both]
         count += multiple
 
 

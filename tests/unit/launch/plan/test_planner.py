@@ -203,6 +203,7 @@ def test_work_of_a_token_by_hand() -> None:
     model = shape("qwen3-32b")
     assert active_parameters(model) == 32_762_123_264 - 151_936 * 5120 - 5120
     assert forward_flops(model, 4096) == 2 * active_parameters(model) + 2 * 64 * 8192 * 4096
+    assert forward_flops(model, model.attention_parity) == pytest.approx(4 * active_parameters(model), rel=1e-4)
 
 
 def test_bubbles() -> None:

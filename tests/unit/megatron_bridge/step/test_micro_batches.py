@@ -153,6 +153,17 @@ def test_load_is_balanced_to_one_row(lengths: list[tuple[int, int]], ranks: int)
     assert max(loads) - min(loads) <= max(prompt + response for prompt, response in lengths)
 
 
+def test_ranks_are_balanced_by_arithmetic_and_micro_batches_by_tokens() -> None:
+    # Where attention is as dear as all else at 12 tokens, a row of 12 takes 12 × 24 = 288 and one of 2 only 2 × 14 = 28.
+    rows = rows_of([(1, 2)] * 4 + [(1, 12)] + [(1, 2)] * 4)
+    assert Split(attention_parity=12).work(np.array([12, 2])) == [288, 28]
+    assert [plan.micro_batches[0].row_ends.diff().tolist() for plan in plans(rows, 16, 2)] == [[12, 2], [2] * 7]
+    weighed = plans(rows, 16, 2, attention_parity=12)
+    assert [plan.micro_batches[0].row_ends.diff().tolist() for plan in weighed] == [[12], [2] * 8]
+    (alone,) = plans(rows, 16, 1, attention_parity=12)
+    assert [micro.row_ends.diff().tolist() for micro in alone.micro_batches] == [[12, 2], [2] * 7]
+
+
 def test_a_rank_without_rows_gets_a_masked_micro_batch() -> None:
     busy, idle = plans(rows_of([(2, 3)]), 64, 2)
     assert len(busy.micro_batches) == len(idle.micro_batches) == 1

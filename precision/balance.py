@@ -1,0 +1,106 @@
+"""Weighted items (rows of tokens, samples) dealt out to parts (ranks, micro-batches) of even weight.
+
+    balanced   any item to any part
+    sections   items that lie next to each other to the same part, or to one of few parts that share a section
+
+A step takes as long as its fullest part. What these do depends on the weights alone, so that every rank works it out
+by itself and all agree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count
+
+Part = tuple[int, tuple[int, ...]]
+"""Weight, and the items that make it up."""
+
+_MIN_SECTION = 16
+"""Of the heaviest item: what a section must weigh at least. It is cut between items, so it is uneven by a part of one."""
+_EVEN = 0.001
+"""Longest first that is uneven by less is kept: nothing would be gained."""
+
+
+def balanced(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Part → items, ascending, every item in one part; the fullest part is no fuller than that of longest first.
+
+    The better of longest first and largest differencing (Karmarkar and Karp); longest first where they tie, and where
+    it is even already. Weights are not negative.
+    """
+    greedy = longest_first(weights, parts)
+    if fullest(weights, greedy) * parts <= (1 + _EVEN) * sum(weights):
+        return greedy
+    return min(greedy, _differenced(weights, parts), key=lambda found: fullest(weights, found))
+
+
+def sections(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Part → items, ascending, like `balanced`, but a part takes its items from one stretch of them.
+
+    There are as many stretches as can be cut evenly between items. Their number divides `parts`: each is balanced over
+    as many parts as the others. With weights of a few dozen items for each part every part has a stretch of its own.
+    """
+    number = _num_sections(weights, parts)
+    shared = parts // number
+    found = []
+    for start, end in _cuts(weights, number):
+        found += [[start + item for item in part] for part in balanced(weights[start:end], shared)]
+    return found
+
+
+def fullest(weights: Sequence[int], parts: Sequence[Sequence[int]]) -> int:
+    """Weight of the heaviest part."""
+    return max(sum(weights[item] for item in part) for part in parts)
+
+
+def longest_first(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """The heaviest item first, each to the part that weighs least so far; ties go to the lower index."""
+    found: list[list[int]] = [[] for _ in range(parts)]
+    loads = [(0, part) for part in range(parts)]
+    for item in _heaviest_first(weights):
+        load, part = loads[0]
+        found[part].append(item)
+        heapq.heapreplace(loads, (load + weights[item], part))
+    return [sorted(part) for part in found]
+
+
+def _differenced(weights: Sequence[int], parts: int) -> list[list[int]]:
+    """Largest differencing: the two partitions that are most uneven become one, the fullest parts of the one with the
+    emptiest of the other, until one is left."""
+    order = count()  # ties go to the partition that is older
+    partitions: list[tuple[int, int, list[Part]]] = []
+    for item in _heaviest_first(weights):
+        partitions.append((-weights[item], next(order), [(weights[item], (item,)), *[(0, ())] * (parts - 1)]))
+    while len(partitions) > 1:
+        _, _, one = heapq.heappop(partitions)
+        _, _, other = heapq.heappop(partitions)
+        merged = [
+            (one_weight + other_weight, (*one_items, *other_items))
+            for (one_weight, one_items), (other_weight, other_items) in zip(one, reversed(other), strict=True)
+        ]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(partitions, (merged[-1][0] - merged[0][0], next(order), merged))
+    return [sorted(items) for _, items in partitions[0][2]]
+
+
+def _heaviest_first(weights: Sequence[int]) -> list[int]:
+    return sorted(range(len(weights)), key=lambda item: (-weights[item], item))
+
+
+def _num_sections(weights: Sequence[int], parts: int) -> int:
+    heaviest = max(weights, default=0)
+    wanted = parts if heaviest == 0 else sum(weights) // (_MIN_SECTION * heaviest)
+    return max(number for number in range(1, parts + 1) if parts % number == 0 and number <= max(1, wanted))
+
+
+def _cuts(weights: Sequence[int], number: int) -> Iterator[tuple[int, int]]:
+    """Stretches (start, end) of nearly the same weight: an item belongs where its middle lies."""
+    total, ends = sum(weights), list(accumulate(weights))
+    middles = [2 * end - weight for end, weight in zip(ends, weights, strict=True)]  # twice the middle
+    start = 0
+    for section in range(number):
+        end = start
+        while end < len(weights) and (section == number - 1 or middles[end] * number < 2 * total * (section + 1)):
+            end += 1
+        yield start, end
+        start = end
