@@ -10,14 +10,14 @@ by itself and all agree.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, count
+from collections.abc import Sequence
+from itertools import count
 
 Part = tuple[int, tuple[int, ...]]
 """Weight, and the items that make it up."""
 
 _MIN_SECTION = 16
-"""Of the heaviest item: what a section must weigh at least. It is cut between items, so it is uneven by a part of one."""
+"""Times the heaviest item: what a section weighs at least. Cut between items, it is uneven by a part of one."""
 _EVEN = 0.001
 """Longest first that is uneven by less is kept: nothing would be gained."""
 
@@ -68,9 +68,10 @@ def _differenced(weights: Sequence[int], parts: int) -> list[list[int]]:
     """Largest differencing: the two partitions that are most uneven become one, the fullest parts of the one with the
     emptiest of the other, until one is left."""
     order = count()  # ties go to the partition that is older
-    partitions: list[tuple[int, int, list[Part]]] = []
-    for item in _heaviest_first(weights):
-        partitions.append((-weights[item], next(order), [(weights[item], (item,)), *[(0, ())] * (parts - 1)]))
+    partitions: list[tuple[int, int, list[Part]]] = [
+        (-weights[item], next(order), [(weights[item], (item,)), *[(0, ())] * (parts - 1)])
+        for item in _heaviest_first(weights)
+    ]
     while len(partitions) > 1:
         _, _, one = heapq.heappop(partitions)
         _, _, other = heapq.heappop(partitions)
@@ -93,14 +94,25 @@ def _num_sections(weights: Sequence[int], parts: int) -> int:
     return max(number for number in range(1, parts + 1) if parts % number == 0 and number <= max(1, wanted))
 
 
-def _cuts(weights: Sequence[int], number: int) -> Iterator[tuple[int, int]]:
-    """Stretches (start, end) of nearly the same weight: an item belongs where its middle lies."""
-    total, ends = sum(weights), list(accumulate(weights))
-    middles = [2 * end - weight for end, weight in zip(ends, weights, strict=True)]  # twice the middle
-    start = 0
-    for section in range(number):
-        end = start
-        while end < len(weights) and (section == number - 1 or middles[end] * number < 2 * total * (section + 1)):
-            end += 1
-        yield start, end
-        start = end
+def _cuts(weights: Sequence[int], number: int) -> list[tuple[int, int]]:
+    """Stretches (start, end), the heaviest as light as can be; the last ones may be empty."""
+    least, most = max(max(weights, default=0), -(-sum(weights) // number)), sum(weights)
+    while least < most:
+        tried = (least + most) // 2
+        if len(_filled(weights, tried)) <= number:
+            most = tried
+        else:
+            least = tried + 1
+    cuts = _filled(weights, least)
+    return cuts + [(len(weights), len(weights))] * (number - len(cuts))
+
+
+def _filled(weights: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Stretches that each take what comes until they would weigh more than `most`."""
+    cuts, start, held = [], 0, 0
+    for item, weight in enumerate(weights):
+        if held + weight > most:
+            cuts.append((start, item))
+            start, held = item, 0
+        held += weight
+    return [*cuts, (start, len(weights))]

@@ -5,7 +5,7 @@
 
 The partition depends on lengths only, so every rank works out the whole plan by itself and all agree. Data parallel
 ranks are balanced by arithmetic, because the step takes as long as the busiest one and a long row takes more of it a
-token; micro-batches by tokens, because these are what memory has room for. In a micro-batch the longest row comes first.
+token; micro-batches by tokens, because these are what memory has room for. Their longest row comes first.
 
 Rows follow one another without padding between them, but for what context and sequence parallelism need to divide them
 evenly; what FP8 needs is added to the last. A position predicts the next token: `labels[0, t]` follows `tokens[0, t]`.
@@ -161,7 +161,7 @@ class Split:
     def work(self, lengths: NDArray[np.int64]) -> list[int]:
         """What rows of these lengths take of a rank's time, in no particular unit."""
         parity = self.attention_parity
-        return (lengths if parity is None else lengths * (parity + lengths)).tolist()
+        return [int(work) for work in (lengths if parity is None else lengths * (parity + lengths))]
 
 
 def plan_micro_batches(

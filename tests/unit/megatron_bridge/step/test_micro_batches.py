@@ -154,7 +154,7 @@ def test_load_is_balanced_to_one_row(lengths: list[tuple[int, int]], ranks: int)
 
 
 def test_ranks_are_balanced_by_arithmetic_and_micro_batches_by_tokens() -> None:
-    # Where attention is as dear as all else at 12 tokens, a row of 12 takes 12 × 24 = 288 and one of 2 only 2 × 14 = 28.
+    # Where attention is as dear as all else at 12 tokens, a row of 12 takes 12 × 24 = 288, and one of 2 takes 28.
     rows = rows_of([(1, 2)] * 4 + [(1, 12)] + [(1, 2)] * 4)
     assert Split(attention_parity=12).work(np.array([12, 2])) == [288, 28]
     assert [plan.micro_batches[0].row_ends.diff().tolist() for plan in plans(rows, 16, 2)] == [[12, 2], [2] * 7]
