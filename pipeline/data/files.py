@@ -23,7 +23,7 @@ from pipeline.errors import DeadlineExceededError, StoreError
 NUMBER = "[0-9]{6}|[1-9][0-9]{6,17}"
 """Regular expression of a number in the name of a file or folder, as `numbered` writes it. Of what others leave beside
 ours, `000003.bak` is none, nor are `0000000003`, `٠٠٠٠٠٣`, or two hundred digits."""
-FIRST_POLL_S = 0.05
+FIRST_POLL_S = 0.01
 _SLOWEST_POLL_S = 1.0
 VISIBLE_S = 90.0
 """Longest time, with margin, until a file that one host made is seen by another: attributes are cached up to 60 s."""
@@ -50,8 +50,9 @@ def is_temporary(name: str) -> bool:
 
 
 def slower(pause_s: float) -> float:
-    """The pause after one of `pause_s`: a long wait asks a shared file system ever less often."""
-    return min(1.5 * pause_s, _SLOWEST_POLL_S)
+    """The pause after one of `pause_s`: a long wait asks a shared file system ever less often. A pause is a twentieth
+    of what was waited before it, so that what came meanwhile is seen as soon: every step begins by two such waits."""
+    return min(1.05 * pause_s, _SLOWEST_POLL_S)
 
 
 def await_visible(path: Path, deadline_s: float = VISIBLE_S) -> None:
