@@ -1,9 +1,11 @@
 """Samples a second of the whole loop, sync and async lag 1, beside TRL's GRPOTrainer in the same run.
 
-Same model (random Qwen3), prompts, reward, group, batch and optimizer steps; fp32, all cores of this machine. Two kinds
-of answers: `fixed`, always 32 tokens, and `varying`, geometric lengths of mean 64 cut at 256. Lengths come from the
-model itself: one channel of its residual stream is constant, so the LM head's weight on it sets the chance of the end
-token. The first steps of every run are left out (start-up, warm caches). Compare only ratios between machines.
+Same model (random Qwen3), prompts, reward, group, batch and optimizer steps; fp32, all cores of this machine. Three
+rows: `fixed`, answers of 32 tokens; `varying`, geometric lengths of mean 64 cut at 256; `many`, four times as many of
+those. Lengths come from the model itself: one channel of its residual stream is constant, so the LM head's weight on it
+sets the chance of the end token. The sides take turns, and the first steps of every run are left out (start-up, warm
+caches). Printed are medians of the repetitions, and the smallest and largest ratio. Compare only ratios between
+machines.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +32,30 @@ from launch.convert.new_model import new_model
 from pipeline.data.event_log import read_metrics
 from tests.support.runs import ROOT, evenkeel_json
 
-GROUP, PROMPTS, WARM_STEPS = 8, 8, 3
+GROUP, WARM_STEPS = 8, 3
 BENCH_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
-KINDS = dict(fixed=dict(max_new_tokens=32, end_chance=0.0), varying=dict(max_new_tokens=256, end_chance=1 / 64))
+SCHEDULES: dict[str, dict[str, Any]] = dict(sync=dict(kind="sync"), **{"async": dict(kind="async", lag=1)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One kind of batch."""
+
+    prompts: int
+    max_new_tokens: int
+    end_chance: float
+    """Of the end token, at every position."""
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * GROUP
+
+
+ROWS = dict(
+    fixed=Row(prompts=8, max_new_tokens=32, end_chance=0.0),
+    varying=Row(prompts=8, max_new_tokens=256, end_chance=1 / 64),
+    many=Row(prompts=32, max_new_tokens=256, end_chance=1 / 64),
+)
 
 
 def make_model(folder: Path, end_chance: float) -> None:
@@ -59,38 +83,38 @@ def channel_after_norm(tensors: dict[str, torch.Tensor]) -> float:
     return float((8.0 / rows.pow(2).mean(1).sqrt()).mean() * tensors["model.norm.weight"][0])
 
 
-def ours(folder: Path, model: Path, kind: str, schedule: dict[str, Any], steps: int) -> dict[str, float]:
+def ours(folder: Path, model: Path, row: Row, schedule: str, steps: int) -> float:
     """Seconds a step of `evenkeel train`, from its metrics."""
-    name = f"{kind}-{schedule['kind']}"
-    longest = KINDS[kind]["max_new_tokens"]
+    name = f"{folder.name}-{schedule}"
+    longest = row.max_new_tokens
     recipe = dict(
         run=dict(name=name, root=str(folder / "runs"), steps=steps),
         model=dict(path=str(model)),
-        task=dict(name="jsonl", path=str(folder / "prompts.jsonl"), reward="tests.support.rewards:digit_share"),
-        rollout=dict(prompts_per_batch=PROMPTS, group_size=GROUP, max_new_tokens=longest, context_tokens=longest + 64),
+        task=dict(name="jsonl", path=str(folder.parent / "prompts.jsonl"), reward="tests.support.rewards:digit_share"),
+        rollout=dict(
+            prompts_per_batch=row.prompts, group_size=GROUP, max_new_tokens=longest, context_tokens=longest + 64
+        ),
         learner=dict(data_parallel=os.cpu_count(), micro_batch_tokens=8192, optimizer=dict(lr=1e-6)),
         objective=dict(name="clipped"),
-        schedule=schedule,
+        schedule=SCHEDULES[schedule],
         checkpoint=dict(every=10_000),
         evaluation=dict(every=10_000, prompts=1, samples=1),
     )
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(recipe))
     evenkeel_json("train", path, timeout=1200)
-    metrics = read_metrics(folder / "runs" / name)
-    length = statistics.fmean(line["response_tokens_mean"] for line in metrics)
-    return dict(step_s=step_seconds([line["time"] for line in metrics]), mean_tokens=length)
+    return step_seconds([line["time"] for line in read_metrics(folder / "runs" / name)])
 
 
-def trl(folder: Path, model: Path, kind: str, steps: int) -> dict[str, float]:
+def trl(folder: Path, model: Path, row: Row, steps: int) -> float:
     """Seconds a step of GRPOTrainer, in the benchmark's own environment."""
     settings = dict(
         model=str(model),
-        prompts=str(folder / "prompts.jsonl"),
+        prompts=str(folder.parent / "prompts.jsonl"),
         output=str(folder / "trl"),
-        batch=PROMPTS * GROUP,
+        batch=row.samples,
         group=GROUP,
-        max_new_tokens=KINDS[kind]["max_new_tokens"],
+        max_new_tokens=row.max_new_tokens,
         steps=steps,
         threads=os.cpu_count(),
     )
@@ -104,7 +128,7 @@ def trl(folder: Path, model: Path, kind: str, steps: int) -> dict[str, float]:
     )
     if done.returncode != 0:
         raise SystemExit(f"error: TRL failed: {done.stderr[-2000:]}")
-    return dict(step_s=step_seconds(json.loads(done.stdout.splitlines()[-1])["ends"]))
+    return step_seconds(json.loads(done.stdout.splitlines()[-1])["ends"])
 
 
 def step_seconds(ends: Sequence[float]) -> float:
@@ -113,30 +137,44 @@ def step_seconds(ends: Sequence[float]) -> float:
     return (late[-1] - late[0]) / (len(late) - 1)
 
 
+def measure(folder: Path, row: Row, steps: int, repetitions: int) -> dict[str, float]:
+    """Samples a second of each side and their ratios to TRL, of one row."""
+    seconds: dict[str, list[float]] = {side: [] for side in ("trl", *SCHEDULES)}
+    for repetition in range(repetitions):
+        place = folder / f"{repetition}"
+        place.mkdir()
+        make_model(model := place / "model", row.end_chance)
+        for side in seconds if repetition % 2 == 0 else reversed(seconds):
+            found = trl(place, model, row, steps) if side == "trl" else ours(place, model, row, side, steps)
+            seconds[side].append(found)
+    result = {f"{side}_samples_per_s": row.samples / statistics.median(taken) for side, taken in seconds.items()}
+    for side in SCHEDULES:
+        ratios = [trl_s / ours_s for trl_s, ours_s in zip(seconds["trl"], seconds[side], strict=True)]
+        result |= {
+            f"{side}_over_trl": statistics.median(ratios),
+            f"{side}_over_trl_least": min(ratios),
+            f"{side}_over_trl_most": max(ratios),
+        }
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--row", choices=ROWS, action="append", help="default: all")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    samples = PROMPTS * GROUP
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
-        folder = Path(scratch)
-        rng = random.Random(0)
-        lines = [json.dumps(dict(prompt="".join(rng.choices("0123456789", k=31)) + "=", answer="")) for _ in range(512)]
-        (folder / "prompts.jsonl").write_text("\n".join(lines))
-        for kind, setting in KINDS.items():
-            model = folder / f"model-{kind}"
-            make_model(model, float(setting["end_chance"]))
-            baseline = trl(folder, model, kind, arguments.steps)
-            row: dict[str, Any] = dict(trl_samples_per_s=samples / baseline["step_s"])
-            for schedule in (dict(kind="sync"), dict(kind="async", lag=1)):
-                found = ours(folder, model, kind, schedule, arguments.steps)
-                row[f"{schedule['kind']}_samples_per_s"] = samples / found["step_s"]
-                row[f"{schedule['kind']}_over_trl"] = baseline["step_s"] / found["step_s"]
-                row["mean_response_tokens"] = found["mean_tokens"]
-            results[kind] = row
-            print(kind, {key: round(value, 2) for key, value in row.items()}, file=sys.stderr)
+    results: dict[str, dict[str, float]] = {}
+    for name in arguments.row or ROWS:
+        with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
+            folder = Path(scratch)
+            rng = random.Random(0)
+            prompts = ["".join(rng.choices("0123456789", k=31)) + "=" for _ in range(512)]
+            lines = [json.dumps(dict(prompt=prompt, answer="")) for prompt in prompts]
+            (folder / "prompts.jsonl").write_text("\n".join(lines))
+            results[name] = measure(folder, ROWS[name], arguments.steps, arguments.repetitions)
+        print(name, {key: round(value, 2) for key, value in results[name].items()}, file=sys.stderr, flush=True)
     if arguments.json:
         print(json.dumps(results))
 
