@@ -29,11 +29,16 @@ def chunk_rows(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> int:
 
 def chunk_digests(array: NDArray[np.generic]) -> list[str]:
     """The SHA-256 of each chunk's raw little-endian bytes, in order; the last one is not padded."""
-    return [hashlib.sha256(chunk.data).hexdigest() for chunk in _chunks(array)]
+    return [hashlib.sha256(chunk.data).hexdigest() for chunk in chunks(array)]
 
 
-def _chunks(array: NDArray[np.generic]) -> Iterator[NDArray[np.uint8]]:
+def chunks(array: NDArray[np.generic], *, padded: bool = False) -> Iterator[NDArray[np.uint8]]:
+    """The raw little-endian bytes of each chunk, in order: views of the array where they can be. The last one has as
+    many as the others where it is `padded`, by zeros."""
     rows = chunk_rows(array.shape, array.dtype)
+    chunk_bytes = rows * array.dtype.itemsize * math.prod(array.shape[1:])
     for start in range(0, len(array) if array.size else 0, rows):
         part = np.ascontiguousarray(array[start : start + rows], array.dtype.newbyteorder("<"))
-        yield part.reshape(-1).view(np.uint8)
+        found = part.reshape(-1).view(np.uint8)
+        missing = chunk_bytes - len(found)
+        yield np.pad(found, (0, missing)) if padded and missing else found

@@ -2,48 +2,87 @@
 
 Chunks (pipeline.data.arrays.chunks) are compressed and carry a crc32c. The comment of the zip file is a crc32 of all
 bytes before the comment's length, so that headers, names and padding are covered too.
+
+Memory holds one chunk at a time: each is compressed, counted into the checksum, and given to the file.
 """
 
 from __future__ import annotations
 
-import io
 import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
-import numpy as np
+import google_crc32c
 import zarr
+from numcodecs import zstd
 from numpy.typing import NDArray
 from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.core.buffer import Buffer
 from zarr.storage import MemoryStore
 
-from pipeline.data.arrays.chunks import chunk_rows
-from pipeline.data.integrity.sealed import TRAILER_BYTES, trailer
+from pipeline.data.arrays.chunks import chunk_rows, chunks
+from pipeline.data.integrity.sealed import TRAILER_BYTES, trailer_of
 
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
+_LEVEL = 1
 
 
 def write_zarr_zip(file: BinaryIO, attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write the sealed group into an open file; `attributes` are JSON.
 
-    The same content gives the same bytes: keys are sorted and the dates are constant.
+    The same content gives the same bytes: keys have an order, and the dates are constant.
     """
-    content: dict[str, Buffer] = {}
-    group = zarr.create_group(MemoryStore(content), zarr_format=3, attributes=dict(attributes))
+    output = _SealedOutput(file)
+    with zipfile.ZipFile(output, "w", compression=zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
+        for key, value in _members(attributes, arrays):
+            archive.writestr(zipfile.ZipInfo(key, date_time=_ZIP_EPOCH), value)
+    output.seal()
+
+
+def _members(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Iterator[tuple[str, bytes]]:
+    """Names and contents. The metadata are Zarr's own; chunks are encoded here as Zarr would, which has an event loop
+    and several copies for each."""
+    metadata: dict[str, Buffer] = {}
+    group = zarr.create_group(MemoryStore(metadata), zarr_format=3, attributes=dict(attributes))
     for name, data in arrays.items():
         group.create_array(
             name,
-            data=np.asarray(data),
+            shape=data.shape,
+            dtype=data.dtype,
             chunks=(chunk_rows(data.shape, data.dtype), *(max(size, 1) for size in data.shape[1:])),
-            compressors=[ZstdCodec(level=1), Crc32cCodec()],
-            config={"write_empty_chunks": True},
+            compressors=[ZstdCodec(level=_LEVEL), Crc32cCodec()],
         )
-    memory = io.BytesIO()
-    with zipfile.ZipFile(memory, "w", compression=zipfile.ZIP_STORED) as archive:
-        for key, value in sorted(content.items()):
-            archive.writestr(zipfile.ZipInfo(key, date_time=_ZIP_EPOCH), value.to_bytes())
-    file.write(sealed_zip(memory.getbuffer()))
+    yield from ((key, value.to_bytes()) for key, value in sorted(metadata.items()))
+    for name, data in sorted(arrays.items()):
+        for number, chunk in enumerate(chunks(data, padded=True)):
+            frame = zstd.compress(chunk, _LEVEL)
+            key = "/".join((name, "c", str(number), *"0" * (data.ndim - 1)))
+            yield key, frame + google_crc32c.value(frame).to_bytes(4, "little")
+
+
+class _SealedOutput:
+    """What zipfile writes to. It cannot be sought in, so every byte comes once and in its place."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._crc32 = 0
+        self._last = b""
+        """The last two bytes so far: at the end of a zip file, the length of its comment."""
+
+    def write(self, data: bytes) -> int:
+        whole = self._last + data
+        body, self._last = whole[:-2], whole[-2:]
+        self._crc32 = zlib.crc32(body, self._crc32)
+        self._file.write(body)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def seal(self) -> None:
+        """The file is complete but for its comment."""
+        self._file.write(_comment(self._crc32))
 
 
 def sealed_zip(data: bytes | memoryview) -> bytes:
@@ -54,4 +93,8 @@ def sealed_zip(data: bytes | memoryview) -> bytes:
 
 def zip_comment(whole: memoryview) -> bytes:
     """What ends a sealed zip file, of which `whole` is all before it: a comment's length, and the comment."""
-    return TRAILER_BYTES.to_bytes(2, "little") + trailer(whole)
+    return _comment(zlib.crc32(whole))
+
+
+def _comment(crc32: int) -> bytes:
+    return TRAILER_BYTES.to_bytes(2, "little") + trailer_of(crc32)

@@ -42,7 +42,12 @@ def crc32(data: bytes | memoryview) -> str:
 
 def trailer(data: bytes | memoryview) -> bytes:
     """What follows `data` in a sealed array or zip file."""
-    return f"crc32 {crc32(data)}".encode()
+    return trailer_of(zlib.crc32(data))
+
+
+def trailer_of(value: int) -> bytes:
+    """What follows data of which zlib.crc32 is `value`."""
+    return f"crc32 {value:08x}".encode()
 
 
 def seal(text: str) -> str:
