@@ -244,10 +244,13 @@ class EnginePool:
         """Why nobody need wait for this start of an engine; None while it is listed as well. Reads files."""
         if self._membership.given:
             return None
-        listed = {one.index: one for one in self._listed.engines()}.get(member.index)
-        if listed != member:
-            return "it has left, or was started again"
-        return listed.silent or None
+        listed = self.listed(member)
+        return "it has left, or was started again" if listed is None else listed.silent or None
+
+    def listed(self, member: Member) -> Member | None:
+        """What this start of an engine says about itself now; None where it is not listed. Reads files."""
+        found = {one.index: one for one in self._listed.engines()}.get(member.index)
+        return found if found == member else None
 
     def abandon(self, engine: PooledEngine, reason: str) -> None:
         """Give up its requests in flight; they are asked elsewhere. The router does not say which of its requests are

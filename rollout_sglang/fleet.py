@@ -42,6 +42,7 @@ from rollout_sglang.monitor import Monitor
 from rollout_sglang.target import FleetSettings, Target
 from rollout_sglang.transport import LOOK_DEADLINE_S
 from rollout_sglang.weight_verifier import WeightVerifier, invalidate
+from rollout_sglang.weights.prepared import prepared
 from rollout_sglang.weights.update_lease import UpdateKind
 
 ATTEMPTS = 4
@@ -125,8 +126,8 @@ class Fleet:
     async def load(self, version: int, directory: Path, check: WeightCheck | None = None) -> dict[str, float]:
         """Give `version` to every engine and verify it, by `check` or else by the one in `directory`.
 
-        Returns the slowest engine's pause_s, load_s, checksum_s, probe_s, and lock_s; with a probe, the largest
-        probe_gap_nats; and engines_checked, how many engines could show checksums. Engines that fail twice are
+        Returns the slowest engine's prepare_s, pause_s, load_s, checksum_s, probe_s, and lock_s; with a probe, the
+        largest probe_gap_nats; and engines_checked, how many engines could show checksums. Engines that fail twice are
         quarantined. Raises EngineUnavailableError when none serves `version`.
         """
         watch = Stopwatch()
@@ -152,7 +153,7 @@ class Fleet:
         A fleet that is monitored returns as soon as one engine is admitted; the monitor sees to the others. When
         another process has meanwhile given another version, the caller is behind: no engine is given weights.
         """
-        self._target = await asyncio.to_thread(self._target_of, version, directory)
+        self._target = await asyncio.to_thread(Target.read, version, directory)
         await self._share(self._resync)
 
     @asynccontextmanager
@@ -162,7 +163,7 @@ class Fleet:
         role, is raised by the next `generate`."""
 
         async def resync(engines: Sequence[PooledEngine]) -> None:
-            self._target = await asyncio.to_thread(self._target_of, *published())
+            self._target = await asyncio.to_thread(Target.read, *published())
             await self._resync_engines(engines)
 
         monitor = Monitor(self._pool, self._updates, resync, lambda: published()[0])
@@ -186,9 +187,6 @@ class Fleet:
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
         await self._pool.close()
-
-    def _target_of(self, version: int, directory: Path) -> Target:
-        return Target(version, directory, WeightCheck.load(directory))
 
     async def _ask(
         self, engine: PooledEngine | None, prompt: Sequence[int], num_samples: int, sampling: Sampling
@@ -353,10 +351,10 @@ class Fleet:
         """Give the weights and verify them, `attempts_left` times at most. What it took, or why it is quarantined."""
         engine.client.take_part(number)
         try:
-            own = await asyncio.to_thread(target.of_map, engine.member)
+            own, seconds = await self._while_alive(engine, prepared(self._pool, engine, target, self._load_deadline_s))
             while True:
                 try:
-                    seconds = await self._update_engine_once(engine, own)
+                    seconds |= await self._update_engine_once(engine, own)
                     break
                 except EngineVersionError:
                     attempts_left -= 1

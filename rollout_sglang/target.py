@@ -24,6 +24,11 @@ class Target:
     directory: Path
     check: WeightCheck | None
 
+    @staticmethod
+    def read(version: int, directory: Path) -> Target:
+        """That of a policy folder, with the check in it. Raises StoreError when it is damaged."""
+        return Target(version, directory, WeightCheck.load(directory))
+
     def of_map(self, engine: Member) -> Target:
         """The same for one engine, in the formats of the quant map that it was started with.
 

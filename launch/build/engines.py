@@ -26,7 +26,7 @@ def check_engines(recipe: Recipe) -> None:
     what the recipe asks."""
     quantization = "fp8" if recipe.rollout.precision == "fp8_tensor" else None
     dialect = dialect_of(ServerInfo(version=require_sglang(), quantization=quantization))
-    if recipe.weights.channel != "disk" and dialect.no_tensors:
+    if recipe.weights.channel not in ("disk", "delta") and dialect.no_tensors:
         raise RecipeError(f"weights.channel is {recipe.weights.channel}: {dialect.no_tensors}")
     if build_expert_shape(recipe) is not None and not dialect.records_experts:
         raise RecipeError(

@@ -29,6 +29,7 @@ from launch.run.collect import build_fleet, fleet_settings
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.te_precision import Layers
+from megatron_bridge.weight_sync.delta import DeltaChannel
 from megatron_bridge.weight_sync.disk import DiskChannel
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
 from megatron_bridge.weight_sync.map_transition import MapTransition
@@ -66,12 +67,15 @@ def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearn
 
 def build_channel(
     run: RunDirectory, recipe: Recipe, learner: MegatronLearner, epoch: Epoch | None = None
-) -> DiskChannel | StreamedChannel:
+) -> DiskChannel | DeltaChannel | StreamedChannel:
     """How this learner's weights reach the run's engines. Collective. `epoch` is the learner's; tools have none."""
     quant, plan, section = build_quant_map(recipe), build_weight_check_plan(recipe), recipe.weights
+    shared: dict[str, Any] = dict(keep=section.keep, deadline_s=section.publish_deadline_s)
     if section.channel == "disk":
-        fleet = build_fleet(run, recipe, epoch)
-        return DiskChannel(learner, fleet, run, quant, plan, keep=section.keep, deadline_s=section.publish_deadline_s)
+        return DiskChannel(learner, build_fleet(run, recipe, epoch), run, quant, plan, **shared)
+    if section.channel == "delta":
+        shared |= dict(whole_every=section.whole_every)
+        return DeltaChannel(learner, build_fleet(run, recipe, epoch), run, quant, plan, **shared)
     membership = run.membership(recipe.rollout.urls)
     if section.channel == "ipc":
         require_engines_here([engine.url for engine in membership.engines()])
@@ -83,16 +87,16 @@ def build_channel(
         quant,
         plan,
         IpcTransport if section.channel == "ipc" else ProcessGroupTransport,
-        keep=section.keep,
         bucket_bytes=section.bucket_mib << 20,
-        deadline_s=section.publish_deadline_s,
+        **shared,
     )
 
 
 def build_transition(run: RunDirectory, recipe: Recipe, learner: MegatronLearner, epoch: Epoch) -> MapTransition:
     """The same for a run whose quant map may change. Collective."""
     usual = build_channel(run, recipe, learner, epoch)
-    disk = usual
+    assert not isinstance(usual, DeltaChannel), "the recipe refuses it with a controller"
+    disk: DiskChannel | DeltaChannel | StreamedChannel = usual
     if not isinstance(disk, DiskChannel):
         by_disk = recipe.model_copy(update=dict(weights=recipe.weights.model_copy(update=dict(channel="disk"))))
         disk = build_channel(run, by_disk, learner, epoch)

@@ -91,9 +91,14 @@ def complete_folder(
         "weight_map": {name: entry["file"] for name, entry in manifest.items()},
     }
     _write_json(folder / "model.safetensors.index.json", index)
-    _write_json(folder / "manifest.json", {"tensors": manifest})
+    write_manifest(folder, manifest)
     stored = {} if quantization is None else {"quantization_config": quantization}
     describe_folder(folder, source, {**hf_config, **stored}, manifest["model.norm.weight"]["dtype"])
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Mapping[str, Any]]) -> None:
+    """Say what the tensors of a folder are (shard_writer.Manifest)."""
+    _write_json(folder / "manifest.json", {"tensors": manifest})
 
 
 def describe_folder(folder: Path, source: Path, hf_config: Mapping[str, Any], dtype: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_bridge.hf.folders import complete_folder, replace_folder
+from megatron_bridge.hf.folders import complete_folder, replace_folder, write_manifest
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.hf.shard_writer import SHARD_BYTES, whole_tensors, write_shards
 from pipeline.data.files import temporary_name
@@ -53,6 +53,20 @@ def write_policy(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)  # on a full disk it would be in its own way
         raise
+
+
+def complete_delta(
+    temporary: Path,
+    target: Path,
+    manifest: Mapping[str, Mapping[str, Any]],
+    quant: QuantMap | None,
+    fence: Callable[[], None] = unfenced,
+) -> None:
+    """As `complete_policy`, for a folder that holds only what changed (pipeline.data.deltas)."""
+    if quant is not None:
+        write_quant_map(temporary, quant.to_file())
+    write_manifest(temporary, manifest)
+    replace_folder(temporary, target, fence)
 
 
 def _expected_bytes(target: Path, source_folder: Path, quant: QuantMap | None) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from megatron_bridge.hf.writer import write_policy
 from megatron_bridge.parallel.rank_sync import RankZero
+from pipeline.data.deltas.chain import needed
 from pipeline.data.files import temporary_name
 from pipeline.data.run_directory import numbered, numbered_folders, unfenced
 from pipeline.ports.weight_check import ChecksumRecorder
@@ -44,17 +45,27 @@ def export_policy(
 
 
 def prune(policies: Path, published: int, keep: int) -> list[int]:
-    """Delete all but the published policy and the `keep` newest before it. Returns the deleted versions.
+    """Delete all but the published policy, the `keep` newest before it, and those that they are made from. Returns the
+    deleted versions.
 
     Newer ones stay: they are from a future that a resumed run will write again.
     """
     older = [version for version in numbered_folders(policies) if version < published]
-    doomed = older[: max(0, len(older) - keep)]
-    for version in doomed:
+    kept = needed(policies, [*older[max(0, len(older) - keep) :], published])
+    doomed = [version for version in older if version not in kept]
+    for version in reversed(doomed):  # a delta goes before what it was made from
         aside = temporary_name(policies / numbered(version))
         (policies / numbered(version)).rename(aside)  # no reader may find a folder half deleted
         shutil.rmtree(aside)
     return doomed
+
+
+def joined_digests(shares: Iterable[Sequence[Mapping[str, str]]]) -> tuple[Mapping[str, str], ...]:
+    """The digests of all shares of a policy, for each rank of an engine; a share that is empty has none."""
+    known = [share for share in shares if share]
+    return tuple(
+        {name: digest for part in ranks for name, digest in part.items()} for ranks in zip(*known, strict=True)
+    )
 
 
 def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:

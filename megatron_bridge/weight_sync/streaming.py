@@ -17,7 +17,7 @@ publish begins, and before any checkpoint of a later version is written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_m
 from megatron_bridge.weight_sync.buckets import pack
 from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
-from megatron_bridge.weight_sync.export import prune
+from megatron_bridge.weight_sync.export import joined_digests, prune
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.transport import WeightTransport
 from megatron_bridge.weights import convert
@@ -128,7 +128,7 @@ class StreamedChannel:
         try:
             reports = self._rank_sync.all_gather_result(lambda: self._send_all(dict(opened["failures"])))
             failures = dict(opened["failures"]) | {e: why for report in reports for e, why in report["failures"]}
-            digests, formats = _joined(report["digests"] for report in reports), self._plan.formats(self._quant)
+            digests, formats = joined_digests(report["digests"] for report in reports), self._plan.formats(self._quant)
             check = WeightCheck(version=version, probe=probe, digests=digests, formats=formats)
             closed = self._rank_sync.all_gather_result(lambda: self._close(check, folder, failures))[0]
         except Exception as error:
@@ -248,11 +248,3 @@ class StreamedChannel:
 def _modules(learner: MegatronLearner) -> Iterator[str]:
     """Names of the modules of this rank's pipeline stage."""
     return (name.removesuffix(".weight") for name in convert.stage_tensors(learner.model, learner.model_config))
-
-
-def _joined(shares: Iterable[Sequence[Mapping[str, str]]]) -> tuple[Mapping[str, str], ...]:
-    """The digests of all stages, for each rank of an engine."""
-    known = [share for share in shares if share]
-    return tuple(
-        {name: digest for part in ranks for name, digest in part.items()} for ranks in zip(*known, strict=True)
-    )

@@ -37,6 +37,7 @@ from pipeline.config.formats import check_emulation
 from pipeline.config.schedule_sections import ScheduleSection, StagedSchedule, SyncSchedule
 from pipeline.config.section import Section
 from pipeline.config.task_sections import PromptsSection, TaskSection
+from pipeline.config.weights_section import WeightsSection
 from pipeline.schedule import Schedule
 from precision.controller.settings import ControllerSettings
 from precision.corrections.none import NoCorrection
@@ -257,26 +258,6 @@ class LearnerSection(Section):
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.data_parallel
 
 
-class WeightsSection(Section):
-    channel: Literal["disk", "broadcast", "ipc"] = Field(
-        "disk",
-        description="disk: engines load a folder. broadcast: learner ranks send to the engines through process groups "
-        "(gloo on a CPU, NCCL on GPUs). ipc: engines open the learner's memory; learner and engines run on one machine "
-        "and see the same GPUs. With the last two the folder is written behind the engines' back, for those that "
-        "restart.",
-    )
-    bucket_mib: PositiveInt = Field(
-        256, description="broadcast, ipc: tensors sent together, at most; a rank needs as much memory."
-    )
-    keep: PositiveInt = Field(2, description="Published policies kept on disk, beside the one that is served.")
-    publish_deadline_s: PositiveFloat = Field(600.0, description="Longest wait for one engine to serve new weights.")
-    probe_max_gap_nats: PositiveFloat | None = Field(
-        None,
-        description="An engine whose prefill log-probabilities of the probe differ from the learner's by more than "
-        "this, in the mean, gets no requests. Default: by rollout.precision.",
-    )
-
-
 class CheckpointSection(Section):
     every: PositiveInt = Field(20, description="Steps between checkpoints; the last step always saves one.")
     keep: PositiveInt = 2
@@ -354,6 +335,17 @@ class Recipe(Section):
                 f"learner.micro_batch_tokens {self.learner.micro_batch_tokens} is below rollout.context_tokens "
                 f"{self.rollout.context_tokens}: the longest sample would not fit; raise the first or lower the second"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _every_engine_has_its_replica(self) -> Self:
+        if self.weights.channel == "delta" and (self.rollout.urls or self.controller is not None):
+            why = (
+                "rollout.urls names engines that have none"
+                if self.rollout.urls
+                else "controller may change its formats"
+            )
+            raise ValueError(f"weights.channel is delta, which needs a replica beside each engine, but {why}; use disk")
         return self
 
     @model_validator(mode="after")

@@ -10,11 +10,13 @@ fleet (rollout_sglang.fleet) verifies an engine before it gets its first request
 from __future__ import annotations
 
 import re
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -40,6 +42,8 @@ class _Announcement(BaseModel):
     started: int = Field(0, ge=0, lt=1 << 53)
     quant_map: str = Field("", max_length=200)
     silent: str = Field("", max_length=5000)
+    replicas: list[str] = Field([], max_length=8)
+    stuck: str = Field("", max_length=5000)
 
 
 @dataclass(frozen=True, order=True)
@@ -56,6 +60,11 @@ class Member:
     (pipeline.data.quant_maps)."""
     silent: str = field(default="", compare=False)
     """Why its own role takes its server for hung; empty while it does not. The same start either way."""
+    replicas: tuple[str, ...] = field(default=(), compare=False)
+    """Folders on its own host that hold a version each (rollout_sglang.weights.replica), the newest last; it loads no
+    others. Empty where engines load what is published."""
+    stuck: str = field(default="", compare=False)
+    """`NAME: REASON` where the replica of that name cannot be made."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,14 @@ class Membership:
         """Make an engine known that answers at its URL, or what has changed of it."""
         self._write(
             f"{member.index:06d}.json",
-            dict(url=member.url, started=member.started, quant_map=member.quant_map, silent=member.silent),
+            dict(
+                url=member.url,
+                started=member.started,
+                quant_map=member.quant_map,
+                silent=member.silent,
+                replicas=list(member.replicas),
+                stuck=member.stuck[:5000],
+            ),
         )
 
     def withdraw(self, member: Member) -> None:
@@ -111,7 +127,8 @@ class Membership:
             return None
         if index > MOST_INDEX:
             raise StoreError(f"{self.folder / name} is engine {index}, expected at most {MOST_INDEX}; remove it")
-        return Member(index, found.url, found.started, found.quant_map, found.silent)
+        replicas = tuple(found.replicas)
+        return Member(index, found.url, found.started, found.quant_map, found.silent, replicas, found.stuck)
 
     def _load(self, name: str) -> _Announcement | None:
         path = self.folder / name
@@ -123,9 +140,34 @@ class Membership:
                 raise StoreError(f"{path} is damaged ({problem_of(error)}); {remedy}") from None
         return None
 
-    def _write(self, name: str, data: dict[str, str | int]) -> None:
+    def _write(self, name: str, data: dict[str, str | int | list[str]]) -> None:
         make_folder(self.folder)
         write_sealed_json(self.folder / name, dict(data))
+
+
+class Announcement:
+    """What the run is told about one start of an engine. Threads may change it; nothing is written before `say`."""
+
+    def __init__(self, membership: Membership, member: Member, fence: Callable[[], None]) -> None:
+        """`fence` raises where a later start has taken over."""
+        self.member = member
+        self._membership = membership
+        self._fence = fence
+        self._is_up = False
+        self._lock = threading.Lock()
+
+    def say(self, **fields: Any) -> None:
+        """Announce the engine, with other values of these fields of Member; also again, where that was lost."""
+        self._is_up = True
+        self.change(**fields)
+
+    def change(self, **fields: Any) -> None:
+        """Other values of these fields; the run is told if it knows of the engine."""
+        with self._lock:
+            self.member = replace(self.member, **fields)
+            if self._is_up:
+                self._fence()
+                self._membership.announce(self.member)
 
 
 REREAD_S = 10.0

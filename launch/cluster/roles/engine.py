@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,14 @@ from launch.cluster.roles.server_turn import reason_to_start_again
 from launch.cluster.roles.starting_weights import hold_weights, release_weights
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
-from pipeline.data.membership import Member
+from pipeline.data.membership import Announcement, Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, EngineHungError, EngineStartError, LayoutError, RecipeError
 from rollout_sglang.server.liveness import Liveness
 from rollout_sglang.server.process import ServerProcess
 from rollout_sglang.server.start import EngineSpec, server_url, start
+from rollout_sglang.weights.replica_keeper import ReplicaKeeper
 
 DEFAULT_PORT = 30000
 """Of engine 0, where neither --port nor rollout.port says another; engine i has the i-th after it."""
@@ -82,6 +83,10 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
         raise LayoutError(
             f"--nodes is {own.nodes}, which does not divide rollout.tensor_parallel {recipe.rollout.tensor_parallel}"
         )
+    if own.nodes > 1 and recipe.weights.channel == "delta":
+        raise LayoutError(
+            f"--nodes is {own.nodes}, but with weights.channel delta an engine has its replica on one host; use disk"
+        )
     if own.nodes > 1:
         os.environ |= interface_environment(address)  # for SGLang's ranks, which meet over the network
     wait_for_policy(own.run, recipe, stop)
@@ -115,25 +120,42 @@ def _run_start(
         Rendezvous(epoch.number, address, port + RENDEZVOUS_PORTS, own.nodes).write(own.rendezvous)
         place |= dict(nodes=own.nodes, node=0, rendezvous=f"{address}:{port + RENDEZVOUS_PORTS}")
     newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
-    spec = hold_weights(own.run, own.index, own.node, epoch.number, newest)
-    quant_map = digest_of(read_quant_map(spec.model))
-    member = Member(own.index, server_url(own.host, port), epoch.number, quant_map)
-    server = start(spec)
+    told = Announcement(membership, Member(own.index, server_url(own.host, port), epoch.number), epoch.check)
+    keeper = ReplicaKeeper(own.run, told.change) if recipe.weights.channel == "delta" else None
+    spec = keeper.first(newest) if keeper else hold_weights(own.run, own.index, own.node, epoch.number, newest)
+    release = partial(release_weights, spec)
+    loaded, ended = (keeper.begin, keeper.close) if keeper else (release, release)
+    try:
+        told.change(quant_map=digest_of(read_quant_map(spec.model)))
+        return _serve_start(own, recipe, epoch, stop, start(spec), told, loaded)
+    finally:
+        ended()
+
+
+def _serve_start(
+    own: EngineRole,
+    recipe: Recipe,
+    epoch: Epoch,
+    stop: Stop,
+    server: ServerProcess,
+    told: Announcement,
+    loaded: Callable[[], None],
+) -> str | None:
+    membership = own.run.membership()
 
     def announce(hung: str) -> None:
-        release_weights(spec)
-        membership.announce(replace(member, silent=hung))
+        loaded()
+        told.say(silent=hung)
 
     def wants_another() -> str | None:
-        return reason_to_start_again(own.run, recipe, member)
+        return reason_to_start_again(own.run, recipe, told.member)
 
     try:
         deadline_s = recipe.rollout.start_deadline_s
-        listed = partial(membership.lists, member)
+        listed = partial(membership.lists, told.member)
         return serve(server, own.run, epoch, stop, deadline_s, announce, listed, wants_another)
     finally:
-        membership.withdraw(member)
-        release_weights(spec)
+        membership.withdraw(told.member)
         stop_server(server, grace_s() if stop.asked else 0.0)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from pipeline.data.deltas.delta import Delta, Manifest, read_manifest, state_of
+from pipeline.data.deltas.delta import DELTA_FILE, Delta, Manifest, read_manifest, state_of
 from pipeline.data.run_directory import numbered
 from pipeline.errors import StoreError
 
@@ -45,7 +45,7 @@ class Link:
 
 def is_whole(folder: Path) -> bool:
     """Whether a policy folder holds the weights, and not only what changed."""
-    return (folder / INDEX_FILE).exists()
+    return (folder / INDEX_FILE).exists() or not (folder / DELTA_FILE).exists()
 
 
 def read_link(policies: Path, version: int) -> Link:
@@ -84,12 +84,10 @@ def chain_to(policies: Path, version: int, held: Collection[str] = ()) -> list[L
             if link.is_whole and not whole:
                 whole = len(links)
             if whole and not held:
-                break
+                break  # the last link is whole: it has no delta
     except StoreError:
         if not whole:
             raise
-    if not whole:
-        raise StoreError(f"{links[0].folder} holds neither weights nor a delta; {_REMEDY}")
     return links[-whole:]
 
 
@@ -98,6 +96,8 @@ def needed(policies: Path, versions: Iterable[int]) -> set[int]:
     found: set[int] = set()
     for version in versions:
         found.add(version)
+        if is_whole(policies / numbered(version)):
+            continue
         try:
             found |= {link.version for link in chain_to(policies, version)}
         except StoreError:

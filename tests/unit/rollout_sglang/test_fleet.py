@@ -171,7 +171,16 @@ def test_load_feeds_all_and_reports_the_slowest(tmp_path: Path, engines: list[En
         return await fleet.load(1, LOADED), await fleet.versions()
 
     seconds, versions = with_fleet(tmp_path, engines, act)
-    assert seconds.keys() == {"pause_s", "load_s", "checksum_s", "probe_s", "verify_s", "lock_s", "engines_checked"}
+    assert seconds.keys() == {
+        "prepare_s",
+        "pause_s",
+        "load_s",
+        "checksum_s",
+        "probe_s",
+        "verify_s",
+        "lock_s",
+        "engines_checked",
+    }
     assert seconds["engines_checked"] == 0
     assert versions == {engine.url: 1 for engine in engines}
 

@@ -65,12 +65,6 @@ def test_a_delta_under_another_name_is_found(policies: Path) -> None:
         versions(policies, 15)
 
 
-def test_a_folder_with_neither_weights_nor_delta_is_found(policies: Path) -> None:
-    (policies / "000011" / DELTA_FILE).unlink()
-    with pytest.raises(StoreError, match="000011 holds neither weights nor a delta"):
-        versions(policies, 11)
-
-
 def test_what_kept_versions_need(policies: Path) -> None:
     assert needed(policies, [14]) == {13, 14}
     assert needed(policies, [12, 14]) == {10, 11, 12, 13, 14}

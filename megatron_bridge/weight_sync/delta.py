@@ -1,0 +1,240 @@
+"""The delta weight channel: what changed since the last version is written, and the engines overwrite it.
+
+    every rank    gather ─▶ quantize ─▶ compare with what was published ─▶ policy/000013/delta-00002.bin
+    rank 0            manifest, delta.json, check ─▶ rename ─▶ Engines.load ─▶ PUBLISHED ─▶ prune
+    engine's role                                   └─▶ replica of 13, while the engine serves
+
+The bytes that are published are compared, not the weights: after a small step most of them are as they were, all the
+more in FP8. What is written are the new bytes at their places, so applying them twice changes nothing, and the manifest
+says what every tensor must be afterwards (pipeline.data.deltas).
+
+A version is whole when there is nothing to compare it with, every `whole_every` versions, when the changes take nearly
+as many bytes, and when an engine says that it cannot make its replica. An engine that starts begins with the newest
+whole one. When no engine takes a delta, the same version is published again, whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_bridge.hf.shard_writer import Manifest
+from megatron_bridge.hf.writer import complete_delta, complete_policy
+from megatron_bridge.parallel.rank_sync import RankSync
+from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
+from megatron_bridge.weight_sync.export import joined_digests, prune
+from megatron_bridge.weight_sync.probe import ProbeScorer
+from megatron_bridge.weight_sync.published_share import PublishedShare, share_of
+from megatron_bridge.weights import convert
+from pipeline.data.deltas.delta import Delta, DeltaWriter, list_of, payload_name, payload_of, state_of
+from pipeline.data.files import temporary_name
+from pipeline.data.integrity.space import require_space
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import EngineUnavailableError, NonFiniteError
+from pipeline.ports.engines import Engines
+from pipeline.ports.weight_check import WeightCheck
+from pipeline.stopwatch import Stopwatch
+from precision.formats.quant_map import QuantMap
+from precision.formats.quantize import quantize_block
+from precision.formats.streams import quantize_state
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
+
+DENSE = 0.75
+"""From this share of the whole bytes on, what changed is not written: unpacking it takes longer than reading the rest
+(docs/delta.md)."""
+_log = logging.getLogger(__name__)
+
+
+class DeltaChannel:
+    """Implements pipeline.ports.weight_update.WeightChannel. Construction is collective."""
+
+    def __init__(
+        self,
+        learner: MegatronLearner,
+        engines: Engines,
+        run: RunDirectory,
+        quant: QuantMap | None,
+        plan: WeightCheckPlan,
+        *,
+        keep: int,
+        whole_every: int,
+        deadline_s: float,
+    ) -> None:
+        """`keep` older policies stay on disk beside the published one, with those that they are made from. `deadline_s`
+        is what an engine has for its replica, and again for loading it."""
+        self._learner = learner
+        self._engines = engines
+        self._run = run
+        self._quant = quant
+        self._plan = plan
+        self._probe = ProbeScorer(learner)
+        self._keep = keep
+        self._whole_every = whole_every
+        self._rank_sync = RankSync(3 * deadline_s + CONTROL_S)
+        self._rank = self._rank_sync.rank
+        names = convert.stage_tensors(learner.model, learner.model_config)
+        stages = self._rank_sync.all_gather_json(parallel_state.get_pipeline_model_parallel_rank())
+        ranks = [rank for rank, stage in enumerate(stages) if stage == stages[self._rank]]
+        self._names = share_of(names, learner.model_config.tensors(), ranks.index(self._rank), len(ranks))
+        self._share = PublishedShare()
+        self._shared_map = None if quant is None else quant.restricted(n.removesuffix(".weight") for n in self._names)
+        self._base: tuple[int, str] | None = None
+        """Version and state of what the share holds; None while that was not published."""
+        self._whole = 0
+        """The newest version that is whole."""
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Give the engines the learner's present weights under the name `version`. Collective.
+
+        Returns score_s, export_s (gather, quantize, compare), write_s, prune_s, publish_s (total) in seconds,
+        delta_density (share of the numbers that changed; 1 where nothing was compared), published_bytes (what engines
+        read), whole_bytes, published_whole (1 or 0), what ProbeScorer.score measures and what Engines.load reports; {}
+        but on rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it is.
+        """
+        watch = Stopwatch()
+        probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
+        watch.lap("score_s")
+        begun = self._tell(lambda: self._begin(version))
+        temporary, is_whole = self._run.policies / begun["temporary"], begun["is_whole"]
+        base, self._base = (self._base if begun["compares"] else None), None
+        shares = self._rank_sync.all_gather_result(lambda: self._take(temporary, base is not None))
+        watch.lap("export_s")
+        sizes = {name: sum(share[name] for share in shares) for name in ("bytes", "delta_bytes", "numbers", "changed")}
+        if base is None or sizes["delta_bytes"] > DENSE * sizes["bytes"]:
+            base, is_whole = None, True
+        check = WeightCheck(
+            version=version,
+            probe=probe,
+            digests=joined_digests(share["digests"] for share in shares),
+            formats=self._plan.formats(self._quant),
+        )
+        delta = None if base is None else _delta_of(version, base, shares)
+        state = self._write(temporary, check, delta, is_whole)
+        watch.lap("write_s")
+        seconds = self._tell(lambda: self._load(check, is_whole))
+        if seconds is None:
+            again = self._tell(lambda: temporary_name(self._run.policy_directory(version)).name)
+            delta, is_whole = None, True
+            state = self._write(self._run.policies / again, check, delta, is_whole)
+            seconds = self._tell(lambda: self._load(check, is_whole))
+        self._base, self._whole = (version, state), version if is_whole else self._whole
+        return (
+            {}
+            if self._rank
+            else {
+                **watch.seconds,
+                **terms,
+                **seconds,
+                "publish_s": watch.total_s,
+                "delta_density": 1.0 if delta is None else sizes["changed"] / sizes["numbers"],
+                "published_bytes": float(sizes["bytes" if delta is None else "delta_bytes"]),
+                "whole_bytes": float(sizes["bytes"]),
+                "published_whole": float(is_whole),
+            }
+        )
+
+    def wait_for_folder(self) -> None:
+        """Returns at once: `publish` completes the folder before it returns."""
+
+    def close(self) -> None:
+        """See WeightChannel."""
+        asyncio.run(self._engines.close())
+
+    def _tell(self, action: Any) -> Any:
+        """What rank 0's action returns, on every rank."""
+        return self._rank_sync.all_gather_result(lambda: None if self._rank else action())[0]
+
+    def _begin(self, version: int) -> dict[str, Any]:
+        compares = self._base is not None and self._base[0] == self._run.published_version()
+        stuck = any(engine.stuck for engine in self._run.membership().engines())
+        if compares:
+            require_space(self._run.policies, self._share.num_bytes, f"version {version}")
+        return dict(
+            temporary=temporary_name(self._run.policy_directory(version)).name,
+            compares=compares,
+            is_whole=not compares or stuck or version - self._whole >= self._whole_every,
+        )
+
+    def _take(self, temporary: Path, compares: bool) -> dict[str, Any]:
+        """Take this rank's share of the next version. Every rank exhausts the gathers, whatever happens."""
+        temporary.mkdir(parents=True, exist_ok=True)
+        writer = DeltaWriter(temporary, self._rank) if compares else None
+        digests = None if self._plan.new_checksums is None else self._plan.new_checksums()
+        tensors = convert.export_stage(self._learner.model, self._learner.model_config)
+        stream: Iterator[tuple[str, Tensor]] = ((name, one) for name, one in tensors if name in self._names)
+        if self._shared_map is not None:
+            stream = quantize_state(stream, self._shared_map, quantize_block)
+        try:
+            self._share.take(stream if digests is None else digests.watch(stream), writer)
+        except FloatingPointError as error:
+            raise NonFiniteError(f"weights cannot be published: {error}") from error
+        finally:
+            for _ in tensors:
+                pass
+        return dict(
+            bytes=self._share.num_bytes,
+            numbers=self._share.num_numbers,
+            delta_bytes=0 if writer is None else writer.num_bytes,
+            changed=0 if writer is None else writer.num_changed,
+            widths={} if writer is None else writer.widths,
+            payloads={} if writer is None else {n: [list_of(p) for p in runs] for n, runs in writer.payloads.items()},
+            digests=() if digests is None else digests.digests(),
+        )
+
+    def _write(self, temporary: Path, check: WeightCheck, delta: Delta | None, is_whole: bool) -> str:
+        """Complete the version's folder and give it its name. Returns the state of its weights."""
+
+        def share() -> Manifest:
+            temporary.mkdir(parents=True, exist_ok=True)
+            if delta is None:
+                (temporary / payload_name(self._rank)).unlink(missing_ok=True)
+            return self._share.write_whole(temporary, self._rank) if is_whole else self._share.manifest()
+
+        manifest: Manifest = {}
+        for part in self._rank_sync.all_gather_result(share):
+            manifest |= part
+
+        def complete() -> None:
+            check.save(temporary)
+            if delta is not None:
+                delta.save(temporary)
+            folder, fence = self._run.policy_directory(check.version), self._run.fence
+            if is_whole:
+                complete_policy(temporary, folder, manifest, self._learner.model_folder, self._quant, fence)
+            else:
+                complete_delta(temporary, folder, manifest, self._quant, fence)
+
+        self._tell(complete)
+        return state_of(manifest)
+
+    def _load(self, check: WeightCheck, is_whole: bool) -> dict[str, float] | None:
+        """Have the engines load the version, and name it. None when none took a delta."""
+        version = check.version
+        try:
+            seconds = asyncio.run(self._engines.load(version, self._run.policy_directory(version), check))
+        except EngineUnavailableError as error:
+            if is_whole:
+                raise
+            _log.warning("version %d is published again, whole: %s", version, error)
+            return None
+        self._run.set_published(version)
+        watch = Stopwatch()
+        with watch.phase("prune_s"):
+            prune(self._run.policies, version, self._keep)
+        return {**seconds, **watch.seconds}
+
+
+def _delta_of(version: int, base: tuple[int, str], shares: list[dict[str, Any]]) -> Delta:
+    widths, payloads = dict[str, int](), dict[str, Any]()
+    for share in shares:
+        widths |= share["widths"]
+        payloads |= {name: [payload_of(one) for one in runs] for name, runs in share["payloads"].items()}
+    return Delta(version=version, base=base[0], base_state=base[1], widths=widths, payloads=payloads)
