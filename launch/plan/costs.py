@@ -46,6 +46,10 @@ class Assumptions:
     """Response tokens a second of one engine GPU; None: by roofline."""
     disk_gb_s: float = 2.0
     """Shared file system, for writing and for each engine's reading."""
+    delta_share: float = 0.05
+    """Bytes of what one version changes ÷ all of its bytes: docs/delta.md has measured ones."""
+    local_gb_s: float = 4.0
+    """What an engine reads of its own host's files."""
     broadcast_gb_s: float = 3.6
     """Learner to engines, gathering included: Qwen2.5-32B in bfloat16 over NCCL took verl 18 s."""
 
@@ -218,11 +222,15 @@ def rollout_tokens_per_gpu_s(config: ModelConfig, capacity: Capacity, recipe: Re
 
 
 def publish_seconds(recipe: Recipe, num_bytes: float, assumed: Assumptions) -> float:
-    """Seconds of a publish. disk: the folder is written once, then read by all engines at once. broadcast: one stream
-    goes to all of them. ipc is assumed to be as fast as broadcast, since most of either is gathering the weights."""
-    if recipe.weights.channel != "disk":
-        return num_bytes / (assumed.broadcast_gb_s * 1e9)
-    return 2 * num_bytes / (assumed.disk_gb_s * 1e9)
+    """Seconds of a publish. disk: the folder is written once, then read by all engines at once. delta: so is what
+    changed, and each engine loads its replica. broadcast: one stream goes to all of them. ipc is assumed to be as fast
+    as broadcast, since most of either is gathering the weights."""
+    by_disk = 2 * num_bytes / (assumed.disk_gb_s * 1e9)
+    if recipe.weights.channel == "disk":
+        return by_disk
+    if recipe.weights.channel == "delta":
+        return assumed.delta_share * by_disk + num_bytes / (assumed.local_gb_s * 1e9)
+    return num_bytes / (assumed.broadcast_gb_s * 1e9)
 
 
 def durations(

@@ -117,7 +117,7 @@ class Planner:
             ),
             kernels="local" if learner.fp8_emulation else "fused",  # in Megatron's own layers, on a GPU too
             fp32_lm_head=recipe.model.fp32_lm_head,
-            bucket_bytes=recipe.weights.bucket_mib << 20 if recipe.weights.channel != "disk" else 0,
+            bucket_bytes=recipe.weights.bucket_mib << 20 if recipe.weights.channel in ("broadcast", "ipc") else 0,
         )
 
     def durations(self, learner: LearnerSection) -> Durations:
@@ -229,8 +229,10 @@ class Planner:
 
     def _publish(self, timed: Durations) -> dict[str, Any]:
         weights = self.recipe.weights
-        gigabytes = round(self.engine_model_bytes / 1e9, 3)
-        return dict(channel=weights.channel, gigabytes=gigabytes, seconds=round(timed.publish_s, 3))
+        gigabytes, replicas = round(self.engine_model_bytes / 1e9, 3), {}
+        if weights.channel == "delta":
+            gigabytes, replicas = round(self.assumed.delta_share * gigabytes, 3), dict(replica_gigabytes=2 * gigabytes)
+        return dict(channel=weights.channel, gigabytes=gigabytes, seconds=round(timed.publish_s, 3), **replicas)
 
     def _step(self, timed: Durations) -> dict[str, Any]:
         played = simulate(replace(self.schedule, steps=max(16, 4 * self.schedule.batches_in_flight)), timed)

@@ -20,6 +20,8 @@ _ASSUMED = {
     "mfu": "of the peak, in the learner's matrix work, without bubbles and communication (--mfu)",
     "peak_tflops": "dense bfloat16 TFLOPS of a GPU (--peak-tflops)",
     "disk_gb_s": "GB/s of the shared file system, writing and for each reader (--disk-gb-s)",
+    "delta_share": "of the published bytes, what one version changes (weights.channel: delta; docs/delta.md)",
+    "local_gb_s": "GB/s at which an engine loads from its own host (delta)",
     "broadcast_gb_s": "GB/s from learner to engines, gathering included (--broadcast-gb-s)",
     "nvlink_gb_s": "GB/s of collectives within a node",
     "network_gb_s": "GB/s of each GPU between nodes",
@@ -95,7 +97,12 @@ def _run(plan: Mapping[str, Any]) -> Table:
         f"{engines['longest_samples_per_engine']:,} of the longest",
         "engine weights": f"{engines['weights_gib_per_gpu']:.2f} GiB a GPU ({engines['precision']}), "
         f"{engines['kv_bytes_per_token_and_gpu'] / 1024:g} KiB of keys and values a token and GPU",
-        "publish": f"{publish['gigabytes']:.1f} GB by {publish['channel']}: {publish['seconds']:.1f} s",
+        "publish": f"{publish['gigabytes']:.1f} GB by {publish['channel']}: {publish['seconds']:.1f} s"
+        + (
+            f"; replicas of {publish['replica_gigabytes']:.0f} GB beside each engine"
+            if "replica_gigabytes" in publish
+            else ""
+        ),
         "rollout": f"{step['rollout_s']:.1f} s a batch",
         "learner": f"{step['score_s']:.1f} s log-probabilities + {step['update_s']:.1f} s update",
         "step": f"{step['seconds']:.1f} s ({step['schedule']}); engines busy {step['engines_busy']:.0%}, learner waits "

@@ -29,7 +29,7 @@ from launch.run.collect import build_fleet, fleet_settings
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.te_precision import Layers
-from megatron_bridge.weight_sync.delta import DeltaChannel
+from megatron_bridge.weight_sync.deltas.channel import DeltaChannel
 from megatron_bridge.weight_sync.disk import DiskChannel
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
 from megatron_bridge.weight_sync.map_transition import MapTransition

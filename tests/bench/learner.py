@@ -42,9 +42,9 @@ CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, to
 ROUNDS = 9
 
 
-def make_batch(vocabulary: int, prompts: int, lengths: tuple[int, int]) -> Batch:
+def make_batch(vocabulary: int, prompts: int, lengths: tuple[int, int], seed: int = 0) -> Batch:
     """Eight samples a prompt, response lengths drawn evenly from a range."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     groups = []
     for _ in range(prompts):
         prompt = random.integers(0, vocabulary, 16).tolist()

@@ -82,7 +82,7 @@ class Plan:
 
 def plans() -> list[Plan]:
     """All of them; those that say most come first."""
-    return [*matrix(), *pairs(), *stops(), full_disks(), full_file_system(), clocks(), *by_exec()]
+    return [*matrix(), *pairs(), *stops(), full_disks(), full_file_system(), clocks(), *by_exec(), deltas()]
 
 
 def matrix() -> Iterator[Plan]:
@@ -194,6 +194,30 @@ def by_exec() -> Iterator[Plan]:
             _kill(place, point, victim) for place, (point, victim) in enumerate(zip(points, victims, strict=True))
         )
         yield Plan(f"exec-{schedule}-{channel}", schedule, channel, LAYOUTS[number % 2], faults, forked=False)
+
+
+def deltas() -> Plan:
+    """Learner, engine's role and server die while a delta is written, gets its name, is made into a replica, and is
+    loaded: with weights.channel delta."""
+    strikes = (
+        ("half:policy", "rank-0"),
+        ("name:policy", "rank-0"),
+        ("half:pointer", "rank-0"),
+        ("name:pointer", "rank-1"),
+        ("half:policy", "engine-role-0"),
+        ("name:policy", "engine-role-1"),
+        ("half:member", "engine-role-0"),
+        ("half:member", "rank-0"),
+        ("half:pointer", "engine-0"),
+        ("half:member", "scheduler"),
+    )
+    faults = tuple(
+        Fault(f"{place:02d}-{victim}-at-{_word(point)}", point, (victim,))
+        for place, (point, victim) in enumerate(strikes)
+    )
+    overrides = dict(rollout=dict(precision="fp8_block"), learner=dict(optimizer=dict(lr=1e-5, warmup_steps=0)))
+    whole = dict(weights=dict(channel="delta", whole_every=4))
+    return Plan("deltas", "sync", "delta", LAYOUTS[1], faults, overrides=overrides | whole)
 
 
 def in_short() -> Plan:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.kills.plan import CHANNELS, POINTS, PROCESSES, SCHEDULES, counted, in_short, matrix, plans
+from tests.chaos.kills.plan import CHANNELS, POINTS, PROCESSES, SCHEDULES, counted, deltas, in_short, matrix, plans
 from tests.chaos.kills.zygote import ask
 from tests.support.runs import make_model
 
@@ -23,6 +23,16 @@ def test_every_process_may_die(tmp_path: Path) -> None:
     found = ask(plan, tmp_path / "case", make_model(tmp_path / "model"))
     assert found["verdict"] == "ok", "\n".join([found["verdict"], *found["details"].get("log", [])])
     assert found["details"]["kills"] == len(PROCESSES)
+
+
+@pytest.mark.slow
+@pytest.mark.loop
+@pytest.mark.timeout(1200)
+def test_a_delta_may_be_cut_short_anywhere(tmp_path: Path) -> None:
+    """Ten kills around deltas and replicas; the verdict replays the run, bit for bit."""
+    found = ask(deltas(), tmp_path / "case", make_model(tmp_path / "model"))
+    assert found["verdict"] == "ok", "\n".join([found["verdict"], *found["details"].get("log", [])])
+    assert found["details"]["kills"] == 10
 
 
 def test_the_matrix_is_covered() -> None:

@@ -199,6 +199,14 @@ def test_bytes_of_a_publish() -> None:
     assert by_disk["publish"]["seconds"] == pytest.approx(2 * by_disk["publish"]["gigabytes"] / 4.0, abs=0.01)
 
 
+def test_a_delta_is_a_share_of_that_and_each_engine_loads_its_replica() -> None:
+    whole = plan(DENSE, 64, "weights.channel=disk")["publish"]
+    delta = plan(DENSE, 64, "weights.channel=delta")["publish"]
+    assert delta["gigabytes"] == pytest.approx(0.05 * whole["gigabytes"], abs=0.001)
+    assert delta["replica_gigabytes"] == 2 * whole["gigabytes"]
+    assert delta["seconds"] == pytest.approx(0.05 * whole["seconds"] + whole["gigabytes"] / 4.0, abs=0.01)
+
+
 def test_work_of_a_token_by_hand() -> None:
     model = shape("qwen3-32b")
     assert active_parameters(model) == 32_762_123_264 - 151_936 * 5120 - 5120

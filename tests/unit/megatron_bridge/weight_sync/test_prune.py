@@ -9,6 +9,7 @@ import pytest
 
 from megatron_bridge.weight_sync.export import prune
 from pipeline.data.run_directory import numbered_folders
+from tests.support.delta_policies import drawn, moved, write_version
 
 
 def test_a_kill_while_it_deletes_leaves_no_half_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,6 +20,18 @@ def test_a_kill_while_it_deletes_leaves_no_half_of_a_policy(tmp_path: Path, monk
         patched.setattr(shutil, "rmtree", lambda _folder: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prune(tmp_path, published=3, keep=1)
-    assert numbered_folders(tmp_path) == [1, 2, 3]
+    assert numbered_folders(tmp_path) == [0, 2, 3]
     assert prune(tmp_path, published=3, keep=1) == [1]
     assert numbered_folders(tmp_path) == [2, 3]
+
+
+def test_what_a_kept_version_is_made_from_is_kept(tmp_path: Path) -> None:
+    """1 whole, deltas 2 and 3, 4 whole with a delta, deltas 5 and 6."""
+    tensors = drawn(0, count=10)
+    write_version(tmp_path, 1, tensors)
+    for version in range(2, 7):
+        before, tensors = tensors, moved(tensors, version)
+        write_version(tmp_path, version, tensors, base=(version - 1, before), whole=version == 4)
+    assert prune(tmp_path, published=6, keep=3) == []
+    assert prune(tmp_path, published=6, keep=1) == [1, 2, 3]
+    assert numbered_folders(tmp_path) == [4, 5, 6]

@@ -27,10 +27,10 @@ from torch import Tensor
 from megatron_bridge.hf.shard_writer import Manifest
 from megatron_bridge.hf.writer import complete_delta, complete_policy
 from megatron_bridge.parallel.rank_sync import RankSync
+from megatron_bridge.weight_sync.deltas.published_share import PublishedShare, share_of
 from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
 from megatron_bridge.weight_sync.export import joined_digests, prune
 from megatron_bridge.weight_sync.probe import ProbeScorer
-from megatron_bridge.weight_sync.published_share import PublishedShare, share_of
 from megatron_bridge.weights import convert
 from pipeline.data.deltas.delta import Delta, DeltaWriter, list_of, payload_name, payload_of, state_of
 from pipeline.data.files import temporary_name

@@ -40,6 +40,14 @@ class PublishedShare:
                 self._sha256[name] = hashlib.sha256(_bytes_of(new).data).hexdigest()
             self._tensors[name] = new
 
+    def arrays(self) -> dict[str, Bytes]:
+        """The bytes of every tensor."""
+        return {name: _bytes_of(tensor) for name, tensor in self._tensors.items()}
+
+    def width(self, name: str) -> int:
+        """Bytes of one number of a tensor."""
+        return self._tensors[name].itemsize
+
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
