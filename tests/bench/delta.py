@@ -1,7 +1,7 @@
 """How much of a published policy one update changes, and what writing only that takes. Prints ratios.
 
 A real learner (BF16, AdamW, one process) takes steps at a learning rate; after each the weights are published in a
-format, compared with what was published before (megatron_bridge.weight_sync.deltas.published_share), and applied to a replica
+format, compared with what was published before (megatron_bridge.weight_sync.deltas), and applied to a replica
 of it (pipeline.data.deltas), which must then be what a full publish would hold, byte for byte. The first steps, in
 which AdamW's moments settle, are left out. Numbers are medians of the other steps.
 
