@@ -1,7 +1,9 @@
 """Whether a series of measurements grows: its slope against the step, with an interval, and what it would come to.
 
 Neighbouring measurements of one process depend on one another (memory grows in jumps and stays), so the line is fitted
-through means of blocks. The beginning is left out: caches fill.
+through blocks of them. A block of memory is its mean. A block of what is counted is its least: a file that is open at
+the moment of measuring adds one, and what is never given back raises the least as well. The beginning is left out:
+caches fill.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import numpy as np
 from scipy import stats
 
 BLOCKS = 20
+FEWEST_A_BLOCK = 4
 WARM_UP = 0.3
 """Share of the steps that is left out."""
 CONFIDENCE = 0.95
@@ -32,6 +35,9 @@ BOUNDS = {
 memory, a tenth of the 1,024 descriptors that a process usually may have."""
 
 
+COUNTED = ("descriptors", "threads", "shm_files", "tmp_files", "temporaries")
+
+
 @dataclass(frozen=True)
 class Slope:
     """Growth a step, and its interval."""
@@ -42,7 +48,7 @@ class Slope:
     high: float
     first: float
     last: float
-    """Means of the first and the last block."""
+    """The first and the last block."""
 
     @property
     def bound(self) -> float:
@@ -73,9 +79,10 @@ def slope(series: str, steps: Sequence[float], values: Sequence[float]) -> Slope
     x, y = x[late], y[late]
     if len(x) < 3:
         raise ValueError(f"{series}: {len(x)} measurements after the warm-up, expected at least 3")
-    blocks = [part for part in np.array_split(np.arange(len(x)), min(BLOCKS, len(x))) if len(part)]
+    blocks = np.array_split(np.arange(len(x)), max(3, min(BLOCKS, len(x) // FEWEST_A_BLOCK)))
+    of_block = np.min if series.rpartition(".")[2] in COUNTED else np.mean
     x = np.asarray([x[part].mean() for part in blocks])
-    y = np.asarray([y[part].mean() for part in blocks])
+    y = np.asarray([of_block(y[part]) for part in blocks])
     if np.ptp(y) == 0:
         return Slope(series, 0.0, 0.0, 0.0, float(y[0]), float(y[-1]))
     line = stats.linregress(x, y)

@@ -58,6 +58,13 @@ def test_the_beginning_is_left_out() -> None:
     assert slope("rank.descriptors", STEPS, values).a_step == pytest.approx(0.0, abs=1e-9)
 
 
+def test_what_is_open_for_a_moment_is_no_leak_and_one_a_step_is() -> None:
+    steps = np.arange(0, 60, 2)
+    moment = np.where(np.isin(steps, (44, 52, 58)), 4.0, 3.0)
+    assert slope("a.descriptors", steps, moment).is_certain
+    assert not slope("a.descriptors", steps, moment + steps // 6).is_flat
+
+
 def test_too_few_measurements_are_refused() -> None:
     with pytest.raises(ValueError, match="2 measurements after the warm-up"):
         slope("rank.threads", [0, 1, 2], [1, 1, 1])
