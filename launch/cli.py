@@ -20,6 +20,7 @@ from launch.recipe_options import RECIPE_HELP, Overrides, RecipePath
 from launch.repair.command import repair
 from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
 from launch.show.scaling import scaling_app
+from launch.show.trace import trace
 from pipeline.child_process import see_own_classes
 from pipeline.errors import RecipeError
 
@@ -48,6 +49,7 @@ app.add_typer(verify_app, name="verify")
 
 app.command("mismatch")(mismatch)
 app.command("repair")(repair)
+app.command("trace")(trace)
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from pipeline import spans
 from pipeline.config.recipe import MOST_KEPT
 from pipeline.data.border.attributes import problem_of
 from pipeline.data.records import Completion
@@ -31,6 +32,7 @@ from rollout_sglang.answers.samples import (
 from rollout_sglang.answers.scores import input_logprobs, tempered_totals
 from rollout_sglang.protocol import (
     INVALIDATED,
+    UNKNOWN_ENGINE,
     UNVERIFIED,
     Checksums,
     Generated,
@@ -66,6 +68,7 @@ class EngineClient:
         rollout_sglang.weights.update_lease; without one, engines refuse them."""
         self.url = url.rstrip("/")
         self.index = index
+        self._part = "router" if index == UNKNOWN_ENGINE else f"engine {index}"
         self._request_deadline_s = request_deadline_s
         self._control_deadline_s = min(CONTROL_DEADLINE_S, request_deadline_s)
         self._transport = Transport(url, api_key)
@@ -102,8 +105,10 @@ class EngineClient:
             most_bytes=asked.most_bytes,
             reader=lambda: completion_reader(asked, engine=self.index, waited_s=lambda: time.monotonic() - started),
         )
+        ended = time.monotonic()
+        spans.note(f"{self._part}/requests", "request", started, ended, prompt=len(prompt_tokens), samples=num_samples)
         if completions is None:
-            return [aborted_completion(self.index, time.monotonic() - started)] * num_samples
+            return [aborted_completion(self.index, ended - started)] * num_samples
         return completions
 
     async def prompt_logprobs(self, rows: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:

@@ -369,7 +369,7 @@ class Fleet:
         return seconds
 
     async def _update_engine_once(self, engine: PooledEngine, target: Target) -> dict[str, float]:
-        watch = Stopwatch()
+        watch = Stopwatch(lane=f"engine {engine.index}/weights", version=target.version)
         client = engine.client
         try:
             await self._while_alive(engine, client.pause())

@@ -79,7 +79,7 @@ class WeightVerifier:
         what verify_probe measures. An engine that fails is invalidated. Raises EngineVersionError with what is wrong,
         RetryableError when it does not answer.
         """
-        watch = Stopwatch()
+        watch = Stopwatch(lane=f"engine {engine.index}/weights", version=version)
         held = await self._named(engine, version, check, formats_are_known)
         watch.lap("checksum_s")
         try:

@@ -28,6 +28,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoppedError
 from pipeline.rollout.collector import Collector, CollectorSettings
+from pipeline.spans import recorded
 from pipeline.tasks.tokenizer import Tokenizer
 from rollout_sglang.engine_pool import OnChange
 from rollout_sglang.fleet import Fleet
@@ -105,7 +106,10 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
     fleet = build_fleet(run, recipe, epoch, event_log.event)
     try:
-        with build_verifiers(run, recipe, prompts.task.reward, event_log) as verifiers:
+        with (
+            recorded(run.path, epoch.name),
+            build_verifiers(run, recipe, prompts.task.reward, event_log) as verifiers,
+        ):
             collector = Collector(
                 run=run,
                 store=store,

@@ -11,6 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 from launch.build.algorithm import build_advantage_computer, build_objective
 from launch.build.components import (
     build_contract,
@@ -43,6 +45,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.patience import noted_in
 from pipeline.ports.weight_update import WeightChannel
+from pipeline.spans import recorded
 from pipeline.trainer.batch_source import STOP_FILE_VARIABLE, BatchSource, waiting_for_batches
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
@@ -151,9 +154,10 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     )
     if learner.is_rank_zero and (stop_file := os.environ.get(STOP_FILE_VARIABLE)):
         Path(stop_file).with_name(BEGUN).touch()
-    trainer.train()
-    if channel is not None:
-        channel.close()
+    with recorded(run.path, f"{epoch.name}.rank-{dist.get_rank():04}"):
+        trainer.train()
+        if channel is not None:
+            channel.close()
 
 
 def epoch_of(run: RunDirectory, learner: MegatronLearner) -> Epoch:

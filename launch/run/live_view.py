@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.show.engine_states import ENGINE_EVENTS, EngineStates, engine_line
-from pipeline.analysis.bottleneck import WINDOW_STEPS, bottleneck, phase_shares
+from pipeline.analysis.flight.bottleneck import WINDOW_STEPS, bottleneck, phase_shares
+from pipeline.analysis.flight.timeline import learner_spans
 from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.run_log import number
 from pipeline.data.event_log import log_files, parse_line
@@ -226,15 +227,16 @@ def render(progress: Progress) -> RenderableType:
         blocks += [Text(), *(Text(event_line(wait), style="yellow") for wait in progress.waits.values())]
     if progress.alarms:
         blocks += [Text(), *(_alarm(alarm) for alarm in progress.alarms)]
-    if shares := phase_shares(list(progress.recent)):
-        blocks += [Text(), _phases(shares, progress.step_s), Text(bottleneck(list(progress.recent)), style="italic")]
+    spans = learner_spans(progress.recent)
+    if shares := phase_shares(spans):
+        blocks += [Text(), _phases(shares, progress.step_s), Text(bottleneck(spans), style="italic")]
     return Padding(Group(*blocks), (1, 1))
 
 
 def step_line(progress: Progress) -> str:
     """One step as plain text."""
     last = progress.last
-    shares = phase_shares(list(progress.recent))
+    shares = phase_shares(learner_spans(progress.recent))
     slowest = max(shares, key=shares.__getitem__) if shares else None
     parts = [
         f"step {progress.num_steps}/{progress.steps}",

@@ -86,7 +86,7 @@ class DiskChannel:
         prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what Engines.load reports; {} but on
         rank 0. What fails on rank 0 is raised on every rank, an EvenKeelError as what it is.
         """
-        watch = Stopwatch()
+        watch = Stopwatch(lane="publish", version=version)
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
         folder = self._run.policy_directory(version)

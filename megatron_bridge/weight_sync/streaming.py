@@ -113,7 +113,7 @@ class StreamedChannel:
         engines_failed, and what ProbeScorer.score measures; {} but on rank 0.
         Raises EngineUnavailableError on every rank when no engine serves the version.
         """
-        watch = Stopwatch()
+        watch = Stopwatch(lane="publish", version=version)
         self.wait_for_folder()
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")

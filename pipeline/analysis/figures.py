@@ -10,6 +10,7 @@ import io
 import logging
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import matplotlib as mpl
@@ -19,9 +20,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from pipeline.analysis.bottleneck import LEARNER_PHASES
+from pipeline.analysis.flight.timeline import COLLECTOR, LEARNER_PHASES, RANK_ZERO, STEP, Span
+from pipeline.analysis.flight.timeline import timeline as spans_of
 from pipeline.analysis.run_log import RunLog, number
-from pipeline.analysis.timeline import Interval, collector_intervals, learner_intervals
 from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 
 # A machine without TeX-like fonts is told so for each of them, though nothing here is set in one.
@@ -40,6 +41,7 @@ PHASE_COLORS = {
     "logprobs": "teal",
     "update": "violet",
     "publish": "orange",
+    "record": "green",
     "save": "sand",
     "generate": "blue",
     "hold": "gray",
@@ -196,7 +198,8 @@ def phase_seconds(run_log: RunLog) -> str | None:
     if not lines:
         return None
     steps = np.array([int(line["step"]) for line in lines])
-    seconds = np.array([[float(line["seconds"].get(phase, 0.0)) for phase in LEARNER_PHASES] for line in lines])
+    phases = [phase for phase in LEARNER_PHASES if any(phase in line["seconds"] for line in lines)]
+    seconds = np.array([[float(line["seconds"].get(phase, 0.0)) for phase in phases] for line in lines])
     bins = np.array_split(np.arange(len(steps)), min(len(steps), 160))
     centers = np.array([steps[chosen].mean() for chosen in bins])
     heights = np.array([seconds[chosen].mean(axis=0) for chosen in bins])
@@ -204,7 +207,7 @@ def phase_seconds(run_log: RunLog) -> str | None:
     def draw(axes: Axes) -> None:
         bottom = np.zeros(len(centers))
         width = 0.86 * (steps[-1] - steps[0] + 1) / len(bins)
-        for column, phase in enumerate(LEARNER_PHASES):
+        for column, phase in enumerate(phases):
             axes.bar(centers, heights[:, column], width, bottom, color=COLORS[PHASE_COLORS[phase]], label=phase)
             bottom += heights[:, column]
         # One slow step, such as the first, must not flatten the rest.
@@ -252,42 +255,46 @@ def log_ratio_histogram(run_log: RunLog) -> str | None:
 
 def timeline(run_log: RunLog, *, num_steps: int = 12) -> str | None:
     """The phases of learner and collector over the last `num_steps` steps, as bars against the clock."""
-    steps = learner_intervals(run_log.metrics[-num_steps:])
+    spans = spans_of(run_log)
+    phases = [s for s in spans if s.part == RANK_ZERO and s.lane == STEP and s.name in LEARNER_PHASES]
+    first = max((s.number for s in phases), default=0) + 1 - num_steps
+    steps = [replace(s, lane="learner") for s in phases if s.number >= first]
     if not steps:
         return None
-    begin, end = min(i.start for i in steps), max(i.end for i in steps)
+    begin, end = min(s.start for s in steps), max(s.end for s in steps)
+    collected = [s for s in spans if s.part == COLLECTOR and s.name in PHASE_COLORS]
     # What follows the last step, such as the final evaluation, may take a fifth of the picture.
-    end = min(begin + 1.25 * (end - begin), max([end, *(i.end for i in collector_intervals(run_log.events))]))
-    others = [i for i in collector_intervals(run_log.events) if i.end > begin and i.start < end]
-    lanes = ["learner", *sorted({i.lane for i in others})]
+    end = min(begin + 1.25 * (end - begin), max([end, *(s.end for s in collected)]))
+    others = [s for s in collected if s.end > begin and s.start < end]
+    lanes = ["learner", *sorted({s.lane for s in others})]
 
     def draw(axes: Axes) -> None:
-        for interval in (*steps, *others):
-            _bar(axes, interval, lanes.index(interval.lane), begin, end)
+        for span in (*steps, *others):
+            _bar(axes, span, lanes.index(span.lane), begin, end)
         axes.set_xlim(0.0, end - begin)
         axes.set_ylim(len(lanes) - 0.5, -0.5)
         axes.set_yticks(range(len(lanes)), [_lane_label(lane, lanes) for lane in lanes])
         axes.grid(visible=False)
         axes.grid(visible=True, axis="x")
         axes.set_xlabel("seconds")
-        phases = {i.phase for i in (*steps, *others)}
+        names = {span.name for span in (*steps, *others)}
         for phase, color in PHASE_COLORS.items():
-            if phase in phases:
+            if phase in names:
                 axes.bar([0.0], [0.0], color=COLORS[color], label=phase)
         _legend_above(axes)
 
     return render("timeline", (WIDE[0], 0.85 + 0.32 * len(lanes)), draw)
 
 
-def _bar(axes: Axes, interval: Interval, row: int, begin: float, end: float) -> None:
-    start, stop = max(interval.start, begin), min(interval.end, end)
-    color = COLORS[PHASE_COLORS[interval.phase]]
+def _bar(axes: Axes, span: Span, row: int, begin: float, end: float) -> None:
+    start, stop = max(span.start, begin), min(span.end, end)
+    color = COLORS[PHASE_COLORS[span.name]]
     axes.barh(row, stop - start, 0.72, start - begin, color=color, edgecolor=COLORS["surface"], linewidth=0.5)
-    if interval.phase in ("update", "generate", "evaluate") and (stop - start) > 0.015 * (end - begin):
+    if span.name in ("update", "generate", "evaluate") and (stop - start) > 0.015 * (end - begin):
         axes.text(
             (start + stop) / 2 - begin,
             row,
-            str(interval.number),
+            str(span.number),
             ha="center",
             va="center",
             fontsize=7,

@@ -15,9 +15,10 @@ import jinja2
 
 from pipeline.analysis import figures
 from pipeline.analysis.alarm_history import alarm_history
-from pipeline.analysis.bottleneck import phase_shares
 from pipeline.analysis.control_figures import TITLE as CONTROL_TITLE
 from pipeline.analysis.control_figures import control_figures, control_text
+from pipeline.analysis.flight.bottleneck import phase_shares
+from pipeline.analysis.flight.timeline import timeline
 from pipeline.analysis.mismatch_figures import WIDE_TITLES, mismatch_figures
 from pipeline.analysis.objective_figures import advantage_figures, advantage_text, objective_figures
 from pipeline.analysis.routing_figures import ROUTING_TEXT, routing_figures
@@ -58,7 +59,7 @@ def render_page(run_log: RunLog) -> str:
     return template.render(
         summary=summarize(run_log),
         sections=sections(run_log),
-        shares=figures.share_bar(phase_shares(run_log.metrics)),
+        shares=figures.share_bar(phase_shares(timeline(run_log))),
         alarms=alarm_rows(run_log),
         events=listed[-MAX_LISTED_EVENTS:],
         num_events=len(listed),

@@ -7,7 +7,8 @@ from typing import Any
 
 from pipeline.advantages.base import Advantage
 from pipeline.analysis.alarm_history import alarm_history
-from pipeline.analysis.bottleneck import bottleneck
+from pipeline.analysis.flight.bottleneck import bottleneck
+from pipeline.analysis.flight.timeline import timeline
 from pipeline.analysis.run_log import RunLog, number
 from pipeline.config.advice import advice
 from pipeline.config.layout_names import layout_name
@@ -61,7 +62,7 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         dropped=sum(int(event.get("dropped", 0)) for event in committed),
         **{key: sum(int(event.get(key, 0)) for event in committed) for key in PROMPT_COUNTS},
         verifier_failures=int(sum(run_log.series("verifier_failures")[1])),
-        bottleneck=bottleneck(run_log.metrics),
+        bottleneck=bottleneck(timeline(run_log)),
         warnings=advice(recipe),
         alarms=[history.text for history in alarm_history(run_log)],
     )

@@ -53,7 +53,7 @@ _FOLDERS = (
         "epochs",
         "engines",
     ),
-    *("finished", "model", "skipped", "events", "metrics", "damaged", "repairs"),
+    *("finished", "model", "skipped", "events", "metrics", "spans", "damaged", "repairs"),
 )
 
 

@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from pipeline import spans
 from pipeline.data.border.values import verdict_fault
 from pipeline.errors import RecipeError
 from pipeline.rewards.judgment import MAX_TEXTS_BYTES, Judgment, encode_texts, failure
@@ -34,6 +35,10 @@ _log = logging.getLogger(__name__)
 DEFAULT_MEMORY_MIB = 2048
 _QUICK_S, _POSTED_AHEAD = 0.02, 4
 """Samples that took less are posted so many at a time. A slow one has none behind it that another worker could take."""
+
+
+_LONGEST_SPAN_S = 1.0
+"""A worker that is never idle notes what it did at least so often."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +75,8 @@ class Verifiers:
         started: list[Future[str | None]] = [Future() for _ in self._workers]
         # A worker is started by the thread that keeps it: the kernel ends it with the thread that started it.
         self._threads = [
-            threading.Thread(target=self._keep, args=pair, name="verifier", daemon=True)
-            for pair in zip(self._workers, started, strict=True)
+            threading.Thread(target=self._keep, args=(*pair, _BusySpan(number)), name="verifier", daemon=True)
+            for number, pair in enumerate(zip(self._workers, started, strict=True))
         ]
         for thread in self._threads:
             thread.start()
@@ -122,7 +127,7 @@ class Verifiers:
     ) -> None:
         self.close()
 
-    def _keep(self, worker: WorkerProcess, started: Future[str | None]) -> None:
+    def _keep(self, worker: WorkerProcess, started: Future[str | None], busy: _BusySpan) -> None:
         """Body of a worker's thread. Where samples take no time, one is posted ahead, so that the worker need not wait
         for this thread."""
         started.set_result(worker.start())
@@ -131,6 +136,8 @@ class Verifiers:
         while asked or not closed:
             if not closed and len(asked) < (_POSTED_AHEAD if quick else 1):
                 with suppress(Empty):
+                    if not asked and self._jobs.empty():
+                        busy.pause()
                     job = self._jobs.get(block=not asked)
                     closed = job is None
                     if job is not None and job.judgment.set_running_or_notify_cancel():
@@ -139,8 +146,33 @@ class Verifiers:
                     continue
             began = time.monotonic()
             judgment = worker.collect()
-            quick = time.monotonic() - began < _QUICK_S
+            ended = time.monotonic()
+            quick = ended - began < _QUICK_S
+            busy.scored(began, ended)
             asked.popleft().set_result(judgment)
+
+
+class _BusySpan:
+    """What a worker did without a pause is one span, of up to about a second, however many samples that were."""
+
+    def __init__(self, worker: int) -> None:
+        self._lane = f"verifiers/worker {worker}"
+        self._began = self._ended = 0.0
+        self._samples = 0
+
+    def scored(self, began: float, ended: float) -> None:
+        """A sample, by the clock of time.monotonic."""
+        if self._samples == 0:
+            self._began = began
+        self._ended, self._samples = ended, self._samples + 1
+        if ended - self._began > _LONGEST_SPAN_S:
+            self.pause()
+
+    def pause(self) -> None:
+        """The span is over: no sample waits for the worker, or it is long enough."""
+        if self._samples:
+            spans.note(self._lane, "score", self._began, self._ended, samples=self._samples)
+        self._samples = 0
 
 
 class _Job(NamedTuple):

@@ -21,6 +21,7 @@ from functools import partial
 
 import numpy as np
 
+from pipeline import spans
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.control.loop import StepController
 from pipeline.data.event_log import EventLog
@@ -81,7 +82,8 @@ class Trainer:
             self._publish(first - 1)  # its folder, or PUBLISHED, may have been lost by damage
         for step in range(first, self.schedule.steps):
             try:
-                self._train_on(step)
+                with spans.span("step", "step", step=step):
+                    self._train_on(step)
             except StoppedError:  # before the first update of this step
                 if step > self._saved:
                     self._save(step)
@@ -90,7 +92,7 @@ class Trainer:
 
     def _train_on(self, step: int) -> None:
         """One step of the loop: wait, update, publish, record, save."""
-        watch = Stopwatch()
+        watch = Stopwatch(lane="step", step=step)
         with watch.phase("wait"):
             batch = self.batches.wait(step)
         if batch is None:
@@ -103,7 +105,8 @@ class Trainer:
             # What is decided holds from the next version on, so it is decided before that is published.
             controlled = {} if self.controller is None else self.controller.after(batch, update)
             published = controlled | self._publish(step)
-        self.learner.tell(lambda: self._record(step, update, measured, published, watch))
+        with watch.phase("record"):
+            self.learner.tell(lambda: self._record(step, update, measured, published, watch))
         self._save_if_due(step + 1)
 
     def _skip(self, step: int) -> None:
@@ -187,7 +190,8 @@ class Trainer:
         if self.channel is not None:
             self.channel.wait_for_folder()
         started = time.monotonic()
-        self.checkpoints.save(self.learner, step, self.advantage_computer.estimator.state())
+        with spans.span("step", "save", step=step - 1):
+            self.checkpoints.save(self.learner, step, self.advantage_computer.estimator.state())
         self._saved, self._save_s = step, time.monotonic() - started
         if self.learner.is_rank_zero:
             self.event_log.event("saved", step=step, seconds=self._save_s)

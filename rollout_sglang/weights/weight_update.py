@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+from pipeline import spans
 from pipeline.data.membership import Member, Membership
 from pipeline.errors import EvenKeelError, FatalError, RetryableError
 from pipeline.ports.weight_check import WeightCheck
@@ -162,11 +163,12 @@ class FleetUpdateSession(Fleet):
         await asyncio.gather(*(receiver.close() for receiver in self._receivers.values()))
 
     async def _ready(self, engine: PooledEngine) -> None:
-        await self._while_alive(engine, engine.client.pause())
-        await self._while_alive(engine, self._receivers[engine.index].begin())
+        with spans.span(f"engine {engine.index}/weights", "pause"):
+            await self._while_alive(engine, engine.client.pause())
+            await self._while_alive(engine, self._receivers[engine.index].begin())
 
     async def _verify_and_admit(self, engine: PooledEngine, target: Target) -> dict[str, float]:
-        watch = Stopwatch()
+        watch = Stopwatch(lane=f"engine {engine.index}/weights", version=target.version)
         ending = self._receivers[engine.index].end(target.version, self._load_deadline_s)
         await self._while_alive(engine, ending)
         watch.lap("load_s")

@@ -25,6 +25,7 @@ from tests.support.listening import ListeningWatch
 from tests.support.rank_programs import forked_programs
 from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
 from tests.support.scraper import Scraper, free_run_of_ports
+from tests.support.traces import check_trace, rows_of
 
 EXCEPTION = "model.layers.1.mlp.down_proj"
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
@@ -140,6 +141,27 @@ def test_report_trajectories_and_text(tp2: Path) -> None:
         np.load(tp2 / "logprobs" / "000002.npy").shape
         == BatchStore(tp2 / "batches").read(2, None).rollout_logprobs.shape
     )
+
+
+def test_trace_of_a_real_run(tp2: Path) -> None:
+    """Every process that worked is in it, and a rank's phases fill its steps."""
+    said = evenkeel_json("trace", tp2, "--steps", "1:3")
+    trace = json.loads(Path(said["file"]).read_text())
+    check_trace(trace)
+    rows = rows_of(trace)
+    assert {part for part, _ in rows} == {"learner rank 0", "learner rank 1", "collector", "engine 0", "verifiers"}
+    names = {(part, lane.rstrip(" 0123456789")): {e["name"] for e in events} for (part, lane), events in rows.items()}
+    phases = {"step 1", "step 2", "wait", "logprobs", "update", "publish", "record"}
+    for rank in (0, 1):
+        steps = rows[f"learner rank {rank}", "step"]
+        assert phases <= {event["name"] for event in steps}
+        whole = sum(event["dur"] for event in steps if event["name"].startswith("step "))
+        assert sum(event["dur"] for event in steps) - whole > 0.9 * whole, "what is no phase is next to nothing"
+    assert names["engine 0", "requests"] == {"request"}
+    assert {"pause", "load", "checksum", "probe"} <= names["engine 0", "weights"]
+    assert names["verifiers", "worker"] == {"score"}
+    assert said["bottleneck"] == trace["otherData"]["bottleneck"]
+    assert evenkeel("trace", tp2, "--steps", "3-4").stderr.startswith("error: --steps is '3-4', expected A:B")
 
 
 def test_no_flipped_bit_passes(tp2: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Reads every file of a run directory and compares it with its checksum, whatever it is for.
 
     checkpoints/000012/   COMMIT                     policy/000012/, model/   SHA256SUMS
-    metrics/, events/     every line                 *.npy, *.zarr.zip        behind the content
+    metrics/, events/, spans/  every line            *.npy, *.zarr.zip        behind the content
     all others            as a sealed text
 
 `FREE` lists the files that have none: nothing goes by them.
@@ -26,7 +26,7 @@ FREE = {
     r"epochs/supervisor/ALIVE": "compared with itself a second later, its content means nothing",
     r"engines/starting/.*": "links to a policy's files, which are checked there",
     r"(.*/)?skipped/\d{6,}": "empty: the name says all",
-    r"mismatch\.json": "a result for people, made anew at will",
+    r"(mismatch|trace)\.json": "a result for people, made anew at will",
     r"damaged/.*": "set aside by `evenkeel repair`",
 }
 """Pattern of a file's name in the run directory → why no bit of it matters."""

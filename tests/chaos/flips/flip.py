@@ -32,6 +32,7 @@ KINDS: dict[str, str] = {
     "model texts": r"model/.*(\.json|SHA256SUMS)",
     "metrics": r"metrics/.*",
     "events": r"events/.*",
+    "spans": r"spans/.*",
     "recipe": r"recipe\.yaml",
     "format": r"FORMAT|SANDBOX",
     "published": r"policy/PUBLISHED/.*",

@@ -37,7 +37,7 @@ def test_finished_run(write_run: Callable[..., Path]) -> None:
     assert numbers["tokens_per_s"] == pytest.approx(48_000 / 58)
     assert numbers["ess_last"] == pytest.approx(0.976)
     assert numbers["ess_min"] == pytest.approx(0.976)
-    assert numbers["bottleneck"] == "rollouts: the learner waits 60 % of each step; add engines or allow lag"
+    assert numbers["bottleneck"] == "rollouts: the learner waits 55 % of each step; add engines or allow lag"
     assert (numbers["restarts"], numbers["dropped"]) == (0, 0)
     json.dumps(numbers, allow_nan=False)
 

@@ -1,0 +1,89 @@
+"""Which phase holds a run back, in words, from its timeline.
+
+The learner's phases of a step follow one another and cover it, so the share of `wait` is the share of time in which
+batches come too slowly, and the rest says what makes the learner slow. What the awaited batch was going through in the
+meantime says why it came late.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pipeline.analysis.flight.timeline import COLLECTOR, COLLECTOR_PHASES, LEARNER_PHASES, RANK_ZERO, STEP, Span
+
+WINDOW_STEPS = 20
+"""Verdicts look at this many of the last steps: long enough to hold a checkpoint, short enough to follow a change."""
+
+CLOSE = 0.1
+"""A second group whose share is this near the first is named too: it would be the next bottleneck."""
+
+_ADVICE = {
+    "rollouts": "the learner waits {share} of each step; add engines or allow lag",
+    "evaluations": "the learner waits {share} of each step for held-out answers; raise evaluation.every",
+    "committing": "the learner waits {share} of each step until its batch is written; look at the run's disk",
+    "learner": "scoring and updating take {share} of each step; add data-parallel ranks or larger micro-batches",
+    "publishing": "moving weights takes {share} of each step; publish less often (schedule staged)",
+    "records": "writing log-probabilities and statistics takes {share} of each step; look at the run's disk",
+    "checkpoints": "saving takes {share} of the time; raise checkpoint.every",
+}
+
+
+def phase_shares(spans: Sequence[Span], *, window: int = WINDOW_STEPS) -> dict[str, float]:
+    """Share (0 to 1) of each phase of learner rank 0 in the last `window` steps; empty when nothing was timed.
+
+    The very first step is left out as soon as there is another: it is slow, because everything is set up in it.
+    """
+    seconds = dict.fromkeys(LEARNER_PHASES, 0.0)
+    for span in _recent(spans, window):
+        seconds[span.name] += span.end - span.start
+    total = sum(seconds.values())
+    return {phase: spent / total for phase, spent in seconds.items()} if total > 0 else {}
+
+
+def wait_shares(spans: Sequence[Span], *, window: int = WINDOW_STEPS) -> dict[str, float]:
+    """Share (0 to 1) of the learner's waiting in which the batch that it waited for was in each of the collector's
+    phases; what is missing to 1 is time in which it was not begun, or nothing is known of it."""
+    batches = defaultdict[int, list[Span]](list)
+    for span in spans:
+        if span.part == COLLECTOR and span.name in COLLECTOR_PHASES and span.lane.startswith("batches"):
+            batches[span.number].append(span)
+    waits = [span for span in _recent(spans, window) if span.name == "wait"]
+    seconds = dict.fromkeys(COLLECTOR_PHASES, 0.0)
+    for wait in waits:
+        for phase in batches[wait.number]:
+            seconds[phase.name] += wait.overlap_s(phase)
+    total = sum(wait.end - wait.start for wait in waits)
+    return {phase: min(1.0, spent / total) if total > 0 else 0.0 for phase, spent in seconds.items()}
+
+
+def bottleneck(spans: Sequence[Span], *, window: int = WINDOW_STEPS) -> str:
+    """A verdict over the last `window` steps: what takes most of a step, how much, and what to change."""
+    shares, waits = phase_shares(spans, window=window), wait_shares(spans, window=window)
+    if not shares:
+        return "nothing to judge yet: no step has finished"
+    groups = {
+        "rollouts": shares["wait"] * (1.0 - waits["evaluate"] - waits["commit"]),
+        "evaluations": shares["wait"] * waits["evaluate"],
+        "committing": shares["wait"] * waits["commit"],
+        "learner": shares["logprobs"] + shares["update"],
+        "publishing": shares["publish"],
+        "records": shares["record"],
+        "checkpoints": shares["save"],
+    }
+    slowest, runner_up = sorted(groups, key=groups.__getitem__, reverse=True)[:2]
+    close = groups[slowest] - groups[runner_up] < CLOSE
+    verdict = f"{slowest}: {_ADVICE[slowest].format(share=_percent(groups[slowest]))}"
+    return verdict + (f" (next: {runner_up}, {_percent(groups[runner_up])})" if close else "")
+
+
+def _recent(spans: Sequence[Span], window: int) -> list[Span]:
+    """Phases of rank 0 in the last steps."""
+    phases = [s for s in spans if s.part == RANK_ZERO and s.lane == STEP and s.name in LEARNER_PHASES]
+    steps = sorted({span.number for span in phases})
+    chosen = set(steps[1:][-window:] or steps)
+    return [span for span in phases if span.number in chosen]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

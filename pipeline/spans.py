@@ -1,0 +1,135 @@
+"""What each process of a run did when: the raw material of `evenkeel trace`, for people.
+
+    RUN/spans/learner-000002.rank-0003.jsonl          what this process noted last, a line a span
+    RUN/spans/learner-000002.rank-0003.older.jsonl    what it noted before that
+
+    with spans.recorded(run, "collector-000003"):      once a process; without it, nothing is kept
+        with spans.span("engine 0/requests", "request", samples=8):
+            …
+
+A span lies on a lane, which is a row of the trace; a lane with a slash belongs to another part of the run, named before
+the slash. Lines are written by a thread, a second late: a process that is killed loses that second. A disk that is full
+costs spans, nothing else. A file never has more than MAX_BYTES, and of a role only the newest STARTS starts are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.event_log import read_lines
+from pipeline.data.files import make_folder
+from pipeline.data.integrity.sealed import seal
+
+MAX_BYTES = 8 << 20
+STARTS = 4
+FLUSH_S = 1.0
+FOLDER = "spans"
+_OLDER = ".older"
+_MOST_WAITING = 100_000
+"""Spans in memory, should the disk take none."""
+
+_recorder: _Recorder | None = None
+
+
+def note(lane: str, name: str, began: float, ended: float, **facts: Any) -> None:
+    """A span that is over; `began` and `ended` are of time.monotonic. May be called from any thread."""
+    if _recorder is not None:
+        _recorder.note(lane, name, began, ended, facts)
+
+
+@contextmanager
+def span(lane: str, name: str, **facts: Any) -> Iterator[None]:
+    """The time of the `with` block, however it ends."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        note(lane, name, began, time.monotonic(), **facts)
+
+
+@contextmanager
+def recorded(run: Path, source: str) -> Iterator[None]:
+    """Within the block, this process keeps its spans in files that are named by `source`: Epoch.name, and the rank."""
+    global _recorder
+    before, recorder = _recorder, _Recorder(run / FOLDER, source)
+    _recorder = recorder
+    try:
+        yield
+    finally:
+        _recorder = before
+        recorder.close()
+
+
+def read_spans(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """The lines of each source. Raises StoreError, which names the line, when one is damaged."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted((run / FOLDER).glob("*.jsonl")):
+        source = path.stem.removesuffix(_OLDER)
+        found.setdefault(source, []).extend(read_lines(path))
+    return found
+
+
+class _Recorder:
+    """Of one process."""
+
+    def __init__(self, folder: Path, source: str) -> None:
+        self._path = folder / f"{source}.jsonl"
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
+        self._since_1970 = time.time() - time.monotonic()
+        """Fixed: spans of a process lie to each other as its stopwatches say, whatever is done to its clock."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._write_now_and_then, name="spans", daemon=True)
+        with suppress(OSError):
+            make_folder(folder)
+            _make_room(folder, source)
+        self._thread.start()
+
+    def note(self, lane: str, name: str, began: float, ended: float, facts: dict[str, Any]) -> None:
+        start, end = (round(self._since_1970 + at, 6) for at in (began, ended))
+        self._waiting.append({"lane": lane, "name": name, "start": start, "seconds": round(end - start, 6), **facts})
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _write_now_and_then(self) -> None:
+        while not self._ended.wait(FLUSH_S):
+            self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        texts = []
+        with suppress(IndexError):
+            while True:
+                texts.append(seal(json.dumps(self._waiting.popleft()) + "\n"))
+        if not texts:
+            return
+        data = "".join(texts).encode()
+        with suppress(OSError):
+            before = self._path.stat().st_size if self._path.exists() else 0
+            if before and before + len(data) > MAX_BYTES:
+                os.replace(self._path, self._path.with_name(f"{self._path.stem}{_OLDER}.jsonl"))
+                before = 0
+            try:
+                with self._path.open("ab") as file:
+                    file.write(data)
+            except OSError:
+                os.truncate(self._path, before)  # half a line would spoil those that follow
+                raise
+
+
+def _make_room(folder: Path, source: str) -> None:
+    """Remove what older starts of this process noted. `source` is ROLE-NUMBER, or ROLE-NUMBER.rank-NUMBER."""
+    start, dot, rank = source.partition(".")
+    role = start.rpartition("-")[0]
+    for ending in ("", _OLDER):
+        for path in sorted(folder.glob(f"{role}-[0-9]*[0-9]{dot}{rank}{ending}.jsonl"))[: 1 - STARTS]:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.analysis.flight.bottleneck import bottleneck, phase_shares, wait_shares
+from pipeline.analysis.flight.timeline import LEARNER_PHASES, Span, collector_spans, learner_spans
+
+
+def steps(count: int = 3, **seconds: float) -> list[Span]:
+    """Each ends ten seconds after the one before."""
+    return learner_spans([{"step": step, "time": 100.0 + 10.0 * step, "seconds": seconds} for step in range(count)])
+
+
+def test_waiting_learner_blames_rollouts_with_its_share() -> None:
+    verdict = bottleneck(steps(wait=6.1, logprobs=1.0, update=2.0, publish=0.9))
+    assert verdict == "rollouts: the learner waits 61 % of each step; add engines or allow lag"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "beginning"),
+    [
+        (dict(wait=1.0, logprobs=3.0, update=5.0, publish=1.0), "learner: scoring and updating take 80 %"),
+        (dict(wait=1.0, update=2.0, publish=7.0), "publishing: moving weights takes 70 %"),
+        (dict(wait=1.0, update=1.0, record=8.0), "records: writing log-probabilities and statistics takes 80 %"),
+        (dict(wait=1.0, update=1.0, save=8.0), "checkpoints: saving takes 80 %"),
+    ],
+)
+def test_names_the_slowest_group(seconds: dict[str, float], beginning: str) -> None:
+    assert bottleneck(steps(**seconds)).startswith(beginning)
+
+
+def test_names_a_runner_up_that_is_close() -> None:
+    assert bottleneck(steps(wait=4.8, update=5.2)).endswith("(next: rollouts, 48 %)")
+    assert "next" not in bottleneck(steps(wait=4.0, update=6.0))
+
+
+@pytest.mark.parametrize(
+    ("slow", "beginning"),
+    [
+        ("generate", "rollouts: the learner waits 80 %"),
+        ("hold", "rollouts: the learner waits 80 %"),
+        ("evaluate", "evaluations: the learner waits 70 % of each step for held-out answers"),
+        ("commit", "committing: the learner waits 70 % of each step until its batch is written"),
+    ],
+)
+def test_what_the_awaited_batch_went_through_is_blamed(slow: str, beginning: str) -> None:
+    """Each step of 10 s waits for 8: for 7 of them, its batch was in the slow phase."""
+    learner = steps(wait=8.0, update=2.0)
+    events = [
+        {"kind": "committed", "batch": step, "started": 90.0 + 10.0 * step, "seconds": {slow: 7.0}} for step in range(3)
+    ]
+    spans = [*learner, *collector_spans(events)]
+    assert wait_shares(spans)[slow] == pytest.approx(7 / 8)
+    assert bottleneck(spans).startswith(beginning)
+
+
+def test_a_batch_that_was_ready_before_it_was_awaited_is_not_blamed() -> None:
+    early = [
+        {"kind": "committed", "batch": step, "started": 60.0 + 10.0 * step, "seconds": {"evaluate": 9.0}}
+        for step in range(3)
+    ]
+    assert wait_shares([*steps(wait=8.0), *collector_spans(early)])["evaluate"] == 0.0
+
+
+def test_warm_up_step_and_old_steps_do_not_count() -> None:
+    seconds = [dict(wait=1000.0)] + [dict(update=1.0)] * 5
+    lines = [{"step": step, "time": 2000.0 + step, "seconds": each} for step, each in enumerate(seconds)]
+    assert phase_shares(learner_spans(lines))["wait"] == 0.0
+    seconds = [dict(wait=1.0)] * 50 + [dict(update=1.0)] * 4
+    lines = [{"step": step, "time": 2000.0 + step, "seconds": each} for step, each in enumerate(seconds)]
+    assert phase_shares(learner_spans(lines), window=4)["update"] == pytest.approx(1.0)
+
+
+def test_the_only_step_counts_and_no_step_is_no_verdict() -> None:
+    assert phase_shares(steps(1, wait=3.0, update=1.0))["wait"] == pytest.approx(0.75)
+    assert bottleneck([]) == "nothing to judge yet: no step has finished"
+    assert bottleneck(steps(1)) == "nothing to judge yet: no step has finished"
+
+
+@given(st.lists(st.fixed_dictionaries(dict.fromkeys(LEARNER_PHASES, st.floats(0.001, 1e3))), min_size=1, max_size=30))
+def test_shares_add_up_to_one(seconds: list[dict[str, float]]) -> None:
+    lines = [{"step": step, "time": 1e5, "seconds": each} for step, each in enumerate(seconds)]
+    assert sum(phase_shares(learner_spans(lines)).values()) == pytest.approx(1.0)

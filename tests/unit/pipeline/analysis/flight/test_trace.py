@@ -1,0 +1,119 @@
+"""The trace of recorded logs: every event as the Trace Event Format says, every span where it belongs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.analysis.flight.timeline import Span, part_of
+from pipeline.analysis.flight.trace import _rows, trace
+from pipeline.data.integrity.sealed import seal
+from pipeline.errors import StoreError
+from tests.support.traces import check_trace, rows_of
+from tests.support.written_runs import SECONDS, START
+
+WriteRun = Callable[..., Path]
+
+
+def note(run: Path, source: str, *lines: dict[str, Any]) -> None:
+    (run / "spans").mkdir(exist_ok=True)
+    with (run / "spans" / f"{source}.jsonl").open("a") as file:
+        file.writelines(seal(json.dumps(line) + "\n") for line in lines)
+
+
+def span(lane: str, name: str, start: float, seconds: float, **facts: Any) -> dict[str, Any]:
+    return dict(lane=lane, name=name, start=START + start, seconds=seconds, **facts)
+
+
+def test_a_run_without_recorded_spans_is_traced_from_its_logs(write_run: WriteRun) -> None:
+    found = trace(write_run(5), (2, 4))
+    check_trace(found)
+    rows = rows_of(found)
+    assert {part for part, _ in rows} == {"learner rank 0", "collector"}
+    assert [event["name"] for event in rows["learner rank 0", "step"]] == [
+        name for step in (2, 3) for name in (f"step {step}", *SECONDS)
+    ]
+    assert found["otherData"]["steps"] == [2, 4]
+    assert found["otherData"]["shares"]["wait"] == pytest.approx(0.6)
+    assert found["otherData"]["bottleneck"].startswith("rollouts: the learner waits ")
+
+
+def test_recorded_spans_replace_what_is_rebuilt(write_run: WriteRun) -> None:
+    run = write_run(3)
+    at = 10.0 + 2.0 * 2  # where step 2 begins
+    note(
+        run,
+        "learner-000002.rank-0000",
+        span("step", "step", at, 2.0, step=2),
+        span("step", "wait", at, 0.5, step=2),
+        span("step", "update", at + 0.5, 1.0, step=2),
+        span("publish", "score", at + 1.6, 0.1, version=3),
+    )
+    note(run, "learner-000002.rank-0001", span("step", "step", at, 1.9, step=2), span("step", "wait", at, 0.4, step=2))
+    note(
+        run,
+        "collector-000001",
+        span("engine 1/requests", "request", at + 0.1, 0.5, samples=8),
+        span("engine 1/requests", "request", at + 0.2, 0.1, samples=8),
+        span("engine 1/requests", "request", at + 0.3, 0.3, samples=8),
+        span("engine 10/requests", "request", at + 0.3, 0.3, samples=8),
+        span("verifiers/worker 0", "score", at + 0.4, 0.2, samples=3),
+        span("verifiers/worker 0", "score", at + 40.0, 0.2, samples=3),
+    )
+    found = trace(run, (2, 3))
+    check_trace(found)
+    rows = rows_of(found)
+    named = [event["args"]["name"] for event in found["traceEvents"] if event["name"] == "process_name"]
+    parts = ["learner rank 0", "learner rank 1", "collector", "engine 1", "engine 10", "verifiers", "run"]
+    assert sorted(named) == sorted(parts)
+    assert [event["name"] for event in rows["learner rank 0", "step"]] == ["step 2", "wait", "update"]
+    assert len(rows["engine 1", "requests 1"]) == 1, "requests that overlap lie beside one another"
+    assert len(rows["engine 1", "requests 2"]) == 2
+    assert rows["verifiers", "worker 0"][0]["args"] == {"samples": 3}, "what came after the step is not in it"
+    assert found["otherData"]["shares"]["update"] == pytest.approx(2 / 3)
+
+
+def test_the_default_is_the_last_steps(write_run: WriteRun) -> None:
+    assert trace(write_run(24))["otherData"]["steps"] == [4, 24]
+
+
+def test_refusals_say_what_there_is(write_run: WriteRun, tmp_path: Path) -> None:
+    run = write_run(3)
+    with pytest.raises(StoreError, match=r"no finished step in 7:9, expected some of 0:3; give --steps"):
+        trace(run, (7, 9))
+    with pytest.raises(StoreError, match="no finished step to trace"):
+        trace(write_run(0, name="empty"))
+    with pytest.raises(StoreError, match="does not exist"):
+        trace(tmp_path / "nowhere")
+    note(run, "learner-000001.rank-0000", span("step", "step", 10.0, 1.0, step=0), span("step", "wait", 10.0, 1.0))
+    path = run / "spans/learner-000001.rank-0000.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"seconds": 1.0', b'"seconds": 9.0', 1))
+    with pytest.raises(StoreError, match=r"rank-0000.jsonl, line 1 is damaged"):
+        trace(run)
+
+
+def test_spans_share_a_row_where_they_nest_and_never_where_they_cross() -> None:
+    def made(name: str, start: float, end: float) -> Span:
+        return Span(part="p", lane="l", name=name, number=0, start=start, end=end)
+
+    outer, first, second = made("step", 0, 10), made("wait", 0, 4), made("update", 4, 10)
+    crossing = made("publish", 8, 12)
+    assert _rows([second, crossing, outer, first]) == [[outer, first, second], [crossing]]
+    assert len(_rows([made("request", 0, 10), made("request", 2, 3)])) == 2, "no request is a part of another"
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("learner-000002.rank-0013", "learner rank 13"),
+        ("collector-000001", "collector"),
+        ("engine-3-000001", "engine-3"),
+        ("odd", "odd"),
+    ],
+)
+def test_parts_do_not_depend_on_the_start(source: str, part: str) -> None:
+    assert part_of(source) == part

@@ -1,0 +1,68 @@
+"""Spans: kept by who noted them, in files of bounded size, never in the way."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline import spans
+from pipeline.stopwatch import Stopwatch
+
+
+def test_spans_come_back_by_source_with_their_facts(tmp_path: Path) -> None:
+    with spans.recorded(tmp_path, "learner-000001.rank-0002"):
+        before = time.time()
+        with spans.span("step", "step", step=4):
+            watch = Stopwatch(lane="step", step=4)
+            with watch.phase("wait"):
+                pass
+            watch.lap("load_s")
+        with pytest.raises(KeyError), spans.span("engine 0/weights", "pause"):
+            raise KeyError
+    [(source, lines)] = spans.read_spans(tmp_path).items()
+    assert source == "learner-000001.rank-0002"
+    wait, load, step, pause = lines
+    assert [(line["name"], line.get("step")) for line in (wait, load, step)] == [("wait", 4), ("load", 4), ("step", 4)]
+    assert (pause["lane"], pause["name"]) == ("engine 0/weights", "pause"), "also one that ends by an error"
+    assert before - 1.0 < step["start"] <= wait["start"] <= time.time() + 1.0
+    for inner in (wait, load):
+        assert inner["start"] + inner["seconds"] <= step["start"] + step["seconds"] + 5e-7
+
+
+def test_nothing_is_kept_outside_of_a_recording(tmp_path: Path) -> None:
+    with spans.recorded(tmp_path, "collector-000001"):
+        pass
+    spans.note("step", "wait", 0.0, 1.0)
+    assert spans.read_spans(tmp_path) == {}
+
+
+def test_a_source_keeps_its_newest_spans_within_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spans, "MAX_BYTES", 4000)
+    monkeypatch.setattr(spans, "FLUSH_S", 0.005)
+    with spans.recorded(tmp_path, "collector-000001"):
+        for number in range(200):
+            spans.note("step", "wait", number, number + 1.0, step=number)
+            time.sleep(0.001)
+    sizes = [path.stat().st_size for path in (tmp_path / "spans").iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) <= 4000
+    kept = sorted(line["step"] for line in spans.read_spans(tmp_path)["collector-000001"])
+    assert kept == list(range(kept[0], 200)), "the newest are there, without a gap"
+    assert kept[0] > 0
+
+
+def test_old_starts_make_room_for_new_ones_of_the_same_process(tmp_path: Path) -> None:
+    for start in range(1, 8):
+        for source in (f"learner-{start:06d}.rank-0000", f"learner-{start:06d}.rank-0001", "collector-000001"):
+            with spans.recorded(tmp_path, source):
+                spans.note("step", "wait", 0.0, 1.0)
+    kept = spans.read_spans(tmp_path)
+    assert sorted(kept) == ["collector-000001", *(f"learner-{s:06d}.rank-{r:04d}" for s in range(4, 8) for r in (0, 1))]
+
+
+def test_a_disk_that_takes_nothing_costs_spans_only(tmp_path: Path) -> None:
+    (tmp_path / "spans").write_text("a file, where the folder should be")
+    with spans.recorded(tmp_path, "collector-000001"):
+        spans.note("step", "wait", 0.0, 1.0)
