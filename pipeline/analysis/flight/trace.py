@@ -31,10 +31,10 @@ def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]
     spans = timeline(run_log)
     chosen = _chosen(spans, steps, run_dir)
     begin, end = min(span.start for span in chosen), max(span.end for span in chosen)
-    shown = [span for span in spans if span.start < end and span.end > begin]
     numbers = sorted({span.number for span in chosen})
+    shown = [s for s in spans if s.start < end and s.end > begin and (s.lane != STEP or s.number in numbers)]
+    until_then = [s for s in spans if s.part != RANK_ZERO or s.number <= numbers[-1]]
     instants = [event for event in run_log.of_kind(*_INSTANTS) if begin <= float(event["time"]) <= end]
-    within = [span for span in shown if span.part != RANK_ZERO or span.number in numbers]
     return {
         "traceEvents": [*_events([_in_microseconds(span, begin) for span in shown]), *_instant_events(instants, begin)],
         "displayTimeUnit": "ms",
@@ -42,8 +42,8 @@ def trace(run_dir: Path, steps: tuple[int, int] | None = None) -> dict[str, Any]
             "run": run_log.recipe.run.name,
             "began": begin,
             "steps": [numbers[0], numbers[-1] + 1],
-            "shares": phase_shares(within, window=len(numbers)),
-            "bottleneck": bottleneck(within, window=len(numbers)),
+            "shares": phase_shares(until_then, window=len(numbers)),
+            "bottleneck": bottleneck(until_then, window=len(numbers)),
         },
     }
 
