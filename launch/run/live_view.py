@@ -30,7 +30,14 @@ from pipeline.patience import notice_line
 from precision.mismatch.alarms import Alarm, alarms
 from precision.text.short import one_line
 
-PHASE_STYLES = {"wait": "bright_black", "logprobs": "cyan", "update": "magenta", "publish": "yellow", "save": "green"}
+PHASE_STYLES = {
+    "wait": "bright_black",
+    "logprobs": "cyan",
+    "update": "magenta",
+    "publish": "yellow",
+    "record": "green",
+    "save": "green",
+}
 BAR_CELLS = 40
 SAID = ("evaluated", "restarted", "controlled", "no_progress", "skipped", *ENGINE_EVENTS)
 """Kinds of events that are printed where there is no terminal."""
@@ -296,8 +303,9 @@ def _alarm(alarm: Alarm) -> Text:
 
 
 def _phases(shares: dict[str, float], step_s: float | None) -> Text:
-    """A bar of BAR_CELLS cells, then seconds or share of each phase."""
+    """A bar of BAR_CELLS cells, then seconds or share of each phase that took any."""
     text = Text()
+    shares = {phase: share for phase, share in shares.items() if share > 0}
     for phase, share in shares.items():
         text.append("█" * round(share * BAR_CELLS), PHASE_STYLES[phase])
     for phase, share in shares.items():
