@@ -4,7 +4,7 @@
       FORMAT                   which layout of the directory this is (RUN_FORMAT); written before the recipe
       recipe.yaml              resolved and frozen at the first start
       batches/000012.zarr.zip  one committed batch, one file (pipeline.data.store)
-      policy/000012/           HF safetensors of version 12; policy/PUBLISHED/000012: the engines serve it
+      policy/000012/           version 12, HF safetensors or a delta (docs/delta.md); policy/PUBLISHED/000012: served
       logprobs/000012.npy      the learner's log-probabilities of batch 12 before it trained on it (float32 [responses])
       logprobs/000012-old.npy  … and when the batch's stage began, where pi_old is needed
       mismatch/000012.zarr.zip learner against engine on batch 12, in all detail (pipeline.data.mismatch_files)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from pipeline.control.files import ControlFiles
+from pipeline.data.deltas.chain import chain_to, is_whole
 from pipeline.data.epochs import ROLES, newest
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.integrity.sealed import read_sealed, read_sealed_json
@@ -113,9 +114,16 @@ def _policies(run: RunDirectory) -> Iterator[Damage]:
 
     steps = run.recipe().run.steps
     versions = numbered_folders(run.policies) if run.policies.is_dir() else []
+    damaged = set[int]()
     for version in versions:
         folder = run.policy_directory(version)
-        yield from _judged("policy", folder, version, lambda f=folder: read(f))  # type: ignore[misc]
+        for damage in _judged("policy", folder, version, lambda f=folder: read(f)):  # type: ignore[misc]
+            damaged.add(version)
+            yield damage
+    for version in versions:
+        folder = run.policy_directory(version)
+        if version not in damaged and not is_whole(folder):
+            yield from _judged("policy", folder, version, lambda v=version: _check_chain(run, v, damaged))  # type: ignore[misc]
     for version in announced(run.published):
         path = run.published / numbered(version)
         if version > steps:
@@ -124,6 +132,13 @@ def _policies(run: RunDirectory) -> Iterator[Damage]:
         yield from _judged("published", path, version, lambda p=path: read_sealed(p, ""))  # type: ignore[misc]
     if versions and not run.is_published():
         yield Damage(kind="published", path=run.published, problem="it names no version")
+
+
+def _check_chain(run: RunDirectory, version: int, damaged: Collection[int]) -> None:
+    """Raises StoreError for a delta that leads from no whole version, or over a damaged one."""
+    for link in chain_to(run.policies, version):
+        if link.version in damaged:
+            raise StoreError(f"version {link.version}, which it is made from, is damaged")
 
 
 def _control(run: RunDirectory) -> Iterator[Damage]:

@@ -18,6 +18,7 @@ from pipeline.repair.apply import apply, repaired_paths
 from pipeline.repair.damage import find_damage
 from pipeline.repair.plan import Plan, plan_repair
 from pipeline.rollout.group_allocator import HoleAllocator
+from tests.support.delta_policies import drawn, moved, write_version
 from tests.support.whole_runs import GROUPS, damage, finish, whole_run
 
 STAGED = dict(kind="staged", updates_per_stage=4)
@@ -220,6 +221,25 @@ def test_the_published_version_is_named_again(tmp_path: Path) -> None:
     shutil.rmtree(run.published)
     repaired(run)
     assert run.published_version() == 4, "the newest whole policy"
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "found"), [(3, [3, 4, 5]), (4, [4, 5]), (5, [5])], ids=["whole", "delta", "newest delta"]
+)
+@pytest.mark.parametrize("gone", [False, True], ids=["damaged", "gone"])
+def test_versions_that_are_made_from_a_damaged_one_are_set_aside_too(
+    tmp_path: Path, spoiled: int, found: list[int], gone: bool
+) -> None:
+    run, tensors = whole_run(tmp_path, policies=()), drawn(0, count=50)
+    write_version(run.policies, 3, tensors)
+    for version in (4, 5):
+        before, tensors = tensors, moved(tensors, version, share=0.5)
+        write_version(run.policies, version, tensors, base=(version - 1, before))
+    assert find_damage(run) == []
+    shutil.rmtree(run.policy_directory(spoiled)) if gone else damage(run.policy_directory(spoiled))
+    assert [one.number for one in find_damage(run)] == (found[1:] if gone else found)
+    if not (gone and spoiled == 5):
+        repaired(run)
 
 
 def test_without_any_policy_the_model_folder_is_published_again(tmp_path: Path) -> None:
