@@ -4,14 +4,19 @@
     rank 0        a a         a a b     b         a rank holds pieces r and 2·ranks − 1 − r of every row: the zig-zag
     rank 1            a a a a       b b           gives each rank the same share of every causal triangle
 
-Keys and values are gathered over the context parallel group, queries stay where they are. Rows are spread over a padded
-[rows, longest] grid for torch's attention and packed again after it, so that padding costs attention only, never a
-linear layer. Transformer Engine brings kernels of its own for the same layout, and is used instead when it is there.
+Keys and values are gathered over the context parallel group. Queries are put where they stand in their rows, so that
+torch's causal attention needs no mask, of which there would be a number for every query and key.
+
+Neighboring rows of like length are spread over a padded [rows, longest] grid for torch's attention and packed again
+after it. Padding costs attention only, never a linear layer, and at most a third of the tokens; rows of one length need
+none and are not moved. Transformer Engine brings kernels of its own for the same layout, and is used instead when it is
+there.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,63 +52,74 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         ends = packed_seq_params.cu_seqlens_q
         group = parallel_state.get_context_parallel_group()
         # Plain numbers: what is done below depends on them, and they are on the host already.
-        rows = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
+        lengths = ends.diff().tolist()
         if group.size() == 1:
-            context = self._attend_alone(query, key, value, rows)
+            context = self._attend_alone(query, key, value, lengths)
         else:
-            context = self._attend_gathered(query, key, value, rows, group)
+            context = self._attend_gathered(query, key, value, lengths, group)
         return context.flatten(1)
 
-    def _attend_alone(self, query: Tensor, key: Tensor, value: Tensor, rows: list[tuple[int, int]]) -> Tensor:
-        grid = _Grid([end - start for start, end in rows], query.device)
-        found = _attention(grid.spread(query), grid.spread(key), grid.spread(value), self._scale, is_causal=True)
-        return grid.pack(found)
+    def _attend_alone(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+        grids = [_Grid(bucket, query.device) for bucket in like_rows(lengths)]
+        tokens = [grid.tokens for grid in grids]
+        # `split`, because the gradient of a slice is as long as the whole.
+        queries, keys, values = (torch.split(tensor, tokens) for tensor in (query, key, value))
+        found = [
+            grid.pack(_causal(grid.spread(query), grid.spread(key), grid.spread(value), self._scale))
+            for grid, query, key, value in zip(grids, queries, keys, values, strict=True)
+        ]
+        return torch.cat(found) if len(found) > 1 else found[0]
 
-    def _attend_gathered(
-        self, query: Tensor, key: Tensor, value: Tensor, rows: list[tuple[int, int]], group: Any
-    ) -> Tensor:
+    def _attend_gathered(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], group: Any) -> Tensor:
         ranks = group.size()
-        lengths = [end - start for start, end in rows]
         # The gradient of a gathered key is the sum over the ranks whose queries looked at it: a reduce-scatter.
         key, value = (gather_from_sequence_parallel_region(tensor, group=group) for tensor in (key, value))
         held = torch.cat([zigzag_columns(lengths, ranks, rank) for rank in range(ranks)])
         in_order = torch.argsort(held).to(query.device)
-        whole = _Grid(lengths, query.device)
-        mine = _Grid([length // ranks for length in lengths], query.device)
-        starts = torch.tensor([start for start, _ in rows]).repeat_interleave(torch.tensor(lengths) // ranks)
-        position = mine.spread((zigzag_columns(lengths, ranks, group.rank()) - starts).to(query.device)[:, None])
-        # [rows, 1, queries, keys]; a padded query is put at position 0, so that it has a key to look at.
-        visible = torch.arange(whole.width, device=query.device) <= position[..., None, :, :1]
-        found = _attention(
-            mine.spread(query),
-            whole.spread(key[in_order]),
-            whole.spread(value[in_order]),
-            self._scale,
-            attn_mask=visible,
-        )
-        return mine.pack(found)
+        mine = zigzag_columns(lengths, ranks, group.rank()).to(query.device)
+        in_place = query.new_zeros(sum(lengths), *query.shape[1:]).index_copy(0, mine, query)
+        found = self._attend_alone(in_place, key[in_order], value[in_order], lengths)
+        return found.index_select(0, mine)
+
+
+def like_rows(lengths: Sequence[int]) -> list[list[int]]:
+    """Rows that follow one another in buckets, no row shorter than three quarters of the longest of its bucket."""
+    buckets: list[list[int]] = []
+    for length in lengths:
+        together = [*buckets[-1], length] if buckets else []
+        if together and 4 * min(together) >= 3 * max(together):
+            buckets[-1] = together
+        else:
+            buckets.append([length])
+    return buckets
 
 
 class _Grid:
     """Packed rows ⇄ [rows, longest], zeros where rows are shorter."""
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
-        self.height, self.width = len(lengths), max(lengths)
-        spans = [torch.arange(length) + row * self.width for row, length in enumerate(lengths)]
-        self._places = torch.cat(spans).to(device)
+        self.tokens, self._shape = sum(lengths), (len(lengths), max(lengths))
+        self._places: Tensor | None = None
+        if min(lengths) < max(lengths):
+            spans = [torch.arange(length) + row * max(lengths) for row, length in enumerate(lengths)]
+            self._places = torch.cat(spans).to(device)
 
     def spread(self, packed: Tensor) -> Tensor:
         """[tokens, …] → [rows, longest, …]"""
-        grid = packed.new_zeros(self.height * self.width, *packed.shape[1:])
-        return grid.index_copy(0, self._places, packed).view(self.height, self.width, *packed.shape[1:])
+        if self._places is not None:
+            grid = packed.new_zeros(math.prod(self._shape), *packed.shape[1:])
+            packed = grid.index_copy(0, self._places, packed)
+        return packed.view(*self._shape, *packed.shape[1:])
 
     def pack(self, grid: Tensor) -> Tensor:
         """[rows, longest, …] → [tokens, …]"""
-        return grid.flatten(0, 1).index_select(0, self._places)
+        flat = grid.flatten(0, 1)
+        return flat if self._places is None else flat.index_select(0, self._places)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, **mask: Any) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """[rows, tokens, heads, channels] each, key and value with as many heads or a divisor of them."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped, **mask).transpose(1, 2)
+    found = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=grouped, is_causal=True)
+    return found.transpose(1, 2)
