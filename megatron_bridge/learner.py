@@ -1,9 +1,10 @@
 """The trained policy on Megatron-Core: implements pipeline.ports.learner.Learner.
 
-    logprobs:  plan ─▶ forward only ─▶ gather
+    score:     plan ─▶ forward only ─▶ gather
     update:    prepare ─▶ plan ─▶ forward + backward ─▶ gather ─▶ all finite? ─▶ clip ─▶ AdamW
 
-Every method is collective. What a method returns is the same on every rank.
+Every method is collective. What a method returns is the same on every rank. What is counted in tokens stays on the
+device from scoring to the update; whoever writes or reports it copies it from there.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from precision.objectives.base import Objective, Prepared, ScoredStep
 from precision.ratios import MAX_LOG_RATIO
 
 Result = TypeVar("Result")
+Scores = Tensor | NDArray[np.float32] | None
 
 
 class MegatronLearner:
@@ -151,11 +153,15 @@ class MegatronLearner:
         """True on global rank 0."""
         return dist.get_rank() == 0
 
+    def score(self, batch: Batch) -> Tensor:
+        """float32 [responses] natural log-probability of every response token at the present weights, in the batch's
+        order, on the learner's device. The engine's experts are replayed where the batch has them;
+        `replace(batch, experts=None)` has none."""
+        return self.score_rows(TokenRows.of_batch(batch)).logprobs
+
     def logprobs(self, batch: Batch) -> NDArray[np.float32]:
-        """[responses] natural log-probability of every response token at the present weights, in the batch's order. The
-        engine's experts are replayed where the batch has them; `replace(batch, experts=None)` has none."""
-        gathered = self.score_rows(TokenRows.of_batch(batch))
-        logprobs: NDArray[np.float32] = gathered.logprobs.cpu().numpy()
+        """[responses] what `score` returns, on the host: for programs that compare learners."""
+        logprobs: NDArray[np.float32] = self.score(batch).cpu().numpy()
         return logprobs
 
     def score_tokens(
@@ -176,9 +182,9 @@ class MegatronLearner:
         self,
         batch: Batch,
         advantages: NDArray[np.float32],
-        scored: NDArray[np.float32] | None,
+        scored: Scores,
         *,
-        old_logprobs: NDArray[np.float32] | None = None,
+        old_logprobs: Scores = None,
         trained: NDArray[np.bool_] | None = None,
         lr_factor: float = 1.0,
     ) -> Update:
@@ -210,7 +216,7 @@ class MegatronLearner:
                 replay=replay,
             )
         grad_norm = self._finite_gradient_norm(gathered, batch.index)
-        seen = seen_tokens(batch, trained)
+        seen = seen_tokens(batch, trained).to(self.device)
         mismatch = _finite_or_refused(lambda: self._meter(gathered, batch, advantages, seen, step=self.step), batch)
         lr = self._take_step(grad_norm, lr_factor)
         measured = {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share, **prepared.measured}
@@ -219,7 +225,7 @@ class MegatronLearner:
             metrics=mismatch.statistics() | self._metrics(gathered, num_tokens, seen) | measured,
             histogram=mismatch.group().histogram.tolist(),
             mismatch=mismatch,
-            logprobs=known_logprobs(gathered, batch, trained, scored),
+            device_logprobs=known_logprobs(gathered, batch, trained, scored),
         )
 
     def save(self, directory: Path) -> None:
@@ -296,13 +302,13 @@ class MegatronLearner:
         self,
         batch: Batch,
         advantages: NDArray[np.float32],
-        scored: NDArray[np.float32] | None,
-        old_logprobs: NDArray[np.float32] | None,
+        scored: Scores,
+        old_logprobs: Scores,
     ) -> tuple[Prepared, passes.TrainingInputs]:
         """What the objective decides about the whole step, and what the passes take; the same on every rank."""
 
-        def tensor(values: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(values).to(self.device)
+        def tensor(values: Tensor | NDArray[Any]) -> Tensor:
+            return torch.as_tensor(values, device=self.device)
 
         given = tensor(by_token(batch, advantages))
         rollout, sampled = tensor(batch.rollout_logprobs), tensor(batch.loss_mask)
@@ -310,7 +316,7 @@ class MegatronLearner:
         if not self._objective.needs_scoring:
             prepared = Prepared(advantages=given)
         elif present is None:
-            raise ValueError("the objective needs the step scored: pass what logprobs(batch) returned")
+            raise ValueError("the objective needs the step scored: pass what score(batch) returned")
         else:
             lengths = batch.response_lengths
             step = ScoredStep(
@@ -363,7 +369,7 @@ class MegatronLearner:
         means = {name: gathered.sums[name].item() / num_seen for name in self._runner.names}
         return {
             "loss": gathered.sums["loss"].item(),
-            "entropy": gathered.entropy.cpu()[seen].double().mean().item(),
+            "entropy": gathered.entropy[seen].double().mean().item(),
             "num_tokens": float(num_tokens),
             **means,
         }

@@ -28,7 +28,7 @@ class MismatchMeter:
     def __call__(
         self, gathered: Gathered, batch: Batch, advantages: NDArray[np.float32], seen: Tensor, *, step: int
     ) -> Mismatch:
-        """Statistics of the tokens that are `seen`, bool [responses] on the host. `advantages` is [samples] or
+        """Statistics of the tokens that are `seen`, bool [responses] on the device. `advantages` is [samples] or
         [responses], `step` the number of optimizer steps taken before this one.
 
         Raises FloatingPointError on an unusable log-ratio, ValueError when no token is seen.
@@ -43,7 +43,7 @@ class MismatchMeter:
             StepTokens(
                 learner_logprobs=gathered.logprobs,
                 rollout_logprobs=tensor(batch.rollout_logprobs),
-                seen=seen.to(device),
+                seen=seen,
                 advantages=tensor(by_token(batch, advantages)),
                 entropy=gathered.entropy,
                 age=tensor(batch.index + int(later_update) - batch.policy_version),

@@ -33,11 +33,11 @@ def known_logprobs(
     gathered: Gathered,
     batch: Batch,
     trained: NDArray[np.bool_] | None,
-    scored: NDArray[np.float32] | None,
-) -> NDArray[np.float32]:
-    """[responses] at the weights before the step; NaN where neither pass looked."""
-    found: NDArray[np.float32] = gathered.logprobs.cpu().numpy()
+    scored: Tensor | NDArray[np.float32] | None,
+) -> Tensor:
+    """float32 [responses], on the device, at the weights before the step; NaN where neither pass looked."""
+    found = gathered.logprobs
     if trained is None:
         return found
-    otherwise = np.float32(np.nan) if scored is None else scored
-    return np.where(np.repeat(trained, batch.response_lengths), found, otherwise)
+    looked = torch.from_numpy(np.repeat(trained, batch.response_lengths)).to(found.device)
+    return torch.where(looked, found, torch.as_tensor(torch.nan if scored is None else scored, device=found.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import unfenced
 from precision.mismatch.statistics import Mismatch
+from precision.torch_on_use import Tensor
 
 T = TypeVar("T")
 
@@ -25,11 +27,18 @@ class Update:
     """loss, grad_norm, lr, entropy, num_tokens, padding_share, the objective's sums as means, mismatch statistics."""
     histogram: list[float]
     """Tokens counted by log-ratio, in the bins of precision.histogram."""
-    logprobs: NDArray[np.float32] = field(repr=False)
-    """[responses] the learner's log-probabilities at the weights before the step that trained on them, in the batch's
-    order; NaN where no step looked."""
+    device_logprobs: Tensor = field(repr=False)
+    """float32 [responses] the learner's log-probabilities at the weights before the step that trained on them, in the
+    batch's order, on the learner's device; NaN where no step looked."""
     mismatch: Mismatch | None = field(default=None, repr=False)
     """Learner against engine, in all detail; None from a learner that does not measure it."""
+
+    @cached_property
+    def logprobs(self) -> NDArray[np.float32]:
+        """[responses] `device_logprobs` on the host. To ask for them copies them, once: let rank 0 alone ask, which
+        writes them."""
+        found: NDArray[np.float32] = self.device_logprobs.cpu().numpy()
+        return found
 
 
 class Learner(Protocol):
@@ -40,11 +49,11 @@ class Learner(Protocol):
         """True on the one rank that writes metrics and events."""
         ...
 
-    def logprobs(self, batch: Batch) -> NDArray[np.float32]:
+    def score(self, batch: Batch) -> Tensor:
         """Score the batch at the present weights, without gradients.
 
-        Returns [responses] natural log-probabilities in the batch's order; those of tokens that no engine sampled mean
-        nothing.
+        Returns float32 [responses] natural log-probabilities in the batch's order, on the learner's device, where
+        `update` reads them; those of tokens that no engine sampled mean nothing.
         """
         ...
 
@@ -52,15 +61,15 @@ class Learner(Protocol):
         self,
         batch: Batch,
         advantages: NDArray[np.float32],
-        scored: NDArray[np.float32] | None,
+        scored: Tensor | NDArray[np.float32] | None,
         *,
-        old_logprobs: NDArray[np.float32] | None = None,
+        old_logprobs: Tensor | NDArray[np.float32] | None = None,
         trained: NDArray[np.bool_] | None = None,
         lr_factor: float = 1.0,
     ) -> Update:
         """One optimizer step; `advantages` is [samples] or [responses]. `lr_factor` is on the learning rate.
 
-        `scored` is what `logprobs(batch)` returned at the present weights. It is None for an objective that is not
+        `scored` is what `score(batch)` returned at the present weights. It is None for an objective that is not
         prepared from it, or that is prepared from `old_logprobs` alone. `old_logprobs` are the learner's
         log-probabilities [responses] before the first of several updates (pipeline.trainer.old_logprobs), by default
         those of `scored`. `trained` [samples] names the samples that are run through the model, by default all; the

@@ -1,6 +1,6 @@
 """The learner loop, run by every rank.
 
-store ──batch──▶ advantages ──▶ mini-batches ──▶ learner.logprobs ──▶ learner.update ──▶ channel.publish ──▶ engines
+store ──batch──▶ advantages ──▶ mini-batches ──▶ learner.score ──▶ learner.update ──▶ channel.publish ──▶ engines
                                       ▲       updates_per_batch times          │      ▲
                                       └────────────────────────────────────────┘      └── controller, where there is one
 
@@ -155,14 +155,14 @@ class Trainer:
             effect = ReplayEffect.before_step(self.learner, parts[0].batch)
         for part in parts:
             with watch.phase("logprobs"):
-                scored = self.learner.logprobs(part.batch) if scores else None
+                scored = self.learner.score(part.batch) if scores else None
             with watch.phase("update"):
                 old = part.part_of(old_logprobs)
                 update = self.learner.update(
                     part.batch, part.advantages, scored, old_logprobs=old, trained=part.trained, lr_factor=factor
                 )
                 updates.append(update)
-        measured = {} if effect is None else effect.measured(parts[0].batch, updates[0].logprobs)
+        measured = {} if effect is None else effect.measured(parts[0].batch, updates[0].device_logprobs)
         merged = merge_updates(parts, updates)
         return replace(merged, metrics=merged.metrics | measured)
 

@@ -19,6 +19,7 @@ from pipeline.advantages.compute import AdvantageComputer
 from pipeline.data.records import Batch
 from pipeline.ports.learner import Update
 from precision.mismatch.statistics import Mismatch
+from precision.torch_on_use import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +37,13 @@ class MiniBatch:
     responses: NDArray[np.bool_]
     """[responses of the whole batch] True on those of the mini-batch."""
 
-    def part_of(self, values: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
-        """[responses of the mini-batch] of `values` [responses of the whole batch]; None stays None."""
-        return None if values is None else values[self.responses]
+    def part_of(self, values: Tensor | None) -> Tensor | None:
+        """[responses of the mini-batch] of `values` [responses of the whole batch], where they are; None stays None."""
+        return None if values is None else values[self.on_device(values)]
+
+    def on_device(self, values: Tensor) -> Tensor:
+        """bool [responses of the whole batch] `responses`, where `values` are."""
+        return torch.from_numpy(self.responses).to(values.device)
 
 
 def mini_batches(computer: AdvantageComputer, batch: Batch, count: int) -> list[MiniBatch]:
@@ -92,15 +97,15 @@ def merge_updates(parts: Sequence[MiniBatch], updates: Sequence[Update]) -> Upda
     statistics stay apart, by update."""
     if len(updates) == 1 and parts[0].responses.all():
         return updates[0]
-    logprobs = np.full(len(parts[0].responses), np.nan, np.float32)
+    logprobs = updates[0].device_logprobs.new_full((len(parts[0].responses),), np.nan)
     for part, update in zip(parts, updates, strict=True):
-        logprobs[part.responses] = update.logprobs
+        logprobs[part.on_device(logprobs)] = update.device_logprobs
     common = [name for name in updates[0].metrics if all(name in update.metrics for update in updates)]
     values = {name: [update.metrics[name] for update in updates] for name in common}
     measured = [update.mismatch for update in updates if update.mismatch is not None]
     return Update(
         metrics={name: float(_OVER_UPDATES.get(name, np.mean)(each)) for name, each in values.items()},
         histogram=np.sum([update.histogram for update in updates], axis=0).tolist(),
-        logprobs=logprobs,
+        device_logprobs=logprobs,
         mismatch=Mismatch.stack(measured, [part.samples for part in parts]) if measured else None,
     )

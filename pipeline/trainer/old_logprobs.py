@@ -12,9 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pipeline.data.files import await_visible
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
@@ -22,6 +19,7 @@ from pipeline.errors import StoreError
 from pipeline.ports.learner import Learner
 from pipeline.schedule import Schedule
 from pipeline.trainer.batch_source import BatchSource
+from precision.torch_on_use import Tensor, torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +31,17 @@ class OldLogprobs:
     learner: Learner
     schedule: Schedule
     updates_per_batch: int
-    _stage: dict[int, NDArray[np.float32]] = field(default_factory=dict)
-    """What this process has scored of the stage that is under way; the same on every rank."""
+    _stage: dict[int, Tensor] = field(default_factory=dict)
+    """What this process has scored of the stage that is under way, on the learner's device; the same on every rank."""
 
-    def of(self, batch: Batch) -> NDArray[np.float32] | None:
+    def of(self, batch: Batch) -> Tensor | None:
         """[responses], None where they are those of the scored step. Collective; called before the first update.
 
         The first batch of a stage waits for all batches of the stage, and scores them. Raises what that wait raises,
         and StoreError when those of a stage that is under way are missing.
         """
         if self.schedule.kind != "staged":
-            return self.learner.logprobs(batch) if self.updates_per_batch > 1 else None
+            return self.learner.score(batch) if self.updates_per_batch > 1 else None
         step = batch.index
         if step == self.schedule.required_version(step):
             self._score_stage(step)
@@ -55,10 +53,13 @@ class OldLogprobs:
             batch = self.batches.wait(index)
             if batch is None:
                 continue
-            self._stage[index] = self.learner.logprobs(batch)
-            self.learner.tell(lambda index=index: self.run.write_old_logprobs(index, self._stage[index]))  # type: ignore[misc]
+            self._stage[index] = self.learner.score(batch)
+            self.learner.tell(lambda index=index: self._keep(index))  # type: ignore[misc]
 
-    def _kept(self, batch: Batch) -> NDArray[np.float32]:
+    def _keep(self, index: int) -> None:
+        self.run.write_old_logprobs(index, self._stage[index].cpu().numpy())
+
+    def _kept(self, batch: Batch) -> Tensor:
         """What an earlier start of the learner has scored."""
         step = batch.index
         path = self.run.old_logprobs_path(step)
@@ -71,4 +72,4 @@ class OldLogprobs:
         self.learner.everywhere(lambda: await_visible(path))
         kept = self.run.old_logprobs(step, len(batch.rollout_logprobs))
         assert kept is not None, path
-        return kept
+        return torch.from_numpy(kept)

@@ -9,6 +9,7 @@ Both are at the weights before the step, so the difference is that of routing al
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from pipeline.data.records import Batch
 from pipeline.ports.learner import Learner
 from precision.ratios import RatioSums
-from precision.torch_on_use import torch
+from precision.torch_on_use import Tensor, torch
 
 SHARE, LEAST = 16, 16
 """One sample in SHARE is scored twice, and at least LEAST of them: a forward pass over 1/16 of the tokens is about 2 %
@@ -33,8 +34,9 @@ class ReplayEffect:
     """[samples of the batch]"""
     part: Batch
     """These alone."""
-    own: NDArray[np.float32]
-    """[responses of the part] log-probabilities with the learner's own experts, at the weights before the step."""
+    own: Tensor
+    """float32 [responses of the part] log-probabilities with the learner's own experts, at the weights before the step,
+    on the learner's device."""
 
     @staticmethod
     def before_step(learner: Learner, batch: Batch) -> ReplayEffect | None:
@@ -43,21 +45,24 @@ class ReplayEffect:
             return None
         samples = spread_samples(batch.num_samples)
         part = batch.select(samples)
-        return ReplayEffect(samples=samples, part=part, own=learner.logprobs(replace(part, experts=None)))
+        return ReplayEffect(samples=samples, part=part, own=learner.score(replace(part, experts=None)))
 
-    def measured(self, batch: Batch, logprobs: NDArray[np.float32]) -> dict[str, float]:
+    def measured(self, batch: Batch, logprobs: Tensor) -> dict[str, float]:
         """Metrics of the tokens that the step looked at: those of MEASURED, each `_with_replay` and `_without_replay`.
 
-        `logprobs` [responses of the batch] are the step's own, NaN where it did not look.
+        `logprobs` [responses of the batch] are the step's own, NaN where it did not look; on the learner's device.
         """
-        with_replay = logprobs[np.repeat(self.samples, batch.response_lengths)]
-        seen = torch.from_numpy(self.part.loss_mask & np.isfinite(with_replay))
+
+        def tensor(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(values).to(logprobs.device)
+
+        with_replay = logprobs[tensor(np.repeat(self.samples, batch.response_lengths))]
+        seen = tensor(self.part.loss_mask) & with_replay.isfinite()
         if not seen.any():
             return {}
         found: dict[str, float] = {}
-        for name, scored in (("with", np.where(seen, with_replay, 0.0)), ("without", self.own)):
-            rollout = torch.from_numpy(self.part.rollout_logprobs)
-            sums = RatioSums.from_logprobs(torch.from_numpy(scored.astype(np.float32)), rollout, seen).statistics()
+        for name, scored in (("with", with_replay), ("without", self.own)):
+            sums = RatioSums.from_logprobs(scored, tensor(self.part.rollout_logprobs), seen).statistics()
             found |= {f"{measure}_{name}_replay": sums[measure] for measure in MEASURED}
         return found
 

@@ -191,7 +191,7 @@ BREAKAGES = (
     _broken(
         "log-probabilities of a stage are not kept",
         OLD,
-        "self.run.write_old_logprobs(index, self._stage[index])",
+        "self.run.write_old_logprobs(index, self._stage[index].cpu().numpy())",
         "index",
     ),
 )

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from megatron_bridge.hf.folders import replace_folder
 from pipeline.data.batch_format import arrays_of
@@ -38,23 +40,23 @@ class HashLearner(OneRank):
         self._draw = world.random(f"learner {world.me().name}")
         self.weights = hashlib.sha256(b"initial").hexdigest()
 
-    def logprobs(self, batch: Batch) -> Floats:
+    def score(self, batch: Batch) -> Tensor:
         seed = hashlib.sha256(f"{self.weights} {batch.index}".encode()).digest()
         draw = np.random.Generator(np.random.Philox(key=np.frombuffer(seed[:16], "<u8")))
         self._spend(0.05)
-        return -draw.random(batch.num_response_tokens, np.float32)
+        return torch.from_numpy(-draw.random(batch.num_response_tokens, np.float32))
 
     def update(
         self,
         batch: Batch,
         advantages: Floats,
-        scored: Floats | None,
+        scored: Tensor | None,
         *,
-        old_logprobs: Floats | None = None,
+        old_logprobs: Tensor | None = None,
         trained: NDArray[np.bool_] | None = None,
         lr_factor: float = 1.0,
     ) -> Update:
-        before = self.logprobs(batch)
+        before = self.score(batch)
         digest = hashlib.sha256(f"{self.weights} {batch.index} {lr_factor}".encode())
         for array in (*arrays_of(batch).values(), advantages, scored, old_logprobs, trained):
             digest.update(b"none" if array is None else np.ascontiguousarray(array).tobytes())
@@ -62,7 +64,7 @@ class HashLearner(OneRank):
         self._world.point("update", f"batch {batch.index}")
         self.weights = digest.hexdigest()
         metrics = dict(loss=0.0, entropy=float(-before.mean()), num_tokens=float(len(before)))
-        return Update(metrics=metrics, histogram=[1.0], logprobs=before)
+        return Update(metrics=metrics, histogram=[1.0], device_logprobs=before)
 
     def save(self, directory: Path) -> None:
         (directory / "model").mkdir()

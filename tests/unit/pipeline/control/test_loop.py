@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.control.loop import StepController, engine_evidence, ess_loss, mean_age, sampled_log_ratios
@@ -23,7 +24,6 @@ from precision.controller.ladder import Ladder
 from precision.controller.records import Evidence, State
 from precision.controller.settings import ControllerSettings
 from precision.ess import token_ess
-from precision.torch_on_use import torch
 from tests.support.batches import batch_of_rewards
 
 SETTINGS = ControllerSettings(ess_floor=0.95, cooldown_steps=3)
@@ -58,7 +58,8 @@ def batch(step: int, lag: int = 0) -> Batch:
 
 def trained(given: Batch, spread: float) -> Update:
     noise = np.random.default_rng(given.index).normal(-(spread**2) / 2, spread, given.num_response_tokens)
-    return Update(metrics={}, histogram=[], logprobs=(given.rollout_logprobs + noise).astype(np.float32))
+    logprobs = (given.rollout_logprobs + noise).astype(np.float32)
+    return Update(metrics={}, histogram=[], device_logprobs=torch.from_numpy(logprobs))
 
 
 def controller(run: Path, *, ladder: Ladder | None = None, **changes: Any) -> StepController:
@@ -251,7 +252,7 @@ def engine_1_is_bad(own: StepController, first: int, last: int) -> None:
         update = trained(given, 0.05)
         worse = np.random.default_rng(step).normal(0.0, 0.8, given.num_response_tokens)
         logprobs = np.where(of_engine_1, update.logprobs + worse, update.logprobs).astype(np.float32)
-        own.after(given, replace(update, logprobs=logprobs))
+        own.after(given, replace(update, device_logprobs=torch.from_numpy(logprobs)))
 
 
 def test_one_bad_engine_is_named_with_its_start(tmp_path: Path) -> None:

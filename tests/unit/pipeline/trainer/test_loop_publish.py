@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.data.epochs import claim
 from pipeline.data.event_log import EventLog, read_events, read_metrics
@@ -134,7 +135,7 @@ def loop_of(run: RunDirectory, steps: Steps, monkeypatch: pytest.MonkeyPatch) ->
     loop.advantage_computer.estimator = SimpleNamespace(  # type: ignore[misc]
         state=dict, restore=lambda state: None, observe=lambda **measured: None, measured=dict
     )
-    update = Update(metrics={"entropy": 0.5}, histogram=[1.0], logprobs=np.zeros(2, np.float32))
+    update = Update(metrics={"entropy": 0.5}, histogram=[1.0], device_logprobs=torch.zeros(2))
     monkeypatch.setattr(loop, "_update", lambda batch, watch: update)
     monkeypatch.setattr("pipeline.trainer.loop.describe", lambda batch, step: {})
     monkeypatch.setattr("pipeline.trainer.loop.asked_solve_rate", lambda batch: 0.5)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from torch import Tensor
 
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods.dr_grpo import DrGRPO
@@ -34,9 +35,9 @@ class Learner:
         self.calls: list[str] = []
         self.given: list[dict[str, Any]] = []
 
-    def logprobs(self, batch: Batch) -> NDArray[np.float32]:
-        self.calls.append("logprobs")
-        return np.full(batch.num_response_tokens, len(self.given), np.float32)
+    def score(self, batch: Batch) -> Tensor:
+        self.calls.append("score")
+        return torch.full((batch.num_response_tokens,), float(len(self.given)))
 
     def update(
         self,
@@ -62,7 +63,7 @@ class Learner:
         return Update(
             metrics=metrics,
             histogram=[1.0, number],
-            logprobs=np.full(batch.num_response_tokens, number, np.float32),
+            device_logprobs=torch.full((batch.num_response_tokens,), float(number)),
         )
 
 
@@ -98,25 +99,25 @@ def test_one_update_gets_the_batch_itself() -> None:
 
 def test_each_update_gets_whole_groups_scored_at_its_own_weights_and_old_logprobs_of_the_whole_batch() -> None:
     batch = batch_of_rewards([MIXED] * 5, seed=3)
-    whole = np.arange(batch.num_response_tokens, dtype=np.float32)
+    whole = torch.arange(batch.num_response_tokens).float()
     learner, update = trained(batch, 2, old=SimpleNamespace(of=lambda _: whole))
     first, second = learner.given
-    assert learner.calls == ["logprobs", "update"] * 2
+    assert learner.calls == ["score", "update"] * 2
     assert first["batch"].group.tolist() == [0, 0, 1, 1, 2, 2]
     assert second["batch"].group.tolist() == [3, 3, 4, 4]
-    assert set(first["scored"]) == {0.0}
-    assert set(second["scored"]) == {1.0}
+    assert set(first["scored"].tolist()) == {0.0}
+    assert set(second["scored"].tolist()) == {1.0}
     assert [*first["old_logprobs"], *second["old_logprobs"]] == whole.tolist()
     assert update.logprobs.tolist() == [0.0] * len(first["scored"]) + [1.0] * len(second["scored"])
 
 
 def test_what_is_prepared_from_old_logprobs_alone_is_not_scored_again() -> None:
     batch = batch_of_rewards([MIXED] * 4)
-    whole = np.zeros(batch.num_response_tokens, np.float32)
+    whole = torch.zeros(batch.num_response_tokens)
     learner, _ = trained(batch, 2, reads=False, old=SimpleNamespace(of=lambda _: whole))
     assert learner.calls == ["update"] * 2
     learner, _ = trained(batch, 1, reads=False, old=SimpleNamespace(of=lambda _: None))
-    assert learner.calls == ["logprobs", "update"], "with one update the old policy is that of the step"
+    assert learner.calls == ["score", "update"], "with one update the old policy is that of the step"
 
 
 def test_metrics_are_means_but_for_totals_and_extremes() -> None:

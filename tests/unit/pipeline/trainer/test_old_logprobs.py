@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
@@ -24,9 +25,9 @@ class Learner(OneRank):
         self.weights = weights
         self.scored: list[int] = []
 
-    def logprobs(self, batch: Any) -> Any:
+    def score(self, batch: Any) -> Any:
         self.scored.append(batch.index)
-        return np.full(3, self.weights + batch.index, np.float32)
+        return torch.full((3,), self.weights + batch.index)
 
 
 def batch(index: int) -> Any:

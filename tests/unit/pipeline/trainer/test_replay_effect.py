@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.data.records import Batch
 from pipeline.data.routed_experts import RoutedExperts
@@ -21,9 +22,9 @@ class Learner:
         self.off = off
         self.asked: list[Batch] = []
 
-    def logprobs(self, batch: Batch) -> Any:
+    def score(self, batch: Batch) -> Any:
         self.asked.append(batch)
-        return batch.rollout_logprobs + np.float32(0.5 if batch.experts is None else self.off)
+        return torch.from_numpy(batch.rollout_logprobs + np.float32(0.5 if batch.experts is None else self.off))
 
 
 def batch(samples: int) -> Batch:
@@ -38,7 +39,7 @@ def test_some_samples_are_scored_with_the_learners_own_experts_before_the_step()
     assert effect is not None
     assert [asked.num_samples for asked in learner.asked] == [20]
     assert learner.asked[0].experts is None
-    found = effect.measured(whole, learner.logprobs(whole))
+    found = effect.measured(whole, learner.score(whole))
     assert found["log_ratio_abs_mean_with_replay"] == pytest.approx(0.1, rel=1e-4)
     assert found["log_ratio_abs_mean_without_replay"] == pytest.approx(0.5, rel=1e-4)
     # k3 of a constant log-ratio l is exp(l) - 1 - l.
@@ -51,9 +52,9 @@ def test_tokens_that_the_step_left_out_do_not_count() -> None:
     effect = ReplayEffect.before_step(learner, whole)  # type: ignore[arg-type]
     assert effect is not None
     assert effect.part.num_samples == LEAST
-    scored = np.where(np.arange(whole.num_response_tokens) < 9, learner.logprobs(whole), np.nan).astype(np.float32)
+    scored = torch.where(torch.arange(whole.num_response_tokens) < 9, learner.score(whole), torch.nan)
     assert effect.measured(whole, scored)["ess_with_replay"] == pytest.approx(1.0)
-    assert effect.measured(whole, np.full_like(scored, np.nan)) == {}
+    assert effect.measured(whole, torch.full_like(scored, torch.nan)) == {}
 
 
 def test_a_batch_without_recorded_experts_costs_nothing() -> None:
