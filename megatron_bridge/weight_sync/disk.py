@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_bridge.parallel.rank_sync import RankZero
-from megatron_bridge.weight_sync.background_call import BackgroundCall
 from megatron_bridge.weight_sync.export import export_policy, prune
 from megatron_bridge.weight_sync.probe import ProbeScorer
+from pipeline.background_call import BackgroundCall
 from pipeline.data.quant_maps import digest_of, older_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Engines

@@ -36,7 +36,6 @@ from megatron.core import parallel_state
 
 from megatron_bridge.hf.writer import complete_policy
 from megatron_bridge.parallel.rank_sync import RankSync
-from megatron_bridge.weight_sync.background_call import BackgroundCall
 from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_manifests
 from megatron_bridge.weight_sync.buckets import pack
 from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
@@ -46,6 +45,7 @@ from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.snapshot import HostSnapshot
 from megatron_bridge.weight_sync.transport import WeightTransport
 from megatron_bridge.weights import convert
+from pipeline.background_call import BackgroundCall
 from pipeline.data.files import temporary_name
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory

@@ -25,8 +25,7 @@ ADAPTERS_MAY_USE = (
         "pipeline.process_log",
         "pipeline.scratch",
     ),
-    "pipeline.spans",
-    "pipeline.stopwatch",
+    *("pipeline.spans", "pipeline.stopwatch", "pipeline.background_call"),
 )
 """Of `pipeline`, what a learner and an engine may know: modules, or rooms with all that is in them."""
 LOOPS = ("pipeline.rollout.collector", "pipeline.trainer.loop")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_bridge.weight_sync.background_call import BackgroundCall
 from megatron_bridge.weight_sync.snapshot import HostSnapshot
+from pipeline.background_call import BackgroundCall
 
 
 def taken(snapshot: HostSnapshot, **tensors: Tensor) -> dict[str, list[float]]:
