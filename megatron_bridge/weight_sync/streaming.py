@@ -45,6 +45,7 @@ from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.snapshot import HostSnapshot
 from megatron_bridge.weight_sync.transport import WeightTransport
 from megatron_bridge.weights import convert
+from pipeline import spans
 from pipeline.background_call import BackgroundCall
 from pipeline.data.files import temporary_name
 from pipeline.data.membership import Member
@@ -178,7 +179,8 @@ class StreamedChannel:
             with publish.watch.phase("score_s"):
                 plan = self._plan
                 publish.probe, publish.terms = self._probe.score(plan.rows, plan.max_mean_gap_nats, self._quant)
-            failure = self._take(publish.watch)
+            with spans.span("publish", "take", version=version):
+                failure = self._take(publish.watch)
         finally:
             self._snapshot.end(failure)
         if not learner_waits:
@@ -206,7 +208,7 @@ class StreamedChannel:
 
     def _deliver(self, publish: _Publish) -> dict[str, float]:
         """On every rank, in a thread of its own: from the snapshots to PUBLISHED."""
-        with self._beside_training():
+        with self._beside_training(), spans.span("publish", "deliver", version=publish.version):
             hashing = BackgroundCall("weight-digests", self._digests)
             if not publish.learner_waits:
                 self._rank_sync.all_gather_result(lambda: hashing.result() and None)
@@ -218,7 +220,10 @@ class StreamedChannel:
                 unreachable = dict(opened["failures"])
                 reports = self._rank_sync.all_gather_result(lambda: self._send_all(publish, unreachable, hashing))
                 failures = unreachable | {e: why for report in reports for e, why in report["failures"]}
-                digests, formats = joined_digests(report["digests"] for report in reports), self._plan.formats(publish.quant)
+                digests, formats = (
+                    joined_digests(report["digests"] for report in reports),
+                    self._plan.formats(publish.quant),
+                )
                 check = WeightCheck(version=publish.version, probe=publish.probe, digests=digests, formats=formats)
                 closed = self._rank_sync.all_gather_result(lambda: self._close(check, publish, failures))[0]
             except Exception as error:
