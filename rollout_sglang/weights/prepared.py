@@ -31,7 +31,7 @@ async def prepared(
     Raises EngineVersionError when the engine's replica cannot be made, is beyond the target, or does not come in time,
     and as Target.of_map does.
     """
-    watch = Stopwatch()
+    watch = Stopwatch(lane=f"engine {engine.index}/weights", version=target.version)
     member = engine.member
     own = await asyncio.to_thread(target.of_map, member)
     if member.replicas:

@@ -106,7 +106,7 @@ class DeltaChannel:
 
     def begin(self, version: int) -> None:
         """See WeightChannel: every rank keeps its share."""
-        watch = Stopwatch()
+        watch = Stopwatch(lane="publish", version=version)
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
         begun = self._tell(lambda: self._begin(version))
