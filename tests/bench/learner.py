@@ -1,8 +1,10 @@
 """What the learner adds to Megatron-Core, and what a scoring pass holds beside the logits. Prints ratios.
 
     step      MegatronLearner.update  ÷  Megatron's own forward-backward and optimizer step on the same packed rows
+    plain     MegatronLearner.update  ÷  transformers and torch's fused AdamW on the same rows, padded to the longest
     mismatch  mismatch statistics of a step, and their file  ÷  the scoring pass and the update that it is part of
     memory    largest growth of resident memory during logprobs  ÷  bytes of one micro-batch's logits
+    long      largest growth during an update on one answer of 32k tokens among short ones  ÷  on as many tokens, evenly
 
 The bare side gets its micro-batches ready-made and computes Megatron's own cross-entropy; the learner plans them, runs
 P3O, gathers log-probabilities and entropies, measures ratios and guards the step against numbers that are not finite.
@@ -15,7 +17,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,9 @@ import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
 from launch.convert.new_model import new_model
 from megatron_bridge.learner import MegatronLearner
@@ -58,10 +63,10 @@ def make_batch(vocabulary: int, prompts: int, lengths: tuple[int, int], seed: in
     return given_batch(0, groups, CONTRACT)
 
 
-def build(folder: Path, characters: int, **sizes: int) -> MegatronLearner:
+def build(folder: Path, characters: int, micro_batch_tokens: int = 4096, **sizes: int) -> MegatronLearner:
     """One process, float32; `characters` sets the vocabulary."""
     new_model(folder, characters="".join(chr(0x4E00 + i) for i in range(characters)), **sizes)
-    section = LearnerSection(micro_batch_tokens=4096)
+    section = LearnerSection(micro_batch_tokens=micro_batch_tokens)
     return MegatronLearner.create(folder, section, P3O(), temperature=1.0, seed=0, total_steps=100)
 
 
@@ -82,6 +87,82 @@ def step_overhead(learner: MegatronLearner) -> dict[str, float]:
         bare_s=statistics.median(right for _, right in pairs),
         tokens=float(batch.num_response_tokens),
     )
+
+
+def beside_plain_torch(learner: MegatronLearner) -> dict[str, float]:
+    """As `step_overhead`, in seconds of the processor, answers of one length and of many."""
+    found = {}
+    for kind, lengths in dict(fixed=(32, 33), varying=(1, 256)).items():
+        batch = make_batch(learner.model_config.vocab_size, prompts=8, lengths=lengths)
+        advantages = (batch.reward - batch.reward.mean()).astype(np.float32)
+        ours: Callable[[], Any] = partial(learner.update, batch, advantages, learner.logprobs(batch))
+        theirs = plain_step(learner.model_folder, batch, advantages)
+        for warm_up in (ours, theirs):
+            warm_up()
+        pairs = [(processor_seconds(ours), processor_seconds(theirs)) for _ in range(ROUNDS)]
+        ratios = [left / right for left, right in pairs]
+        found |= {
+            f"{kind}_ratio": statistics.median(ratios),
+            f"{kind}_spread": max(ratios) - min(ratios),
+            f"{kind}_learner_s": statistics.median(left for left, _ in pairs),
+            f"{kind}_plain_s": statistics.median(right for _, right in pairs),
+        }
+    return found
+
+
+def plain_step(folder: Path, batch: Batch, advantages: NDArray[np.float32]) -> Callable[[], None]:
+    """The clipped objective's step as one writes it by hand: a padded grid, log_softmax, clipping, AdamW."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    rows = [torch.from_numpy(batch.sample_tokens(i).astype(np.int64)) for i in range(batch.num_samples)]
+    tokens = pad_sequence(rows, batch_first=True)
+    real = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for line, prompt, row in zip(mask, batch.prompt_lengths, rows, strict=True):
+        line[int(prompt) : len(row)] = True
+    mask = mask[:, 1:]
+    rollout = torch.zeros(mask.shape).masked_scatter(mask, torch.from_numpy(batch.rollout_logprobs))
+    advantage = torch.from_numpy(advantages)[:, None]
+
+    def step() -> None:
+        logits = model(input_ids=tokens, attention_mask=None if real.all() else real, use_cache=False).logits[:, :-1]
+        logprobs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+        ratio = torch.where(mask, logprobs - rollout, 0).exp()
+        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)[mask].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def long_answer(learner: MegatronLearner) -> dict[str, float]:
+    """One micro-batch each, of 40960 response tokens. Memory that the first update was given stays with the process,
+    so the second's growth is counted from the same beginning."""
+    before = resident("VmRSS")
+    even, long = (peak_of_update(learner, lengths) - before for lengths in ([1024] * 40, [32768, *[512] * 16]))
+    return dict(ratio=long / even, long_mib=long / 2**20, even_mib=even / 2**20)
+
+
+def peak_of_update(learner: MegatronLearner, lengths: Sequence[int]) -> float:
+    """Largest resident memory during an update on answers of these lengths, bytes."""
+    vocabulary, random = learner.model_config.vocab_size, np.random.default_rng(0)
+    responses = [
+        Response(random.integers(0, vocabulary, n).tolist(), [-np.log(vocabulary)] * n, reward=float(n % 3))
+        for n in lengths
+    ]
+    batch = given_batch(0, [([1], responses)], CONTRACT)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
+    learner.update(batch, np.ones(batch.num_samples, np.float32), batch.rollout_logprobs)
+    return resident("VmHWM")
+
+
+def processor_seconds(action: Callable[[], Any]) -> float:
+    """Of this process: on a busy machine steadier than those of the clock."""
+    started = time.process_time()
+    action()
+    return time.process_time() - started
 
 
 def mismatch_overhead(learner: MegatronLearner) -> dict[str, float]:
@@ -182,16 +263,21 @@ def resident(field: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("step", "mismatch", "memory"))
+    parser.add_argument("what", choices=("step", "plain", "mismatch", "memory", "long"))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
         folder = Path(scratch) / "model"
         what = parser.parse_args().what
         if what == "memory":
             found = logprob_memory(build(folder, 20000, hidden=64, layers=1, heads=2, kv_heads=2, head_dim=32, ffn=96))
+        elif what == "long":
+            found = long_answer(build(folder, 40, 40960, hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, ffn=96))
         else:
-            learner = build(folder, 2000, hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=768)
-            found = step_overhead(learner) if what == "step" else mismatch_overhead(learner)
+            # Beside plain torch as in tests.bench.loop, where the vocabulary is of digits.
+            characters = 40 if what == "plain" else 2000
+            learner = build(folder, characters, hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn=768)
+            sides = dict(step=step_overhead, plain=beside_plain_torch, mismatch=mismatch_overhead)
+            found = sides[what](learner)
     print(json.dumps(found))
 
 
