@@ -48,7 +48,7 @@ check: install  ## Format, lint and types.
 
 bench: install  ## The loop beside TRL, the learner beside Megatron-Core, publishes beside a copy, packing, deltas (TRL: .venv-bench).
 	@./ops/install_bench.sh $(BIN) .venv-bench
-	@for what in "loop --json" "learner step" "learner plain" "learner mismatch" "learner memory" "learner long" "publish --json" packing delta; do \
+	@for what in "loop --json" "learner step" "learner plain" "learner mismatch" "learner memory" "learner long" "publish --json" packing delta "collector --json"; do \
 	    echo "tests.bench.$$what"; PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.$$what || exit 1; \
 	done
 

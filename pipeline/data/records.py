@@ -80,10 +80,11 @@ class Completion:
     experts: RoutedExperts | None = None
     """Of the prompt's tokens and of these; None where the engines were not asked."""
 
-    @property
-    def distinct_versions(self) -> list[int]:
-        """Ascending."""
-        return [int(version) for version in np.unique(self.versions)]
+    distinct_versions: tuple[int, ...] = field(init=False)
+    """Those that there are in `versions`, ascending; worked out once, where the completion is made."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "distinct_versions", tuple(np.unique(self.versions).tolist()))
 
     @staticmethod
     def given(tokens: Sequence[int], logprobs: Sequence[float], version: int = 0) -> Completion:
@@ -91,8 +92,8 @@ class Completion:
         return Completion(
             tokens=np.array(tokens, np.int32),
             logprobs=np.array(logprobs, np.float32),
-            versions=np.full(len(tokens), version, np.int32),
-            loss_mask=np.ones(len(tokens), np.bool_),
+            versions=np.broadcast_to(np.int32(version), len(tokens)),
+            loss_mask=np.broadcast_to(np.True_, len(tokens)),
             finish="stop",
             engine=0,
             queued_s=0.0,

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from pipeline.beside_loop import beside_loop
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
 from pipeline.data.records import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample
@@ -282,12 +283,15 @@ class Collector:
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
         """Verify every completion; a failed verifier costs only its sample."""
-        texts = [await asyncio.to_thread(self.tokenizer.decode, c.tokens.tolist()) for c in completions]
+        texts = [await beside_loop(self._text, completion) for completion in completions]
         verdicts = await gather_or_cancel([self.verifiers.score(prompt.text, text, prompt.answer) for text in texts])
         return tuple(
             Sample(completion=completion, reward=verdict.reward, reward_parts=verdict.parts)
             for completion, verdict in zip(completions, verdicts, strict=True)
         )
+
+    def _text(self, completion: Completion) -> str:
+        return self.tokenizer.decode(completion.tokens.tolist())
 
     async def _evaluate(self, index: int) -> None:
         """Held-out pass@k of the version that the batches before batch `index` lead to, once per version however often

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.beside_loop import beside_loop
 from pipeline.data.event_log import EventLog
 from pipeline.data.records import Completion, Prompt
 from pipeline.errors import DeadlineExceededError, EngineVersionError, RetryableError
@@ -91,7 +92,7 @@ class GroupSampler:
             [answer] = await self.engines.generate(continued, 1, to_end)
         except RetryableError as error:
             return error
-        return interruption.join(thought, answer)
+        return await beside_loop(interruption.join, thought, answer)
 
     async def _recover(
         self, prompt: Prompt, answers: Sequence[Completion | RetryableError], give_up: float, pause_s: float

@@ -142,7 +142,7 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
         tokens=tokens,
         logprobs=_logprobs(sample, asked.sampling.kept_set),
         versions=token_versions(sample.meta_info, len(tokens)),
-        sampled=np.ones(len(tokens), np.bool_),
+        sampled=np.broadcast_to(np.True_, len(tokens)),
         may_be_empty=np.array([sample.meta_info.finish_reason.type == "abort"]),
         **_seconds(sample.meta_info, elapsed_s),
         kept=_kept(sample) if asked.sampling.kept_set else None,
@@ -153,7 +153,7 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
     return Completion(
         tokens=tokens.astype(np.int32),
         logprobs=responses.logprobs,
-        versions=responses.versions.astype(np.int32),
+        versions=_compact(responses.versions),
         loss_mask=responses.sampled,
         finish=_finish(sample),
         engine=engine,
@@ -162,6 +162,13 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
         experts=_routes(sample, responses.versions, asked),
         kept=responses.kept,
     )
+
+
+def _compact(versions: NDArray[np.integer]) -> NDArray[np.int32]:
+    """As int32. Mostly all are one, which takes no memory then."""
+    if versions.strides == (0,) and len(versions):
+        return np.broadcast_to(np.int32(versions[0]), len(versions))
+    return versions.astype(np.int32)
 
 
 def _shape_fault(sample: Generated, asked: Asked) -> str | None:
@@ -207,7 +214,7 @@ def token_versions(meta: MetaInfo, num_tokens: int) -> NDArray[np.int64]:
     """
     spans = meta.weight_versions
     if spans is None:
-        return np.full(num_tokens, policy_version(meta.weight_version), np.int64)
+        return np.broadcast_to(np.int64(policy_version(meta.weight_version)), num_tokens)
     edges = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != edges[:-1] or edges[-1] != num_tokens or edges != sorted(edges):
         raise BadAnswerError(
@@ -215,6 +222,8 @@ def token_versions(meta: MetaInfo, num_tokens: int) -> NDArray[np.int64]:
         )
     if not num_tokens:
         return np.zeros(0, np.int64)
+    if len(spans) == 1:
+        return np.broadcast_to(np.int64(policy_version(spans[0].version)), num_tokens)
     return np.repeat(np.array([policy_version(span.version) for span in spans], np.int64), np.diff(edges))
 
 

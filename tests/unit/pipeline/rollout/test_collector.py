@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +19,7 @@ from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError, SupersededError
 from pipeline.rewards.pool import Verifiers
 from pipeline.schedule import Schedule
+from pipeline.tasks.tokenizer import Tokenizer
 from tests.support.collecting import GROUP, PROMPTS, build, collect, engines_of
 
 SCHEDULES = [
@@ -42,6 +45,29 @@ def test_every_group_is_in_one_batch_and_every_token_is_fresh(
     assert evaluated[-1] == schedule.steps
     assert len(evaluated) == len(set(evaluated))
     assert run.evaluated_versions() == set(evaluated)
+
+
+def test_what_goes_over_many_tokens_is_not_done_on_the_loop(
+    run: RunDirectory, verifiers: Verifiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector, threads = build(run, verifiers, SCHEDULES[0]), dict[str, set[str]]()
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name)
+            return work(*arguments, **named)
+
+        return call
+
+    engines_of(collector).tokenizer = Tokenizer.load(run.path.parent / "model")  # it decodes prompts, on the loop
+    monkeypatch.setattr(collector.tokenizer, "decode", noted("decode", collector.tokenizer.decode))
+    monkeypatch.setattr(Batch, "from_groups", staticmethod(noted("build", Batch.from_groups)))
+    monkeypatch.setattr(Batch, "interrupted", property(noted("count", Batch.interrupted.fget)))  # type: ignore[attr-defined]
+    monkeypatch.setattr(BatchStore, "commit", noted("commit", BatchStore.commit))
+    collect(collector)
+    assert threads.keys() == {"decode", "build", "count", "commit"}
+    assert threads["decode"] == {"beside-loop_0"}
+    assert all(name.startswith("asyncio_") for name in threads["build"] | threads["count"] | threads["commit"])
 
 
 def test_a_lag_that_was_decided_holds_from_its_batch_on(run: RunDirectory, verifiers: Verifiers) -> None:

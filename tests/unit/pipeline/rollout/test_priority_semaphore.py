@@ -135,3 +135,42 @@ def test_gather_or_cancel_keeps_the_order() -> None:
         return await gather_or_cancel([value(number) for number in range(3)])
 
     assert asyncio.run(run()) == [0, 1, 2]
+
+
+def test_the_loop_has_its_turn_after_the_beginning_of_each() -> None:
+    """A hundred requests that begin in one turn of the loop stop it for as long as all of them take to begin."""
+    turns, begun = [0], list[int]()
+
+    async def tick() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    async def begin() -> None:
+        begun.append(turns[0])
+
+    async def run() -> None:
+        ticking = asyncio.create_task(tick())
+        await gather_or_cancel([begin() for _ in range(10)])
+        ticking.cancel()
+
+    asyncio.run(run())
+    assert len(set(begun)) == 10
+
+
+def test_what_had_not_begun_when_the_caller_was_cancelled_never_does() -> None:
+    begun: list[int] = []
+
+    async def begin(number: int) -> None:
+        begun.append(number)
+        await asyncio.sleep(60)
+
+    async def run() -> None:
+        caller = asyncio.create_task(gather_or_cancel([begin(number) for number in range(10)]))
+        while len(begun) < 3:
+            await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+
+    asyncio.run(run())
+    assert len(begun) < 10

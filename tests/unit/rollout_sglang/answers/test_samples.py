@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import threading
 import tracemalloc
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from pipeline.errors import BadAnswerError, EngineVersionError
 from pipeline.ports.engines import Sampling
 from rollout_sglang.answers import samples
 from rollout_sglang.answers.json_scan import ElementCutter
+from rollout_sglang.answers.off_loop import read_answer
 from rollout_sglang.answers.samples import Asked, completion_reader
 from rollout_sglang.protocol import GENERATED
 from tests.chaos.malformed.answers import VOCABULARY, _impossible
@@ -152,6 +156,42 @@ def test_a_large_answer_is_parsed_sample_by_sample(monkeypatch: pytest.MonkeyPat
     assert len(read_completions(body, asked)) == 8
     assert len(parsed) == 8
     assert max(parsed) < 1.2 * len(body) / 8
+
+
+def test_of_an_answer_that_comes_there_is_one_sample_at_a_time() -> None:
+    """Beside the arrays, which stay. The bytes of this answer are five times as large, what JSON makes of it fifty."""
+    body, asked = big_answer(32, 2048)
+    kept_bytes = 32 * 2048 * 8
+    tracemalloc.start()
+    try:
+        found = read_completions(body, asked)
+        stays, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found) == 32
+    assert stays < 1.5 * kept_bytes, "versions and marks that are all alike take no memory"
+    assert peak - stays < 0.25 * len(body)
+
+
+def test_large_answers_are_read_beside_the_loop_small_ones_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    class Recorder:
+        def validate_json(self, piece: bytes) -> Any:
+            threads.append(threading.current_thread().name)
+            return GENERATED.validate_json(piece)
+
+    async def parts_of(body: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 10_000):
+            yield body[start : start + 10_000]
+
+    monkeypatch.setattr(samples, "GENERATED", Recorder())
+    for size, thread in ((16, threading.current_thread().name), (2048, "beside-loop_0")):
+        body, asked = big_answer(4, size)
+        threads.clear()
+        reader = completion_reader(asked, engine=0, waited_s=lambda: 1.0)
+        assert len(asyncio.run(read_answer(parts_of(body), reader))) == 4
+        assert threads == [thread] * 4
 
 
 def test_a_size_that_is_told_takes_no_memory() -> None:
