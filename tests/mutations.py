@@ -164,7 +164,7 @@ MUTATIONS = (
     Mutation(
         "a step that is saved was not recorded",
         "pipeline/trainer/loop.py",
-        "        self.learner.tell(lambda: self._record(step, update, measured | controlled, watch))\n",
+        "        self.learner.tell(lambda: self._record(step, update, measured, published, watch))\n",
         "",
         (f"{UNIT}/pipeline/trainer/test_loop_publish.py",),
     ),
