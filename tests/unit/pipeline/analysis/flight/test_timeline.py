@@ -11,6 +11,7 @@ def test_learner_phases_end_when_the_line_was_written() -> None:
     seconds = {"wait": 3.0, "logprobs": 1.0, "update": 2.0, "publish": 0.0, "save": 0.5}
     intervals = learner_spans([{"step": 4, "time": 100.0, "seconds": seconds}])
     assert [(i.name, i.start, i.end) for i in intervals] == [
+        ("step", 93.5, 100.0),
         ("wait", 93.5, 96.5),
         ("logprobs", 96.5, 97.5),
         ("update", 97.5, 99.5),
