@@ -63,7 +63,8 @@ def test_a_layout_takes_the_step_of_one_process(found: dict[str, list[dict[str, 
         for name in ("logprobs", "trained", "whole"):
             np.testing.assert_allclose(rank[name], one[name], rtol=0, atol=1e-6 if name != "whole" else 4e-6)
         for name in ("loss", "grad_norm", "entropy", "ess"):
-            assert rank["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-6), name
+            # The loss is what is left of terms of about 1 that cancel: 1e-7 is the last bit of those.
+            assert rank["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-6, abs=1e-7), name
         # A weight of .02 is a multiple of 2e-9 in float32, its change by 1e-3 one of 2e-6 of itself.
         change = np.linalg.norm(rank["weight_change"] - one["weight_change"])
         assert change <= 5e-6 * np.linalg.norm(one["weight_change"])
