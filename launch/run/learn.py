@@ -152,17 +152,16 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         event_log=event_log,
         controller=build_controller(run, recipe, learner, transition, event_log, replayed),
     )
-    if learner.is_rank_zero:
-        _note_begun()
+    _note_begun(learner)
     with recorded(run.path, f"{epoch.name}.rank-{dist.get_rank():04}"):
         trainer.train()
         if channel is not None:
             channel.close()
 
 
-def _note_begun() -> None:
+def _note_begun(learner: MegatronLearner) -> None:
     """For the agent: from now on there may be something to save."""
-    if stop_file := os.environ.get(STOP_FILE_VARIABLE):
+    if learner.is_rank_zero and (stop_file := os.environ.get(STOP_FILE_VARIABLE)):
         Path(stop_file).with_name(BEGUN).touch()
 
 
