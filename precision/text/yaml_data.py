@@ -3,7 +3,7 @@
 Only what recipes need of YAML is read. Bytes, nesting, values and digits are bounded, aliases are written out and count
 as what they stand for, tags and merge keys are refused, and so is a key that is given twice. Of the plain scalars only
 decimal numbers, true, false and null mean more than their text. YAML 1.1 reads `no` as False, `1:30` as 90, `012` as 10
-and `2001-01-01` as a date. Whatever PyYAML's `safe_dump` writes of such data is read back as it was.
+and `2001-01-01` as a date. Whatever PyYAML's `safe_dump` writes of such data is read back as it was, or refused.
 """
 
 from __future__ import annotations
