@@ -19,6 +19,7 @@ from launch.build.components import (
 from launch.build.rewards import build_verifiers
 from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.api_key import read_api_key
+from pipeline.beside_loop import spare_collections
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import Epoch
@@ -127,6 +128,7 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
             if metrics is not None:
                 metrics.watch_fleet(fleet.state, lambda: collector.num_waiting)
             async with fleet.monitored(lambda: _published(run)):
+                spare_collections()
                 finished = await collector.collect()
     finally:
         await fleet.close()

@@ -37,6 +37,7 @@ from rich.table import Table
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
+from pipeline.beside_loop import spare_collections
 from pipeline.data.batch_format import arrays_of
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.records import Completion, LogprobContract, Prompt
@@ -213,6 +214,7 @@ def measure(prompts: int) -> dict[str, float]:
         verifiers = Verifiers("pipeline.rewards.verifiers:exact_match", 1, 60.0, sandbox=None)
         try:
             collector = build(Path(folder), url, prompts, verifiers)
+            spare_collections()
             idle = asyncio.run(ticking(asyncio.sleep(3.0)))
             before = _memory("VmRSS")
             Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
