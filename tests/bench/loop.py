@@ -33,6 +33,7 @@ from pipeline.data.event_log import read_metrics
 from tests.support.runs import ROOT, evenkeel_json
 
 GROUP, WARM_STEPS = 8, 3
+PROMPTS = "prompts.jsonl"
 BENCH_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
 SCHEDULES: dict[str, dict[str, Any]] = dict(sync=dict(kind="sync"), **{"async": dict(kind="async", lag=1)})
 
@@ -83,14 +84,13 @@ def channel_after_norm(tensors: dict[str, torch.Tensor]) -> float:
     return float((8.0 / rows.pow(2).mean(1).sqrt()).mean() * tensors["model.norm.weight"][0])
 
 
-def ours(folder: Path, model: Path, row: Row, schedule: str, steps: int) -> float:
-    """Seconds a step of `evenkeel train`, from its metrics."""
-    name = f"{folder.name}-{schedule}"
+def recipe_of(folder: Path, model: Path, row: Row, schedule: str, steps: int) -> dict[str, Any]:
+    """What is trained; the prompts lie beside `folder`."""
     longest = row.max_new_tokens
-    recipe = dict(
-        run=dict(name=name, root=str(folder / "runs"), steps=steps),
+    return dict(
+        run=dict(name=f"{folder.name}-{schedule}", root=str(folder / "runs"), steps=steps),
         model=dict(path=str(model)),
-        task=dict(name="jsonl", path=str(folder.parent / "prompts.jsonl"), reward="tests.support.rewards:digit_share"),
+        task=dict(name="jsonl", path=str(folder.parent / PROMPTS), reward="tests.support.rewards:digit_share"),
         rollout=dict(
             prompts_per_batch=row.prompts, group_size=GROUP, max_new_tokens=longest, context_tokens=longest + 64
         ),
@@ -100,17 +100,22 @@ def ours(folder: Path, model: Path, row: Row, schedule: str, steps: int) -> floa
         checkpoint=dict(every=10_000),
         evaluation=dict(every=10_000, prompts=1, samples=1),
     )
-    path = folder / f"{name}.yaml"
+
+
+def ours(folder: Path, model: Path, row: Row, schedule: str, steps: int) -> float:
+    """Seconds a step of `evenkeel train`, from its metrics."""
+    recipe = recipe_of(folder, model, row, schedule, steps)
+    path = folder / f"{schedule}.yaml"
     path.write_text(yaml.safe_dump(recipe))
     evenkeel_json("train", path, timeout=1200)
-    return step_seconds([line["time"] for line in read_metrics(folder / "runs" / name)])
+    return step_seconds([line["time"] for line in read_metrics(folder / "runs" / recipe["run"]["name"])])
 
 
 def trl(folder: Path, model: Path, row: Row, steps: int) -> float:
     """Seconds a step of GRPOTrainer, in the benchmark's own environment."""
     settings = dict(
         model=str(model),
-        prompts=str(folder.parent / "prompts.jsonl"),
+        prompts=str(folder.parent / PROMPTS),
         output=str(folder / "trl"),
         batch=row.samples,
         group=GROUP,
@@ -135,6 +140,13 @@ def step_seconds(ends: Sequence[float]) -> float:
     """Mean seconds between ends of steps after the warm ones."""
     late = ends[WARM_STEPS - 1 :]
     return (late[-1] - late[0]) / (len(late) - 1)
+
+
+def write_prompts(folder: Path) -> None:
+    """Of 31 digits each."""
+    rng = random.Random(0)
+    prompts = ["".join(rng.choices("0123456789", k=31)) + "=" for _ in range(512)]
+    (folder / PROMPTS).write_text("\n".join(json.dumps(dict(prompt=prompt, answer="")) for prompt in prompts))
 
 
 def measure(folder: Path, row: Row, steps: int, repetitions: int) -> dict[str, float]:
@@ -169,10 +181,7 @@ def main() -> None:
     for name in arguments.row or ROWS:
         with tempfile.TemporaryDirectory(prefix="evenkeel-bench-") as scratch:
             folder = Path(scratch)
-            rng = random.Random(0)
-            prompts = ["".join(rng.choices("0123456789", k=31)) + "=" for _ in range(512)]
-            lines = [json.dumps(dict(prompt=prompt, answer="")) for prompt in prompts]
-            (folder / "prompts.jsonl").write_text("\n".join(lines))
+            write_prompts(folder)
             results[name] = measure(folder, ROWS[name], arguments.steps, arguments.repetitions)
         print(name, {key: round(value, 2) for key, value in results[name].items()}, file=sys.stderr, flush=True)
     if arguments.json:
