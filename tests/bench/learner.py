@@ -71,7 +71,7 @@ def build(folder: Path, characters: int, micro_batch_tokens: int = 4096, **sizes
 
 
 def step_overhead(learner: MegatronLearner) -> dict[str, float]:
-    """Median over rounds in which both sides run one after the other."""
+    """Of rounds in which both sides run one after the other, by turns first."""
     batch = make_batch(learner.model_config.vocab_size, prompts=16, lengths=(32, 160))
     advantages = (batch.reward - batch.reward.mean()).astype(np.float32)
     scored = learner.logprobs(batch)
@@ -80,9 +80,15 @@ def step_overhead(learner: MegatronLearner) -> dict[str, float]:
     ours: Callable[[], Any] = partial(learner.update, batch, advantages, scored)
     for warm_up in (bare, ours):
         warm_up()
-    pairs = [(seconds(ours), seconds(bare)) for _ in range(ROUNDS)]
+    pairs = []
+    for turn in range(ROUNDS):
+        taken = {side: seconds(side) for side in ((ours, bare) if turn % 2 else (bare, ours))}
+        pairs.append((taken[ours], taken[bare]))
+    ratios = [left / right for left, right in pairs]
     return dict(
-        ratio=statistics.median(left / right for left, right in pairs),
+        ratio=statistics.median(ratios),
+        ratio_low=min(ratios),
+        ratio_high=max(ratios),
         learner_s=statistics.median(left for left, _ in pairs),
         bare_s=statistics.median(right for _, right in pairs),
         tokens=float(batch.num_response_tokens),

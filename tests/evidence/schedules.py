@@ -1,0 +1,151 @@
+"""`python -m tests.evidence.schedules`: samples and seconds to a held-out pass@1 under sync, async and staged.
+
+    curves   each cell of schedules.yaml is an ordinary `evenkeel train`; held-out pass@1 of published versions alone
+    clocks   `--clock N`: N runs of each arm without evaluations, arms by turns; the learner has a core of its own,
+             engine and collector share another one (tests.bench.pace). Seconds of a step, over whole stages
+
+The seconds to a version are its steps times the arm's median seconds of a step: to evaluate in an asynchronous run
+would stop what its seconds are about. Nothing is drawn between two evaluated versions: what counts is the first that
+reaches the target. Killed and started again it goes on where it was; clocks want a quiet machine. What was measured is
+kept in docs/evidence/schedules*.json, and the table is printed from there; `--page` only prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pipeline.config.loader import load_recipe
+from pipeline.data.event_log import read_metrics
+from pipeline.errors import EvenKeelError
+from tests.bench.pace import train
+from tests.evidence.__main__ import say
+from tests.evidence.matrix import REPOSITORY, Cell, Experiment, cells_of, read_matrix
+from tests.evidence.results import Result, harvest, load, save
+from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, train_job
+
+NAME = "schedules"
+KEPT = REPOSITORY / "docs" / "evidence" / f"{NAME}.json"
+CLOCKS = REPOSITORY / "docs" / "evidence" / f"{NAME}-clocks.json"
+CLOCK_STEPS, CLOCK_WARM = 24, 8
+"""Both whole stages; the first steps are left out."""
+ROUNDING = 1e-9
+"""pass@k of six answers of ten may be less than 0.6 by this."""
+
+Clocks = dict[str, list[float]]
+"""Arm → seconds of a step, one a run."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 when a cell failed."""
+    options = _parse(arguments)
+    matrix = read_matrix(Path(__file__).with_suffix(".yaml"))
+    experiment = matrix.experiments[NAME]
+    cells = list(cells_of(matrix, NAME, options.root))
+    failures: Mapping[str, str] = {}
+    try:
+        if not options.page:
+            check_unchanged(cells)
+            make_model(matrix.models[experiment.model], experiment.model, options.root, say)
+            for _ in range(options.clock):
+                take_clocks(cells)
+        if not (options.page or options.clock):
+            jobs = [train_job(cell) for cell in cells if not is_settled(cell)]
+            failures = run_jobs(jobs, at_once=options.jobs, say=say)
+            results = [harvest(cell, experiment.series) for cell in cells]
+            save(KEPT, [result for result in results if result is not None and result.state == "finished"])
+    except EvenKeelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for name, reason in failures.items():
+        say(f"{name} failed: {reason}")
+    print(table(experiment, load(KEPT), read_clocks()))
+    return int(bool(failures))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tests.evidence.{NAME}", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--page", action="store_true", help="run nothing")
+    parser.add_argument("--clock", type=int, default=0, metavar="N", help="take the clocks N times more, and no curves")
+    parser.add_argument("--jobs", type=int, default=2, help="cells beside one another (default 2)")
+    parser.add_argument("--root", type=Path, default=REPOSITORY / "runs" / NAME, help="where run directories live")
+    return parser.parse_args(arguments)
+
+
+def take_clocks(cells: Sequence[Cell]) -> None:
+    """One run of each arm; each is kept at once."""
+    for cell in {cell.arm: cell for cell in cells}.values():
+        with tempfile.TemporaryDirectory(prefix="evenkeel-clock-") as scratch:
+            seconds = clock(cell, Path(scratch))
+        say(f"{cell.arm}: {seconds:.3f} s a step")
+        known = read_clocks()
+        known.setdefault(cell.arm, []).append(round(seconds, 4))
+        CLOCKS.write_text(json.dumps(known, indent=2) + "\n")
+
+
+def clock(cell: Cell, folder: Path) -> float:
+    """Seconds of a step of the cell's training where nothing is evaluated on the way."""
+    values = {"run.name": "clock", "run.root": str(folder), "run.steps": CLOCK_STEPS, "evaluation.every": 10_000}
+    sets = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    recipe = load_recipe(cell.recipe, [*cell.overrides, *sets])
+    (folder / "recipe.yaml").write_text(recipe.to_yaml())
+    train(folder / "clock", folder / "recipe.yaml", folder / "logs")
+    ends = [float(line["time"]) for line in read_metrics(folder / "clock")]
+    # The last stage ends with the run's last publish and checkpoint, behind its line.
+    return (ends[-1] - ends[CLOCK_WARM - 1]) / (CLOCK_STEPS - CLOCK_WARM)
+
+
+def read_clocks() -> Clocks:
+    """None where none was taken."""
+    return Clocks(json.loads(CLOCKS.read_text())) if CLOCKS.exists() else {}
+
+
+def table(experiment: Experiment, results: Sequence[Result], clocks: Clocks) -> str:
+    """An arm a row; of runs the median, the lowest and the highest."""
+    target = experiment.target or 1.0
+    lines = [
+        f"| schedule | s a step | runs | pass@1 at the start | at the end | samples to {target:g} | seconds to it |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm, variant in experiment.arms.items():
+        found = [result for result in results if result.arm == arm]
+        if not found:
+            continue
+        scores = [result.pass_at(1).mean(axis=1) for result in found]
+        reached = [first_at(result, target) for result in found]
+        step_s = statistics.median(clocks[arm]) if arm in clocks else float("nan")
+        samples = [version * found[0].samples_per_step for version in reached if version is not None]
+        seconds = [version * step_s for version in reached if version is not None]
+        row = [variant.title, spread(clocks.get(arm, []), ".2f"), str(len(found))]
+        row += [spread([float(one[place]) for one in scores], ".3f") for place in (0, -1)]
+        missed = f"; not in {reached.count(None)} of {len(reached)}" if None in reached else ""
+        row += [spread(samples, ",.0f") + missed, spread(seconds, ".1f") + missed]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def first_at(result: Result, target: float) -> int | None:
+    """The first evaluated version whose pass@1 is at least `target`."""
+    scores = result.pass_at(1).mean(axis=1)
+    return next(
+        (version for version, score in zip(result.versions, scores, strict=True) if score > target - ROUNDING), None
+    )
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """`median (lowest to highest)`."""
+    if not values:
+        return "–"
+    median, low, high = (format(value, form) for value in (statistics.median(values), min(values), max(values)))
+    return f"{median} ({low} to {high})" if len(values) > 1 else median
+
+
+if __name__ == "__main__":
+    sys.exit(main())

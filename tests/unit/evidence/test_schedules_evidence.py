@@ -1,0 +1,62 @@
+"""What the comparison of schedules makes of measured numbers. No engine is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.bench.pace import covered
+from tests.evidence import schedules
+from tests.evidence.matrix import cells_of, read_matrix
+from tests.evidence.results import Evaluation, Result
+
+
+def result(arm: str, seed: int, right: list[int]) -> Result:
+    """Of ten answers at version 0, 4, 8, … so many are right."""
+    evaluations = [
+        Evaluation(version=4 * place, samples=10, correct=[count], trained_s=99.0) for place, count in enumerate(right)
+    ]
+    return Result(
+        condition="fp32",
+        arm=arm,
+        seed=seed,
+        state="finished",
+        reason="",
+        steps=8,
+        steps_planned=8,
+        samples_per_step=256,
+        evaluations=evaluations,
+        series={},
+    )
+
+
+def test_the_arms_differ_in_their_schedule_alone_and_clocks_have_whole_stages(tmp_path: Path) -> None:
+    matrix = read_matrix(Path(schedules.__file__).with_suffix(".yaml"))
+    recipes = [cell.resolved() for cell in cells_of(matrix, schedules.NAME, tmp_path) if cell.seed == 1]
+    assert len({str(recipe.build_schedule()) for recipe in recipes}) == len(recipes) == 4
+    others = [recipe.model_dump(mode="json", exclude={"schedule", "run"}) for recipe in recipes]
+    assert all(one == others[0] for one in others)
+    for recipe in recipes:
+        ends = [recipe.build_schedule().publishes_after(step - 1) for step in (schedules.CLOCK_WARM, 24)]
+        assert ends == [True, True]
+
+
+def test_a_level_is_reached_at_an_evaluated_version_and_nowhere_between() -> None:
+    experiment = read_matrix(Path(schedules.__file__).with_suffix(".yaml")).experiments[schedules.NAME]
+    results = [result("sync", 1, [3, 5, 7]), result("sync", 2, [3, 6, 9]), result("async_1", 1, [3, 5, 5])]
+    assert [schedules.first_at(one, 0.6) for one in results] == [8, 4, None]
+    rows = schedules.table(experiment, results, {"sync": [1.0, 3.0, 2.0]}).splitlines()[2:]
+    assert [cell.strip() for cell in rows[0].split("|")[1:-1]] == [
+        "sync",
+        "2.00 (1.00 to 3.00)",
+        "2",
+        "0.300 (0.300 to 0.300)",
+        "0.800 (0.700 to 0.900)",
+        "1,536 (1,024 to 2,048)",
+        "12.0 (8.0 to 16.0)",
+    ]
+    assert rows[1].split("|")[-2].strip() == "–; not in 1 of 1"
+
+
+def test_time_that_two_spans_share_counts_once() -> None:
+    spans = [(0.0, 2.0), (1.0, 3.0), (1.5, 1.6), (5.0, 9.0)]
+    assert covered(spans, 0.5, 6.0) == 3.5
