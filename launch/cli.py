@@ -15,8 +15,9 @@ from launch.cluster.roles.commands import role_app
 from launch.convert.commands import convert_app
 from launch.endings import end_of
 from launch.mismatch.command import mismatch
+from launch.program import complete_word, program
 from launch.quant_map.commands import quant_map_app
-from launch.recipe_options import RECIPE_HELP, Overrides, RecipePath
+from launch.recipe_options import Overrides, RecipeArgument, RecipePath
 from launch.repair.command import repair
 from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
 from launch.show.scaling import scaling_app
@@ -29,7 +30,6 @@ app = typer.Typer(
     help="RL post-training that stays stable when the engine that samples and the engine that learns do not agree.\n\n"
     "A typical session:  evenkeel model new → evenkeel sft → evenkeel train → evenkeel report.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
@@ -47,6 +47,7 @@ app.add_typer(scaling_app, name="scaling")
 app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(verify_app, name="verify")
 
+app.callback()(program)
 app.command("mismatch")(mismatch)
 app.command("repair")(repair)
 app.command("trace")(trace)
@@ -55,7 +56,7 @@ RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/d
 
 @app.command()
 def train(
-    recipe: Annotated[Path | None, typer.Argument(help=RECIPE_HELP, show_default=False)] = None,
+    recipe: Annotated[Path | None, RecipeArgument] = None,
     overrides: Overrides = None,
     replay: Annotated[
         Path | None, typer.Option(help="Train again on the recorded batches of this run, without engines.")
@@ -125,7 +126,7 @@ def sft(
 
 @app.command("recipe")
 def show_recipe(
-    recipe: Annotated[Path | None, typer.Argument(help=RECIPE_HELP, show_default=False)] = None,
+    recipe: Annotated[Path | None, RecipeArgument] = None,
     overrides: Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="List every key, its type, default and meaning.")] = False,
 ) -> None:
@@ -387,6 +388,7 @@ def main() -> NoReturn:
 def _command() -> None:
     see_own_classes()
     command = typer.main.get_command(app)
+    complete_word(command)
     with command.make_context("evenkeel", sys.argv[1:]) as context:
         command.invoke(context)
 

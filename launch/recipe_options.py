@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 RECIPE_HELP = "YAML file, or the name of a recipe that comes with Even Keel, such as demo."
-RecipePath = Annotated[Path, typer.Argument(help=RECIPE_HELP, show_default=False)]
+
+
+def shipped_names(incomplete: str) -> list[str]:
+    """For shells that complete a word: the recipes that come with Even Keel. Where none fits, they take files."""
+    from pipeline.config.loader import SHIPPED
+
+    return sorted(path.stem for path in SHIPPED.glob(f"{glob.escape(incomplete)}*.yaml"))
+
+
+RecipeArgument = typer.Argument(help=RECIPE_HELP, show_default=False, autocompletion=shipped_names)
+RecipePath = Annotated[Path, RecipeArgument]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key; repeat at will.")
 ]

@@ -14,7 +14,7 @@ WORKDIR /src
 COPY ops/locks/learner.txt lock.txt
 RUN python3 -m venv --system-site-packages /opt/evenkeel \
     && /opt/evenkeel/bin/python -m pip install --no-deps -r lock.txt
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 COPY precision precision
 COPY pipeline pipeline
 COPY megatron_bridge megatron_bridge

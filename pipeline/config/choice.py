@@ -19,6 +19,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from pipeline.config.section import Section
 from precision.settings import Settings, name_of
+from precision.text.near import did_you_mean
 from precision.text.short import one_line, quoted
 
 
@@ -59,7 +60,10 @@ class Choice:
         chosen = self.named.get(str(name))
         if chosen is None:
             problem = "name is missing" if name is None else f"name is {quoted(name)}"
-            raise ValueError(f"{problem}; expected one of {', '.join(self.named)}, or class: package.module:Class")
+            meant = did_you_mean(str(name), self.named)
+            raise ValueError(
+                f"{problem}; expected one of {', '.join(self.named)}, or class: package.module:Class{meant}"
+            )
         return chosen.model_validate(value)
 
     def _written(self, value: Settings, info: SerializationInfo) -> dict[str, Any]:

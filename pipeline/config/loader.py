@@ -11,6 +11,7 @@ clip mean nothing to P3O.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from pipeline.config.choice import Choice
+from pipeline.config.meant_keys import meant_by
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
+from precision.text.near import did_you_mean
 from precision.text.short import listed, one_line, quoted
 from precision.text.yaml_data import YamlError, parse_yaml, read_yaml
 
@@ -40,6 +43,8 @@ def _choice_keys(field: FieldInfo) -> tuple[str, ...]:
 
 _CHOICES = {name: _choice_keys(field) for name, field in Recipe.model_fields.items()}
 """Section → the keys by which it picks what its other keys mean."""
+_TAGGED = {name for name, field in Recipe.model_fields.items() if isinstance(field.discriminator, str)}
+"""Sections of which pydantic says, after the section's name, which of its classes it looked at."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -95,10 +100,10 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         data = read_yaml(path)
     except OSError as error:
         by = f" (extended by {extended_by[-1]})" if extended_by else ""
-        names = ", ".join(sorted(recipe.stem for recipe in SHIPPED.glob("*.yaml")))
+        names = sorted(recipe.stem for recipe in SHIPPED.glob("*.yaml"))
         raise RecipeError(
             f"cannot read recipe {one_line(path, 200)}{by}: {error.strerror}; give the path of a YAML file, or the "
-            f"name of a shipped recipe ({names})"
+            f"name of a shipped recipe ({', '.join(names)}){did_you_mean(path.name, names)}"
         ) from error
     except YamlError as error:
         raise RecipeError(f"{path}: {error}") from None
@@ -168,12 +173,33 @@ def _is_choice(key: str) -> bool:
 
 
 def _explain(detail: Any) -> str:
-    where = ".".join(_named(part) for part in detail["loc"]) or "recipe"
-    if detail["type"] == "extra_forbidden":
-        return f"unknown key {where}; `evenkeel recipe --schema` lists the known ones"
+    parts = [_named(part) for part in detail["loc"]]
+    if len(parts) > 1 and parts[0] in _TAGGED:
+        del parts[1]  # which of the classes of a section it was; the recipe's key has no such part
+    where, kind = ".".join(parts) or "recipe", detail["type"]
+    if kind == "extra_forbidden":
+        return f"unknown key {where}; {meant_by(where)}"
+    if kind.startswith("union_tag"):
+        return _explain_tag(where, detail)
     message = one_line(str(detail["msg"]).removeprefix("Value error, "), 400)
-    got = "" if detail["type"] in ("missing", "value_error") else f", got {quoted(detail['input'])}"
-    return f"{where}: {message}{got}"
+    got = "" if kind in ("missing", "value_error") else f", got {quoted(detail['input'])}"
+    return f"{where}: {message}{got}{_nearest(detail)}"
+
+
+def _explain_tag(where: str, detail: Any) -> str:
+    """A section that picks what its keys mean, and picks nothing that there is."""
+    key, tag = detail["ctx"]["discriminator"].strip("'"), detail["ctx"].get("tag")
+    section: Any = Recipe.model_fields[where].annotation
+    allowed = [str(one.model_fields[key].annotation.__args__[0]) for one in section.__args__]
+    got = "is missing" if tag is None else f"is {quoted(tag)}"
+    return f"{where}.{key} {got}, expected one of {', '.join(allowed)}{did_you_mean(str(tag), allowed)}"
+
+
+def _nearest(detail: Any) -> str:
+    """The allowed word that a value is nearly, where words are allowed."""
+    if detail["type"] != "literal_error" or not isinstance(detail["input"], str):
+        return ""
+    return did_you_mean(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
 
 
 def _named(part: object) -> str:

@@ -20,6 +20,8 @@ from pipeline.errors import EngineStartError
 from rollout_sglang.server import run_module
 
 PYTHON_VARIABLE = "EVENKEEL_ROLLOUT_PYTHON"
+CPU_RELEASE = "0.5.23"
+"""SGLang's release whose needs on a CPU the extra `cpu` names. Its own list has CUDA-only packages."""
 _ASK_DEADLINE_S = 60.0
 _ASK = (
     "import importlib.metadata, importlib.util, json;"
@@ -81,7 +83,8 @@ def require_sglang() -> str:
     version = sglang_version()
     if version is None:
         raise EngineStartError(
-            f"{rollout_python() or sys.executable} has no sglang; install evenkeel[rollout] there, or name a Python "
-            f"that has it by {PYTHON_VARIABLE}"
+            f"{rollout_python() or sys.executable} has no sglang; pip install evenkeel[rollout] there, "
+            f"on a CPU evenkeel[cpu] and then --no-deps sglang=={CPU_RELEASE}, or name a Python that has it by "
+            f"{PYTHON_VARIABLE}"
         )
     return version

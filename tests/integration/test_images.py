@@ -113,7 +113,7 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     source = folder / "source"
     for room in ROOMS:
         shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True, timeout=120)
     python = folder / "env/bin/python"

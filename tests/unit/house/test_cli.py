@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,26 @@ def test_a_missing_stack_is_named_in_one_line(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60, env=environment
     )
     assert (done.returncode, done.stderr) == (1, "error: this command needs torch: pip install evenkeel[learner]\n")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert evenkeel("--version").stdout == f"evenkeel {version}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("evenkeel traj", ["trajectories"]),
+        ("evenkeel train scalerl_", ["scalerl_32b"]),
+        ("evenkeel sft --war", ["--warmup-steps"]),
+    ],
+)
+def test_shells_complete_words(words: str, completed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_EVENKEEL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    assert evenkeel().stdout.split() == completed
 
 
 def test_the_schema_lists_every_section() -> None:

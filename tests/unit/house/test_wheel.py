@@ -25,7 +25,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     for room in ROOMS:
         shutil.copytree(ROOT / room, folder / "source" / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "source")
     assert compileall.compile_dir(folder / "source", quiet=1)
     pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--quiet"]
@@ -46,6 +46,7 @@ def test_a_wheel_holds_the_product_and_nothing_else(unpacked: Path) -> None:
     }
     assert {path for path in wheel if not path.parts[0].endswith(".dist-info")} == product
     assert Path("pipeline/analysis/html_report.html.j2") in wheel
+    assert [path.name for path in wheel if path.parts[-2:-1] == ("licenses",)] == ["LICENSE"]
     assert Path("pipeline/recipes/models/qwen3-32b/config.json") in wheel
 
 

@@ -40,7 +40,7 @@ def data(**changes: Any) -> dict[str, Any]:
         ),
         (dict(rollout=dict(top_k=0)), ["top_k is 0"]),
         (dict(schedule=dict(kind="staged", updates_per_stage=9)), ["updates_per_stage 9", "run.steps 8"]),
-        (dict(schedule=dict(kind="async", lag=0)), ["schedule.async.lag", "greater than 0"]),
+        (dict(schedule=dict(kind="async", lag=0)), ["schedule.lag", "greater than 0"]),
         (dict(learner=dict(optimizer=dict(lr=float("nan")))), ["learner.optimizer.lr"]),
         (dict(correction=dict(name="tis")), ["correction tis", "objective p3o", "twice", "clipped or gspo"]),
         (

@@ -1,0 +1,55 @@
+"""The extras of pyproject.toml: what they name can be installed together, and is what the tests run with."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from rollout_sglang.server.rollout_python import CPU_RELEASE
+
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCK = {
+    canonicalize_name(name): version
+    for name, _, version in (line.partition("==") for line in (ROOT / "ops/locks/cpu.txt").read_text().split())
+}
+
+
+def named_by(extra: str) -> dict[str, Requirement]:
+    """Name → requirement of an extra, of those that it includes, and of the core."""
+    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]]
+    found: dict[str, Requirement] = {}
+    for requirement in map(Requirement, lines):
+        if requirement.name == "evenkeel":
+            for included in requirement.extras:
+                found |= named_by(included)
+        else:
+            found[canonicalize_name(requirement.name)] = requirement
+    return found
+
+
+def test_the_lock_satisfies_the_extra_of_a_cpu() -> None:
+    for name, requirement in named_by("cpu").items():
+        assert requirement.specifier.contains(LOCK[name], prereleases=True), requirement
+
+
+def test_the_extra_of_a_cpu_names_all_that_sglang_asks_for_and_a_cpu_has() -> None:
+    asked = [Requirement(line) for line in metadata.requires("sglang") or ()]
+    direct = {canonicalize_name(one.name) for one in asked if "extra" not in str(one.marker)}
+    assert direct & LOCK.keys() <= named_by("cpu").keys()
+
+
+def test_sglang_itself_stays_out_of_the_extra_of_a_cpu_and_its_release_is_the_one_of_the_lock() -> None:
+    """pip would follow its list to gigabytes of CUDA-only packages."""
+    assert "sglang" not in named_by("cpu")
+    assert LOCK["sglang"] == CPU_RELEASE
+    assert f"sglang=={CPU_RELEASE}" in PROJECT["optional-dependencies"]["rollout"]
+
+
+def test_the_license_is_named_and_there() -> None:
+    assert PROJECT["license"] == "Apache-2.0"
+    assert all("Apache License" in (ROOT / name).read_text() for name in PROJECT["license-files"])

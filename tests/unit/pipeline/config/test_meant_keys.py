@@ -1,0 +1,37 @@
+"""Which recipe key was meant by one that there is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.config.meant_keys import _ELSEWHERE, _known_keys, meant_by
+
+
+@pytest.mark.parametrize(
+    ("unknown", "said"),
+    [
+        ("rollout.max_new_token", "did you mean rollout.max_new_tokens?"),
+        ("lerner", "did you mean learner?"),
+        ("steps", "did you mean run.steps?"),
+        ("every", "did you mean checkpoint.every or evaluation.every?"),
+        ("learner.lr", "did you mean learner.optimizer.lr?"),
+        ("learner.optimizer.learning_rate", "here it is learner.optimizer.lr"),
+        ("num_generations", "here it is rollout.group_size"),
+        ("schedule.lag", "only schedule async has it; choose that, or leave the key out"),
+        ("controller.x", "`evenkeel recipe --schema` lists the known ones"),
+        ("\x1b" * 100_000, "`evenkeel recipe --schema` lists the known ones"),
+    ],
+)
+def test_what_is_said_of_a_key(unknown: str, said: str) -> None:
+    assert meant_by(unknown) == said
+
+
+def test_where_other_trainers_words_lead_there_is_a_key() -> None:
+    for keys in _ELSEWHERE.values():
+        assert set(keys.split(" and ")) <= _known_keys().keys()
+
+
+def test_no_word_of_another_trainer_is_a_key_here() -> None:
+    """It would be named although the user's key was right, but in a wrong section."""
+    leaves = {key.rpartition(".")[2] for key in _known_keys()}
+    assert not leaves & _ELSEWHERE.keys()
