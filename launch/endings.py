@@ -21,6 +21,7 @@ from pathlib import Path
 
 import typer
 
+from launch.extras import EXTRA_OF, how_to_install
 from pipeline.errors import EvenKeelError
 from precision.text.short import one_line
 
@@ -29,8 +30,6 @@ FAULT_EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h: a fault of the program, not of its input."""
 _INTERRUPTED = 130
 _PIPE_CLOSED = 141
-LEARNER_STACK = ("torch", "megatron", "mbridge", "transformers")
-"""What a machine that only plans and reads runs need not have."""
 
 _REMEDIES = {
     errno.ENOENT: "see whether the path is spelled right and its disk is mounted",
@@ -61,8 +60,8 @@ def end_of(command: Callable[[], object]) -> int:
         return status if isinstance(status, int) else 0
     except typer.Exit as end:
         return _flushed(end.exit_code)
-    except KeyboardInterrupt:
-        return _say("interrupted; the same command goes on from here", _INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        return _say(f"interrupted; {one_line(interrupt) or 'the same command goes on from here'}", _INTERRUPTED)
     except BaseException as error:
         if isinstance(error, SystemExit | GeneratorExit):
             raise
@@ -77,8 +76,8 @@ def _told(error: BaseException) -> int:
             return _say(f"error: {one_line(error)}", 1)
         case BrokenPipeError() if _stdout_is_closed():
             return _PIPE_CLOSED
-        case ModuleNotFoundError() if (error.name or "").split(".")[0] in LEARNER_STACK:
-            return _say(f"error: this command needs {error.name}: pip install evenkeel[learner]", 1)
+        case ModuleNotFoundError() if (package := (error.name or "").split(".")[0]) in EXTRA_OF:
+            return _say(f"error: this command needs {error.name}: {how_to_install(package)}", 1)
         case OSError() if error.errno is not None:
             return _say(f"error: {os_error_line(error)}", 1)
         case MemoryError():

@@ -4,6 +4,7 @@ EvenKeelError
 ├── FatalError                 starting again with the same input fails again: the supervisor stops
 │   ├── RecipeError            unknown key, bad value, keys that contradict one another
 │   ├── ModelError             a checkpoint folder, its tokenizer or its shapes cannot be used
+│   ├── MachineError           this machine lacks what the recipe asks for: a package, a GPU, a folder to write in
 │   ├── LayoutError            parallel sizes that do not divide the model or the machine
 │   ├── RunConflictError       resumed with another recipe, or the run is already being trained
 │   ├── StoreError             a file of the run directory is missing, damaged or foreign
@@ -59,6 +60,10 @@ class RecipeError(FatalError):
 
 class ModelError(FatalError):
     """A model folder, its tokenizer or its shapes cannot be used."""
+
+
+class MachineError(FatalError):
+    """This machine lacks what the recipe asks for: a package, a GPU, a folder that can be written."""
 
 
 class LayoutError(FatalError):

@@ -13,10 +13,10 @@ from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from launch.cluster.roles.base import LOG_VARIABLE
 from launch.run.processes import child_environment, end_tree
 from pipeline.child_process import ChildProcess
-from pipeline.config.recipe import Recipe
+from pipeline.config.recipe import Recipe, RolloutSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RetryableError
-from rollout_sglang.server.process import check_port_free, free_ports
+from rollout_sglang.server.process import free_ports
 
 StartedRole = Literal["learner", "collector", "engine", "router"]
 
@@ -102,19 +102,22 @@ def metrics_options(unit: Unit, supervisor: int | None) -> list[str]:
     return ["--metrics-port", str(supervisor + 1 + METRICS_PORTS.index(unit.role))]
 
 
+def ports_of(rollout: RolloutSection) -> range:
+    """The ports that a recipe names, those of its engines and then the router's; none where any are taken."""
+    first = rollout.port
+    return range(0) if first is None else range(first, first + rollout.engines + (rollout.engines > 1))
+
+
 class LocalStarter:
     """All on this machine, on loopback."""
 
     def __init__(self, run: RunDirectory, recipe: Recipe, api_key: str, metrics_port: int | None = None) -> None:
-        """Raises PortInUseError when a port that the recipe names is taken. `metrics_port` is the supervisor's."""
+        """`metrics_port` is the supervisor's."""
         self._run, self._api_key, self._metrics_port = run, api_key, metrics_port
         rollout = recipe.rollout
         self._urls, self._first_port, self._engines = rollout.urls, rollout.port, rollout.engines
         self._drawn: dict[Unit, int] = {}
         """Ports that the recipe does not name, as they were drawn for the newest start of each unit."""
-        if rollout.port is not None:
-            for port in range(rollout.port, rollout.port + rollout.engines + (rollout.engines > 1)):
-                check_port_free(port)
 
     def start(self, unit: Unit, log: Path) -> Started:
         """See Starter."""

@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 
 from launch.build.components import build_contract, build_quant_map, build_tokenizer
+from launch.doctor.needs import check_folder, check_learner_here, check_room
+from launch.plan.grace import checkpoint_bytes
 from launch.progress import counted
 from launch.run.claim import claimed
 from launch.run.processes import child_environment, run_child, run_ranks, torchrun
+from launch.show.saved import saved_said
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.child_process import die_with_parent, see_own_classes
@@ -41,6 +44,8 @@ def run_sft(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float
     """Train on demonstrations and export an HF folder. The same command resumes an interrupted run."""
     if out.exists():
         raise RecipeError(f"--out {out} exists already; remove it or name another folder")
+    check_learner_here(recipe)
+    check_folder(out, "--out")
     config = read_hf_config(recipe.model.path)
     check_layout(config, recipe.learner)
     optimizer = dict(lr=lr, warmup_steps=warmup_steps, decay="linear", min_lr=0.0)
@@ -54,8 +59,9 @@ def run_sft(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float
     )
     demonstrations_of(build_task(recipe.task, recipe.run.seed), 0, 1)
     run = RunDirectory(recipe.directory)
+    check_room(recipe)
     started = time.time()
-    with claimed(run):
+    with claimed(run), saved_said(run, steps):
         run.freeze(recipe)
         _freeze_batch_size(run, batch_size)
         _supervise(run, recipe, out, batch_size)
@@ -124,7 +130,10 @@ def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
         total_steps=recipe.run.steps,
         emulate=build_quant_map(recipe) if recipe.learner.fp8_emulation else None,
     )
-    event_log, checkpoints = EventLog(run.path, SFT_SOURCE), Checkpoints(run.checkpoints, keep=1)
+    event_log, checkpoints = (
+        EventLog(run.path, SFT_SOURCE),
+        Checkpoints(run.checkpoints, keep=1, first_bytes=checkpoint_bytes(learner.model_config, recipe)),
+    )
     first, _ = checkpoints.restore(learner)
     for step in range(first, recipe.run.steps):
         pairs = demonstrations_of(task, step * batch_size, batch_size)

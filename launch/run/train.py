@@ -13,10 +13,12 @@ from launch.build.engines import check_engines
 from launch.cluster.metrics import RunMetrics, observers_of
 from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.starter import LocalStarter, units_of
+from launch.doctor.needs import check_learner_here, check_ports, check_room
 from launch.run.begin import preflight, seed_policy
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.supervisor import Outcome, Supervisor
+from launch.show.saved import saved_said, what_is_saved
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
@@ -32,16 +34,22 @@ def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]
     With a `metrics_port`, the supervisor shows its metrics there, and the roles at the ports after it. Raises
     FatalError when it cannot be finished."""
     run = RunDirectory(recipe.directory)
+    if not run.is_finished():
+        check_learner_here(recipe)
+        check_engines(recipe)
+        check_ports(recipe)
+        check_room(recipe)
     preflight(recipe)
     for sentence in advice(recipe):
         print(f"warning: {sentence}", file=sys.stderr)
     with claimed(run) as epoch:
         run.freeze(recipe)
         if not run.is_finished():
-            check_engines(recipe)
             seed_policy(run.under(epoch), recipe)  # the learner's agent would; engines can start beside it this way
-            if _supervise(run, recipe, epoch, metrics_port) == "stopped":
-                print(f"stopped; the same command goes on from {run.path}", file=sys.stderr)
+            with saved_said(run, recipe.run.steps):
+                outcome = _supervise(run, recipe, epoch, metrics_port)
+            if outcome == "stopped":
+                print(f"stopped; {what_is_saved(run, recipe.run.steps)}", file=sys.stderr)
                 return dict(run=str(run.path), stopped=True)
     return {**summary(run.path), "report": str(write_report(run.path))}
 

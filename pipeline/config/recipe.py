@@ -74,6 +74,7 @@ class RewardSection(Section):
     memory_mib: PositiveInt = Field(2048, description="Memory that one verifier, and all it starts, may use.")
 
 
+HIGHEST_PORT = 65_535
 RolloutPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block"]
 MOST_KEPT = 3072
 """Largest top_k with kept sets. SGLang names at most 4096 tokens and ends a request that keeps more; tokens exactly as
@@ -134,7 +135,9 @@ class RolloutSection(Section):
     urls: tuple[str, ...] = Field(
         (), description="Engines that exist already, by whomever they were started: http://HOST:PORT of each."
     )
-    port: PositiveInt | None = Field(None, description="First engine's port; the next ones follow. Default: any free.")
+    port: int | None = Field(
+        None, ge=1, le=HIGHEST_PORT, description="First engine's port; the next ones follow. Default: any free."
+    )
     request_deadline_s: PositiveFloat = 300.0
     start_deadline_s: PositiveFloat = Field(600.0, description="An engine that is not up by then ends the run.")
     interruption: InterruptionSection | None = None
@@ -180,6 +183,11 @@ class RolloutSection(Section):
         if self.urls and self.engines != len(self.urls):
             raise ValueError(
                 f"engines is {self.engines}, but urls names {len(self.urls)} engines; set rollout.engines to that"
+            )
+        if self.port is not None and self.port + self.engines > HIGHEST_PORT:
+            raise ValueError(
+                f"port {self.port} leaves no port up to {HIGHEST_PORT} for each of {self.engines} engines and the "
+                "router; lower rollout.port"
             )
         if self.max_new_tokens >= self.context_tokens:
             raise ValueError(

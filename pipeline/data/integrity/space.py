@@ -19,7 +19,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space, a used up quota, a file that may not grow."""
 SPARE_BYTES = 1 << 20
 """For what is written beside it: events, records, a log's last lines."""
-_TORCH_SAYS = ("No space left on device", "Disk quota exceeded", "file write failed", "iostream error")
+_TORCH_SAYS = (
+    *("No space left on device", "Disk quota exceeded", "file write failed", "iostream error"),
+    "unexpected pos ",  # its writer finds at the end that less was written
+)
 _UNITS = ("bytes", "KB", "MB", "GB", "TB")
 
 

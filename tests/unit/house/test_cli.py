@@ -86,7 +86,10 @@ def test_a_missing_stack_is_named_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60, env=environment
     )
-    assert (done.returncode, done.stderr) == (1, "error: this command needs torch: pip install evenkeel[learner]\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: this command needs torch: pip install evenkeel[learner] (on a CPU: evenkeel[cpu])\n",
+    )
 
 
 def test_the_version_is_that_of_the_package() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from launch.cluster import starter
 from launch.cluster.starter import LocalStarter, Unit, role_command, units_of
+from launch.doctor.needs import check_ports
 from launch.run.processes import child_environment
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
@@ -67,7 +68,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> 
         holder.listen()
         port = holder.getsockname()[1]
         with pytest.raises(PortInUseError, match=f"port {port} is taken"):
-            LocalStarter(RunDirectory(tmp_path), a_recipe(tmp_path, port=port), "key")
+            check_ports(a_recipe(tmp_path, port=port))
 
 
 def test_each_start_has_another_port_unless_the_recipe_names_them(

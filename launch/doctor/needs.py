@@ -1,0 +1,81 @@
+"""What a run needs of the machine that it begins on, looked at in less than a second, before anything is written or
+started: the learner's packages, a GPU where the recipe asks for one, ports, and a folder with room."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from launch.cluster.starter import ports_of
+from launch.extras import LEARNER, absent, how_to_install
+from launch.plan.grace import checkpoint_bytes
+from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
+from megatron_bridge.model.te_precision import is_fp8
+from pipeline.config.recipe import Recipe
+from pipeline.data.integrity.space import require_space
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import MachineError
+from rollout_sglang.server.process import check_port_free
+from rollout_sglang.server.start import has_cuda
+
+
+def check_learner_here(recipe: Recipe) -> None:
+    """Raises MachineError where this machine cannot run the recipe's learner."""
+    if missing := absent(LEARNER):
+        raise MachineError(
+            f"this machine has no {', '.join(missing)}, which the learner needs: {how_to_install(missing[0])}"
+        )
+    precision = recipe.learner.precision
+    if not is_fp8(precision):
+        return
+    remedy = "or bf16, with learner.fp8_emulation=true to train under the rollout's FP8 all the same"
+    if not has_cuda():
+        raise MachineError(
+            f"learner.precision is {precision}, which Transformer Engine computes on a GPU, and this machine has none; "
+            f"use fp32, {remedy}"
+        )
+    if absent(("transformer_engine",)):
+        raise MachineError(
+            f"learner.precision is {precision}, and this machine has no Transformer Engine: "
+            f"{how_to_install('transformer_engine')}; or use fp32, {remedy}"
+        )
+
+
+def check_ports(recipe: Recipe) -> None:
+    """Raises PortInUseError when a port that the recipe names is taken."""
+    for port in ports_of(recipe.rollout):
+        check_port_free(port)
+
+
+def check_room(recipe: Recipe) -> None:
+    """Raises MachineError where the run's folder cannot be written, DiskFullError where it is too full for what a run
+    writes first: a policy and a checkpoint."""
+    run = RunDirectory(recipe.directory)
+    check_folder(run.path, "run.root")
+    config = ModelConfig.from_hf(read_hf_config(recipe.model.path))
+    policy = config.num_parameters * recipe.learner.parameter_bytes
+    if not run.saved_steps():
+        first = checkpoint_bytes(config, recipe) + policy
+        require_space(nearest_above(run.path), first, f"a policy and a checkpoint of run {recipe.run.name}")
+
+
+def check_folder(folder: Path, key: str) -> None:
+    """Raises MachineError, which names the recipe key or option, where nothing can be written below a folder."""
+    there = nearest_above(folder)
+    if not there.is_dir():
+        raise MachineError(f"{folder} cannot be made: {there} is a file; set {key} to a folder")
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        raise MachineError(f"{folder} cannot be written: {there} is mounted read-only; set {key} to another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise MachineError(
+            f"{folder} cannot be written: this user may not write in {there}; set {key} to another folder, or give the "
+            "user the permission"
+        )
+
+
+def nearest_above(path: Path) -> Path:
+    """The path itself, or the nearest above it that exists."""
+    path = path.absolute()
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    return path
