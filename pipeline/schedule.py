@@ -55,6 +55,11 @@ class Schedule:
         stage_ends = self.kind != "staged" or (step + 1) % self.updates_per_stage == 0
         return stage_ends or step + 1 == self.steps
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a batch may be trained on before the newest version is published: weights move beside training."""
+        return self.kind == "staged" or (self.kind == "async" and self.lag > 0)
+
     def __str__(self) -> str:
         """Its kind and its one number."""
         return {

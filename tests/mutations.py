@@ -164,7 +164,7 @@ MUTATIONS = (
     Mutation(
         "a step that is saved was not recorded",
         "pipeline/trainer/loop.py",
-        "        self.learner.tell(lambda: self._record(step, update, measured, published, watch))\n",
+        "        self.learner.tell(lambda: self._record(step, update, measured | controlled, watch))\n",
         "",
         (f"{UNIT}/pipeline/trainer/test_loop_publish.py",),
     ),
@@ -237,6 +237,20 @@ MUTATIONS = (
         "if self._channel is not None and self._children.left_any():",
         "if False:",
         (f"{UNIT}/pipeline/rewards/test_escapes.py",),
+    ),
+    Mutation(
+        "what is trained while weights move is published",
+        "megatron_bridge/weight_sync/snapshot.py",
+        "self._tensors.append((name, copy))",
+        "self._tensors.append((name, tensor))",
+        (f"{UNIT}/megatron_bridge/weight_sync/test_snapshot.py",),
+    ),
+    Mutation(
+        "a learner without a batch does not look whether its publish failed",
+        "pipeline/trainer/loop.py",
+        "if self._moving is not None and not self.batches.is_there(step):",
+        "if False:",
+        (f"{UNIT}/pipeline/trainer/test_loop_publish.py",),
     ),
     Mutation(
         "a version whose folder is missing is not published again",

@@ -32,6 +32,10 @@ DECODE_EFFICIENCY = 0.2
 v0.4: 2048 samples of 3,206 tokens on 32 H100 in 215 s a step) comes out; a fit to one number, not a law."""
 
 
+HOST_COPY_BYTES_S = 20e9
+"""Reached between a GPU and pinned host memory over PCIe 5; 64 GB/s each way on paper."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
     """What the caller may replace."""
@@ -233,6 +237,15 @@ def publish_seconds(recipe: Recipe, num_bytes: float, assumed: Assumptions) -> f
     return num_bytes / (assumed.broadcast_gb_s * 1e9)
 
 
+def take_seconds(recipe: Recipe, num_bytes: float, assumed: Assumptions) -> float:
+    """Of `publish_seconds`, those until the learner may change its weights. disk: the folder is written. Else they are
+    copied into host memory, by all pipeline stages at once."""
+    if recipe.weights.channel == "disk":
+        return num_bytes / (assumed.disk_gb_s * 1e9)
+    copied_s = num_bytes / recipe.learner.pipeline_parallel / HOST_COPY_BYTES_S
+    return min(copied_s, publish_seconds(recipe, num_bytes, assumed))
+
+
 def durations(
     config: ModelConfig,
     model: EngineModel,
@@ -246,9 +259,11 @@ def durations(
     time = learner_time(config, learner or recipe.learner, traffic, assumed)
     rate = rollout_tokens_per_gpu_s(config, capacity, recipe, assumed)
     gpus = recipe.rollout.engines * recipe.rollout.tensor_parallel
+    moved = weight_bytes(model, recipe.rollout)
     return Durations(
         rollout_s=traffic.samples * traffic.response_tokens / (rate * gpus),
         score_s=time.score_s if build_objective(recipe).needs_scoring else 0.0,
         update_s=time.update_s,
-        publish_s=publish_seconds(recipe, weight_bytes(model, recipe.rollout), assumed),
+        publish_s=publish_seconds(recipe, moved, assumed),
+        take_s=take_seconds(recipe, moved, assumed),
     )

@@ -1,6 +1,6 @@
 """What a host needs beside GPU memory: host memory, /dev/shm, and the time that an orderly end takes. Loads no torch.
 
-    learner host   what its ranks put into host memory while they save + the policy that is being written + processes
+    learner host   what its ranks put into host memory while they save + weights that are being published + processes
     engine host    its weights while they are read + processes
 
 Launchers ask here, so that no number of a job file is typed by hand. Bytes are counted; what is assumed is named in
@@ -91,17 +91,27 @@ def cluster_needs(
 
 
 def _learner(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
-    """A save copies the shard of each rank to host memory before it writes it. The policy folder is written behind the
-    engines' back, from host memory too; all stages may be on this host."""
+    """A save copies the shard of each rank to host memory before it writes it. What is published lies there too, until
+    its folder is written."""
     stages = footprints(planner.config, planner.recipe.learner, planner.workload(planner.recipe.learner))
     shard = max(one.parameters + one.optimizer for one in stages)
     shm = gpus * allowed.shm_bytes_per_process
     return HostNeeds(
         cpus=gpus * allowed.cpus_per_gpu,
-        memory_bytes=int(gpus * (shard + allowed.process_bytes) + planner.engine_model_bytes) + shm,
+        memory_bytes=int(gpus * (shard + allowed.process_bytes) + _snapshot_bytes(planner, gpus)) + shm,
         shm_bytes=shm,
         stop_s=planned_stop_time(planner).grace_s,
     )
+
+
+def _snapshot_bytes(planner: Planner, gpus: int) -> float:
+    """Every rank that sends to an engine keeps its stage's share of a version (megatron_bridge.weight_sync.snapshot);
+    as many of them as can be on one host. By disk, one process reads or writes the whole policy."""
+    recipe, stages = planner.recipe, planner.recipe.learner.pipeline_parallel
+    if recipe.weights.channel == "disk":
+        return planner.engine_model_bytes
+    senders = min(recipe.rollout.engines, recipe.learner.num_processes // stages)
+    return planner.engine_model_bytes * min(gpus, stages * senders) / stages
 
 
 def _engine(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:

@@ -2,8 +2,10 @@
 
     collector   keeps batches_in_flight batches under way; batch b waits for version required_version(b), then for the
                 engines, which work on the oldest batch first; batches are committed in order
-    learner     takes batch s, scores and updates, publishes when publishes_after(s); engines stand still meanwhile and
-                go on with what was in flight
+    learner     takes batch s, scores and updates, publishes when publishes_after(s). In sync it waits for the publish.
+                Else it waits until the weights are taken from it, and then only for the publish before this one, or
+                while the next batch is not there
+    publish     while the engines are given weights they stand still, then go on with what was in flight
 
 Assumed: a batch takes all engines together `rollout_s` of undisturbed work (no long tail that the next batch could
 fill), every phase takes the same time in every step, commits and evaluation take none.
@@ -33,12 +35,17 @@ class Durations:
     """Log-probabilities before the update; 0 when the objective needs none."""
     update_s: float
     publish_s: float
-    """Export, transfer and load; engines are paused and the learner waits."""
+    """Export, transfer and load; in sync, engines are paused and the learner waits."""
+    take_s: float = 0.0
+    """Of these, the first ones: the weights are taken from the learner, which waits under every schedule. Engines
+    generate meanwhile, if they have a batch."""
 
     def __post_init__(self) -> None:
         for name, seconds in vars(self).items():
             if not 0.0 <= seconds < float("inf"):
                 raise ValueError(f"{name} is {seconds}, expected seconds of 0 or more")
+        if self.take_s > self.publish_s:
+            raise ValueError(f"take_s is {self.take_s}, expected at most publish_s, {self.publish_s}")
 
 
 @dataclass(kw_only=True)
@@ -48,11 +55,15 @@ class Simulated:
     schedule: Schedule
     started_versions: list[int] = field(default_factory=list)
     """Version that the engines served when the batch was started."""
+    trained_s: list[float] = field(default_factory=list)
+    """When the step was trained, and nothing of it published."""
     finished_s: list[float] = field(default_factory=list)
-    """When the learner was done with the step, its publish included."""
+    """When the learner was done with the step, and with what it waits for of the step's publish."""
     engines_busy_s: float = 0.0
     learner_waited_s: float = 0.0
     """For batches."""
+    learner_publishing_s: float = 0.0
+    """For weights to be taken, and for publishes to end."""
     num_publishes: int = 0
 
     @property
@@ -73,8 +84,10 @@ class Simulated:
         last = steps // stage * stage
         if last <= first:
             first, last = 0, steps
-        begin = self.finished_s[first - 1] if first else 0.0
-        return (self.finished_s[last - 1] - begin) / (last - first)
+        if first == 0:
+            return self.finished_s[last - 1] / last
+        # From step to like step: only the last publish of a run is waited for under every schedule.
+        return (self.trained_s[last - 1] - self.trained_s[first - 1]) / (last - first)
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Simulated:
@@ -98,6 +111,8 @@ class _Loops:
         self._under_way = simpy.Container(self._world, schedule.batches_in_flight, schedule.batches_in_flight)
         self._committed = [self._world.event() for _ in range(schedule.steps)]
         self._published = 0
+        self._delivered = self._world.event().succeed()
+        """That the publish under way has ended."""
         self._next_version = self._world.event()
         self._result = Simulated(schedule=schedule)
 
@@ -143,18 +158,35 @@ class _Loops:
 
     def _learn(self) -> Generator[Any, Any, None]:
         for step in range(self._schedule.steps):
+            if not self._committed[step].triggered:
+                yield from self._publishing(self._delivered)
             asked = self._world.now
             yield self._committed[step]
             self._result.learner_waited_s += self._world.now - asked
             yield self._world.timeout(self._durations.score_s + self._durations.update_s)
+            self._result.trained_s.append(self._world.now)
             if self._schedule.publishes_after(step):
-                yield from self._publish(step + 1)
+                yield from self._publishing(self._delivered)
+                yield from self._publishing(self._world.process(self._begin(step + 1)))
             self._result.finished_s.append(self._world.now)
 
-    def _publish(self, version: int) -> Generator[Any, Any, None]:
+    def _publishing(self, event: simpy.Event) -> Generator[Any, Any, None]:
+        asked = self._world.now
+        yield event
+        self._result.learner_publishing_s += self._world.now - asked
+
+    def _begin(self, version: int) -> Generator[Any, Any, None]:
+        """Until the learner goes on."""
+        if self._schedule.overlaps and version < self._schedule.steps:
+            yield self._world.timeout(self._durations.take_s)
+            self._delivered = self._world.process(self._deliver(version, self._durations.take_s))
+        else:
+            yield self._world.process(self._deliver(version, 0.0))
+
+    def _deliver(self, version: int, taken_s: float) -> Generator[Any, Any, None]:
         with self._engines.request(priority=_PUBLISH_PRIORITY) as turn:
             yield turn
-            yield self._world.timeout(self._durations.publish_s)
+            yield self._world.timeout(self._durations.publish_s - taken_s)
         self._result.num_publishes += 1
         self._published = version
         self._next_version.succeed()

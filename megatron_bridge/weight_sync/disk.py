@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.weight_sync.export import export_policy, prune
 from megatron_bridge.weight_sync.probe import ProbeScorer
+from pipeline.background import in_background
 from pipeline.data.quant_maps import digest_of, older_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.engines import Engines
@@ -74,6 +76,7 @@ class DiskChannel:
         self._probe = ProbeScorer(learner)
         self._keep = keep
         self._rank_zero = RankZero(2 * deadline_s + CONTROL_S)
+        self._delivery: Future[dict[str, float]] | None = None
 
     def set_map(self, quant: QuantMap | None) -> None:
         """Publish in these formats from now on. Called on every rank."""
@@ -86,6 +89,11 @@ class DiskChannel:
         prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what Engines.load reports; {} but on
         rank 0. What fails on rank 0 is raised on every rank, an EvenKeelError as what it is.
         """
+        self.begin(version, older)
+        return self.finish()
+
+    def begin(self, version: int, older: Sequence[QuantMap] = ()) -> None:
+        """See WeightChannel: the policy folder is what is taken."""
         watch = Stopwatch(lane="publish", version=version)
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
@@ -94,13 +102,22 @@ class DiskChannel:
         for quant in older:
             self._export(version, older_folder(folder, digest_of(quant.to_file())), quant, probe)
         watch.lap("export_s")
-        seconds = self._rank_zero.run(lambda: self._load_and_name(version, folder, check))
-        if seconds is None:
-            return {}
-        return {**watch.seconds, **terms, **seconds, "publish_s": watch.total_s}
+
+        def deliver() -> dict[str, float]:
+            if not self._rank_zero.is_rank_zero:
+                return {}
+            seconds = self._load_and_name(version, folder, check)
+            return {**watch.seconds, **terms, **seconds, "publish_s": watch.total_s}
+
+        self._delivery = in_background(deliver, "delivery")
+
+    def finish(self) -> dict[str, float]:
+        """See WeightChannel; measured as `publish` says."""
+        delivery, self._delivery = self._delivery, None
+        return {} if delivery is None else self._rank_zero.run(delivery.result) or {}
 
     def wait_for_folder(self) -> None:
-        """Returns at once: `publish` completes the folder before it returns."""
+        """Returns at once: `begin` completes the folder before it returns."""
 
     def close(self) -> None:
         """See WeightChannel."""
@@ -129,8 +146,9 @@ class DiskChannel:
 
     def _load_and_name(self, version: int, folder: Path, check: WeightCheck | None) -> dict[str, float]:
         seconds = asyncio.run(self._engines.load(version, folder, check))
+        paused_s = sum(seconds.get(name, 0.0) for name in ("pause_s", "load_s", "checksum_s"))
         self._run.set_published(version)
         watch = Stopwatch()
         with watch.phase("prune_s"):
             prune(self._run.policies, version, self._keep)
-        return {**seconds, **watch.seconds}
+        return {**seconds, **watch.seconds, "engines_paused_s": paused_s}

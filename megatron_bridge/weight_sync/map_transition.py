@@ -38,6 +38,9 @@ class MapTransition:
         self._disk = disk
         self._quant = quant
         self._older_maps = older_maps
+        self._active: DiskChannel | StreamedChannel = usual
+        """Which publishes, or did so last."""
+        self._maps_served = 1.0
 
     def use_map(self, quant: QuantMap | None) -> None:
         """Publish in these formats from now on."""
@@ -48,13 +51,32 @@ class MapTransition:
 
     def publish(self, version: int) -> dict[str, float]:
         """See WeightChannel. Also measured: quant_maps_served."""
+        older = self._choose()
+        measured = self._disk.publish(version, older) if older else self._usual.publish(version)
+        return self._with_maps(measured)
+
+    def begin(self, version: int) -> None:
+        """See WeightChannel."""
+        older = self._choose()
+        if older:
+            self._disk.begin(version, older)
+        else:
+            self._usual.begin(version)
+
+    def finish(self) -> dict[str, float]:
+        """See WeightChannel; measured as `publish` says."""
+        return self._with_maps(self._active.finish())
+
+    def _choose(self) -> Sequence[QuantMap]:
+        """The maps that some engines have still; afterwards `_active` is the channel for them."""
         older = [] if self._quant is None else self._older_maps(digest_of(self._quant.to_file()))
         if older:
             self._usual.wait_for_folder()
-            measured = self._disk.publish(version, older)
-        else:
-            measured = self._usual.publish(version)
-        return {**measured, "quant_maps_served": 1.0 + len(older)} if measured else {}
+        self._active, self._maps_served = (self._disk if older else self._usual), 1.0 + len(older)
+        return older
+
+    def _with_maps(self, measured: dict[str, float]) -> dict[str, float]:
+        return {**measured, "quant_maps_served": self._maps_served} if measured else {}
 
     def wait_for_folder(self) -> None:
         """See WeightChannel."""

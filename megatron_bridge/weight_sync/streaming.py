@@ -1,14 +1,21 @@
 """The streamed weight channel: learner ranks send their own share of the weights straight into the engines.
 
-    rank 0            number, pause, begin ──────────────────────────────────────▶ end, verify, continue ─▶ PUBLISHED
-    every sender             └▶ groups ─▶ (gather ─▶ quantize ─▶ bucket ─▶ transport)* ─┘
-    first of a stage                                    └─▶ FolderWriter ─▶ policy/000013, after the publish
+    every rank's learner thread   probe ─▶ (gather ─▶ quantize ─▶ HostSnapshot)*            ─▶ the next step is trained
+    every sender's delivery          └▶ connect ─▶ (bucket ─▶ transport)* ─┐
+    rank 0's delivery             number, pause, begin ────────────────────┴▶ end, verify, continue ─▶ PUBLISHED
+    first of a stage                                                                 FolderWriter ─▶ policy/000013
+
+Once a version is in the snapshots, the learner may train: nothing that a delivery does reads its parameters, and the
+deliveries of all ranks talk through a process group that no other thread uses while they are under way. A publish
+beside training pauses the engines only when the snapshots are complete and hashed. One that the learner waits for
+pauses them at once, and sends each bucket as soon as it is there.
 
 A pipeline stage streams only what it holds; the stages stream at the same time. Every rank of a stage has the gathered
-tensors, so the engines are divided among its ranks: rank e mod (ranks of the stage) serves engine e. Which engines
-there are is read anew by rank 0 at each publish, and told to the others with the number of the update. It sends through
-process groups (ProcessGroupTransport) or through memory that the engine opens (IpcTransport). An engine that dies or
-hangs delays the publish by at most its deadline. It is skipped for the rest of the publish, then quarantined.
+tensors, so the engines are divided among its first ranks, as many as there were engines at the last publish; the others
+keep no snapshot. Which engines there are is read anew by rank 0 at each publish, and told to the others with the number
+of the update. A rank sends through process groups (ProcessGroupTransport) or through memory that the engine opens
+(IpcTransport). An engine that dies or hangs delays the publish by at most its deadline. It is skipped for the rest of
+the publish, then quarantined.
 
 Engines that restart, and a collector that resyncs engines, load the policy folder. It is complete before the next
 publish begins, and before any checkpoint of a later version is written.
@@ -17,13 +24,16 @@ publish begins, and before any checkpoint of a later version is written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import asdict
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core import parallel_state
-from torch import Tensor
 
 from megatron_bridge.hf.writer import complete_policy
 from megatron_bridge.parallel.rank_sync import RankSync
@@ -33,13 +43,16 @@ from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
 from megatron_bridge.weight_sync.export import joined_digests, prune
 from megatron_bridge.weight_sync.probe import ProbeScorer
+from megatron_bridge.weight_sync.snapshot import HostSnapshot
 from megatron_bridge.weight_sync.transport import WeightTransport
 from megatron_bridge.weights import convert
+from pipeline import spans
+from pipeline.background import in_background
 from pipeline.data.files import temporary_name
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
-from pipeline.ports.weight_check import ChecksumRecorder, WeightCheck
+from pipeline.ports.weight_check import Probe, WeightCheck
 from pipeline.ports.weight_update import WeightUpdateReport, WeightUpdateSession
 from pipeline.stopwatch import Stopwatch
 from precision.formats.quant_map import QuantMap
@@ -50,7 +63,23 @@ if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
 
 _log = logging.getLogger(__name__)
-Stream = Iterator[tuple[str, Tensor]]
+Digests = tuple[Mapping[str, str], ...]
+
+
+@dataclass
+class _Publish:
+    """One version on its way. The learner's thread fills it in before the snapshot is complete."""
+
+    version: int
+    folder: Path
+    quant: QuantMap | None
+    learner_waits: bool
+    probe: Probe | None = None
+    terms: Mapping[str, float] = field(default_factory=dict)
+    """What ProbeScorer.score measured."""
+    watch: Stopwatch = field(default_factory=lambda: Stopwatch(("score_s", "gather_s", "quantize_s", "keep_s")))
+    """Of the learner's thread."""
+    paused_at: float = 0.0
 
 
 class StreamedChannel:
@@ -70,11 +99,7 @@ class StreamedChannel:
         deadline_s: float,
     ) -> None:
         """`keep` older policies stay on disk beside the published one. `deadline_s` bounds how long one engine may take
-        for all tensors together, and how long the folder may take.
-
-        A rank that waits for a hanging engine keeps the others of its stage waiting in their gathers: an engine never
-        gets more than half of the learner's step deadline.
-        """
+        for all tensors together, and how long the folder may take."""
         self._learner = learner
         self._session = session
         self._run = run
@@ -90,11 +115,16 @@ class StreamedChannel:
         self._num_stages = 1 + max(stage_of)
         self._stage = stage_of[self._rank_sync.rank]
         ranks = [rank for rank, stage in enumerate(stage_of) if stage == self._stage]
-        self._stage_rank, self._stage_size = ranks.index(self._rank_sync.rank), len(ranks)
-        patience_s = min(deadline_s, learner.section.step_deadline_s / 2)
-        self._transport = new_transport(session, self._event_loop, learner.device, patience_s)
+        self._stage_rank, self._senders = ranks.index(self._rank_sync.rank), len(ranks)
+        self._stage_size = len(ranks)
+        self._transport = new_transport(session, self._event_loop, learner.device, deadline_s)
         self._engines: list[Member] = []
         """Those of the last publish."""
+        on_gpu = learner.device.type == "cuda"
+        self._snapshot = HostSnapshot(pinned=on_gpu)
+        self._stream = torch.cuda.Stream(learner.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        """Copies of a delivery wait for no kernel of the training."""
+        self._delivery: Future[dict[str, float]] | None = None
         self._writer: FolderWriter | None = None
         self._write_s = 0.0
 
@@ -107,53 +137,27 @@ class StreamedChannel:
     def publish(self, version: int) -> dict[str, float]:
         """Give the engines the learner's present weights under the name `version`. Collective.
 
-        Returns score_s, lock_s, pause_s (rank 0), connect_s, gather_s, quantize_s, keep_s (digests and host copies),
-        transfer_s (slowest rank; with the engines' loading), load_s and what verifying took (slowest engine), publish_s
-        (total), write_s (from the publish before this one until its folder was complete), transfer_bytes (all engines),
-        engines_failed, and what ProbeScorer.score measures; {} but on rank 0.
-        Raises EngineUnavailableError on every rank when no engine serves the version.
+        Returns score_s, gather_s, quantize_s and keep_s (host copies) of the slowest rank: the learner's own work;
+        lock_s, pause_s (rank 0), connect_s, digest_s and transfer_s (slowest rank; with the engines' loading), load_s
+        and what verifying took (slowest engine), engines_paused_s, publish_s (total), write_s (of the folder of the
+        publish before), transfer_bytes (all engines), engines_failed, and what ProbeScorer.score measures; {} but on
+        rank 0. Raises EngineUnavailableError on every rank when no engine serves the version.
         """
-        watch = Stopwatch(lane="publish", version=version)
-        self.wait_for_folder()
-        probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
-        watch.lap("score_s")
-        folder = self._run.policy_directory(version)
-        opened = self._rank_sync.all_gather_result(lambda: self._open(folder))[0]
-        self._engines = [Member(**engine) for engine in opened["engines"]]
-        if self._rank_sync.rank:
-            self._session.attend(opened["number"], self._engines)
-        temporary = folder.with_name(opened["temporary"])
-        if self._stage_rank == 0:
-            self._writer = FolderWriter(temporary, self._stage)
-        try:
-            reports = self._rank_sync.all_gather_result(lambda: self._send_all(dict(opened["failures"])))
-            failures = dict(opened["failures"]) | {e: why for report in reports for e, why in report["failures"]}
-            digests, formats = joined_digests(report["digests"] for report in reports), self._plan.formats(self._quant)
-            check = WeightCheck(version=version, probe=probe, digests=digests, formats=formats)
-            closed = self._rank_sync.all_gather_result(lambda: self._close(check, folder, failures))[0]
-        except Exception as error:
-            self._abandon(version, folder, error)
-            raise
-        if self._writer is not None:
-            self._writer.commit(None if self._rank_sync.rank else lambda: self._complete(check, temporary, folder))
-        if self._rank_sync.rank:
-            return {}
-        slowest = {name: max(report["seconds"][name] for report in reports) for name in reports[0]["seconds"]}
-        return {
-            **watch.seconds,
-            **terms,
-            **opened["measured"],
-            **slowest,
-            **closed["measured"],
-            "publish_s": watch.total_s,
-            "write_s": self._write_s,
-            "transfer_bytes": float(sum(report["bytes"] for report in reports)),
-            "engines_failed": float(closed["failed"]),
-        }
+        self._begin(version, learner_waits=True)
+        return self.finish()
+
+    def begin(self, version: int) -> None:
+        """See WeightChannel."""
+        self._begin(version, learner_waits=False)
+
+    def finish(self) -> dict[str, float]:
+        """See WeightChannel; measured as `publish` says. What failed is raised on every rank."""
+        delivery, self._delivery = self._delivery, None
+        return {} if delivery is None else delivery.result()
 
     def wait_for_folder(self) -> None:
-        """Wait until the policy folder of the last publish is complete. Collective; raises on every rank what stopped
-        a writer, and DeadlineExceededError."""
+        """See WeightChannel. Raises on every rank what stopped a writer, and DeadlineExceededError."""
+        assert self._delivery is None, "finish comes first"
         writer, self._writer = self._writer, None
         waited = self._rank_sync.all_gather_result(lambda: writer.wait(self._folder_deadline_s) if writer else 0.0)
         self._write_s = max(waited) or self._write_s
@@ -164,61 +168,134 @@ class StreamedChannel:
         self._event_loop.run(self._session.close())
         self._event_loop.close()
 
-    def _open(self, folder: Path) -> Any:
+    def _begin(self, version: int, *, learner_waits: bool) -> None:
+        self.wait_for_folder()
+        self._senders = min(self._stage_size, len(self._engines) or self._stage_size)
+        publish = _Publish(version, self._run.policy_directory(version), self._quant, learner_waits)
+        self._snapshot.begin()
+        if learner_waits:
+            self._delivery = in_background(lambda: self._deliver(publish), "delivery")
+        failure: Exception | None = RuntimeError(f"version {version} was not taken from the learner; see its log")
+        try:
+            with publish.watch.phase("score_s"):
+                plan = self._plan
+                publish.probe, publish.terms = self._probe.score(plan.rows, plan.max_mean_gap_nats, self._quant)
+            with spans.span("publish", "take", version=version):
+                failure = self._take(publish.watch)
+        finally:
+            self._snapshot.end(failure)
+        if not learner_waits:
+            self._delivery = in_background(lambda: self._deliver(publish), "delivery")
+
+    def _take(self, watch: Stopwatch) -> Exception | None:
+        """Fill the snapshot; what failed. Every rank of the stage exhausts the gathers, whatever happens."""
+        tensors = watch.timed("gather_s", convert.export_stage(self._learner.model, self._learner.model_config))
+        try:
+            if self._stage_rank < self._senders:
+                stream = tensors
+                if self._share is not None:
+                    stream = watch.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
+                for name, tensor in stream:
+                    with watch.phase("keep_s"):
+                        self._snapshot.add(name, tensor)
+        except FloatingPointError as error:
+            return NonFiniteError(f"weights cannot be published: {error}")
+        except Exception as error:  # noqa: BLE001 (raised by finish, on every rank)
+            return error
+        finally:
+            for _ in tensors:
+                pass
+        return None
+
+    def _deliver(self, publish: _Publish) -> dict[str, float]:
+        """On every rank, in a thread of its own: from the snapshots to PUBLISHED."""
+        with self._beside_training(), spans.span("publish", "deliver", version=publish.version):
+            hashing = in_background(self._digests, "weight-digests")
+            if not publish.learner_waits:
+                self._rank_sync.all_gather_result(lambda: hashing.result() and None)
+            opened = self._rank_sync.all_gather_result(lambda: self._open(publish))[0]
+            self._engines = [Member(**engine) for engine in opened["engines"]]
+            if self._rank_sync.rank:
+                self._session.attend(opened["number"], self._engines)
+            try:
+                unreachable = dict(opened["failures"])
+                reports = self._rank_sync.all_gather_result(lambda: self._send_all(publish, unreachable, hashing))
+                failures = unreachable | {e: why for report in reports for e, why in report["failures"]}
+                digests, formats = (
+                    joined_digests(report["digests"] for report in reports),
+                    self._plan.formats(publish.quant),
+                )
+                check = WeightCheck(version=publish.version, probe=publish.probe, digests=digests, formats=formats)
+                closed = self._rank_sync.all_gather_result(lambda: self._close(check, publish, failures))[0]
+            except Exception as error:
+                self._abandon(publish, error)
+                raise
+            self._write_folder(publish, check, publish.folder.with_name(opened["temporary"]))
+        if self._rank_sync.rank:
+            return {}
+        slowest = {name: max(report["seconds"][name] for report in reports) for name in reports[0]["seconds"]}
+        return {
+            **publish.terms,
+            **opened["measured"],
+            **slowest,
+            **closed["measured"],
+            "publish_s": publish.watch.total_s,
+            "write_s": self._write_s,
+            "transfer_bytes": float(sum(report["bytes"] for report in reports)),
+            "engines_failed": float(closed["failed"]),
+        }
+
+    def _beside_training(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _digests(self) -> tuple[Digests, float]:
+        """What the engines should report of this stage's share, and the seconds of hashing; on its first rank."""
+        if self._plan.new_checksums is None or self._stage_rank:
+            self._snapshot.wait()
+            return (), 0.0
+        digests, watch = self._plan.new_checksums(), Stopwatch(("digest_s",))
+        for name, tensor in self._snapshot:
+            with watch.phase("digest_s"):
+                digests.observe(name, tensor)
+        return digests.digests(), watch.seconds["digest_s"]
+
+    def _open(self, publish: _Publish) -> Any:
         if self._rank_sync.rank:
             return None
         report = self._event_loop.run(self._session.begin_weight_update())
+        publish.paused_at = time.monotonic() - report.measured.get("pause_s", 0.0)
         return {
             "failures": list(report.failures.items()),
             "measured": dict(report.measured),
-            "temporary": temporary_name(folder).name,
+            "temporary": temporary_name(publish.folder).name,
             "number": report.number,
             "engines": [asdict(engine) for engine in report.engines],
         }
 
-    def _send_all(self, unreachable: dict[int, str]) -> Any:
-        """Stream this stage's share. Every rank of the stage exhausts the gathers, whatever happens to its engines."""
-        watch = Stopwatch(("connect_s", "gather_s", "quantize_s", "keep_s", "transfer_s"))
-        digests = self._plan.new_checksums() if self._plan.new_checksums is not None and self._writer else None
-        tensors = watch.timed("gather_s", convert.export_stage(self._learner.model, self._learner.model_config))
-        try:
-            with watch.phase("connect_s"):
-                mine = [engine for engine in self._engines if engine.index % self._stage_size == self._stage_rank]
-                self._transport.open(mine, unreachable)
-            if self._transport.engines or self._writer:
-                stream = tensors
-                if self._share is not None:
-                    stream = watch.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
-                stream = watch.timed("keep_s", self._kept(stream, digests))
-                for bucket in pack(stream, self._bucket_bytes, self._transport.new_buffer):
-                    with watch.phase("transfer_s"):
-                        self._transport.send(bucket)
-        except FloatingPointError as error:
-            raise NonFiniteError(f"weights cannot be published: {error}") from error
-        finally:
-            for _ in tensors:
-                pass
+    def _send_all(self, publish: _Publish, unreachable: dict[int, str], hashing: Future[tuple[Digests, float]]) -> Any:
+        """Send this stage's share to the engines of this rank."""
+        watch = Stopwatch(("connect_s", "transfer_s"))
+        with watch.phase("connect_s"):
+            mine = [engine for engine in self._engines if engine.index % self._senders == self._stage_rank]
+            self._transport.open(mine, unreachable)
+        if self._transport.engines:
+            for bucket in pack(self._snapshot, self._bucket_bytes, self._transport.new_buffer):
+                with watch.phase("transfer_s"):
+                    self._transport.send(bucket)
+        digests, digest_s = hashing.result()
         return {
             "failures": list(self._transport.failures.items()),
-            "seconds": watch.seconds,
+            "seconds": publish.watch.seconds | watch.seconds | {"digest_s": digest_s},
             "bytes": self._transport.sent_bytes,
-            "digests": () if digests is None else digests.digests(),
+            "digests": digests,
         }
 
-    def _kept(self, stream: Stream, digests: ChecksumRecorder | None) -> Stream:
-        for name, tensor in stream:
-            if self._writer is not None:
-                self._writer.add(name, tensor)
-            if digests is not None:
-                digests.observe(name, tensor)
-            yield name, tensor
-
-    def _close(self, check: WeightCheck, folder: Path, failures: dict[int, str]) -> Any:
+    def _close(self, check: WeightCheck, publish: _Publish, failures: dict[int, str]) -> Any:
         if self._rank_sync.rank:
             return None
-        version = check.version
+        version, sent_at = check.version, time.monotonic()
         report: WeightUpdateReport = self._event_loop.run(
-            self._session.end_weight_update(version, folder, check, failures)
+            self._session.end_weight_update(version, publish.folder, check, failures)
         )
         for engine, why in report.failures.items():
             _log.warning("engine %d did not take version %d and is quarantined: %s", engine, version, why)
@@ -227,22 +304,29 @@ class StreamedChannel:
                 f"no engine of {len(self._engines)} took version {version}; {'; '.join(report.failures.values())}"
             )
         self._run.set_published(version)
-        return {"measured": dict(report.measured), "failed": len(report.failures)}
+        measured = dict(report.measured)
+        paused_s = sent_at - publish.paused_at + measured.get("load_s", 0.0) + measured.get("checksum_s", 0.0)
+        return {"measured": measured | {"engines_paused_s": paused_s}, "failed": len(report.failures)}
 
-    def _complete(self, check: WeightCheck, temporary: Path, folder: Path) -> None:
-        """Rank 0's writer, after its own share."""
-        check.save(temporary)
-        manifest = gather_manifests(temporary, self._num_stages, self._folder_deadline_s)
-        complete_policy(temporary, folder, manifest, self._learner.model_folder, self._quant, self._run.fence)
-        prune(self._run.policies, check.version, self._keep)
+    def _write_folder(self, publish: _Publish, check: WeightCheck, temporary: Path) -> None:
+        """Begin to; rank 0 completes it after its own share."""
+        if self._stage_rank:
+            return
 
-    def _abandon(self, version: int, folder: Path, error: Exception) -> None:
-        """After a failure: remove the unfinished folder and quarantine every engine."""
-        if self._writer is not None:
-            self._writer.discard()
+        def complete() -> None:
+            check.save(temporary)
+            manifest = gather_manifests(temporary, self._num_stages, self._folder_deadline_s)
+            source, fence = self._learner.model_folder, self._run.fence
+            complete_policy(temporary, publish.folder, manifest, source, publish.quant, fence)
+            prune(self._run.policies, check.version, self._keep)
+
+        self._writer = FolderWriter(temporary, self._stage, self._snapshot, None if self._rank_sync.rank else complete)
+
+    def _abandon(self, publish: _Publish, error: Exception) -> None:
+        """After a failure: quarantine every engine."""
         if self._rank_sync.rank == 0 and self._session.is_open:
             everyone = {engine.index: str(error) for engine in self._engines}
-            self._event_loop.run(self._session.end_weight_update(version, folder, None, everyone))
+            self._event_loop.run(self._session.end_weight_update(publish.version, publish.folder, None, everyone))
 
 
 def _modules(learner: MegatronLearner) -> Iterator[str]:

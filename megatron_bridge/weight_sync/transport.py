@@ -15,8 +15,7 @@ from pipeline.data.membership import Member
 from pipeline.ports.weight_update import WeightUpdateSession
 
 BUCKET_DEADLINE_S = 60.0
-"""An engine that takes longer for one bucket is taken to hang. All ranks of the stage wait for it before the next
-gather, and the engines of those ranks wait with them."""
+"""An engine that takes longer for one bucket is taken to hang. The other engines of its sender wait for it."""
 
 
 @dataclass(eq=False)

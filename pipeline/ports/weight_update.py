@@ -17,7 +17,11 @@ from pipeline.ports.weight_check import WeightCheck
 
 
 class WeightChannel(Protocol):
-    """Moves the learner's weights to every engine. Collective."""
+    """Moves the learner's weights to every engine. Collective.
+
+    The learner waits for `publish`. Or it goes on training after `begin`, and calls `finish` before it begins the next
+    version, waits for a folder, or ends.
+    """
 
     def publish(self, version: int) -> dict[str, float]:
         """Give the weights to the engines; returns once they serve `version`.
@@ -25,6 +29,15 @@ class WeightChannel(Protocol):
         Rank 0 gets measurements by name, the other ranks nothing. A name in `_s` is the seconds of a phase (publish_s:
         of all phases), a name in `_bytes` is a number of bytes.
         """
+        ...
+
+    def begin(self, version: int) -> None:
+        """Take the weights as they are now; they go to the engines while the caller changes its own."""
+        ...
+
+    def finish(self) -> dict[str, float]:
+        """Wait until the engines serve what was begun; measured as `publish` says. Raises on every rank what failed.
+        {} when nothing was begun."""
         ...
 
     def wait_for_folder(self) -> None:

@@ -56,6 +56,10 @@ class BatchSource:
     patience: Patience = field(default_factory=lambda: waiting_for_batches(print_notice))
     """Of rank 0."""
 
+    def is_there(self, index: int) -> bool:
+        """Whether `wait` for the batch would return at once."""
+        return self.learner.tell(lambda: index in self.store.settled())
+
     def wait(self, index: int) -> Batch | None:
         """Batch `index`, once it is committed; None when it was lost by damage.
 

@@ -7,6 +7,9 @@ store ──batch──▶ advantages ──▶ mini-batches ──▶ learner.s
 train     consumes: batch `step` of the store, in order
           waits for: that batch's file (pipeline.trainer.batch_source)
           unblocked by: the collector's commit, or a request to stop
+publish   consumes: the weights as they are after a step; then the next step may change them
+          waits for: the version before, and in sync for this one (Schedule.overlaps)
+          unblocked by: the engines; what failed is raised at the next `finish`, before anything else is published
 after a crash: the newest committed checkpoint is loaded and the batches after it, which are still in the store, are
 trained again; versions that the engines already serve are not published a second time. What reports and diagnoses
 need of a step is written before its checkpoint: a step that is not trained again has left it.
@@ -67,6 +70,10 @@ class Trainer:
     """Steps that the newest checkpoint holds."""
     _save_s: float = field(init=False, default=0.0)
     """What the checkpoint took that was saved since the last line of metrics."""
+    _moving: int | None = field(init=False, default=None)
+    """The version that is on its way to the engines."""
+    _published: dict[str, float] = field(init=False, default_factory=dict)
+    """What was measured of the version whose publish ended since the last line of metrics."""
 
     def train(self) -> None:
         """Train on every batch that the newest checkpoint has not seen, then export the final policy. Asked to stop, it
@@ -80,6 +87,7 @@ class Trainer:
             self.controller.restore(first)
         if first:
             self._publish(first - 1)  # its folder, or PUBLISHED, may have been lost by damage
+            self._finish()
         for step in range(first, self.schedule.steps):
             try:
                 with spans.span("step", "step", step=step):
@@ -87,12 +95,17 @@ class Trainer:
             except StoppedError:  # before the first update of this step
                 if step > self._saved:
                     self._save(step)
+                self._finish()
                 raise
+        self._finish()
         self.learner.export(self.run.model, self.run.fence)
 
     def _train_on(self, step: int) -> None:
         """One step of the loop: wait, update, publish, record, save."""
         watch = Stopwatch(lane="step", step=step)
+        with watch.phase("publish"):
+            if self._moving is not None and not self.batches.is_there(step):
+                self._finish()  # there is nothing to do meanwhile, and what failed may be what the batch waits for
         with watch.phase("wait"):
             batch = self.batches.wait(step)
         if batch is None:
@@ -102,15 +115,17 @@ class Trainer:
         measured = describe(batch, step)
         self.advantage_computer.estimator.observe(solve_rate=asked_solve_rate(batch), entropy=update.metrics["entropy"])
         with watch.phase("publish"):
+            self._finish()
             # What is decided holds from the next version on, so it is decided before that is published.
             controlled = {} if self.controller is None else self.controller.after(batch, update)
-            published = controlled | self._publish(step)
+            self._publish(step)
         with watch.phase("record"):
-            self.learner.tell(lambda: self._record(step, update, measured, published, watch))
+            self.learner.tell(lambda: self._record(step, update, measured | controlled, watch))
         self._save_if_due(step + 1)
 
     def _skip(self, step: int) -> None:
         """A step whose batch was lost by damage: the next version has the weights of this one."""
+        self._finish()
         if self.controller is not None:
             self.controller.skip(step)
         self._publish(step)
@@ -123,10 +138,9 @@ class Trainer:
         if step % self.checkpoint_every == 0 or step == self.schedule.steps:
             self._save(step)
 
-    def _record(
-        self, step: int, update: Update, measured: dict[str, float], published: dict[str, float], watch: Stopwatch
-    ) -> None:
-        """What the step leaves behind (rank 0)."""
+    def _record(self, step: int, update: Update, measured: dict[str, float], watch: Stopwatch) -> None:
+        """What the step leaves behind (rank 0). Of a version that moves beside training, the next step's line tells."""
+        published, self._published = self._published, {}
         self.run.write_learner_logprobs(step, update.logprobs)
         if update.mismatch is not None:
             write_mismatch(self.run, step, update.mismatch)
@@ -166,17 +180,32 @@ class Trainer:
         merged = merge_updates(parts, updates)
         return replace(merged, metrics=merged.metrics | measured)
 
-    def _publish(self, step: int) -> dict[str, float]:
-        """Give version `step + 1` to the engines when the schedule says so and it is not published already."""
+    def _publish(self, step: int) -> None:
+        """Give version `step + 1` to the engines when the schedule says so and it is not published already. The last
+        one is waited for: no step follows to be trained meanwhile."""
         version = step + 1
         if self.channel is None or not self.schedule.publishes_after(step):
-            return {}
+            return
         if self.learner.tell(lambda: self._is_published(version)):
-            return {}
-        measured = self.channel.publish(version)
+            return
+        if self.schedule.overlaps and version < self.schedule.steps:
+            self.channel.begin(version)
+            self._moving = version
+        else:
+            self._note(version, self.channel.publish(version))
+
+    def _finish(self) -> None:
+        """Wait for the version that is on its way. Raises on every rank what failed."""
+        version, self._moving = self._moving, None
+        if version is not None:
+            assert self.channel is not None
+            self._note(version, self.channel.finish())
+
+    def _note(self, version: int, measured: dict[str, float]) -> None:
         if self.learner.is_rank_zero:
-            self.event_log.event("published", version=version, seconds=measured["publish_s"])
-        return measured
+            # The run's last line has room for one of its two versions; the event keeps every one.
+            self.event_log.event("published", version=version, seconds=measured["publish_s"], measured=measured)
+            self._published |= measured
 
     def _is_published(self, version: int) -> bool:
         """Served, and kept for engines that restart: a channel may have died between the two, then the version that the
@@ -186,8 +215,10 @@ class Trainer:
         return version < published or (version == published and self.run.policy_directory(version).is_dir())
 
     def _save(self, step: int) -> None:
-        """A checkpoint of the first `step` steps."""
-        if self.channel is not None:
+        """A checkpoint of the first `step` steps. An older version than its own must be served and kept by then: a
+        learner that goes on from it could not publish that again."""
+        if self.channel is not None and self._moving != step:
+            self._finish()
             self.channel.wait_for_folder()
         started = time.monotonic()
         with spans.span("step", "save", step=step - 1):

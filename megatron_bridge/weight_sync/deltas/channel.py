@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +33,14 @@ from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
 from megatron_bridge.weight_sync.export import joined_digests, prune
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weights import convert
+from pipeline.background import in_background
 from pipeline.data.deltas.delta import Delta, DeltaWriter, list_of, payload_name, payload_of, state_of
 from pipeline.data.files import temporary_name
 from pipeline.data.integrity.space import require_space
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
 from pipeline.ports.engines import Engines
-from pipeline.ports.weight_check import WeightCheck
+from pipeline.ports.weight_check import Probe, WeightCheck
 from pipeline.stopwatch import Stopwatch
 from precision.formats.quant_map import QuantMap
 from precision.formats.quantize import quantize_block
@@ -88,6 +90,7 @@ class DeltaChannel:
         self._shared_map = None if quant is None else quant.restricted(n.removesuffix(".weight") for n in self._names)
         self._base: tuple[int, str] | None = None
         """Version and state of what the share holds; None while that was not published."""
+        self._delivery: Future[dict[str, float]] | None = None
         self._whole = 0
         """The newest version that is whole."""
 
@@ -99,14 +102,40 @@ class DeltaChannel:
         read), whole_bytes, published_whole (1 or 0), what ProbeScorer.score measures and what Engines.load reports; {}
         but on rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it is.
         """
+        self.begin(version)
+        return self.finish()
+
+    def begin(self, version: int) -> None:
+        """See WeightChannel: every rank keeps its share."""
         watch = Stopwatch(lane="publish", version=version)
         probe, terms = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, self._quant)
         watch.lap("score_s")
         begun = self._tell(lambda: self._begin(version))
-        temporary, is_whole = self._run.policies / begun["temporary"], begun["is_whole"]
+        temporary = self._run.policies / begun["temporary"]
         base, self._base = (self._base if begun["compares"] else None), None
         shares = self._rank_sync.all_gather_result(lambda: self._take(temporary, base is not None))
         watch.lap("export_s")
+        self._delivery = in_background(
+            lambda: terms | self._deliver(version, watch, probe, base, begun, shares), "delivery"
+        )
+
+    def finish(self) -> dict[str, float]:
+        """See WeightChannel; measured as `publish` says."""
+        delivery, self._delivery = self._delivery, None
+        measured = {} if delivery is None else delivery.result()
+        return {} if self._rank else measured
+
+    def _deliver(
+        self,
+        version: int,
+        watch: Stopwatch,
+        probe: Probe,
+        base: tuple[int, str] | None,
+        begun: dict[str, Any],
+        shares: list[dict[str, Any]],
+    ) -> dict[str, float]:
+        """On every rank, in a thread of its own: from the shares to PUBLISHED."""
+        temporary, is_whole = self._run.policies / begun["temporary"], begun["is_whole"]
         sizes = {name: sum(share[name] for share in shares) for name in ("bytes", "delta_bytes", "numbers", "changed")}
         if base is None or sizes["delta_bytes"] > DENSE * sizes["bytes"]:
             base, is_whole = None, True
@@ -126,23 +155,18 @@ class DeltaChannel:
             state = self._write(self._run.policies / again, check, delta, is_whole)
             seconds = self._tell(lambda: self._load(check, is_whole))
         self._base, self._whole = (version, state), version if is_whole else self._whole
-        return (
-            {}
-            if self._rank
-            else {
-                **watch.seconds,
-                **terms,
-                **seconds,
-                "publish_s": watch.total_s,
-                "delta_density": 1.0 if delta is None else sizes["changed"] / sizes["numbers"],
-                "published_bytes": float(sizes["bytes" if delta is None else "delta_bytes"]),
-                "whole_bytes": float(sizes["bytes"]),
-                "published_whole": float(is_whole),
-            }
-        )
+        return {
+            **watch.seconds,
+            **seconds,
+            "publish_s": watch.total_s,
+            "delta_density": 1.0 if delta is None else sizes["changed"] / sizes["numbers"],
+            "published_bytes": float(sizes["bytes" if delta is None else "delta_bytes"]),
+            "whole_bytes": float(sizes["bytes"]),
+            "published_whole": float(is_whole),
+        }
 
     def wait_for_folder(self) -> None:
-        """Returns at once: `publish` completes the folder before it returns."""
+        """Returns at once: `finish` waits until the folder is complete."""
 
     def close(self) -> None:
         """See WeightChannel."""

@@ -11,7 +11,7 @@ COLLECTOR, ALLOCATOR = "pipeline/rollout/collector.py", "pipeline/rollout/group_
 BUILDER, SAMPLER = "pipeline/rollout/batch_builder.py", "pipeline/rollout/group_sampler.py"
 SCHEDULE, OLD = "pipeline/schedule.py", "pipeline/trainer/old_logprobs.py"
 
-RECORD = "self.learner.tell(lambda: self._record(step, update, measured, published, watch))"
+RECORD = "self.learner.tell(lambda: self._record(step, update, measured | controlled, watch))"
 SAVE = "self._save_if_due(step + 1)"
 
 
@@ -161,7 +161,7 @@ BREAKAGES = (
     _broken(
         "versions that are served are published again",
         LOOP,
-        "        if self.learner.tell(lambda: self._is_published(version)):\n            return {}\n",
+        "        if self.learner.tell(lambda: self._is_published(version)):\n            return\n",
         "",
     ),
     _broken(

@@ -106,16 +106,43 @@ class SimulatedChannel:
         self._announced = announced
         self._room, self._run, self._learner, self._updates = room, run, learner, updates
         self._owner = room.world.me()
+        self._delivery: Process | None = None
+        """Gives a version to the engines, for as long as its learner lives."""
+        self._seconds: dict[str, float] = {}
         self._writer: Process | None = None
         """Writes the folder of a streamed version in the background, for as long as its learner lives."""
 
     def publish(self, version: int) -> dict[str, float]:
+        self.begin(version)
+        return self.finish()
+
+    def begin(self, version: int) -> None:
         world = self._room.world
         world.point("publish", str(version))
         self.wait_for_folder()
         weights = self._learner.weights
         if not world.plan.streamed:
             write_policy(weights, self._run.policy_directory(version), self._run.fence)
+
+        def deliver(_: Process) -> int:
+            self._deliver(version, weights)
+            return 0
+
+        self._delivery = world.start("delivery", deliver, 0.0, self._owner.host, self._owner)
+
+    def finish(self) -> dict[str, float]:
+        delivery, self._delivery = self._delivery, None
+        if delivery is None:
+            return {}
+        while delivery.status is None:
+            time.sleep(0.05)
+        if isinstance(delivery.error, Exception):
+            raise delivery.error
+        return dict(self._seconds)
+
+    def _deliver(self, version: int, weights: str) -> None:
+        world = self._room.world
+        world.point("deliver", str(version))
         fleet = SimulatedFleet(self._room, self._run, self._updates)
         folder = self._run.policy_directory(version)
         if world.plan.streamed:
@@ -126,7 +153,7 @@ class SimulatedChannel:
         if world.plan.streamed:
             self._begin_folder(version, weights)
         self._prune(version)
-        return seconds | {"publish_s": 0.5}
+        self._seconds = seconds | {"publish_s": 0.5}
 
     def wait_for_folder(self) -> None:
         while self._writer is not None and self._writer.status is None:
@@ -137,12 +164,11 @@ class SimulatedChannel:
 
     def _begin_folder(self, version: int, weights: str) -> None:
         def write(writer: Process) -> int:
-            if not self._owner.dead and self._owner.status is None:
-                write_policy(weights, self._run.policy_directory(version), self._run.fence)
+            write_policy(weights, self._run.policy_directory(version), self._run.fence)
             return 0
 
         world = self._room.world
-        self._writer = world.start("writer", write, self._room.draw.expovariate(1.0), self._owner.host)
+        self._writer = world.start("writer", write, self._room.draw.expovariate(1.0), self._owner.host, self._owner)
 
     def close(self) -> None:
         self.wait_for_folder()

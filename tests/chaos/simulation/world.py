@@ -34,15 +34,16 @@ class Killed(BaseException):
 class Process:
     """One start of a role; `operator` is the one that is no part of the machine."""
 
-    def __init__(self, role: str, number: int, host: str) -> None:
+    def __init__(self, role: str, number: int, host: str, owner: Process | None = None) -> None:
+        """With an `owner`, it is a thread of that process: it dies and ends with it."""
         self.role = role
+        self.owner = owner
+        self._killed = False
         self.name = f"{role}.{number}"
         self.host = host
         self.status: int | None = None
         """Exit status; None while it lives. -9: killed."""
         self.error: BaseException | None = None
-        self.dead = False
-        """It was killed, and may not have unwound yet."""
         self.stop_requested = False
         self.unwinding = False
         self.wake: tuple[float, float] = (0.0, 0.0)
@@ -55,6 +56,16 @@ class Process:
         self.frozen = False
         self.replaced = False
         """Frozen, and given up: its role is started again elsewhere."""
+
+    @property
+    def dead(self) -> bool:
+        """It was killed, and may not have unwound yet."""
+        owner = self.owner
+        return self._killed or (owner is not None and (owner.dead or owner.status is not None))
+
+    @dead.setter
+    def dead(self, killed: bool) -> None:
+        self._killed = killed
 
 
 class World:
@@ -92,10 +103,17 @@ class World:
 
     # ---- processes
 
-    def start(self, role: str, body: Callable[[Process], int], delay_s: float = 0.0, host: str = "a") -> Process:
-        """Begin a process in `delay_s`; `body` returns its exit status."""
+    def start(
+        self,
+        role: str,
+        body: Callable[[Process], int],
+        delay_s: float = 0.0,
+        host: str = "a",
+        owner: Process | None = None,
+    ) -> Process:
+        """Begin a process in `delay_s`, or a thread of `owner`; `body` returns its exit status."""
         self.started += 1
-        process = Process(role, self.started, host)
+        process = Process(role, self.started, host, owner)
         process.began = self.now + delay_s
         process.wake = (process.began, self.schedule_random.random())
         self.processes.append(process)
@@ -110,7 +128,7 @@ class World:
                 process.status = -9
             except BaseException as error:  # noqa: BLE001 (a bug of the product or of the simulation: the verdict names it)
                 process.status, process.error = 1, error
-                if role not in ("collector", "learner", "writer"):  # of those, the operator judges
+                if role not in ("collector", "learner", "delivery", "writer"):  # of those, the operator judges
                     self.problem(f"the {role} failed: {self.said(error)}")
             self.note(process.name, "ends", f"{process.status} {self.said(process.error)}")
             self.processes.remove(process)

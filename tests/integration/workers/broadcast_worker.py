@@ -103,7 +103,25 @@ class Rank:
     def publish(self, channel: StreamedChannel, version: int, *, publishing: bool = True) -> None:
         """Publish, then compare what each admitted engine says with the learner."""
         measured = channel.publish(version) if publishing else {}
+        self.compare(channel, version, measured, self.learner.score_tokens(ROWS), publishing=publishing)
+
+    def publish_beside(self, channel: StreamedChannel, version: int) -> None:
+        """The same, while the learner's weights change and its ranks are in collectives of their own."""
         ours = self.learner.score_tokens(ROWS)
+        channel.begin(version)
+        self.move()
+        self.learner.score_tokens(ROWS)
+        self.compare(channel, version, channel.finish(), ours)
+
+    def compare(
+        self,
+        channel: StreamedChannel,
+        version: int,
+        measured: dict[str, float],
+        ours: list[NDArray[np.float32]],
+        *,
+        publishing: bool = True,
+    ) -> None:
         if not self.here:
             return
         theirs = channel._event_loop.run(self.prefill())
@@ -123,7 +141,10 @@ class Rank:
         self.found["registry"] = len(dist.distributed_c10d._world.pg_group_ranks)
         for version in (1, 2):
             self.move()
-            self.publish(channel, version)
+            if version == 1:
+                self.publish(channel, version)
+            else:
+                self.publish_beside(channel, version)
         # Both senders of engine 1 lose it (rank 1 of stage 0, rank 3 of stage 1); rank 1 pulls the trigger.
         for version, action in ((3, self.kill), (5, self.stop)):
             self.move()

@@ -25,7 +25,7 @@ ADAPTERS_MAY_USE = (
         "pipeline.process_log",
         "pipeline.scratch",
     ),
-    *("pipeline.spans", "pipeline.stopwatch"),
+    *("pipeline.spans", "pipeline.stopwatch", "pipeline.background"),
     "pipeline.beside_loop",
 )
 """Of `pipeline`, what a learner and an engine may know: modules, or rooms with all that is in them."""

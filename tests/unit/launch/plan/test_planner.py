@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from launch.plan.costs import Assumptions, active_parameters, bubble_share, forward_flops, learner_time
+from launch.plan.hosts import cluster_needs
 from launch.plan.planner import Machine, Planner, config_for, engine_model, make_plan
 from launch.plan.view import render
 from megatron_bridge.hf.model_config import ModelConfig
@@ -263,7 +264,7 @@ def test_the_published_one_step_off_run() -> None:
     timed = planner.durations(recipe.learner)
     overlapped = max(timed.rollout_s, timed.update_s) + timed.publish_s
     assert overlapped == pytest.approx(215, rel=0.05)
-    in_turns = sum(vars(timed).values())
+    in_turns = timed.rollout_s + timed.score_s + timed.update_s + timed.publish_s
     assert in_turns == pytest.approx(393, rel=0.10)
 
 
@@ -352,3 +353,18 @@ def test_the_command_needs_no_torch_and_no_weights(tmp_path: Path) -> None:
     result, loaded = done.stdout.splitlines()
     assert json.loads(result)["static_gib_per_rank"] == pytest.approx(23.972, abs=0.001)
     assert loaded == ""
+
+
+def test_hosts_hold_what_is_published() -> None:
+    """A rank that sends keeps its stage's share: as many of a stage as there are engines. By disk, one copy is made."""
+
+    def memory(*overrides: str) -> int:
+        recipe = load_recipe(DENSE, ["rollout.precision=bf16", *overrides])
+        planner = Planner(DENSE, recipe, Machine(gpus=64, gpu_gib=80), assumptions())
+        return cluster_needs(planner, gpus_per_learner_host=8, gpus_per_engine_host=8).learner.memory_bytes
+
+    recipe = load_recipe(DENSE, ["rollout.precision=bf16"])
+    model = Planner(DENSE, recipe, Machine(gpus=64, gpu_gib=80), assumptions()).engine_model_bytes
+    disk, few, many = (memory(*one) for one in (["weights.channel=disk"], ["rollout.engines=1"], []))
+    assert many - disk == pytest.approx(model, rel=1e-6), "eight ranks hold a quarter each"
+    assert few == disk

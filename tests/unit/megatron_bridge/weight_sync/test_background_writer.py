@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_bridge.hf.shard_writer import write_shards
-from megatron_bridge.weight_sync import background_writer
 from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_manifests, stage_file
 from pipeline.errors import DeadlineExceededError
 
@@ -20,45 +17,17 @@ from pipeline.errors import DeadlineExceededError
 def test_the_last_stage_completes_the_folder(tmp_path: Path) -> None:
     temporary = tmp_path / "000001.tmp-1"
     manifests: list[dict[str, object]] = []
-    first, second = (FolderWriter(temporary, stage) for stage in range(2))
-    first.add("a", torch.ones(2))
-    second.add("b", torch.zeros(3))
-    first.commit(lambda: manifests.append(gather_manifests(temporary, 2, 10)))
-    second.commit()
-    assert [writer.wait(10) >= 0 for writer in (first, second)] == [True, True]
+    complete = lambda: manifests.append(gather_manifests(temporary, 2, 10))  # noqa: E731
+    writers = [
+        FolderWriter(temporary, 0, [("a", torch.ones(2))], complete),
+        FolderWriter(temporary, 1, [("b", torch.zeros(3))]),
+    ]
+    assert [writer.wait(10) >= 0 for writer in writers] == [True, True]
     (manifest,) = manifests
     files = {name: entry["file"] for name, entry in manifest.items()}  # type: ignore[index]
     assert files == {"a": "model-stage00-00001.safetensors", "b": "model-stage01-00001.safetensors"}
     assert load_file(temporary / files["b"])["b"].shape == (3,)
     assert sorted(path.name for path in temporary.iterdir()) == sorted(files.values()), "stage files are gone"
-
-
-def test_tensors_are_copied_when_they_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-
-    def write_late(*arguments: Any, **options: Any) -> Any:
-        go_on.wait(10)
-        return write_shards(*arguments, **options)
-
-    monkeypatch.setattr(background_writer, "write_shards", write_late)
-    writer = FolderWriter(tmp_path / "t", 0)
-    buffer = torch.ones(2)
-    writer.add("a", buffer)
-    buffer.zero_()
-    writer.commit()
-    go_on.set()
-    writer.wait(10)
-    assert load_file(tmp_path / "t" / "model-stage00-00001.safetensors")["a"].tolist() == [1, 1]
-
-
-def test_a_discarded_share_leaves_nothing(tmp_path: Path) -> None:
-    temporary = tmp_path / "t"
-    writers = [FolderWriter(temporary, stage) for stage in range(2)]
-    for writer in writers:
-        writer.add("a", torch.ones(2))
-        writer.discard()
-    assert [writer.wait(10) for writer in writers] == [0.0, 0.0]
-    assert not temporary.exists()
 
 
 def test_a_stage_that_never_ends_is_named(tmp_path: Path) -> None:
@@ -69,24 +38,13 @@ def test_a_stage_that_never_ends_is_named(tmp_path: Path) -> None:
 
 def test_what_stops_a_writer_is_raised_where_it_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    writer = FolderWriter(tmp_path / "file" / "folder", 0)
-    writer.commit()
     with pytest.raises(NotADirectoryError):
-        writer.wait(10)
-
-
-def test_what_stops_a_discarded_share_does_not_matter(tmp_path: Path) -> None:
-    """Another discarded stage may remove the folder between this one's `mkdir` and its first shard."""
-    (tmp_path / "file").write_text("")
-    writer = FolderWriter(tmp_path / "file" / "folder", 0)
-    writer.discard()
-    assert writer.wait(10) == 0.0
+        FolderWriter(tmp_path / "file" / "folder", 0, []).wait(10)
 
 
 def test_a_slow_disk_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     go_on = threading.Event()
-    writer = FolderWriter(tmp_path / "t", 0)
-    writer.commit(lambda: go_on.wait(10) and None)
+    writer = FolderWriter(tmp_path / "t", 0, [], lambda: go_on.wait(10) and None)
     with pytest.raises(DeadlineExceededError, match=r"was not written within 0\.1 s"):
         writer.wait(0.1)
     go_on.set()

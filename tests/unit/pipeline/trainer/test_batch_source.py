@@ -51,6 +51,13 @@ def test_a_batch_is_read_once_it_is_there(
     writer.join()
 
 
+def test_whether_a_batch_is_there_is_known_without_waiting(run: RunDirectory, make_batch: MakeBatch) -> None:
+    assert not source(run).is_there(0)
+    BatchStore(run.batches).commit(make_batch(0))
+    assert source(run).is_there(0)
+    assert not source(run).is_there(1)
+
+
 def test_a_lost_batch_is_not_waited_for(run: RunDirectory) -> None:
     store = BatchStore(run.batches)
     LostBatch(

@@ -31,6 +31,13 @@ class Recorder(OneRank):
         self.calls.append(f"publish {version}")
         return {"publish_s": 0.25, "load_s": 0.125, "transfer_bytes": 8.0}
 
+    def begin(self, version: int) -> None:
+        self.calls.append(f"begin {version}")
+
+    def finish(self) -> dict[str, float]:
+        self.calls.append("finish")
+        return {"publish_s": 0.5}
+
     def wait_for_folder(self) -> None:
         self.calls.append("wait_for_folder")
 
@@ -81,10 +88,11 @@ def test_a_version_is_published_until_it_is_served_and_kept(
     if folder_there:
         run.policy_directory(published).mkdir()
     recorder = Recorder()
-    measured = trainer(run, recorder, recorder)._publish(1)
+    loop = trainer(run, recorder, recorder)
+    loop._publish(1)
     assert recorder.calls == expected
     assert [event["seconds"] for event in read_events(run.path, "published")] == [0.25] * len(expected)
-    assert bool(measured) == bool(expected)
+    assert bool(loop._published) == bool(expected)
 
 
 def test_a_thawed_learner_does_not_publish(run: RunDirectory) -> None:
@@ -187,10 +195,74 @@ def test_a_checkpoint_waits_for_the_folder(run: RunDirectory) -> None:
     assert recorder.calls == ["wait_for_folder", "save 2"]
 
 
+class Beside(Steps):
+    """The weights move beside training. Batch `late` is not there yet when its turn comes."""
+
+    def __init__(self, run: RunDirectory, stop_before: int = 99, late: int = -1) -> None:
+        super().__init__(run, stop_before)
+        self.late = late
+
+    def is_there(self, index: int) -> bool:
+        return index != self.late
+
+    def wait(self, index: int) -> Any:
+        self.calls.append(f"batch {index}")
+        return super().wait(index)
+
+
+def beside(run: RunDirectory, steps: Beside, monkeypatch: pytest.MonkeyPatch, **schedule: Any) -> Trainer:
+    run.set_published(0)
+    loop = loop_of(run, steps, monkeypatch)
+    loop.channel, loop.schedule = steps, Schedule(steps=4, **schedule)
+    loop.checkpoint_every = 3
+    return loop
+
+
+def test_the_next_batch_is_trained_while_weights_move(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version ends before the next one begins; the checkpoint of version 3 does not wait for version 3."""
+    steps = Beside(run)
+    beside(run, steps, monkeypatch, kind="async", lag=1).train()
+    assert steps.calls == [
+        *("batch 0", "begin 1", "batch 1", "finish", "begin 2", "batch 2", "finish", "begin 3", "save 3"),
+        *("batch 3", "finish", "publish 4", "wait_for_folder", "save 4", "export"),
+    ]
+    assert [event["version"] for event in read_events(run.path, "published")] == [1, 2, 3, 4]
+    assert [line["publish_seconds"] for line in read_metrics(run.path)] == [
+        *({}, {"publish_s": 0.5}, {"publish_s": 0.5}),
+        {"publish_s": 0.25, "load_s": 0.125},
+    ]
+
+
+def test_a_learner_without_a_batch_waits_for_its_publish(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed may be why the batch does not come."""
+    steps = Beside(run, late=1)
+    beside(run, steps, monkeypatch, kind="async", lag=1).train()
+    assert steps.calls[:5] == ["batch 0", "begin 1", "finish", "batch 1", "begin 2"]
+
+
+def test_a_checkpoint_within_a_stage_waits_for_the_stage(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Beside(run)
+    beside(run, steps, monkeypatch, kind="staged", updates_per_stage=2).train()
+    assert steps.calls[:7] == ["batch 0", "batch 1", "begin 2", "batch 2", "finish", "wait_for_folder", "save 3"]
+
+
+def test_a_request_to_stop_waits_for_what_moves(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Beside(run, stop_before=1)
+    with pytest.raises(StoppedError):
+        beside(run, steps, monkeypatch, kind="async", lag=1).train()
+    assert steps.calls == ["batch 0", "begin 1", "batch 1", "save 1", "finish"]
+
+
+def test_sync_trains_nothing_while_weights_move() -> None:
+    assert not Schedule(kind="sync", steps=4).overlaps
+    assert not Schedule(kind="async", steps=4, lag=0).overlaps
+    assert Schedule(kind="async", steps=4, lag=1).overlaps
+
+
 def test_a_replay_publishes_nothing(run: RunDirectory) -> None:
     recorder = Recorder()
     loop = trainer(run, recorder, None)
-    assert loop._publish(1) == {}
+    loop._publish(1)
     loop._save(1)
     assert recorder.calls == ["save 1"]
 
