@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.checkpoint import training_state
+from megatron_bridge.checkpoint.beside_training import ShardSave
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.build import build_chunks, choose_layers
 from megatron_bridge.model.te_precision import Layers, token_multiple, warm_up_passes
@@ -57,6 +58,8 @@ from precision.ratios import MAX_LOG_RATIO
 
 Result = TypeVar("Result")
 Scores = Tensor | NDArray[np.float32] | None
+_LOOK_S = 3.0
+"""Ranks tell one another so often whether they have written their shares."""
 
 
 class MegatronLearner:
@@ -228,12 +231,26 @@ class MegatronLearner:
             device_logprobs=known_logprobs(gathered, batch, trained, scored),
         )
 
+    def begin_save(self, directory: Path) -> ShardSave:
+        """Write model, optimizer, step and RNG state, as they are now, into an empty directory while training goes on.
+        See pipeline.ports.learner.Learner."""
+        return training_state.begin_save(
+            directory,
+            self.model,
+            self.optimizer,
+            step=self.step,
+            layout=self.layout,
+            all_of=self._rank_zero.all_of,
+        )
+
     def save(self, directory: Path) -> None:
-        """Write model, optimizer, step and RNG state into an empty directory."""
-        training_state.save(directory, self.model, self.optimizer, step=self.step, layout=self.layout)
+        """As `begin_save`, to its end."""
+        under_way = self.begin_save(directory)
+        while not under_way.advance(_LOOK_S):
+            pass
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, whatever layout wrote it. Raises CorruptCheckpointError."""
+        """Restore what was saved, whatever layout saved it. Raises CorruptCheckpointError."""
         self.step = training_state.load(directory, self.model, self.optimizer, layout=self.layout)
         weights_changed(self.emulation)
         self._warm_ups = warm_up_passes(self.section.precision)

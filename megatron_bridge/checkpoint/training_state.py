@@ -8,7 +8,7 @@ not: load only checkpoints that you saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_bridge.checkpoint.beside_training import ShardSave
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
 from megatron_bridge.checkpoint.shard_writers import write_in_threads
 from megatron_bridge.checkpoint.weights_only import chunk_keys, fill, sharded_weights
@@ -32,8 +33,17 @@ _RESHARDABLE = {
 }
 
 
-def save(directory: Path, model: Sequence[Any], optimizer: Any, *, step: int, layout: Layout) -> None:
-    """Write weights, optimizer state, step and RNG state into an empty directory. Collective."""
+def begin_save(
+    directory: Path,
+    model: Sequence[Any],
+    optimizer: Any,
+    *,
+    step: int,
+    layout: Layout,
+    all_of: Callable[[Callable[[], bool]], bool],
+) -> ShardSave:
+    """Write weights, optimizer state, step and RNG state, as they are now, into an empty directory. Collective.
+    `all_of` as in ShardSave."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -41,7 +51,7 @@ def save(directory: Path, model: Sequence[Any], optimizer: Any, *, step: int, la
     state["learner"] = {"step": step, "layout": asdict(layout), "device": _device()}
     state["rng"] = _rng_object(_rng_state())
     write_in_threads()
-    dist_checkpointing.save(state, str(directory))
+    return ShardSave(dist_checkpointing.save(state, str(directory), async_sharded_save=True), all_of)
 
 
 def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layout) -> int:

@@ -87,6 +87,10 @@ class RankZero:
         results = self._rank_sync.all_gather_result(lambda: action() if self.is_rank_zero else None)
         return results[0]  # type: ignore[return-value]
 
+    def all_of(self, look: Callable[[], bool]) -> bool:
+        """Whether all ranks say so. When one fails, all raise that error."""
+        return all(self._rank_sync.all_gather_result(look))
+
     def everywhere(self, action: Callable[[], None]) -> None:
         """Run the action on every rank. When it fails on one, all raise that error."""
         self._rank_sync.all_gather_result(action)

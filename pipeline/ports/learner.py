@@ -41,6 +41,15 @@ class Update:
         return found
 
 
+class SaveUnderWay(Protocol):
+    """What a learner writes beside its training."""
+
+    def advance(self, wait_s: float) -> bool:
+        """Whether everything is written; each rank waits for its own share no longer than `wait_s`. Collective, and not
+        to be called again once it was. Raises on every rank what stopped any."""
+        ...
+
+
 class Learner(Protocol):
     """The trained policy. Every method is collective: all ranks call it, in the same order."""
 
@@ -79,12 +88,13 @@ class Learner(Protocol):
         """
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write model, optimizer and RNG state into an empty directory (no commit marker: the caller's business)."""
+    def begin_save(self, directory: Path) -> SaveUnderWay:
+        """Copy model, optimizer and RNG state to host memory, and write the copy into an empty directory while training
+        goes on (no commit marker: the caller's business). Only one such save may be under way."""
         ...
 
     def load(self, directory: Path) -> None:
-        """Restore what `save` wrote, whatever layout wrote it."""
+        """Restore what was saved, whatever layout saved it."""
         ...
 
     def export(self, directory: Path, fence: Callable[[], None] = unfenced) -> None:

@@ -1,8 +1,11 @@
 """Checkpoints are folders that get their name when they are complete.
 
-    .000012.HOST-RANDOM.tmp   every rank writes its shards; rank 0 adds the loop's state, makes all files durable, then
-                              adds COMMIT: the step, and size and SHA-256 of every file; with a checksum of its own
+    .000012.HOST-RANDOM.tmp   every rank writes its shards, from a copy in host memory, while training goes on; then a
+                              thread of rank 0 adds the loop's state, makes all files durable, and adds COMMIT: the
+                              step, and size and SHA-256 of every file; with a checksum of its own
     000012                    the same folder, moved onto a name that must be free
+
+One save is under way at most. Whether it has got on is agreed by all ranks between two steps: `advance`.
 
 Of two learners that save one step, one a superseded one, the first to move its folder wins and the other keeps that. A
 folder whose files do not match COMMIT is refused by name.
@@ -13,11 +16,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline import spans
 from pipeline.data.files import (
     await_visible,
     fsync_directory,
@@ -32,12 +38,30 @@ from pipeline.data.integrity.sealed import MAX_BYTES, read_sealed_json, reason, 
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.run_directory import committed_steps, numbered, unfenced
 from pipeline.errors import CorruptCheckpointError, StoreError
-from pipeline.ports.learner import Learner
-from pipeline.trainer.long_actions import tell_when_done
+from pipeline.ports.learner import Learner, SaveUnderWay
+from pipeline.trainer.long_actions import ANSWER_S, LongAction, tell_when_done
 from precision.text.short import quoted
 
 COMMIT = "COMMIT"
 _LOOP_STATE = "loop_state.json"
+
+
+class Saved(NamedTuple):
+    """A checkpoint that has its name; `seconds` since it was begun."""
+
+    step: int
+    seconds: float
+
+
+@dataclass
+class _Save:
+    folder: Path
+    step: int
+    state: dict[str, float]
+    began: float
+    shards: SaveUnderWay
+    commit: LongAction[None] | None = None
+    """Once all shards are written."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +75,49 @@ class Checkpoints:
     first_bytes: int = 0
     """What the first checkpoint will take, as far as is known: a disk that has less is said to be too full before."""
 
+    _under_way: list[_Save] = field(init=False, repr=False, compare=False, default_factory=list)
+    """One at most."""
+
     def save(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
         """Collective. Once it returns, training can go on at `step`, whatever dies. `state` is what the loop itself
         must remember."""
+        self.begin(learner, step, state)
+        self.advance(learner, to_the_end=True)
+
+    def begin(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
+        """Collective. Copy what a checkpoint of `step` needs, and begin to write it. The one before it must be over."""
+        if self._under_way:
+            raise ValueError(f"the checkpoint of step {self._under_way[0].step} is not written yet; advance to its end")
         folder = self.directory / learner.tell(lambda: self._new_folder(step))
+        with self._or_removed(folder, step):
+            shards = learner.begin_save(folder)
+        self._under_way.append(_Save(folder, step, dict(state), time.monotonic(), shards))
+
+    def advance(self, learner: Learner, *, to_the_end: bool = False) -> Saved | None:
+        """Collective. What has been saved since the last look, at the end of the save that is under way or, as it is
+        now, if it is over. Raises on every rank what stopped it on any."""
+        if not self._under_way:
+            return None
+        save, wait_s = self._under_way[0], ANSWER_S if to_the_end else 0.0
+        with self._or_removed(save.folder, save.step):
+            while not self._is_over(learner, save, wait_s):
+                if not to_the_end:
+                    return None
+        self._under_way.clear()
+        return Saved(save.step, time.monotonic() - save.began)
+
+    def _is_over(self, learner: Learner, save: _Save, wait_s: float) -> bool:
+        if save.commit is None and save.shards.advance(wait_s):
+            save.commit = LongAction(learner, lambda: self._commit(save.folder, save.step, save.state))
+        return save.commit is not None and bool(save.commit.look(wait_s))
+
+    @contextmanager
+    def _or_removed(self, folder: Path, step: int) -> Iterator[None]:
         try:
             with full_disk_said(self.directory, f"the checkpoint of step {step}"):
-                learner.save(folder)
-                learner.barrier()
-                tell_when_done(learner, lambda: self._commit(folder, step, state))
+                yield
         except Exception:
+            self._under_way.clear()
             shutil.rmtree(folder, ignore_errors=True)  # every rank tries: what gets no name must not fill the disk
             raise
 
@@ -92,7 +149,8 @@ class Checkpoints:
 
     def _commit(self, folder: Path, step: int, state: Mapping[str, float]) -> None:
         write_sealed_json(folder / _LOOP_STATE, dict(state))
-        commit(folder, step)
+        with spans.span("save", "commit", step=step):
+            commit(folder, step)
         target = self.directory / numbered(step)
         self.fence()
         if not move_to_free_name(folder, target):

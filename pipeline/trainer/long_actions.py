@@ -7,10 +7,10 @@ rank 0   thread: hash 300 GB of a checkpoint ───────────�
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
-from typing import Any, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, Generic, TypeVar
 
+from pipeline.background import in_background
 from pipeline.ports.learner import Learner
 
 ANSWER_S = 3.0
@@ -18,25 +18,28 @@ ANSWER_S = 3.0
 T = TypeVar("T")
 
 
+class LongAction(Generic[T]):
+    """An action of rank 0 that may take hours, beside whatever the ranks do meanwhile. Made on every rank."""
+
+    def __init__(self, learner: Learner, action: Callable[[], T]) -> None:
+        """Begins now."""
+        self._learner = learner
+        self._work: Future[T] | None = in_background(action, "long-action") if learner.is_rank_zero else None
+
+    def look(self, wait_s: float = 0.0) -> list[T]:
+        """[its result] on every rank once it is over, else []; rank 0 waits for it no longer than `wait_s`. Raises on
+        every rank what the action raised. Collective."""
+        return self._learner.tell(lambda: self._answer(wait_s))
+
+    def _answer(self, wait_s: float) -> list[Any]:
+        assert self._work is not None
+        wait([self._work], wait_s)
+        return [self._work.result()] if self._work.done() else []
+
+
 def tell_when_done(learner: Learner, action: Callable[[], T]) -> T:
     """As Learner.tell, for an action that may take hours. Collective."""
-    threads = ThreadPoolExecutor(1)
-    work: list[Future[T]] = []
-
-    def look() -> list[Any]:
-        if not work:
-            work.append(threads.submit(action))
-        try:
-            return [work[0].result(ANSWER_S)]
-        except NotYet:
-            if work[0].done():  # the action itself raised it
-                raise
-            return []
-
-    try:
-        while not (told := learner.tell(look)):
-            pass
-    finally:
-        threads.shutdown(wait=False)
-    result: T = told[0]
-    return result
+    work = LongAction(learner, action)
+    while not (told := work.look(ANSWER_S)):
+        pass
+    return told[0]

@@ -38,7 +38,7 @@ from pipeline.ports.weight_update import WeightChannel
 from pipeline.schedule import Schedule
 from pipeline.stopwatch import Stopwatch
 from pipeline.trainer.batch_source import BatchSource
-from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.trainer.checkpoints import Checkpoints, Saved
 from pipeline.trainer.mini_batches import merge_updates, mini_batches
 from pipeline.trainer.old_logprobs import OldLogprobs
 from pipeline.trainer.replay_effect import ReplayEffect
@@ -69,7 +69,7 @@ class Trainer:
     _saved: int = field(init=False, default=0)
     """Steps that the newest checkpoint holds."""
     _save_s: float = field(init=False, default=0.0)
-    """What the checkpoint took that was saved since the last line of metrics."""
+    """What the steps waited for checkpoints since the last line of metrics; the rest of a save is beside them."""
     _moving: int | None = field(init=False, default=None)
     """The version that is on its way to the engines."""
     _published: dict[str, float] = field(init=False, default_factory=dict)
@@ -93,11 +93,14 @@ class Trainer:
                 with spans.span("step", "step", step=step):
                     self._train_on(step)
             except StoppedError:  # before the first update of this step
+                self._finish_save()
                 if step > self._saved:
                     self._save(step)
+                    self._finish_save()
                 self._finish()
                 raise
         self._finish()
+        self._finish_save()
         self.learner.export(self.run.model, self.run.fence)
 
     def _train_on(self, step: int) -> None:
@@ -121,6 +124,7 @@ class Trainer:
             self._publish(step)
         with watch.phase("record"):
             self.learner.tell(lambda: self._record(step, update, measured | controlled, watch))
+        self._note_saved(self.checkpoints.advance(self.learner))
         self._save_if_due(step + 1)
 
     def _skip(self, step: int) -> None:
@@ -215,17 +219,28 @@ class Trainer:
         return version < published or (version == published and self.run.policy_directory(version).is_dir())
 
     def _save(self, step: int) -> None:
-        """A checkpoint of the first `step` steps. An older version than its own must be served and kept by then: a
-        learner that goes on from it could not publish that again."""
+        """A checkpoint of the first `step` steps: it is copied now, and written while the next steps are trained. An
+        older version than its own must be served and kept by then: a learner that goes on from it could not publish
+        that again."""
         if self.channel is not None and self._moving != step:
             self._finish()
             self.channel.wait_for_folder()
         started = time.monotonic()
         with spans.span("step", "save", step=step - 1):
-            self.checkpoints.save(self.learner, step, self.advantage_computer.estimator.state())
-        self._saved, self._save_s = step, time.monotonic() - started
-        if self.learner.is_rank_zero:
-            self.event_log.event("saved", step=step, seconds=self._save_s)
+            self._finish_save()
+            self.checkpoints.begin(self.learner, step, self.advantage_computer.estimator.state())
+            self._note_saved(self.checkpoints.advance(self.learner))
+        self._save_s = time.monotonic() - started
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        self._note_saved(self.checkpoints.advance(self.learner, to_the_end=True))
+
+    def _note_saved(self, saved: Saved | None) -> None:
+        if saved is not None:
+            self._saved = saved.step
+            if self.learner.is_rank_zero:
+                self.event_log.event("saved", step=saved.step, seconds=saved.seconds)
 
 
 def describe(batch: Batch, step: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -21,3 +22,18 @@ class OneRank:
 
     def barrier(self) -> None:
         pass
+
+    def save(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def begin_save(self, directory: Path) -> Written:
+        """Whatever `save` writes is written at once."""
+        self.save(directory)
+        return Written()
+
+
+class Written:
+    """A save that is over."""
+
+    def advance(self, wait_s: float) -> bool:
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.schedule import Schedule
 from pipeline.tasks.order import PromptOrder
 from pipeline.trainer.batch_source import BatchSource
-from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.trainer.checkpoints import Checkpoints, Saved
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs
 from rollout_sglang.weights.update_lease import Updates
@@ -132,10 +132,12 @@ class WatchedCheckpoints(Checkpoints):
 
     setting: Setting | None = None
 
-    def save(self, learner: Any, step: int, state: Mapping[str, float]) -> None:
-        super().save(learner, step, state)
-        if self.setting is not None:
-            self.setting.promises.saved = max(self.setting.promises.saved, step)
+    def advance(self, learner: Any, *, to_the_end: bool = False) -> Saved | None:
+        """To the end, always: a thread beside the simulation would have another pace in each run of it."""
+        saved = super().advance(learner, to_the_end=True)
+        if saved is not None and self.setting is not None:
+            self.setting.promises.saved = max(self.setting.promises.saved, saved.step)
+        return saved
 
     def restore(self, learner: Any) -> tuple[int, dict[str, float]]:
         promised = 0 if self.setting is None else self.setting.promises.saved

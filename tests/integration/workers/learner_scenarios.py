@@ -127,8 +127,10 @@ class Worker:
     def checkpoints(self) -> None:
         learner = self.learner()
         self.steps(learner, [1, 2, 3])
-        learner.save(self.out / "checkpoint")
-        straight = self.steps(learner, [4, 5])
+        under_way = learner.begin_save(self.out / "checkpoint")
+        straight = self.steps(learner, [4, 5])  # meanwhile
+        while not under_way.advance(3.0):
+            pass
         resumed = self.learner()
         resumed.load(self.out / "checkpoint")
         assert resumed.step == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,14 @@ pytestmark = [
 ]
 
 
-def learner(folder: Path) -> AbstractContextManager[MegatronLearner]:
+def learner(folder: Path, distributed: bool = True) -> AbstractContextManager[MegatronLearner]:
     if not folder.exists():
         write_model(folder, experts=False)
-    section = LearnerSection(micro_batch_tokens=256, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0))
+    section = LearnerSection(
+        micro_batch_tokens=256,
+        distributed_optimizer=distributed,
+        optimizer=OptimizerSection(lr=1e-3, warmup_steps=0),
+    )
     return learner_here(folder, section, P3O(), temperature=TEMPERATURE, seed=0, total_steps=4)
 
 
@@ -66,3 +71,37 @@ def test_what_one_writer_meets_is_what_the_save_raises(tmp_path: Path, monkeypat
         with pytest.raises(OSError, match="No space left on device"):
             trained.save(tmp_path / "saved")
         assert len(set(written)) >= 2
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_what_is_trained_meanwhile_is_not_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distributed: bool
+) -> None:
+    """The writers are held until two more steps are trained."""
+    trained_on = threading.Event()
+    write_item = filesystem_async._write_item
+
+    @functools.wraps(write_item)
+    def held(*arguments: Any, **options: Any) -> Any:
+        assert trained_on.wait(60.0)
+        return write_item(*arguments, **options)
+
+    with learner(tmp_path / "model", distributed) as trained:
+        train(trained, 0)
+        saved = weights(trained)
+        monkeypatch.setattr(filesystem_async, "_write_item", held)
+        under_way = trained.begin_save(tmp_path / "saved")
+        assert not under_way.advance(0.0)
+        train(trained, 1)
+        expected = weights(trained)
+        train(trained, 2)
+        trained_on.set()
+        while not under_way.advance(3.0):
+            pass
+        assert not (weights(trained) == saved).all()
+    with learner(tmp_path / "model", distributed) as again:
+        again.load(tmp_path / "saved")
+        assert again.step == 1
+        assert (weights(again) == saved).all()
+        train(again, 1)
+        assert (weights(again) == expected).all(), "the optimizer's state is that of the save, too"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from pipeline.data.epochs import claim
 from pipeline.data.files import is_temporary
 from pipeline.data.integrity.sealed import write_sealed
-from pipeline.errors import CorruptCheckpointError, SupersededError
+from pipeline.errors import CorruptCheckpointError, DiskFullError, SupersededError
 from pipeline.trainer.checkpoints import COMMIT, Checkpoints, commit
 from tests.support.one_rank import OneRank
 
@@ -124,3 +125,83 @@ def test_a_thawed_learner_commits_no_checkpoint(tmp_path: Path) -> None:
             attempt()
     assert names(folder) == ["000004"], "what gets no name fills no disk"
     assert new.restore(learner) == (4, {})
+
+
+class Slow(Learner):
+    """Writes a piece at each look, beside whatever its owner does."""
+
+    def __init__(self, pieces: int, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.pieces, self.fails_at = pieces, fails_at
+
+    def begin_save(self, directory: Path) -> Any:
+        return _Pieces(directory, self.weights, self.pieces, self.fails_at)
+
+
+class _Pieces:
+    def __init__(self, directory: Path, weights: str, pieces: int, fails_at: int | None) -> None:
+        self._directory, self._weights, self._pieces, self._fails_at = directory, weights, pieces, fails_at
+
+    def advance(self, wait_s: float) -> bool:
+        if self._pieces == self._fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._pieces -= 1
+        if self._pieces == 0:
+            (self._directory / "shard").write_text(self._weights)
+        return self._pieces == 0
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
+    learner: Any = Slow(pieces=3)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    learner.weights = "of step 4"
+    checkpoints.begin(learner, 4, {"entropy": 0.25})
+    learner.weights = "of step 5"
+    assert [checkpoints.advance(learner) for _ in range(2)] == [None, None]
+    assert [is_temporary(name) for name in names(tmp_path)] == [True], "a kill now finds no checkpoint, and no half one"
+    saved = checkpoints.advance(learner, to_the_end=True)
+    assert saved is not None
+    assert saved.step == 4
+    assert checkpoints.advance(learner) is None, "it is told once"
+    assert checkpoints.restore(learner) == (4, {"entropy": 0.25})
+    assert learner.weights == "of step 4"
+
+
+def test_a_kill_while_a_checkpoint_is_written_costs_that_one_alone(tmp_path: Path) -> None:
+    learner: Any = Slow(pieces=2)
+    killed = Checkpoints(tmp_path, keep=2)
+    killed.save(learner, 4, {"entropy": 1.0})
+    killed.begin(learner, 8, {"entropy": 2.0})
+    killed.advance(learner)
+    assert Checkpoints(tmp_path, keep=2).restore(learner) == (4, {"entropy": 1.0})
+
+
+def test_one_save_is_under_way_at_most(tmp_path: Path) -> None:
+    learner: Any = Slow(pieces=2)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.begin(learner, 4, {})
+    with pytest.raises(ValueError, match="the checkpoint of step 4 is not written yet"):
+        checkpoints.begin(learner, 8, {})
+
+
+def test_a_disk_that_fills_up_beside_training_ends_it_in_order(tmp_path: Path) -> None:
+    learner: Any = Slow(pieces=3, fails_at=2)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.begin(learner, 4, {})
+    assert checkpoints.advance(learner) is None
+    with pytest.raises(DiskFullError, match="the checkpoint of step 4 could not be written"):
+        checkpoints.advance(learner)
+    assert names(tmp_path) == [], "what gets no name must not fill the disk"
+    assert checkpoints.advance(learner) is None
+
+
+def test_a_commit_that_fails_is_raised_by_the_look_after_it(tmp_path: Path) -> None:
+    def superseded() -> None:
+        raise SupersededError("start 2 has taken over")
+
+    learner: Any = Learner()
+    checkpoints = Checkpoints(tmp_path, keep=2, fence=superseded)
+    checkpoints.begin(learner, 4, {})
+    with pytest.raises(SupersededError, match="start 2"):
+        checkpoints.advance(learner, to_the_end=True)
+    assert names(tmp_path) == []

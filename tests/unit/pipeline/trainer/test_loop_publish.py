@@ -17,6 +17,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoppedError, SupersededError
 from pipeline.ports.learner import Update
 from pipeline.schedule import Schedule
+from pipeline.trainer.checkpoints import Saved
 from pipeline.trainer.loop import Trainer, asked_solve_rate
 from tests.support.one_rank import OneRank
 
@@ -26,6 +27,7 @@ class Recorder(OneRank):
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.under_way: int | None = None
 
     def publish(self, version: int) -> dict[str, float]:
         self.calls.append(f"publish {version}")
@@ -41,9 +43,17 @@ class Recorder(OneRank):
     def wait_for_folder(self) -> None:
         self.calls.append("wait_for_folder")
 
-    def save(self, learner: Any, step: int, state: Any) -> None:
-        """A checkpoint."""
+    def begin(self, learner: Any, step: int, state: Any) -> None:
+        """A checkpoint, which is written until the end is asked for."""
+        assert self.under_way is None
+        self.under_way = step
         self.calls.append(f"save {step}")
+
+    def advance(self, learner: Any, *, to_the_end: bool = False) -> Saved | None:
+        if self.under_way is None or not to_the_end:
+            return None
+        step, self.under_way = self.under_way, None
+        return Saved(step, 0.5)
 
 
 @pytest.fixture
@@ -124,15 +134,16 @@ class Steps(Recorder):
     def restore(self, learner: Any) -> tuple[int, dict[str, float]]:
         return 0, {}
 
-    def save(self, learner: Any, step: int, state: Any) -> None:
+    def begin(self, learner: Any, step: int, state: Any) -> None:
         recorded = [line["step"] for line in read_metrics(self.run.path)]
         assert recorded == [done for done in range(step) if done != self.lost], (
             "a step is recorded before its checkpoint"
         )
         assert all(self.run.learner_logprobs(trained) is not None for trained in recorded)
-        super().save(learner, step, state)
+        super().begin(learner, step, state)
 
     def export(self, folder: Path, fence: Any) -> None:
+        assert self.under_way is None, "whatever dies from here on, the last checkpoint is there"
         self.calls.append("export")
 
 

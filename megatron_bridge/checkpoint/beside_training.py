@@ -1,0 +1,72 @@
+"""A save that goes on while the learner trains: implements pipeline.ports.learner.SaveUnderWay.
+
+    main thread   plan ─▶ copy to host memory ─▶ train ─▶ train ─▶ "are all written?" ─▶ index of the shards
+    writer thread                             └─▶ write and fsync this rank's shards ─┘
+
+Megatron-Core prepares such a save as a request: a function that writes, and functions that complete the folder once all
+ranks have written. Its own caller of such requests forks; ours is a thread (see shard_writers). The copy takes as much
+host memory as the rank's share of the checkpoint, until it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+import torch
+
+from pipeline import spans
+from pipeline.background import in_background
+
+
+class ShardSave:
+    """Of one rank."""
+
+    def __init__(self, request: Any, all_of: Callable[[Callable[[], bool]], bool]) -> None:
+        """`request` is Megatron-Core's AsyncRequest; `all_of` is collective: whether all ranks say so."""
+        self._all_of = all_of
+        self._complete = list(request.finalize_fns)
+        arguments = list(request.async_fn_args)
+        if request.preload_fn is not None:
+            arguments[1] = _copied(request.preload_fn(), arguments[1])
+
+        def write() -> None:
+            with spans.span("save", "write"):
+                request.async_fn(*arguments, **request.async_fn_kwargs)
+            arguments.clear()  # the copy's memory
+
+        self._written: Future[None] | None = None if request.async_fn is None else in_background(write, "shards")
+
+    def advance(self, wait_s: float) -> bool:
+        """See SaveUnderWay."""
+        if not self._all_of(lambda: self._is_written(wait_s)):
+            return False
+        for complete in self._complete:
+            complete()
+        return True
+
+    def _is_written(self, wait_s: float) -> bool:
+        if self._written is None:  # this rank holds nothing that another one does not write
+            return True
+        wait([self._written], wait_s)
+        if self._written.done():
+            self._written.result()
+            return True
+        return False
+
+
+def _copied(loaded: list[Any], original: list[Any]) -> list[Any]:
+    """Buckets whose tensors no optimizer step changes: what was loaded from a GPU is a copy already."""
+    copied = []
+    for (path, key, (texts, tensors)), (_, _, (_, before)) in zip(loaded, original, strict=True):
+        own = [
+            (item, tensor.clone() if _shares_memory(tensor, was) else tensor)
+            for (item, tensor), (_, was) in zip(tensors, before, strict=True)
+        ]
+        copied.append((path, key, (texts, own)))
+    return copied
+
+
+def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.device == other.device and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
