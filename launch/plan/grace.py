@@ -1,4 +1,5 @@
-"""How long a learner needs to end in order: the rest of its step, a publish that is under way, and a checkpoint.
+"""How long a learner needs to end in order: the rest of its step, a publish and a save that are under way, and a
+checkpoint of what was trained meanwhile.
 
 A scheduler that ends a job gives notice of so many seconds (Slurm's `--signal`, Kubernetes' termination grace period).
 """
@@ -31,7 +32,7 @@ class StopTime:
     @property
     def grace_s(self) -> int:
         """What to ask of the scheduler: whole tens of seconds."""
-        planned = SAFETY * (self.step_s + self.publish_s + self.save_s) + FIXED_S
+        planned = SAFETY * (self.step_s + self.publish_s + 2 * self.save_s) + FIXED_S
         return 10 * math.ceil(planned / 10)
 
 

@@ -135,6 +135,7 @@ class Planner:
             layout=layout_name(learner),
             static_gib_per_rank=gib(worst.static),
             total_gib_per_rank=gib(worst.total),
+            save_copy_gib_per_rank=gib(max(one.parameters + one.optimizer for one in stages)),
             **self._verdict(worst),
             memory=_memory(worst),
             stages=[_memory(one) for one in stages],

@@ -69,6 +69,7 @@ def _verdict(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
     )
     if plan["fits"]:
         yield Text(f"fits: the fullest learner rank needs {plan['total_gib_per_rank']:.1f} GiB", style="bold green")
+    yield Text(f"host memory, while a checkpoint is written: {plan['save_copy_gib_per_rank']:.1f} GiB a learner rank")
     for reason in plan["reasons"]:
         yield Text(f"does not fit: {reason}", style="bold red")
 
