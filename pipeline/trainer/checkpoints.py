@@ -81,10 +81,10 @@ class Checkpoints:
     def save(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
         """Collective. Once it returns, training can go on at `step`, whatever dies. `state` is what the loop itself
         must remember."""
-        self.begin(learner, step, state)
+        self.begin_save(learner, step, state)
         self.advance(learner, to_the_end=True)
 
-    def begin(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
+    def begin_save(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
         """Collective. Copy what a checkpoint of `step` needs, and begin to write it. The one before it must be over."""
         if self._under_way:
             raise ValueError(f"the checkpoint of step {self._under_way[0].step} is not written yet; advance to its end")

@@ -228,7 +228,7 @@ class Trainer:
         started = time.monotonic()
         with spans.span("step", "save", step=step - 1):
             self._finish_save()
-            self.checkpoints.begin(self.learner, step, self.advantage_computer.estimator.state())
+            self.checkpoints.begin_save(self.learner, step, self.advantage_computer.estimator.state())
             self._note_saved(self.checkpoints.advance(self.learner))
         self._save_s = time.monotonic() - started
 

@@ -155,7 +155,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     learner: Any = Slow(pieces=3)
     checkpoints = Checkpoints(tmp_path, keep=2)
     learner.weights = "of step 4"
-    checkpoints.begin(learner, 4, {"entropy": 0.25})
+    checkpoints.begin_save(learner, 4, {"entropy": 0.25})
     learner.weights = "of step 5"
     assert [checkpoints.advance(learner) for _ in range(2)] == [None, None]
     assert [is_temporary(name) for name in names(tmp_path)] == [True], "a kill now finds no checkpoint, and no half one"
@@ -171,7 +171,7 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_alone(tmp_path: Pat
     learner: Any = Slow(pieces=2)
     killed = Checkpoints(tmp_path, keep=2)
     killed.save(learner, 4, {"entropy": 1.0})
-    killed.begin(learner, 8, {"entropy": 2.0})
+    killed.begin_save(learner, 8, {"entropy": 2.0})
     killed.advance(learner)
     assert Checkpoints(tmp_path, keep=2).restore(learner) == (4, {"entropy": 1.0})
 
@@ -179,15 +179,15 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_alone(tmp_path: Pat
 def test_one_save_is_under_way_at_most(tmp_path: Path) -> None:
     learner: Any = Slow(pieces=2)
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.begin(learner, 4, {})
+    checkpoints.begin_save(learner, 4, {})
     with pytest.raises(ValueError, match="the checkpoint of step 4 is not written yet"):
-        checkpoints.begin(learner, 8, {})
+        checkpoints.begin_save(learner, 8, {})
 
 
 def test_a_disk_that_fills_up_beside_training_ends_it_in_order(tmp_path: Path) -> None:
     learner: Any = Slow(pieces=3, fails_at=2)
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.begin(learner, 4, {})
+    checkpoints.begin_save(learner, 4, {})
     assert checkpoints.advance(learner) is None
     with pytest.raises(DiskFullError, match="the checkpoint of step 4 could not be written"):
         checkpoints.advance(learner)
@@ -201,7 +201,7 @@ def test_a_commit_that_fails_is_raised_by_the_look_after_it(tmp_path: Path) -> N
 
     learner: Any = Learner()
     checkpoints = Checkpoints(tmp_path, keep=2, fence=superseded)
-    checkpoints.begin(learner, 4, {})
+    checkpoints.begin_save(learner, 4, {})
     with pytest.raises(SupersededError, match="start 2"):
         checkpoints.advance(learner, to_the_end=True)
     assert names(tmp_path) == []

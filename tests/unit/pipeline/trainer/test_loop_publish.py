@@ -43,7 +43,7 @@ class Recorder(OneRank):
     def wait_for_folder(self) -> None:
         self.calls.append("wait_for_folder")
 
-    def begin(self, learner: Any, step: int, state: Any) -> None:
+    def begin_save(self, learner: Any, step: int, state: Any) -> None:
         """A checkpoint, which is written until the end is asked for."""
         assert self.under_way is None
         self.under_way = step
@@ -134,13 +134,13 @@ class Steps(Recorder):
     def restore(self, learner: Any) -> tuple[int, dict[str, float]]:
         return 0, {}
 
-    def begin(self, learner: Any, step: int, state: Any) -> None:
+    def begin_save(self, learner: Any, step: int, state: Any) -> None:
         recorded = [line["step"] for line in read_metrics(self.run.path)]
         assert recorded == [done for done in range(step) if done != self.lost], (
             "a step is recorded before its checkpoint"
         )
         assert all(self.run.learner_logprobs(trained) is not None for trained in recorded)
-        super().begin(learner, step, state)
+        super().begin_save(learner, step, state)
 
     def export(self, folder: Path, fence: Any) -> None:
         assert self.under_way is None, "whatever dies from here on, the last checkpoint is there"
