@@ -90,7 +90,7 @@ def train(
     result = train_run(load_recipe(recipe, overrides or []), metrics_port)
     if as_json:
         emit(result)
-    else:
+    elif "stopped" not in result:
         print_summary(result)
 
 

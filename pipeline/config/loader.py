@@ -108,7 +108,8 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     except YamlError as error:
         raise RecipeError(f"{path}: {error}") from None
     if not isinstance(data, dict):
-        raise RecipeError(f"{path} holds {quoted(data)}, expected sections such as run, model and task")
+        held = "is empty" if data is None else f"holds {quoted(data)}"
+        raise RecipeError(f"{path} {held}, expected sections such as run, model and task")
     base = data.pop("extends", None)
     if base is None:
         return data
@@ -157,7 +158,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     for section in sections:
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
-            raise RecipeError(f"--set {quoted(override)}: {quoted(section)} is a value, not a section")
+            raise RecipeError(
+                f"--set {quoted(override)}: {quoted(section)} is a value, not a section; leave out what follows it"
+            )
     try:
         parsed = parse_yaml(value)
     except YamlError as error:

@@ -276,7 +276,7 @@ class RunDirectory:
         return all(self._has_finished(role) for role in ("learner", "collector"))
 
     def _has_finished(self, role: str) -> bool:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             path = self.path / "finished" / role
             return read_sealed(path, "remove it: the same command then finds out what is left to do") == _FINISHED
         return False

@@ -64,7 +64,8 @@ def parse_yaml(text: bytes | str) -> Any:
     except yaml.MarkedYAMLError as error:
         where = error.problem_mark or error.context_mark
         what = error.problem or error.context
-        raise YamlError(f"{_place(where)}not YAML: {one_line(what, 200)}") from None
+        remedy = "; indent with spaces" if "'\\t'" in str(what) else ""
+        raise YamlError(f"{_place(where)}not YAML: {one_line(what, 200)}{remedy}") from None
     except YamlError:
         raise
     except (ValueError, ArithmeticError, LookupError) as error:  # PyYAML on \U and %YAML with wild numbers

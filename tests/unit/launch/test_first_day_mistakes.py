@@ -1,0 +1,361 @@
+"""Mistakes of somebody's first day: each gets one line that names cause and remedy, and nothing is started or written.
+
+A row is a command line, made in a workshop with a small model and a JSONL file, and what its one line must say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.run import train
+from pipeline.config.loader import load_recipe
+from pipeline.data.run_directory import RunDirectory
+from tests.support.runs import evenkeel, make_model, make_prompts, make_recipe
+
+GOOD_LINES = "".join(json.dumps(dict(prompt=f"{number}=", answer="1")) + "\n" for number in range(100, 164))
+
+
+@dataclass
+class Workshop:
+    """What a new user has: a model, data, a recipe, each in a folder of its own."""
+
+    folder: Path
+    model: Path
+    patch: pytest.MonkeyPatch
+    listener: socket.socket
+
+    def train(self, *sets: str, **sections: dict[str, Any]) -> list[str]:
+        """`evenkeel train` of a recipe that is right but for `sections` and `--set`."""
+        recipe = make_recipe(self.folder, self.model, "day", **sections)
+        return ["train", str(recipe), *(word for one in sets for word in ("--set", one))]
+
+    def train_text(self, text: str) -> list[str]:
+        """… of a recipe file of this text."""
+        (self.folder / "own.yaml").write_text(text)
+        return ["train", str(self.folder / "own.yaml")]
+
+    def train_on(self, data: str | bytes, **task: Any) -> list[str]:
+        """… on a prompts file of these bytes."""
+        command = self.train()
+        (self.folder / "prompts.jsonl").write_bytes(data if isinstance(data, bytes) else data.encode())
+        return [*command, *(word for key, value in task.items() for word in ("--set", f"task.{key}={value}"))]
+
+    def train_model(self, change: Callable[[Path], object]) -> list[str]:
+        """… of a copy of the model that was changed."""
+        self.model = Path(shutil.copytree(self.model, self.folder / "model"))
+        change(self.model)
+        return self.train()
+
+    def begun(self, *sets: str) -> list[str]:
+        """… of a run that has begun, with other values."""
+        command = self.train()
+        RunDirectory(self.folder / "runs/day").freeze(load_recipe(Path(command[1])))
+        return [*command, *(word for one in sets for word in ("--set", one))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("first-day") / "model")
+
+
+@pytest.fixture
+def shop(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
+    def started(*_: object) -> None:
+        pytest.fail("a run was started")
+
+    monkeypatch.setattr(train, "_supervise", started)
+    monkeypatch.setattr(train, "seed_policy", started)
+    monkeypatch.setattr("launch.run.sft._supervise", started)
+    with socket.socket() as listener:
+        yield Workshop(tmp_path, model, monkeypatch, listener)
+
+
+def config(**changes: Any) -> Callable[[Path], object]:
+    """Change config.json of a model folder."""
+
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def cut_in_half(folder: Path) -> None:
+    (weights,) = folder.glob("*.safetensors")
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size // 2)
+
+
+def weights_of_pytorch(folder: Path) -> None:
+    (weights,) = folder.glob("*.safetensors")
+    weights.rename(folder / "pytorch_model.bin")
+
+
+def without(package: str) -> Callable[[Workshop], list[str]]:
+    def make(shop: Workshop) -> list[str]:
+        shop.patch.setattr("launch.extras.find_spec", lambda name: None if name == package else name)
+        return shop.train()
+
+    return make
+
+
+def without_sglang(shop: Workshop) -> list[str]:
+    shop.patch.setattr("rollout_sglang.server.rollout_python.sglang_version", lambda: None)
+    return shop.train()
+
+
+def full_disk(shop: Workshop) -> list[str]:
+    found = os.statvfs(shop.folder)
+    full = os.statvfs_result((found.f_bsize, found.f_frsize, found.f_blocks, 0, 0, *tuple(found)[5:10]))
+    shop.patch.setattr(os, "statvfs", lambda path: full)
+    return shop.train()
+
+
+def read_only(shop: Workshop) -> list[str]:
+    found = os.statvfs(shop.folder)
+    mounted = os.statvfs_result((*tuple(found)[:8], found.f_flag | os.ST_RDONLY, found.f_namemax))
+    shop.patch.setattr(os, "statvfs", lambda path: mounted)
+    return shop.train()
+
+
+def foreign_folder(shop: Workshop) -> list[str]:
+    may = os.access
+    shop.patch.setattr(
+        os, "access", lambda path, mode: mode == os.R_OK and may(path, mode)
+    )  # root may write everywhere
+    return shop.train()
+
+
+def root_is_a_file(shop: Workshop) -> list[str]:
+    (shop.folder / "runs").write_text("")
+    return shop.train()
+
+
+def taken_port(shop: Workshop) -> list[str]:
+    shop.listener.bind(("127.0.0.1", 0))
+    shop.listener.listen()
+    return shop.train(f"rollout.port={shop.listener.getsockname()[1]}")
+
+
+def no_such_python(shop: Workshop) -> list[str]:
+    shop.patch.setenv("EVENKEEL_ROLLOUT_PYTHON", "/opt/nowhere/python")
+    return shop.train()
+
+
+def circle(shop: Workshop) -> list[str]:
+    (shop.folder / "other.yaml").write_text("extends: own.yaml\n")
+    return shop.train_text("extends: other.yaml\n")
+
+
+def quant_map(shop: Workshop) -> list[str]:
+    (shop.folder / "map.yaml").write_text("base: fp8_block\nexceptions: {model.layers.7.mlp.down_proj: bf16}\n")
+    return shop.train("rollout.precision=fp8_block", f"rollout.quant_map={shop.folder}/map.yaml")
+
+
+def overlap(shop: Workshop) -> list[str]:
+    (shop.folder / "eval.jsonl").write_text("".join(GOOD_LINES.splitlines(True)[:3]))
+    return shop.train_on(GOOD_LINES, held_out_path=shop.folder / "eval.jsonl")
+
+
+def existing_out(shop: Workshop) -> list[str]:
+    return ["sft", "demo", "--out", str(shop.model)]
+
+
+MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
+    # the command line
+    "a command misspelled": (lambda shop: ["trian", "demo"], ("No such command 'trian'", "'train'")),
+    "an option misspelled": (lambda shop: ["sft", "demo", "--step", "3"], ("No such option: --step", "--steps")),
+    "no recipe": (lambda shop: ["train"], ("give a recipe, for example `evenkeel train demo`",)),
+    "a recipe's name misspelled": (lambda shop: ["train", "dmo"], ("cannot read recipe dmo", "did you mean demo?")),
+    "sft without --out": (lambda shop: ["sft", "demo"], ("Missing option '--out'", "`evenkeel sft --help`")),
+    "sft onto a folder": (existing_out, ("exists already", "name another folder")),
+    "a value out of range": (
+        lambda shop: ["train", "demo", "--metrics-port", "80000"],
+        ("'--metrics-port'", "less than or equal to 65532"),
+    ),
+    "--set without a value": (lambda shop: shop.train("run.steps"), ("'run.steps' is not section.key=value", "for ex")),
+    "--set below a value": (lambda shop: shop.train("run.steps.max=3"), ("'steps' is a value", "leave out what")),
+    "a run that is not there": (lambda shop: ["runs", "show", "runs/nowhere"], ("runs/nowhere does not exist", "give")),
+    "a folder that is no run": (lambda shop: ["report", str(shop.model)], ("no recipe.yaml", "runs/NAME")),
+    "a batch that is not there": (
+        lambda shop: ["trajectories", "show", str(Path(shop.begun()[1]).parent / "runs/day"), "7"],
+        ("7",),
+    ),
+    "a replay of nothing": (lambda shop: ["train", "--replay", "runs/nowhere"], ("runs/nowhere", "give")),
+    # the recipe
+    "a key misspelled": (lambda shop: shop.train("rollout.grup_size=4"), ("did you mean rollout.group_size?",)),
+    "a section misspelled": (lambda shop: shop.train("lerner.micro_batch_tokens=4"), ("did you mean learner?",)),
+    "a key without its section": (lambda shop: shop.train("steps=4"), ("did you mean run.steps?",)),
+    "TRL's word": (lambda shop: shop.train("rollout.num_generations=4"), ("here it is rollout.group_size",)),
+    "verl's word": (
+        lambda shop: shop.train("learner.ppo_mini_batch_size=4"),
+        ("here it is learner.updates_per_batch",),
+    ),
+    "slime's word": (
+        lambda shop: shop.train("rollout.rollout_batch_size=4"),
+        ("here it is rollout.prompts_per_batch",),
+    ),
+    "a key of another choice": (
+        lambda shop: shop.train("schedule={kind: sync, lag: 2}"),
+        ("only schedule async has it",),
+    ),
+    "a choice misspelled": (
+        lambda shop: shop.train("schedule.kind=asynch"),
+        ("schedule.kind is 'asynch'", "did you mean async?"),
+    ),
+    "an objective misspelled": (lambda shop: shop.train("objective.name=cisp"), ("did you mean cispo?",)),
+    "a task that there is not": (
+        lambda shop: shop.train("task.name=gsm8k"),
+        ("task.name is 'gsm8k', expected one of", "jsonl"),
+    ),
+    "an objective that cannot be imported": (
+        lambda shop: shop.train("objective={class: nowhere.mine:Mine}"),
+        ("nowhere.mine:Mine cannot be imported", "PYTHONPATH"),
+    ),
+    "a word for a number": (lambda shop: shop.train("run.steps=many"), ("run.steps", "integer", "'many'")),
+    "no steps": (lambda shop: shop.train("run.steps=0"), ("run.steps", "greater than 0")),
+    "a name with a slash": (lambda shop: shop.train("run.name=a/b"), ("run.name", "'a/b'")),
+    "groups of one": (lambda shop: shop.train("rollout.group_size=1"), ("group_size is 1", "use at least 2")),
+    "no room for a prompt": (
+        lambda shop: shop.train("rollout.max_new_tokens=64"),
+        ("leaves no room for a prompt", "raise rollout.context_tokens"),
+    ),
+    "mini-batches that differ": (
+        lambda shop: shop.train("learner.updates_per_batch=3"),
+        ("4 is no multiple of learner.updates_per_batch 3", "change one"),
+    ),
+    "a port that is none": (lambda shop: shop.train("rollout.port=70000"), ("rollout.port", "65535", "70000")),
+    "an extended recipe that is not there": (
+        lambda shop: shop.train_text("extends: gpro\nrun: {name: own}\n"),
+        ("cannot read recipe", "extended by", "did you mean"),
+    ),
+    "recipes in a circle": (circle, ("extends this file again", "break the circle")),
+    "an empty recipe": (lambda shop: shop.train_text(""), ("is empty, expected sections such as run, model",)),
+    "a tab in a recipe": (
+        lambda shop: shop.train_text("run:\n\tname: own\n"),
+        ("own.yaml: line 2", "indent with spaces"),
+    ),
+    "a key given twice": (lambda shop: shop.train_text("run: {name: a}\nrun: {name: b}\n"), ("own.yaml", "run")),
+    "another value on a resume": (
+        lambda shop: shop.begun("rollout.group_size=8"),
+        ("rollout.group_size: 4 → 8", "another run.name"),
+    ),
+    # data
+    "a prompts file that is not there": (
+        lambda shop: shop.train_on("", path=shop.folder / "none.jsonl"),
+        ("none.jsonl: No such file", "set task.path"),
+    ),
+    "a folder for a file": (lambda shop: shop.train(f"task.path={shop.folder}"), ("is not a file", "set task.path")),
+    "CSV": (lambda shop: shop.train_on("prompt,answer\n1=,1\n"), ("prompts.jsonl, line 1", "one object a line")),
+    "a JSON list": (lambda shop: shop.train_on('[{"prompt": "1=", "answer": "1"}]'), ("a list, expected an object",)),
+    "Parquet": (lambda shop: shop.train_on(b"PAR1\x15\x04\x15\xff\n"), ("prompts.jsonl, line 1",)),
+    "UTF-16": (lambda shop: shop.train_on(GOOD_LINES.encode("utf-16")), ("prompts.jsonl, line 1",)),
+    "no prompts at all": (lambda shop: shop.train_on("\n\n"), ("0 problems leave 0 to train on",)),
+    "two prompts": (
+        lambda shop: shop.train_on("".join(GOOD_LINES.splitlines(True)[:2])),
+        ("holds out only 1 prompts", "lower it or give more"),
+    ),
+    "training on what is held out": (overlap, ("share", "remove them from one")),
+    "characters that the tokenizer lacks": (
+        lambda shop: shop.train_on(GOOD_LINES.replace("=", "Ü")),
+        ("character",),
+    ),
+    "more evaluation prompts than there are": (
+        lambda shop: shop.train("evaluation.prompts=99"),
+        ("evaluation.prompts is 99", "lower it or give more"),
+    ),
+    # the model
+    "a model's name on a hub": (
+        lambda shop: shop.train("model.path=Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B is not a folder", "downloaded HF model"),
+    ),
+    "a model without config.json": (
+        lambda shop: shop.train_model(lambda folder: (folder / "config.json").unlink()),
+        ("has no config.json",),
+    ),
+    "weights in PyTorch's format": (
+        lambda shop: shop.train_model(weights_of_pytorch),
+        ("convert the weights to safet",),
+    ),
+    "an architecture that is not supported": (
+        lambda shop: shop.train_model(config(architectures=["GPT2LMHeadModel"])),
+        ("'GPT2LMHeadModel' is not supported", "Qwen3ForCausalLM"),
+    ),
+    "weights that were cut off": (lambda shop: shop.train_model(cut_in_half), ("safetensors",)),
+    "no tokenizer": (
+        lambda shop: shop.train_model(lambda folder: (folder / "tokenizer.json").unlink()),
+        ("tokenizer.json",),
+    ),
+    "a tokenizer of another model": (lambda shop: shop.train_model(config(vocab_size=16)), ("token id", "16 rows")),
+    "sizes of another model": (lambda shop: shop.train_model(config(intermediate_size=512)), ("model.layers.0.mlp.",)),
+    "a layout that does not divide heads": (
+        lambda shop: shop.train("learner.tensor_parallel=3"),
+        ("tensor_parallel is 3", "use one of 1, 2"),
+    ),
+    "a layout that does not divide layers": (
+        lambda shop: shop.train("learner.pipeline_parallel=3"),
+        ("pipeline_parallel is 3", "use one of 1, 2"),
+    ),
+    "experts in a dense model": (
+        lambda shop: shop.train("rollout.replay_experts=true"),
+        ("has no experts", "to false"),
+    ),
+    "a quant map of another model": (quant_map, ("model.layers.7.mlp.down_proj", "nearest name is")),
+    "a micro-batch below one sample": (
+        lambda shop: shop.train("learner.micro_batch_tokens=32"),
+        ("micro_batch_tokens 32 is below", "raise the first"),
+    ),
+    # the machine
+    "no torch": (without("torch"), ("this machine has no torch", "pip install evenkeel[learner]", "evenkeel[cpu]")),
+    "no SGLang": (without_sglang, ("has no sglang", "evenkeel[rollout]", "--no-deps sglang==0.5.23")),
+    "another Python that is not there": (no_such_python, ("EVENKEEL_ROLLOUT_PYTHON", "correct or unset it")),
+    "FP8 learners without a GPU": (
+        lambda shop: shop.train("learner.precision=fp8_block"),
+        ("learner.precision is fp8_block", "this machine has none", "learner.fp8_emulation=true"),
+    ),
+    "a GPU's arguments without a GPU": (
+        lambda shop: shop.train("rollout.extra_args=[--attention-backend, flashinfer]"),
+        ("--attention-backend flashinfer", "for a CUDA GPU"),
+    ),
+    "a port that is taken": (taken_port, ("is taken", "set rollout.port to another")),
+    "a full disk": (full_disk, ("too full", "free ", "the same command")),
+    "a read-only root": (read_only, ("mounted read-only", "set run.root to another folder")),
+    "a folder of somebody else": (foreign_folder, ("may not write", "set run.root to another folder")),
+    "a root that is a file": (root_is_a_file, ("runs is a file", "set run.root to a folder")),
+}
+
+
+def test_there_are_as_many_as_were_promised() -> None:
+    assert len(MISTAKES) >= 55
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_line_names_cause_and_remedy(mistake: str, shop: Workshop) -> None:
+    make, parts = MISTAKES[mistake]
+    done = evenkeel(*make(shop))
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode in (1, 2), done
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    assert "Traceback" not in done.stdout + done.stderr
+    for part in parts:
+        assert part in lines[0], lines[0]
+
+
+def test_the_recipe_of_the_workshop_is_right(shop: Workshop) -> None:
+    """Otherwise a row could be refused for something else."""
+    shop.patch.setattr(train, "seed_policy", lambda *_: None)
+    shop.patch.setattr(train, "_supervise", lambda *_: "stopped")
+    make_prompts(shop.folder / "prompts.jsonl")
+    done = evenkeel(*shop.train())
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("holds no checkpoint yet; the same command begins again\n")
