@@ -71,7 +71,7 @@ def build(folder: Path, characters: int, micro_batch_tokens: int = 4096, **sizes
 
 
 def step_overhead(learner: MegatronLearner) -> dict[str, float]:
-    """Of rounds in which both sides run one after the other, by turns first."""
+    """Of rounds in which both sides run one after the other, by turns first; in seconds of the processor."""
     batch = make_batch(learner.model_config.vocab_size, prompts=16, lengths=(32, 160))
     advantages = (batch.reward - batch.reward.mean()).astype(np.float32)
     scored = learner.logprobs(batch)
@@ -82,7 +82,7 @@ def step_overhead(learner: MegatronLearner) -> dict[str, float]:
         warm_up()
     pairs = []
     for turn in range(ROUNDS):
-        taken = {side: seconds(side) for side in ((ours, bare) if turn % 2 else (bare, ours))}
+        taken = {side: processor_seconds(side) for side in ((ours, bare) if turn % 2 else (bare, ours))}
         pairs.append((taken[ours], taken[bare]))
     ratios = [left / right for left, right in pairs]
     return dict(
@@ -96,7 +96,7 @@ def step_overhead(learner: MegatronLearner) -> dict[str, float]:
 
 
 def beside_plain_torch(learner: MegatronLearner) -> dict[str, float]:
-    """As `step_overhead`, in seconds of the processor, answers of one length and of many."""
+    """As `step_overhead`, answers of one length and of many."""
     found = {}
     for kind, lengths in dict(fixed=(32, 33), varying=(1, 256)).items():
         batch = make_batch(learner.model_config.vocab_size, prompts=8, lengths=lengths)
