@@ -123,14 +123,17 @@ def figures(run: Path) -> dict[str, float]:
     generating = seconds("engine 0", "requests", "request") - paused
     published = [event for event in run_log.of_kind("published") if begin < event["time"] <= end]
     publishing = statistics.mean(event["seconds"] for event in published)
+    taking = seconds(RANK_ZERO, "publish", "score", "export", "take")  # until the learner may change its weights
     training, wall = scoring + updating, (end - begin) / count
-    durations = Durations(rollout_s=generating, score_s=scoring, update_s=updating, publish_s=publishing)
+    trained = dict(score_s=scoring, update_s=updating)
+    durations = Durations(rollout_s=generating, **trained, publish_s=publishing, take_s=min(taking, publishing))
     foretold = steady_seconds_per_step(LAG_1, durations)
     return dict(
         wall_s=wall,
         generating_s=generating,
         training_s=training,
         publishing_s=publishing,
+        taking_s=taking,
         paused_s=paused,
         waiting_s=seconds(RANK_ZERO, STEP, "wait"),
         learner_publishing_s=seconds(RANK_ZERO, STEP, "publish"),
