@@ -20,8 +20,9 @@ from pipeline.errors import EngineStartError
 from rollout_sglang.server import run_module
 
 PYTHON_VARIABLE = "EVENKEEL_ROLLOUT_PYTHON"
-CPU_RELEASE = "0.5.23"
-"""SGLang's release whose needs on a CPU the extra `cpu` names. Its own list has CUDA-only packages."""
+BESIDE_CPU_EXTRA = ("sglang==0.5.23", "xgrammar==0.2.7")
+"""What a CPU installs after the extra `cpu`, without what these ask for: SGLang's list has CUDA-only packages, and
+xgrammar asks for Triton, which SGLang would take for a GPU's."""
 _ASK_DEADLINE_S = 60.0
 _ASK = (
     "import importlib.metadata, importlib.util, json;"
@@ -84,7 +85,7 @@ def require_sglang() -> str:
     if version is None:
         raise EngineStartError(
             f"{rollout_python() or sys.executable} has no sglang; pip install evenkeel[rollout] there, "
-            f"on a CPU evenkeel[cpu] and then --no-deps sglang=={CPU_RELEASE}, or name a Python that has it by "
+            f"on a CPU evenkeel[cpu] and then --no-deps {' '.join(BESIDE_CPU_EXTRA)}, or name a Python that has it by "
             f"{PYTHON_VARIABLE}"
         )
     return version

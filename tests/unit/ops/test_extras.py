@@ -9,7 +9,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rollout_sglang.server.rollout_python import CPU_RELEASE
+from rollout_sglang.server.rollout_python import BESIDE_CPU_EXTRA
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -17,6 +17,8 @@ LOCK = {
     canonicalize_name(name): version
     for name, _, version in (line.partition("==") for line in (ROOT / "ops/locks/cpu.txt").read_text().split())
 }
+
+BESIDE = dict(one.split("==") for one in BESIDE_CPU_EXTRA)
 
 
 def named_by(extra: str) -> dict[str, Requirement]:
@@ -40,14 +42,14 @@ def test_the_lock_satisfies_the_extra_of_a_cpu() -> None:
 def test_the_extra_of_a_cpu_names_all_that_sglang_asks_for_and_a_cpu_has() -> None:
     asked = [Requirement(line) for line in metadata.requires("sglang") or ()]
     direct = {canonicalize_name(one.name) for one in asked if "extra" not in str(one.marker)}
-    assert direct & LOCK.keys() <= named_by("cpu").keys()
+    assert direct & LOCK.keys() <= named_by("cpu").keys() | BESIDE.keys()
 
 
-def test_sglang_itself_stays_out_of_the_extra_of_a_cpu_and_its_release_is_the_one_of_the_lock() -> None:
-    """pip would follow its list to gigabytes of CUDA-only packages."""
-    assert "sglang" not in named_by("cpu")
-    assert LOCK["sglang"] == CPU_RELEASE
-    assert f"sglang=={CPU_RELEASE}" in PROJECT["optional-dependencies"]["rollout"]
+def test_what_asks_for_packages_of_gpus_stays_out_of_the_extra_of_a_cpu() -> None:
+    """pip would follow SGLang's list to gigabytes of them, and xgrammar's to Triton."""
+    assert not named_by("cpu").keys() & BESIDE.keys()
+    assert LOCK.items() >= BESIDE.items()
+    assert f"sglang=={BESIDE['sglang']}" in PROJECT["optional-dependencies"]["rollout"]
 
 
 def test_the_license_is_named_and_there() -> None:
