@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launch.build.components import build_prompts, build_quant_map, build_tokenizer
+from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
 from launch.build.engines import check_map_dtype, engine_dtype
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
@@ -13,6 +13,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.ports.weight_check import WeightCheck
 from precision.formats.audit import formats_of
+from precision.text.short import quoted
 from rollout_sglang.server.block_shapes import check_block_shapes
 
 
@@ -34,6 +35,19 @@ def preflight(recipe: Recipe) -> None:
         raise RecipeError(
             f"evaluation.prompts is {recipe.evaluation.prompts}, but the task holds out only "
             f"{prompts.task.num_held_out} prompts; lower it or give more"
+        )
+    _check_held_out_lengths(recipe, prompts)
+
+
+def _check_held_out_lengths(recipe: Recipe, prompts: TaskPrompts) -> None:
+    """A training prompt that is too long is left out, with a reason; engines refuse one that is evaluated each time."""
+    room = recipe.rollout.context_tokens - recipe.rollout.max_new_tokens
+    longest = max(prompts.held_out(recipe.evaluation.prompts), key=lambda prompt: len(prompt.tokens))
+    if len(longest.tokens) > room:
+        raise RecipeError(
+            f"the held-out prompt {quoted(longest.text)} has {len(longest.tokens)} tokens, but rollout.context_tokens "
+            f"{recipe.rollout.context_tokens} - rollout.max_new_tokens {recipe.rollout.max_new_tokens} leaves {room}; "
+            "raise the first, or take the prompt out of the data"
         )
 
 

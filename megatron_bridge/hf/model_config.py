@@ -163,7 +163,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """config.json of a model folder. Raises ModelError when the folder is not a usable HF model folder."""
     if not folder.is_dir():
-        raise ModelError(f"model.path {folder} is not a folder; give the path of a downloaded HF model")
+        raise ModelError(
+            f"model.path {folder} is not a folder; give the path of a downloaded HF model, or make a "
+            "small one with `evenkeel model new`"
+        )
     hf_config = read_config(folder)
     if not any(folder.glob("*.safetensors")):
         raise ModelError(f"{folder} has no *.safetensors; convert the weights to safetensors")

@@ -273,7 +273,15 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train("evaluation.prompts=99"),
         ("evaluation.prompts is 99", "lower it or give more"),
     ),
+    "a held-out prompt that is too long": (
+        lambda shop: [*shop.train_on(GOOD_LINES.replace("=", "0" * 80 + "=")), "--set", "evaluation.prompts=1"],
+        ("has 84 tokens", "leaves 52", "raise the first"),
+    ),
     # the model
+    "the demo before its model": (
+        lambda shop: ["train", "demo", "--set", f"model.path={shop.folder}/demo"],
+        ("demo is not a folder", "`evenkeel model new`"),
+    ),
     "a model's name on a hub": (
         lambda shop: shop.train("model.path=Qwen/Qwen3-0.6B"),
         ("Qwen/Qwen3-0.6B is not a folder", "downloaded HF model"),
