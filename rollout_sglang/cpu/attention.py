@@ -54,7 +54,7 @@ def _begin_step(_: None, backend: Any, *__: Any, **___: Any) -> None:
     backend.even_keel_step = None
 
 
-def _step(backend: Any, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor) -> Step:
+def step_at(backend: Any, req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor) -> Step:
     """Of this step; worked out by its first layer."""
     if backend.even_keel_step is None:
         backend.even_keel_step = step_of(req_to_token, req_pool_indices, seq_lens)
@@ -79,8 +79,8 @@ def _decode(
     if not _is_plain(encoder_lens, options):
         arguments = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
         return original(backend, *arguments, **options)
-    step = _step(backend, req_to_token, req_pool_indices, seq_lens)
-    keys, values = (_rows(cache, step.slots) for cache in (k_cache, v_cache))
+    step = step_at(backend, req_to_token, req_pool_indices, seq_lens)
+    keys, values = (request_rows(cache, step.slots) for cache in (k_cache, v_cache))
     output.copy_(decode_attention(query, keys, values, step.mask, options.get("scaling")))
     return output
 
@@ -111,7 +111,7 @@ def _is_plain(encoder_lens: Tensor | None, options: dict[str, Any]) -> bool:
     return encoder_lens is None and options.get("sliding_window_size") is None
 
 
-def _rows(cache: Tensor, slots: Tensor) -> Tensor:
+def request_rows(cache: Tensor, slots: Tensor) -> Tensor:
     """[*slots.shape, kv_heads, size] of a cache [rows, kv_heads, size]. Whole rows are copied: `cache[slots]` copies
     number by number, which takes six times as long."""
     return cache.flatten(1).index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[1:])
