@@ -1,5 +1,4 @@
-"""A decoding step of a dense Qwen3 in float32, without SGLang's layers between its operations, through SGLang's own hook
-registry.
+"""A decoding step of a dense Qwen3 in float32 as its operations alone, through SGLang's own hook registry.
 
 A CPU has no graph that records a step once and repeats it: every operation of every step goes through Python. SGLang's
 layers call some 45 operations each, behind hooks for devices, formats and ways to share a layer that a CPU engine has
@@ -68,14 +67,9 @@ def _is_plain_layer(layer: Any) -> bool:
         and rotary.is_neox_style
         and rotary.rotary_dim == rotary.head_size == attention.head_dim
         and type(mlp.act_fn).__name__ == "SiluAndMul"
-        and all(map(_is_plain_norm, (norm_before(layer.attn_boundary), norm_before(layer.ffn_boundary))))
+        and all(map(_is_plain_norm, (layer.attn_boundary.norm, layer.ffn_boundary.norm)))
         and all(map(_is_plain_norm, (attention.q_norm, attention.k_norm)))
     )
-
-
-def norm_before(boundary: Any) -> Any:
-    """Of a layer's half: SGLang's layers keep it in what stands between them."""
-    return boundary.norm
 
 
 def _is_plain_linear(part: Any) -> bool:
@@ -97,15 +91,17 @@ def _is_plain_norm(norm: Any) -> bool:
 
 @torch.no_grad()
 def decode(model: Any, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
-    """[requests, hidden] after the last norm, for one new token of each request; its keys and values are in the cache."""
+    """[requests, hidden] after the last norm, for one new token of each request, whose keys and values go to the
+    cache."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
     backend = get_attn_backend()
     rotation = Rotation.at(positions, model.layers[0].self_attn.rotary_emb)
     hidden = model.embed_tokens(input_ids)
     for layer in model.layers:
-        hidden = hidden + _attended(layer, _normed(hidden, norm_before(layer.attn_boundary)), rotation, forward_batch, backend)
-        hidden = hidden + _fed_forward(layer.mlp, _normed(hidden, norm_before(layer.ffn_boundary)))
+        normed = _normed(hidden, layer.attn_boundary.norm)
+        hidden = hidden + _attended(layer.self_attn, normed, rotation, forward_batch, backend)
+        hidden = hidden + _fed_forward(layer.mlp, _normed(hidden, layer.ffn_boundary.norm))
     return _normed(hidden, model.norm)
 
 
@@ -124,7 +120,7 @@ class Rotation:
         return Rotation(cosine, sine)
 
     def turned(self, heads: Tensor) -> Tensor:
-        """[requests, heads, head size]; two products, then their difference or sum: fused, the last bit would differ."""
+        """[requests, heads, head size]. Two products, then their sum: fused, the last bit would differ."""
         first, second = heads.chunk(2, dim=-1)
         turned = torch.empty_like(heads)
         upper, lower = turned.chunk(2, dim=-1)
@@ -137,20 +133,19 @@ def _normed(values: Tensor, norm: Any) -> Tensor:
     return rms_norm(values, (norm.hidden_size,), norm.weight, norm.variance_epsilon)
 
 
-def _attended(layer: Any, hidden: Tensor, rotation: Rotation, forward_batch: Any, backend: Any) -> Tensor:
-    part = layer.self_attn
-    size, num_heads, num_kv_heads = part.head_dim, part.num_heads, part.num_kv_heads
-    heads = linear(hidden, part.qkv_proj.weight).view(len(hidden), -1, size)
-    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+def _attended(part: Any, hidden: Tensor, rotation: Rotation, batch: Any, backend: Any) -> Tensor:
+    counts = [part.num_heads, part.num_kv_heads, part.num_kv_heads]
+    heads = linear(hidden, part.qkv_proj.weight).view(len(hidden), -1, part.head_dim)
+    query, key, value = torch.split(heads, counts, dim=1)
     query = rotation.turned(_normed(query.contiguous(), part.q_norm))
     key = rotation.turned(_normed(key.contiguous(), part.k_norm))
     place, pool = part.attn.layer_id, backend.token_to_kv_pool
-    keys, values = pool.get_key_buffer(place), pool.get_value_buffer(place)
-    keys.index_copy_(0, forward_batch.out_cache_loc, key)
-    values.index_copy_(0, forward_batch.out_cache_loc, value)
-    table, batch = backend.req_to_token_pool.req_to_token, forward_batch
-    step = step_at(backend, table, batch.req_pool_indices, batch.seq_lens)
-    mixed = decode_attention(query, *(request_rows(cache, step.slots) for cache in (keys, values)), step.mask, part.attn.scaling)
+    caches = (pool.get_key_buffer(place), pool.get_value_buffer(place))
+    for cache, new in zip(caches, (key, value), strict=True):
+        cache.index_copy_(0, batch.out_cache_loc, new)
+    step = step_at(backend, backend.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
+    keys, values = (request_rows(cache, step.slots) for cache in caches)
+    mixed = decode_attention(query, keys, values, step.mask, part.attn.scaling)
     return linear(mixed.flatten(1), part.o_proj.weight)
 
 
