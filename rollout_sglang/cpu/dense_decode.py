@@ -46,13 +46,20 @@ def _forward(
 def is_plain(model: Any) -> bool:
     """Whether `decode` computes what the model's own forward would; asked of the model once."""
     if not hasattr(model, "even_keel_plain"):
-        model.even_keel_plain = (
-            model.pp_group.world_size == 1
-            and not model.layers_to_capture
-            and all(_is_plain_layer(layer) for layer in model.layers)
-            and _is_plain_norm(model.norm)
-        )
+        try:
+            model.even_keel_plain = _is_plain_model(model)
+        except AttributeError:  # the layers of another release of SGLang keep their parts elsewhere
+            model.even_keel_plain = False
     return bool(model.even_keel_plain)
+
+
+def _is_plain_model(model: Any) -> bool:
+    return (
+        model.pp_group.world_size == 1
+        and not model.layers_to_capture
+        and all(_is_plain_layer(layer) for layer in model.layers)
+        and _is_plain_norm(model.norm)
+    )
 
 
 def _is_plain_layer(layer: Any) -> bool:

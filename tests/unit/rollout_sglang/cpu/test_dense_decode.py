@@ -182,8 +182,13 @@ def turned_in_pairs(model: Any) -> None:
     model.layers[0].self_attn.rotary_emb.is_neox_style = False
 
 
+def of_another_release(model: Any) -> None:
+    del model.layers[0].attn_boundary
+
+
 @pytest.mark.parametrize(
-    "other", [quantized, with_bias, in_bfloat16, sharded, staged, captured, windowed, turned_in_pairs]
+    "other",
+    [quantized, with_bias, in_bfloat16, sharded, staged, captured, windowed, turned_in_pairs, of_another_release],
 )
 def test_other_models_are_left_to_sglang(model: SimpleNamespace, other: Any) -> None:
     assert dense_decode.is_plain(model)
