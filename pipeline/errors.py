@@ -13,6 +13,7 @@ EvenKeelError
 │   │   └── ContractMismatchError   the batch was sampled under another logprob contract
 │   ├── DiskFullError          a disk is full, or too full for what is to be written
 │   ├── PromptsExhaustedError  every problem of the task is solved: nothing is left to ask
+│   ├── RewardError            the reward function fails, or does not accept the task's own answers
 │   ├── ExpertReplayError      recorded routes do not fit the model, or were not used exactly once
 │   ├── NonFiniteError         a NaN or infinity was about to reach the optimizer
 │   ├── SupersededError        a later start of the same role has taken over
@@ -96,6 +97,10 @@ class DiskFullError(FatalError):
 
 class PromptsExhaustedError(FatalError):
     """Every problem of the task is solved (prompts.solved_pass_rate): nothing is left to ask."""
+
+
+class RewardError(FatalError):
+    """The reward function fails on too many samples, or does not accept the answers of its own task."""
 
 
 class ExpertReplayError(FatalError):

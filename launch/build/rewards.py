@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE
@@ -10,10 +11,13 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
+from pipeline.rewards.failure_watch import FailureWatch
 from pipeline.rewards.ladder import RUNGS, Choice, choose
 from pipeline.rewards.pool import Verifiers
-from pipeline.rewards.verifiers import TRUSTED
+from pipeline.rewards.trial import try_reward
+from pipeline.rewards.verifiers import EXACT_MATCH, TRUSTED
 from pipeline.rewards.worker_process import Sandbox
+from pipeline.tasks.base import Task
 
 
 def build_verifiers(run: RunDirectory, recipe: Recipe, reward: str, event_log: EventLog) -> Verifiers:
@@ -26,16 +30,33 @@ def build_verifiers(run: RunDirectory, recipe: Recipe, reward: str, event_log: E
     sandbox = choose_sandbox(run, reward, event_log) if section.sandbox == "auto" else None
     if section.sandbox == "none":
         event_log.event("sandbox", rung="none", why="reward.sandbox is none")
-    return Verifiers(reward, section.workers, section.deadline_s, sandbox=sandbox, memory_mib=section.memory_mib)
+    watch = FailureWatch(reward, section.max_failed_share, tell=partial(_tell, event_log))
+    return Verifiers(
+        reward, section.workers, section.deadline_s, sandbox=sandbox, memory_mib=section.memory_mib, watch=watch
+    )
 
 
-def check_reward(run: RunDirectory, recipe: Recipe, reward: str) -> None:
-    """Raises RecipeError, as `build_verifiers` does, for a reward that cannot be imported: before engines, which take
-    minutes to start, are waited for."""
+def _tell(event_log: EventLog, reason: str, detail: str) -> None:
+    event_log.event("reward_failed", reason=reason, detail=detail)
+
+
+def check_reward(run: RunDirectory, recipe: Recipe, task: Task) -> None:
+    """Judge a few answers of the task: before engines, which take minutes to start, are waited for.
+
+    Raises RecipeError, as `build_verifiers` does, for a reward that cannot be imported, and RewardError for one that
+    fails or does not accept the task's own answers.
+    """
+    reward, section = task.reward, recipe.reward
+    if reward == EXACT_MATCH:  # it accepts every answer and never fails
+        return
     sandbox = None
-    if recipe.reward.sandbox == "auto" and reward not in TRUSTED and (choice := choose()).rung is not None:
+    if section.sandbox == "auto" and reward not in TRUSTED and (choice := choose()).rung is not None:
         sandbox = choice.sandbox((run.path.absolute(),))
-    Verifiers(reward, 1, recipe.reward.deadline_s, sandbox=sandbox, memory_mib=recipe.reward.memory_mib).close()
+    watch = FailureWatch(reward, section.max_failed_share, at_least=1)
+    with Verifiers(
+        reward, 1, section.deadline_s, sandbox=sandbox, memory_mib=section.memory_mib, watch=watch
+    ) as verifiers:
+        try_reward(verifiers, task)
 
 
 def choose_sandbox(run: RunDirectory, reward: str, event_log: EventLog) -> Sandbox | None:

@@ -39,7 +39,7 @@ PHASE_STYLES = {
     "save": "green",
 }
 BAR_CELLS = 40
-SAID = ("evaluated", "restarted", "controlled", "no_progress", "skipped", *ENGINE_EVENTS)
+SAID = ("evaluated", "restarted", "controlled", "no_progress", "reward_failed", "skipped", *ENGINE_EVENTS)
 """Kinds of events that are printed where there is no terminal."""
 
 
@@ -87,6 +87,10 @@ class Progress:
     restarts: int = 0
     control: dict[str, Any] | None = None
     """The latest decision of the ESS controller."""
+    reward_failed: dict[str, Any] | None = None
+    """The first sample of the run whose verifier failed."""
+    samples_failed: float = 0.0
+    """Without a reward, of the steps trained."""
     doing: str = "starting"
     quantized: bool = False
     """Whether engines sample in a coarser format than the learner trains in."""
@@ -99,6 +103,7 @@ class Progress:
     def take_metrics(self, line: dict[str, Any]) -> None:
         """One step has ended."""
         self.recent.append(line)
+        self.samples_failed += number(line, "verifier_failures") or 0.0
         self.alarms = alarms(line, quantized=self.quantized)
         self.doing = f"step {line['step'] + 1} of {self.steps}"
 
@@ -111,6 +116,8 @@ class Progress:
             self.restarts += 1
         elif event.get("kind") == "controlled":
             self.control = event
+        elif event.get("kind") == "reward_failed":
+            self.reward_failed = self.reward_failed or event
         elif event.get("kind") == "no_progress":
             self.waits |= {event["who"]: event}
             if event["over"]:
@@ -230,6 +237,9 @@ def render(progress: Progress) -> RenderableType:
         blocks += [Text(), engines]
     if progress.control is not None:
         blocks += [Text(), Text(event_line(progress.control), style="yellow")]
+    if progress.reward_failed is not None:
+        of_steps = f"{progress.samples_failed:.0f} samples of {progress.num_steps} steps without a reward; the first: "
+        blocks += [Text(), Text(of_steps + event_line(progress.reward_failed), style="yellow")]
     if progress.waits:
         blocks += [Text(), *(Text(event_line(wait), style="yellow") for wait in progress.waits.values())]
     if progress.alarms:
@@ -265,6 +275,8 @@ def event_line(event: dict[str, Any]) -> str:
 def _said(event: dict[str, Any]) -> str:
     if event["kind"] == "no_progress":
         return notice_line(event)
+    if event["kind"] == "reward_failed":
+        return f"a sample has no reward ({event['reason']}): {event['detail']}"
     if event["kind"] == "skipped":
         return f"step {event['step']} is skipped: its batch was lost by damage"
     if event["kind"] in ENGINE_EVENTS:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from launch.build.engines import check_engines
+from launch.build.rewards import check_reward
 from launch.cluster.metrics import RunMetrics, observers_of
 from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.starter import LocalStarter, units_of
@@ -27,6 +28,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
+from pipeline.tasks import build_task
 
 
 def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]:
@@ -40,6 +42,8 @@ def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]
         check_ports(recipe)
         check_room(recipe)
     preflight(recipe)
+    if not run.is_finished():
+        check_reward(run, recipe, build_task(recipe.task, recipe.run.seed))
     for sentence in advice(recipe):
         print(f"warning: {sentence}", file=sys.stderr)
     with claimed(run) as epoch:

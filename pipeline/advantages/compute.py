@@ -2,7 +2,8 @@
 
     rewards ──estimator──▶ advantages of samples ──normalized over the batch──▶ aggregation over the tokens of a step
 
-Groups of equal rewards have no advantage, hence no policy gradient. What becomes of them is the
+A sample whose verifier failed has no reward: it is no member of its group, and a group without any other is no part of
+the step. Groups of equal rewards have no advantage, hence no policy gradient. What becomes of them is the
 recipe's choice, `advantage.zero_variance`:
 
     keep      they are trained on like the others
@@ -48,17 +49,31 @@ class AdvantageComputer:
 
     def compute_advantages(self, batch: Batch) -> SampleAdvantages:
         """Advantages of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""
-        values = np.asarray(self.estimator.advantages(batch.reward, batch.group), np.float64)
+        judged = self._judged(batch)
+        values, deviation = np.zeros(batch.num_samples), np.zeros(batch.num_samples)
+        reward, group = batch.reward[judged], batch.group[judged]
+        values[judged] = self.estimator.advantages(reward, group)
+        deviation[judged] = Grouped.of(reward, group).deviation
         everything = np.ones(batch.num_samples, np.bool_)
-        groups = Grouped.of(batch.reward, batch.group)
-        contrasted = groups.any_member(groups.deviation != 0.0)
+        groups = Grouped.of(values, batch.group)
+        contrasted, known = groups.any_member(deviation != 0.0), groups.any_member(judged)
         # A batch without any advantage still makes its step, by momentum and weight decay alone: versions count steps.
-        in_loss = contrasted if self.section.zero_variance == "exclude" and contrasted.any() else everything
+        wanted = contrasted if self.section.zero_variance == "exclude" and contrasted.any() else known
+        in_loss = wanted if wanted.any() else everything
         return SampleAdvantages(
-            values=batch_normalized(values, in_loss) if self.section.batch_normalized else values,
+            values=batch_normalized(values, in_loss & judged) if self.section.batch_normalized else values,
             in_loss=in_loss,
             through_model=groups.any_member(values != 0.0) if self.section.zero_variance == "skip" else everything,
         )
+
+    def _judged(self, batch: Batch) -> NDArray[np.bool_]:
+        """[samples] those with a reward, of groups that have as many of them as the formula needs. A group of fewer
+        samples than that, all with a reward, is left to the formula."""
+        judged = batch.judged
+        groups = Grouped.of(judged.astype(np.float64), batch.group)
+        complete = ~groups.any_member(~judged)
+        enough = groups.total(judged)[groups.members] >= self.section.smallest_group
+        return np.asarray(judged & (complete | enough))
 
     def by_token(self, step: Batch, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """[responses] what the tokens of one optimizer step are trained with, from `values` [samples] of the same

@@ -63,9 +63,22 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         **{key: sum(int(event.get(key, 0)) for event in committed) for key in PROMPT_COUNTS},
         verifier_failures=int(sum(run_log.series("verifier_failures")[1])),
         bottleneck=bottleneck(timeline(run_log)),
-        warnings=advice(recipe),
+        warnings=[*advice(recipe), *_failed_rewards(run_log)],
         alarms=[history.text for history in alarm_history(run_log)],
     )
+
+
+def _failed_rewards(run_log: RunLog) -> list[str]:
+    """How many samples have no reward, and why the first has none, in one sentence; none where all have one."""
+    told = run_log.of_kind("reward_failed")
+    failed, samples = (
+        sum(run_log.series("verifier_failures")[1]),
+        sum(int(e["samples"]) for e in run_log.of_kind("committed")),
+    )
+    if not told and not failed:
+        return []
+    first = f"; the first, {told[0]['reason']}: {told[0]['detail']}" if told else ""
+    return [f"{failed:.0f} of {samples} samples had no reward, since their verifier failed{first}"]
 
 
 def describe_choice(section: Objective | Correction | Advantage) -> str:

@@ -35,7 +35,7 @@ from pipeline.config.algorithm import (
 )
 from pipeline.config.formats import check_emulation
 from pipeline.config.schedule_sections import ScheduleSection, StagedSchedule, SyncSchedule
-from pipeline.config.section import Section
+from pipeline.config.section import Probability, Section
 from pipeline.config.task_sections import PromptsSection, TaskSection
 from pipeline.config.weights_section import WeightsSection
 from pipeline.schedule import Schedule
@@ -65,13 +65,16 @@ class ModelSection(Section):
 
 class RewardSection(Section):
     workers: PositiveInt = Field(1, description="Verifier processes.")
-    deadline_s: PositiveFloat = Field(10.0, description="A verifier that takes longer is killed; its sample gets 0.")
+    deadline_s: PositiveFloat = Field(10.0, description="A verifier that takes longer is killed; its sample fails.")
     sandbox: Literal["auto", "none"] = Field(
         "auto",
         description="auto: reward code runs in the best sandbox of the machine (docs/sandbox.md), and not without one. "
         "none: with all rights of this user, the network too; for code that you trust with them.",
     )
     memory_mib: PositiveInt = Field(2048, description="Memory that one verifier, and all it starts, may use.")
+    max_failed_share: Probability = Field(
+        0.1, description="The run ends when more of the last 256 samples have no reward, since their verifier failed."
+    )
 
 
 HIGHEST_PORT = 65_535

@@ -46,6 +46,7 @@ EventKind = Literal[
     "left",
     "controlled",
     "no_progress",
+    "reward_failed",
     "skipped",
     "finished",
 ]

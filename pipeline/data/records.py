@@ -23,6 +23,9 @@ FinishReason = Literal["stop", "length", "abort"]
 SOLVED_REWARD = 1.0
 """A sample with at least this reward solved its problem. Pass rates, pass@k and weights by solve rate rest on it."""
 
+VERIFIER_FAILED = "verifier_failed"
+"""The part of the reward of a sample that has none."""
+
 DropKind = Literal["unfit", "zero_variance", "solved"]
 """unfit: it cannot be asked. zero_variance: all its rewards are equal, and another group took its place. solved: its
 problem is solved too often to be asked again."""
@@ -86,6 +89,15 @@ class Completion:
     def __post_init__(self) -> None:
         object.__setattr__(self, "distinct_versions", tuple(np.unique(self.versions).tolist()))
 
+    def unlearned(self) -> Completion:
+        """The same text, of which nothing is learned: as if no engine had sampled it."""
+        return replace(
+            self,
+            logprobs=np.zeros_like(self.logprobs),
+            loss_mask=np.zeros_like(self.loss_mask),
+            kept=None if self.kept is None else KeptSets.empty(len(self.tokens)),
+        )
+
     @staticmethod
     def given(tokens: Sequence[int], logprobs: Sequence[float], version: int = 0) -> Completion:
         """Tokens that no engine sampled: a demonstration, or a batch that is made up to compare learners."""
@@ -103,11 +115,17 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A scored completion. `reward_parts` explains the reward; a failed verifier leaves `{"verifier_failed": 1.0}`."""
+    """A scored completion. `reward_parts` explains the reward. A failed verifier leaves `{"verifier_failed": 1.0}`, the
+    number 0.0, which means nothing, and a completion of which nothing is learned."""
 
     completion: Completion
     reward: float
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> bool:
+        """Whether it has a reward."""
+        return VERIFIER_FAILED not in self.reward_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +239,12 @@ class Batch:
     def num_sampled_tokens(self) -> int:
         """Response tokens that an engine sampled, of the held samples."""
         return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def judged(self) -> NDArray[np.bool_]:
+        """[n] False where the verifier failed: the sample has no reward."""
+        failed = self.reward_parts.get(VERIFIER_FAILED)
+        return np.ones(self.num_samples, np.bool_) if failed is None else np.isnan(failed) | (failed == 0.0)
 
     @property
     def interrupted(self) -> NDArray[np.bool_]:

@@ -4,8 +4,9 @@
 
 Verifiers are foreign code run on model output: they loop, exhaust memory, call os._exit and take the interpreter down;
 some mean harm. So each runs behind a worker (pipeline.rewards.worker), one sample at a time, with a deadline, and in
-the sandbox of the run (pipeline.rewards.sandbox). A sample whose verifier fails gets reward 0 and the part
-`verifier_failed`. Nothing is shared between workers (no queue, no lock), so a kill cannot hurt another one's sample.
+the sandbox of the run (pipeline.rewards.sandbox). A sample whose verifier fails has no reward, which its part
+`verifier_failed` says; nothing is learned from it. Nothing is shared between workers (no queue, no lock), so a kill
+cannot hurt another one's sample.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import NamedTuple, Self
 from pipeline import spans
 from pipeline.data.border.values import verdict_fault
 from pipeline.errors import RecipeError
+from pipeline.rewards.failure_watch import FailureWatch
 from pipeline.rewards.judgment import MAX_TEXTS_BYTES, Judgment, encode_texts, failure
 from pipeline.rewards.verifiers import TRUSTED
 from pipeline.rewards.worker_process import Sandbox, WorkerProcess
@@ -64,11 +66,12 @@ class Verifiers:
         *,
         sandbox: Sandbox | None,
         memory_mib: int = DEFAULT_MEMORY_MIB,
+        watch: FailureWatch | None = None,
     ) -> None:
         """Starts the workers. Without a sandbox, reward code runs as this user, and nothing is kept from it; built-in
         rewards that run no code of others always do. Raises RecipeError when the function cannot be imported there."""
         self.failures: Counter[str] = Counter()
-        self._reward = reward
+        self._reward, self._watch = reward, watch
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         used = None if reward in TRUSTED else sandbox
         self._workers = [WorkerProcess(reward, deadline_s, memory_mib, used) for _ in range(workers)]
@@ -86,8 +89,8 @@ class Verifiers:
             raise RecipeError(_cannot_import(reward, problems[0], used))
 
     async def score(self, prompt: str, response: str, answer: str) -> Verdict:
-        """The verdict on one response. Whatever the verifier does, nothing is raised. A sample waits until a worker is
-        free."""
+        """The verdict on one response. A verifier that fails costs this sample alone; RewardError is raised when
+        the watch, if there is one, has seen too many. A sample waits until a worker is free."""
         texts = encode_texts(prompt, response, answer)
         if len(texts) > MAX_TEXTS_BYTES:
             judgment = failure("too_large", f"a sample of {len(texts)} bytes, expected at most {MAX_TEXTS_BYTES}")
@@ -98,11 +101,15 @@ class Verifiers:
         if judgment.failed is None:
             fault = verdict_fault(judgment.reward, judgment.parts)
             if fault is None:
+                if self._watch is not None:
+                    self._watch.judged()
                 return Verdict(reward=judgment.reward, parts=judgment.parts)
             judgment = failure("bad_result", fault)
         assert judgment.failed is not None
         self.failures[judgment.failed] += 1
         _log.warning("verifier %s failed (%s): %s", self._reward, judgment.failed, judgment.detail)
+        if self._watch is not None:
+            self._watch.failed(judgment.failed, judgment.detail)
         return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed=judgment.failed)
 
     def close(self) -> None:

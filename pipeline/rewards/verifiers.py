@@ -1,14 +1,16 @@
 """Reward functions are found by name and called with three strings; the built-in ones are here.
 
-A reward function is `function(prompt, response, answer)` and returns a number, or (number, {part: number}) where the
-parts explain it. This module is imported by every worker, so it stays light.
+A reward function names what it wants of `prompt`, `response` and `answer` (see `call`), may be async, and returns a
+number, or (number, {part: number}) where the parts explain it. Every worker imports this module, so it stays light.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import Any
 
@@ -18,12 +20,14 @@ MATH_VERIFY_TIMEOUT_S = 5
 
 
 PYTHON_TESTS = "pipeline.rewards.verifiers:python_tests"
-TRUSTED = frozenset(f"pipeline.rewards.verifiers:{name}" for name in ("math_verify", "exact_match"))
+MATH_VERIFY = "pipeline.rewards.verifiers:math_verify"
+EXACT_MATCH = "pipeline.rewards.verifiers:exact_match"
+TRUSTED = frozenset((MATH_VERIFY, EXACT_MATCH))
 """Built-in rewards that run no code of others: they need no sandbox, and a worker calls them itself."""
 
 
 @lru_cache(maxsize=4)
-def resolve(reward: str) -> Callable[[str, str, str], Any]:
+def resolve(reward: str) -> Callable[..., Any]:
     """The function called `package.module:function`. Raises ImportError, AttributeError or ValueError."""
     module, colon, name = reward.partition(":")
     if not colon:
@@ -37,11 +41,32 @@ def resolve(reward: str) -> Callable[[str, str, str], Any]:
 def judge(reward: str, prompt: str, response: str, answer: str) -> Judgment:
     """Call the reward function; whatever it does short of killing the process becomes a Judgment."""
     try:
-        return _as_judgment(resolve(reward)(prompt, response, answer))
+        return _as_judgment(call(resolve(reward), prompt=prompt, response=response, answer=answer))
     except MemoryError:
         return failure("memory", "MemoryError: not enough was left")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: its failure costs its own sample only
         return Judgment(0.0, {}, "raised", f"{type(error).__name__}: {error}")
+
+
+def call(function: Callable[..., Any], **given: str) -> Any:
+    """What the function returns; an async one is waited for.
+
+    A function gets by keyword those of the `given` that it names. One that needs something of another name gets all of
+    them in order, whatever it calls them.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} & set(given)
+    others = [p for p in parameters if p.name not in named]
+    if named and all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in others):
+        rest = any(p.kind is p.VAR_KEYWORD for p in others)
+        result = function(**{name: text for name, text in given.items() if rest or name in named})
+    else:
+        result = function(*given.values())
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 def _as_judgment(result: Any) -> Judgment:
@@ -59,17 +84,24 @@ def _as_judgment(result: Any) -> Judgment:
 def math_verify(prompt: str, response: str, answer: str) -> float:  # noqa: ARG001
     """1 if the response's last answer equals `answer` as mathematics, else 0 (the `math-verify` package).
 
-    `answer` is LaTeX, with or without `$` or `\\boxed`, or a plain number, expression or choice. The package's
-    own limits use SIGALRM, which works because a worker runs verifiers in its main thread; the worker's deadline stands
-    behind them.
+    `answer` is LaTeX, with or without `$` or `\\boxed`, or a plain number, expression, choice or word. A choice or
+    a word counts in `\\boxed`, or where it is the whole response. The package's own limits use SIGALRM, which works
+    because a worker runs verifiers in its main thread; the worker's deadline stands behind them.
     """
     from math_verify import parse, verify
 
-    gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=MATH_VERIFY_TIMEOUT_S)
+    gold = parse(boxed(answer), parsing_timeout=MATH_VERIFY_TIMEOUT_S)
     if not gold:
         raise ValueError(f"answer {answer!r} is not mathematics that math-verify can parse")
+    if response.strip() == answer.strip():  # a word alone, such as Paris, is no mathematics that `parse` would find
+        return 1.0
     found = parse(response, parsing_timeout=MATH_VERIFY_TIMEOUT_S)
     return float(verify(gold, found, timeout_seconds=MATH_VERIFY_TIMEOUT_S))
+
+
+def boxed(answer: str) -> str:
+    """How a response names its answer for `math_verify`."""
+    return f"\\boxed{{{answer}}}"
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:  # noqa: ARG001

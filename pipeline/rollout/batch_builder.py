@@ -94,10 +94,11 @@ class BatchBuilder:
 
     def _uninformative(self, first: int) -> Iterator[DroppedGroup]:
         for group in self._reserve[first:]:
-            reward, samples = group.samples[0].reward, len(group.samples)
+            rewards = [sample.reward for sample in group.samples if sample.judged]
+            samples, reward = len(rewards), max(rewards, default=0.0)
             yield DroppedGroup(
                 group=group.prompt.group,
-                reason=f"zero variance: all rewards {reward}",
+                reason=f"zero variance: all rewards {reward}" if rewards else "no sample has a reward",
                 kind="zero_variance",
                 problem=group.prompt.problem,
                 samples=samples,
@@ -118,8 +119,8 @@ class BatchBuilder:
 
 
 def is_informative(group: Group) -> bool:
-    """Whether its rewards differ: otherwise every advantage that compares them is 0."""
-    return len({sample.reward for sample in group.samples}) > 1
+    """Whether those of its rewards differ that there are: otherwise every advantage that compares them is 0."""
+    return len({sample.reward for sample in group.samples if sample.judged}) > 1
 
 
 def _number(entry: Group | DroppedGroup) -> int:

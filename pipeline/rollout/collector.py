@@ -29,7 +29,7 @@ from pipeline.data.files import FIRST_POLL_S, slower
 from pipeline.data.records import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import DeadlineExceededError, PromptsExhaustedError, StoreError
+from pipeline.errors import DeadlineExceededError, PromptsExhaustedError, RewardError, StoreError
 from pipeline.patience import Patience, noted_in
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rewards.pool import Verifiers
@@ -277,16 +277,25 @@ class Collector:
             open_groups=open_groups,
             recipe_sha256=self.settings.recipe_sha256,
         )
+        if batch.num_samples and not batch.judged.any():
+            raise RewardError(
+                f"no sample of batch {builder.index} has a reward: the verifier failed on all {batch.num_samples}; "
+                "logs/collector.log says why; correct the reward function"
+            )
         self._solved.record(batch)  # first: once it is committed, the learner may be quick to unblock a later batch
         await asyncio.to_thread(self.store.commit, batch)
-        return batch, await asyncio.to_thread(lambda: int(batch.interrupted.sum()))
+        return batch, await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged).sum()))
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
-        """Verify every completion; a failed verifier costs only its sample."""
+        """Verify every completion. Nothing is learned of a sample whose verifier fails."""
         texts = [await beside_loop(self._text, completion) for completion in completions]
         verdicts = await gather_or_cancel([self.verifiers.score(prompt.text, text, prompt.answer) for text in texts])
         return tuple(
-            Sample(completion=completion, reward=verdict.reward, reward_parts=verdict.parts)
+            Sample(
+                completion=completion if verdict.failed is None else completion.unlearned(),
+                reward=verdict.reward,
+                reward_parts=verdict.parts,
+            )
             for completion, verdict in zip(completions, verdicts, strict=True)
         )
 

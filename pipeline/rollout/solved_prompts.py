@@ -81,7 +81,7 @@ class SolvedPromptFilter:
 def attempts(batch: Batch) -> dict[int, Attempts]:
     """Problem → its samples in one batch, those of dropped groups included. Groups of no known problem are left out."""
     problems, members = np.unique(batch.problem, return_inverse=True)
-    samples = np.bincount(members, minlength=len(problems)).tolist()
+    samples = np.bincount(members, batch.judged, minlength=len(problems)).astype(int).tolist()
     solved = np.bincount(members, batch.reward >= SOLVED_REWARD, minlength=len(problems)).astype(int).tolist()
     found = {p: Attempts(*counts) for p, *counts in zip(problems.tolist(), samples, solved, strict=True)}
     for drop in batch.dropped:

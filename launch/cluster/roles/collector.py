@@ -26,7 +26,7 @@ def _collect(run: RunDirectory, recipe: Recipe, epoch: Epoch, stop: Stop) -> Non
     if run.is_finished():
         return
     if not announced(run, recipe):
-        check_reward(run, recipe, build_task(recipe.task, recipe.run.seed).reward)
+        check_reward(run, recipe, build_task(recipe.task, recipe.run.seed))
     wait_for_policy(run, recipe, stop)
     wait_for_engines(run, recipe, stop, 1)
     asyncio.run(collect(run, epoch, stop.check))

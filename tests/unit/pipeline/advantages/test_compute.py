@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -172,3 +172,32 @@ def test_the_baseline_that_the_paper_rejects_is_another_objective() -> None:
     batch, learner = random_batch(0)
     expected, baseline = by_the_paper(batch, learner), by_this_code(batch, learner, "skip")
     assert abs(baseline.objective - expected.objective) > 1e-3
+
+
+def without(batch: Batch, *samples: int) -> Batch:
+    """The batch, with the verifier failed on these samples."""
+    failed = np.full(batch.num_samples, np.nan, np.float32)
+    failed[list(samples)] = 1.0
+    return replace(batch, reward_parts={"verifier_failed": failed})
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_sample_without_a_reward_is_no_member_of_its_group(normalized: bool) -> None:
+    whole = computer(name="dr_grpo", batch_normalized=normalized)
+    fewer = batch_of_rewards([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    found = whole.compute_advantages(without(HAND, 6))
+    assert found.values.tolist() == [*whole.compute_advantages(fewer).values.tolist(), 0.0]
+    assert found.in_loss.all()
+
+
+def test_a_group_without_any_reward_is_no_part_of_the_step() -> None:
+    found = computer(name="grpo").compute_advantages(without(HAND, 0, 1))
+    assert found.in_loss.tolist() == [False, False, True, True, True, True, True]
+    assert not found.values[:2].any()
+
+
+def test_a_formula_gets_no_smaller_group_than_it_needs() -> None:
+    batch = batch_of_rewards([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    found = computer(name="pass_at_k", k=3).compute_advantages(without(batch, 2, 3))
+    assert not found.values[:4].any()
+    assert found.values[4:].any()

@@ -16,8 +16,8 @@ from pipeline.data.event_log import read_events
 from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import DeadlineExceededError, EngineUnavailableError, SupersededError
-from pipeline.rewards.pool import Verifiers
+from pipeline.errors import DeadlineExceededError, EngineUnavailableError, RewardError, SupersededError
+from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.schedule import Schedule
 from pipeline.tasks.tokenizer import Tokenizer
 from tests.support.collecting import GROUP, PROMPTS, build, collect, engines_of
@@ -266,3 +266,36 @@ def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers:
     waited = [event["time"] for event in read_events(run.path, "issued")]
     assert len(waited) == 1
     assert run.learner_logprobs(9) is not None, "the clock ran while the learner trained"
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, verifiers: Verifiers, fails: Callable[[int], bool]) -> None:
+    """Of the samples that are scored, those whose number `fails` says."""
+    score, asked = verifiers.score, iter(range(10**6))
+
+    async def maybe(prompt: str, response: str, answer: str) -> Verdict:
+        if fails(next(asked)):
+            return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed="timeout")
+        return await score(prompt, response, answer)
+
+    monkeypatch.setattr(verifiers, "score", maybe)
+
+
+def test_nothing_is_learned_of_a_sample_without_a_reward(
+    run: RunDirectory, verifiers: Verifiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_on(monkeypatch, verifiers, lambda number: number % 3 == 0)
+    batch = collect(build(run, verifiers, Schedule(kind="sync", steps=1), evaluate_every=100)).read(0, None)
+    assert 0 < (~batch.judged).sum() < batch.num_samples
+    learned = np.repeat(batch.judged, batch.response_lengths)
+    assert batch.loss_mask.tolist() == learned.tolist()
+    assert not batch.rollout_logprobs[~learned].any()
+    assert [event["interrupted"] for event in read_events(run.path, "committed")] == [0]
+
+
+def test_a_batch_without_any_reward_is_not_committed(
+    run: RunDirectory, verifiers: Verifiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_on(monkeypatch, verifiers, lambda number: True)
+    with pytest.raises(RewardError, match=rf"no sample of batch 0 has a reward: .* on all {PROMPTS * GROUP}"):
+        collect(build(run, verifiers, Schedule(kind="sync", steps=1)))
+    assert list(run.batches.glob("*.zip")) == []

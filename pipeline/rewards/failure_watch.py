@@ -1,0 +1,50 @@
+"""A reward function that fails is noticed: the first failure of each kind is told, and too many of them end the run."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+from pipeline.errors import RewardError
+
+_WINDOW = 256
+"""Samples over which the share is taken."""
+_AT_LEAST = 32
+"""Samples that a run scores before it may end: one timeout among the first ten says little."""
+
+
+class FailureWatch:
+    """Takes the verdict on each sample, in the order in which they come."""
+
+    def __init__(
+        self,
+        reward: str,
+        most: float,
+        *,
+        at_least: int = _AT_LEAST,
+        tell: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """`most`: share of the last samples, 0 to 1, that may fail. `at_least`: samples before that is asked. `tell`
+        gets reason and detail of the first failure of each reason."""
+        self._reward, self._most, self._at_least, self._tell = reward, most, at_least, tell
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
+        self._reasons: Counter[str] = Counter()
+        self._first = ""
+
+    def judged(self) -> None:
+        """A sample was scored."""
+        self._recent.append(False)
+
+    def failed(self, reason: str, detail: str) -> None:
+        """A sample was not. Raises RewardError when too many of the last ones were not."""
+        self._recent.append(True)
+        self._reasons[reason] += 1
+        self._first = self._first or f"{reason}: {detail}"
+        if self._reasons[reason] == 1 and self._tell is not None:
+            self._tell(reason, detail)
+        failed, of = sum(self._recent), len(self._recent)
+        if of >= self._at_least and failed > self._most * of:
+            raise RewardError(
+                f"reward {self._reward!r} failed on {failed} of {of} samples, at most a share of {self._most:g} may; "
+                f"the first, {self._first}; correct the function, or raise reward.max_failed_share"
+            )

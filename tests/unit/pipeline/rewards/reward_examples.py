@@ -1,0 +1,58 @@
+"""Reward functions as people write them, right and wrong. `answer` is "yes" or "no" and stands in the response too."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+
+def by_keyword(*, answer: str, response: str) -> float:
+    return float(_right(answer, response))
+
+
+def by_position(question: str, reply: str, truth: str) -> float:
+    return float(_right(truth, reply) and question.startswith("question"))
+
+
+async def asynchronous(response: str, answer: str) -> tuple[float, dict[str, float]]:
+    await asyncio.sleep(0)
+    return float(_right(answer, response)), {"right": 1.0}
+
+
+def with_all_the_rest(response: str, **rest: str) -> float:
+    return float(_right(rest["answer"], response) and rest["prompt"].startswith("question"))
+
+
+def with_a_default(response: str, answer: str, scale: float = 2.0) -> float:
+    return scale * _right(answer, response)
+
+
+def _right(answer: str, response: str) -> bool:
+    if answer not in ("yes", "no"):
+        raise ValueError(f"{answer!r} is no answer of the task")
+    return response == answer
+
+
+def gives_a_dict(response: str) -> Any:
+    return {"score": 1.0}
+
+
+def gives_none(response: str) -> Any:
+    return None
+
+
+def gives_nan(response: str) -> float:
+    return math.nan
+
+
+def raises(response: str) -> float:
+    raise KeyError("score")
+
+
+async def async_raises(response: str) -> float:
+    raise KeyError("score")
+
+
+def wants_four(prompt: str, response: str, answer: str, extra: str) -> float:
+    return 1.0

@@ -1,0 +1,104 @@
+"""A reward that cannot work is refused before anything is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.build.rewards import check_reward
+from pipeline.config.recipe import Recipe
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError, RewardError
+from pipeline.rewards.verifiers import MATH_VERIFY
+from pipeline.tasks.base import Problem
+
+HERE = str(Path(__file__).parent)
+
+
+class Answers:
+    """A task of these answers; the last is held out."""
+
+    characters = None
+    chat_template = False
+
+    def __init__(self, reward: str, *answers: str) -> None:
+        self.reward, self._answers = reward, answers
+
+    num_prompts = property(lambda self: len(self._answers) - 1)
+    num_held_out = 1
+
+    def problem(self, index: int) -> Problem:
+        return Problem(text=f"question {index}", answer=self._answers[index])
+
+    def held_out(self, index: int) -> Problem:
+        return Problem(text="held out", answer=self._answers[-1])
+
+    def demonstration(self, index: int) -> None:
+        """There is none."""
+
+
+@pytest.fixture(autouse=True)
+def examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]))
+
+
+def check(tmp_path: Path, reward: str, *answers: str, share: float = 0.1, sandbox: str = "none") -> None:
+    recipe = Recipe.model_validate(
+        dict(
+            run=dict(name="trial", steps=1),
+            model=dict(path=tmp_path),
+            task=dict(name="sort_digits"),
+            reward=dict(sandbox=sandbox, max_failed_share=share),
+        )
+    )
+    check_reward(RunDirectory(tmp_path / "not there yet"), recipe, Answers(reward, *answers))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("gives_a_dict", r"bad_result: returned \{'score': 1.0\}, expected a number"),
+        ("gives_none", "bad_result: returned None, expected a number"),
+        ("gives_nan", "non_finite: returned nan"),
+        ("raises", "raised: KeyError: 'score'"),
+        ("wants_four", "raised: TypeError: .*missing 1 required positional argument"),
+        ("async_raises", "raised: KeyError: 'score'"),
+    ],
+)
+def test_a_broken_reward_is_named_with_what_it_did(tmp_path: Path, function: str, said: str) -> None:
+    with pytest.raises(RewardError, match=rf"failed on 1 of 1 samples.*the first, {said}"):
+        check(tmp_path, f"reward_examples:{function}", "yes", "no")
+
+
+@pytest.mark.parametrize(
+    "function", ["by_keyword", "by_position", "asynchronous", "with_all_the_rest", "with_a_default"]
+)
+def test_rewards_that_people_write(tmp_path: Path, function: str) -> None:
+    check(tmp_path, f"reward_examples:{function}", "yes", "no")
+
+
+def test_a_share_of_one_allows_every_failure(tmp_path: Path) -> None:
+    check(tmp_path, "reward_examples:raises", "yes", "no", share=1.0)
+
+
+def test_in_the_sandbox_of_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
+    try:
+        check(tmp_path, "reward_examples:by_keyword", "yes", "no", sandbox="auto")
+    except RecipeError as error:
+        pytest.fail(str(error))
+    with pytest.raises(RewardError, match="KeyError"):
+        check(tmp_path, "reward_examples:raises", "yes", "no", sandbox="auto")
+
+
+def test_math_verify_accepts_answers_of_every_kind(tmp_path: Path) -> None:
+    check(tmp_path, MATH_VERIFY, "yes", "B", "Paris", "(1,2)", r"\frac{1}{2}", "1,000", "x=3", "$x^2$", "12")
+
+
+def test_math_verify_names_an_answer_that_it_cannot_read(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="answer ' ' is not mathematics that math-verify can parse"):
+        check(tmp_path, MATH_VERIFY, "1", "2", " ", "4")
+    with pytest.raises(RewardError, match="does not accept 1 of 7 answers as right, the first ' '; write them"):
+        check(tmp_path, MATH_VERIFY, *"123456", " ")
