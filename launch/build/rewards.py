@@ -15,7 +15,7 @@ from pipeline.rewards.failure_watch import FailureWatch
 from pipeline.rewards.ladder import RUNGS, Choice, choose
 from pipeline.rewards.pool import Verifiers
 from pipeline.rewards.trial import try_reward
-from pipeline.rewards.verifiers import EXACT_MATCH, TRUSTED
+from pipeline.rewards.verifiers import EXACT_MATCH, MATH_VERIFY, TRUSTED
 from pipeline.rewards.worker_process import Sandbox
 from pipeline.tasks.base import Task
 
@@ -52,7 +52,8 @@ def check_reward(run: RunDirectory, recipe: Recipe, task: Task) -> None:
     sandbox = None
     if section.sandbox == "auto" and reward not in TRUSTED and (choice := choose()).rung is not None:
         sandbox = choice.sandbox((run.path.absolute(),))
-    watch = FailureWatch(reward, section.max_failed_share, at_least=1)
+    most = 0.0 if reward == MATH_VERIFY else section.max_failed_share
+    watch = FailureWatch(reward, most, at_least=1)
     with Verifiers(
         reward, 1, section.deadline_s, sandbox=sandbox, memory_mib=section.memory_mib, watch=watch
     ) as verifiers:

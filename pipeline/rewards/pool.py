@@ -107,9 +107,9 @@ class Verifiers:
             judgment = failure("bad_result", fault)
         assert judgment.failed is not None
         self.failures[judgment.failed] += 1
-        _log.warning("verifier %s failed (%s): %s", self._reward, judgment.failed, judgment.detail)
         if self._watch is not None:
             self._watch.failed(judgment.failed, judgment.detail)
+        _log.warning("verifier %s failed (%s): %s", self._reward, judgment.failed, judgment.detail)
         return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed=judgment.failed)
 
     def close(self) -> None:

@@ -16,28 +16,35 @@ _MOST_ANSWERS = 1000
 
 
 def try_reward(verifiers: Verifiers, task: Task) -> None:
-    """Score answers of the task as responses to their own prompts.
+    """Score answers of the task as responses to their own prompts, by `verifiers` with a watch that asks at once.
 
-    Whatever the reward, a few of them must be scored at all: `verifiers` need a watch that raises RewardError. Rewards
-    that must accept a right answer have to give 1 to every one of them, else RewardError names those that they refuse.
-    Of a task with very many different answers it is an even choice; the others are looked at when they are used.
+    `math_verify` has to give 1 to every answer, else RewardError says how many it does not accept; of a task with very
+    many different ones it is an even choice, and the others are looked at when they are used. What another reward gives
+    to an answer is its own business, but a few must be scored at all.
     """
-    asyncio.run(_try(verifiers, task))
+    asyncio.run(_try_every_answer(verifiers, task) if task.reward == MATH_VERIFY else _try_a_few(verifiers, task))
 
 
-async def _try(verifiers: Verifiers, task: Task) -> None:
+async def _try_a_few(verifiers: Verifiers, task: Task) -> None:
     for problem in [task.problem(index) for index in range(min(_FEW, task.num_prompts))]:
         await verifiers.score(problem.text, problem.answer, problem.answer)
-    if task.reward != MATH_VERIFY:
-        return
+
+
+async def _try_every_answer(verifiers: Verifiers, task: Task) -> None:
     problems = _of_different_answers(task)
-    verdicts = [await verifiers.score(p.text, boxed(p.answer), p.answer) for p in problems]
-    refused = [p.answer for p, verdict in zip(problems, verdicts, strict=True) if verdict.reward < 1.0]
+    refused = [problem.answer for problem in problems if not await _accepted(verifiers, problem)]
     if refused:
         raise RewardError(
             f"math_verify does not accept {len(refused)} of {len(problems)} answers as right, the first "
             f"{quoted(refused[0])}; write them as LaTeX or as plain numbers, or set task.reward to a function of yours"
         )
+
+
+async def _accepted(verifiers: Verifiers, problem: Problem) -> bool:
+    try:
+        return (await verifiers.score(problem.text, boxed(problem.answer), problem.answer)).reward >= 1.0
+    except RewardError:
+        return False
 
 
 def _of_different_answers(task: Task) -> list[Problem]:

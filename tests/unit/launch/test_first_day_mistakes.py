@@ -170,6 +170,19 @@ def existing_out(shop: Workshop) -> list[str]:
     return ["sft", "demo", "--out", str(shop.model)]
 
 
+def reward(function: str) -> Callable[[Workshop], list[str]]:
+    def make(shop: Workshop) -> list[str]:
+        examples = Path(__file__).parents[1] / "pipeline/rewards"
+        shop.patch.syspath_prepend(examples)
+        return shop.train_on(GOOD_LINES, reward=f"reward_examples:{function}")
+
+    return make
+
+
+def unreadable_answer(shop: Workshop) -> list[str]:
+    return shop.train_on(GOOD_LINES + json.dumps(dict(prompt="?", answer=" ")) + "\n", reward="math_verify")
+
+
 MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     # the command line
     "a command misspelled": (lambda shop: ["trian", "demo"], ("No such command 'trian'", "'train'")),
@@ -338,6 +351,14 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "a full disk": (full_disk, ("too full", "free ", "the same command")),
     "a read-only root": (read_only, ("mounted read-only", "set run.root to another folder")),
     "a folder of somebody else": (foreign_folder, ("may not write", "set run.root to another folder")),
+    # rewards
+    "a reward that returns a dict": (reward("gives_a_dict"), ("reward_examples:gives_a_dict", "bad_result", "correct")),
+    "a reward that returns None": (reward("gives_none"), ("returned None, expected a number", "correct the function")),
+    "a reward that returns NaN": (reward("gives_nan"), ("non_finite: returned nan", "correct the function")),
+    "a reward that raises": (reward("raises"), ("raised: KeyError: 'score'", "correct the function")),
+    "a reward that wants more": (reward("wants_four"), ("missing 1 required positional", "correct the function")),
+    "an async reward that raises": (reward("async_raises"), ("raised: KeyError: 'score'", "correct the function")),
+    "an answer that is no mathematics": (unreadable_answer, ("1 of 2 answers as right, the first ' '", "LaTeX")),
     "a root that is a file": (root_is_a_file, ("runs is a file", "set run.root to a folder")),
 }
 

@@ -98,7 +98,5 @@ def test_math_verify_accepts_answers_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_math_verify_names_an_answer_that_it_cannot_read(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="answer ' ' is not mathematics that math-verify can parse"):
-        check(tmp_path, MATH_VERIFY, "1", "2", " ", "4")
-    with pytest.raises(RewardError, match="does not accept 1 of 7 answers as right, the first ' '; write them"):
-        check(tmp_path, MATH_VERIFY, *"123456", " ")
+    with pytest.raises(RewardError, match="does not accept 2 of 8 answers as right, the first ' '; write them"):
+        check(tmp_path, MATH_VERIFY, *"12", " ", *"3456", "  ")
