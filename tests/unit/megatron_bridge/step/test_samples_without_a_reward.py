@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def metrics(model: Path, batch: Batch) -> dict[str, float]:
 
 def test_a_step_is_the_same_without_the_sample(tmp_path: Path) -> None:
     write_model(tmp_path / "model", experts=False)
-    batch = make_batch(0, 64)
+    batch = make_batch(0, json.loads((tmp_path / "model/config.json").read_text())["vocab_size"])
     without = np.zeros(batch.num_samples, np.bool_)
     without[0] = True
     masked, fewer = (metrics(tmp_path / "model", b) for b in (failed(batch, without), batch.select(~without)))
