@@ -6,6 +6,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+from launch.build.reward_trial import try_reward
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
@@ -14,7 +15,6 @@ from pipeline.errors import RecipeError, RunConflictError
 from pipeline.rewards.failure_watch import FailureWatch
 from pipeline.rewards.ladder import RUNGS, Choice, choose
 from pipeline.rewards.pool import Verifiers
-from pipeline.rewards.trial import try_reward
 from pipeline.rewards.verifiers import EXACT_MATCH, MATH_VERIFY, TRUSTED
 from pipeline.rewards.worker_process import Sandbox
 from pipeline.tasks.base import Task

@@ -14,7 +14,7 @@ from pipeline.errors import RecipeError, RewardError
 from pipeline.rewards.verifiers import MATH_VERIFY
 from pipeline.tasks.base import Problem
 
-HERE = str(Path(__file__).parent)
+EXAMPLES = str(Path(__file__).parents[2] / "pipeline/rewards")
 
 
 class Answers:
@@ -41,8 +41,8 @@ class Answers:
 
 @pytest.fixture(autouse=True)
 def examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(HERE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([EXAMPLES, os.environ.get("PYTHONPATH", "")]))
 
 
 def check(tmp_path: Path, reward: str, *answers: str, share: float = 0.1, sandbox: str = "none") -> None:
