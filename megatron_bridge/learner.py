@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,14 +26,14 @@ from megatron_bridge.checkpoint import training_state
 from megatron_bridge.checkpoint.beside_training import ShardSave
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.model.build import build_chunks, choose_layers
-from megatron_bridge.model.te_precision import Layers, token_multiple, warm_up_passes
+from megatron_bridge.model.te_precision import Layers, warm_up_passes
 from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.parallel.layout_checks import check_layout
 from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.step import passes
 from megatron_bridge.step.expert_replay import replayer
 from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulating, require_emulation, weights_changed
-from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, plan_micro_batches
+from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches
 from megatron_bridge.step.mismatch import MismatchMeter
 from megatron_bridge.step.optimizer import (
     learning_rate,
@@ -43,13 +42,15 @@ from megatron_bridge.step.optimizer import (
     step_with_clipping,
     wrap_and_optimize,
 )
-from megatron_bridge.step.response_tokens import by_token, known_logprobs, seen_tokens
+from megatron_bridge.step.response_tokens import by_token, known_logprobs, rows_and_positions, seen_tokens
+from megatron_bridge.step.shares import split_of, sum_of_shares
 from megatron_bridge.weight_sync.export import export_policy
 from megatron_bridge.weights import convert
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.records import Batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import unfenced
+from pipeline.data.share import Share
 from pipeline.errors import NonFiniteError
 from pipeline.ports.learner import Update
 from precision.formats.quant_map import QuantMap
@@ -156,6 +157,19 @@ class MegatronLearner:
         """True on global rank 0."""
         return dist.get_rank() == 0
 
+    @property
+    def num_data_ranks(self) -> int:
+        """Data parallel ranks."""
+        return self._split().data_ranks
+
+    def share(self, lengths: NDArray[np.int64], together: Sequence[NDArray[np.bool_]]) -> Share:
+        """The samples of these `lengths` [samples] that this rank takes of each set in `together` [samples]."""
+        return Share(ranks=deal(lengths, self._split(), together), rank=self._split().data_rank)
+
+    def sum_of_shares(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Each place of `values`, which are overwritten, as the rank has it on which it is not 0."""
+        return sum_of_shares(values, self.device)
+
     def score(self, batch: Batch) -> Tensor:
         """float32 [responses] natural log-probability of every response token at the present weights, in the batch's
         order, on the learner's device. The engine's experts are replayed where the batch has them;
@@ -207,7 +221,7 @@ class MegatronLearner:
         rows = TokenRows.of_batch(batch)
         plan = self._plan(rows, trained)
         recomputes = self.section.recompute != "none"
-        with emulating(self.emulation), self._replaying(rows, chosen=trained, recomputes=recomputes) as replay:
+        with emulating(self.emulation), self._replaying(rows, plan, recomputes=recomputes) as replay:
             gathered = passes.train(
                 self.model,
                 plan,
@@ -288,22 +302,12 @@ class MegatronLearner:
             for policy in policies:
                 policy.temperature = usual
 
+    def _split(self) -> Split:
+        return split_of(self.section, self.layout, self.model_config)
+
     def _plan(self, rows: TokenRows, chosen: NDArray[np.bool_] | None = None) -> Plan:
-        return plan_micro_batches(
-            rows,
-            micro_batch_tokens=self.section.micro_batch_tokens,
-            split=Split(
-                data_ranks=parallel_state.get_data_parallel_world_size(),
-                data_rank=parallel_state.get_data_parallel_rank(),
-                context_ranks=parallel_state.get_context_parallel_world_size(),
-                context_rank=parallel_state.get_context_parallel_rank(),
-                sequence_ranks=self.layout.sequence_ranks,
-                token_multiple=token_multiple(self.section.precision),
-                count_multiple=self.layout.micro_batch_multiple,
-                attention_parity=self.model_config.attention_parity,
-            ),
-            chosen=chosen,
-        )
+        budget = self.section.micro_batch_tokens
+        return plan_micro_batches(rows, micro_batch_tokens=budget, split=self._split(), chosen=chosen)
 
     def score_rows(self, rows: TokenRows) -> passes.Gathered:
         """Log-probabilities and entropies of the predicted tokens, flat, at the present weights."""
@@ -312,7 +316,7 @@ class MegatronLearner:
         while self._warm_ups:
             passes.warm_up(self.model, plan, num_predicted, self.device)
             self._warm_ups -= 1
-        with emulating(self.emulation), self._replaying(rows) as replay:
+        with emulating(self.emulation), self._replaying(rows, plan) as replay:
             return passes.score(self.model, plan, num_predicted, self.device, replay)
 
     def _prepare(
@@ -335,15 +339,15 @@ class MegatronLearner:
         elif present is None:
             raise ValueError("the objective needs the step scored: pass what score(batch) returned")
         else:
-            lengths = batch.response_lengths
+            row, position = rows_and_positions(batch)
             step = ScoredStep(
                 logprobs=tensor(present),
                 rollout_logprobs=rollout,
                 old_logprobs=tensor(present if old_logprobs is None else old_logprobs),
                 advantages=given,
                 sampled=sampled,
-                row=tensor(np.repeat(np.arange(batch.num_samples), lengths)),
-                position=tensor(np.arange(len(given)) - np.repeat(batch.response_offsets[:-1], lengths)),
+                row=tensor(row),
+                position=tensor(position),
                 num_rows=batch.num_samples,
             )
             prepared = _finite_or_refused(lambda: self._objective.prepare(step), batch)
@@ -384,12 +388,8 @@ class MegatronLearner:
     def _metrics(self, gathered: passes.Gathered, num_tokens: int, seen: Tensor) -> dict[str, float]:
         num_seen = int(seen.sum())  # what the objective's sums are over
         means = {name: gathered.sums[name].item() / num_seen for name in self._runner.names}
-        return {
-            "loss": gathered.sums["loss"].item(),
-            "entropy": gathered.entropy[seen].double().mean().item(),
-            "num_tokens": float(num_tokens),
-            **means,
-        }
+        entropy, loss = gathered.entropy[seen].double().mean().item(), gathered.sums["loss"].item()
+        return {"loss": loss, "entropy": entropy, "num_tokens": float(num_tokens), **means}
 
 
 def _finite_or_refused(work: Callable[[], Result], batch: Batch) -> Result:

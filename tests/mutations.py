@@ -162,6 +162,20 @@ MUTATIONS = (
         ("tests/integration/test_rank_views.py",),
     ),
     Mutation(
+        "a rank knows of its own response tokens alone",
+        "pipeline/trainer/batch_source.py",
+        "found[0].with_numbers(self.learner.sum_of_shares)",
+        "found[0]",
+        ("tests/integration/test_rank_views.py",),
+    ),
+    Mutation(
+        "a mini-batch is dealt out with the others",
+        "pipeline/trainer/mini_batches.py",
+        "return [*found, ~np.logical_or.reduce(inside)]",
+        "return [np.logical_or.reduce(inside), ~np.logical_or.reduce(inside)]",
+        (f"{UNIT}/pipeline/trainer/test_mini_batches.py",),
+    ),
+    Mutation(
         "a step that is saved was not recorded",
         "pipeline/trainer/loop.py",
         "        self.learner.tell(lambda: self._record(step, update, measured | controlled, watch))\n",
@@ -409,8 +423,8 @@ MUTATIONS = (
     Mutation(
         "a token is renormalized over the kept set of another",
         "megatron_bridge/step/micro_batches.py",
-        "rows.kept.take(np.where(mask, index, -1)[columns.numpy()])",
-        "rows.kept.take(np.where(mask, index // 2, -1)[columns.numpy()])",
+        "np.arange(*rows.kept_offsets[row : row + 2])",
+        "np.arange(*rows.kept_offsets[row : row + 2]) // 2",
         (f"{UNIT}/megatron_bridge/step/test_micro_batches.py",),
     ),
     Mutation(

@@ -164,24 +164,26 @@ class EmulationMeter:
         """-ln ESS with each map emulated, over the response tokens of some samples."""
         from megatron_bridge.step.sensitivity import row_scorer
 
-        rows, chosen = rows_of(batch, self.num_tokens)
+        rows, chosen = rows_of(batch, self.num_tokens, self.learner)
         score = row_scorer(self.learner, rows)
         plain = score(None)[chosen]
         return [loss_of(token_ess(plain - score(quant)[chosen])) for quant in quant_maps]
 
 
-def rows_of(batch: Batch, num_tokens: int) -> tuple[list[list[int]], Any]:
+def rows_of(batch: Batch, num_tokens: int, learner: MegatronLearner) -> tuple[list[list[int]], Any]:
     """Samples of all parts of a batch with about so many sampled tokens: their tokens, and bool [tokens] that marks the
-    sampled ones among the tokens 1 … n-1 of each row."""
+    sampled ones among the tokens 1 … n-1 of each row. Collective, and the same on every rank: each has some of them."""
     import numpy as np
     import torch
 
     count = max(1, round(batch.num_samples * min(1.0, num_tokens / max(1, batch.num_sampled_tokens))))
     samples = np.unique(np.linspace(0, batch.num_samples - 1, count).round().astype(int)).tolist()
-    rows, chosen = [], []
+    own, lengths, chosen = batch.rows(), batch.lengths, []
+    held = [own[sample] if len(own[sample]) else np.zeros(lengths[sample], np.int32) for sample in samples]
+    flat = np.concatenate(held) if batch.share is None else learner.sum_of_shares(np.concatenate(held))
     for sample in samples:
         first, last = batch.response_offsets[sample : sample + 2]
-        rows.append(batch.sample_tokens(sample).tolist())
         prompt = np.zeros(batch.prompt_lengths[sample] - 1, np.bool_)
         chosen += [prompt, batch.loss_mask[first:last]]
+    rows = [row.tolist() for row in np.split(flat, np.cumsum(lengths[samples])[:-1])]
     return rows, torch.from_numpy(np.concatenate(chosen))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 from launch.build.algorithm import build_advantage_computer, build_objective
@@ -23,6 +24,7 @@ from pipeline.data.store import BatchStore
 from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import COMMIT, Checkpoints
 from pipeline.trainer.loop import Trainer
+from pipeline.trainer.mini_batches import dealt_together
 from pipeline.trainer.old_logprobs import OldLogprobs
 
 
@@ -68,12 +70,14 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
     learner.tell(lambda: _bring_checkpoint(source, run, min(wanted)))
     channel = ExportChannel(learner, run.path / "weights", wanted)
     objective, schedule = build_objective(recipe), recipe.build_schedule()
+    advantages = build_advantage_computer(recipe)
     batches = BatchSource(
         run=run,
         store=BatchStore(source.batches, limits=build_limits(recipe)),
         learner=learner,
         contract=build_contract(recipe, build_tokenizer(recipe)),
         wait_deadline_s=recipe.run.wait_deadline_s,
+        together=partial(dealt_together, advantages, recipe.learner.updates_per_batch),
     )
     updates, event_log = recipe.learner.updates_per_batch, EventLog(run.path, "replay")
     trainer = Trainer(
@@ -87,7 +91,7 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
         )
         if objective.needs_old_logprobs
         else None,
-        advantage_computer=build_advantage_computer(recipe),
+        advantage_computer=advantages,
         scores_step=objective.needs_scoring,
         reads_step_logprobs=objective.reads_step_logprobs,
         channel=channel,

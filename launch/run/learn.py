@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +50,7 @@ from pipeline.spans import recorded
 from pipeline.trainer.batch_source import STOP_FILE_VARIABLE, BatchSource, waiting_for_batches
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
+from pipeline.trainer.mini_batches import dealt_together
 from pipeline.trainer.old_logprobs import OldLogprobs
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 
@@ -123,6 +125,7 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         channel = transition or build_channel(run, recipe, learner, epoch)
     metrics = metrics_of("learner", run.path) if learner.is_rank_zero else None
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
+    advantages = build_advantage_computer(recipe)
     shared: dict[str, Any] = dict(
         run=run,
         batches=BatchSource(
@@ -131,6 +134,7 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
             learner=learner,
             contract=build_contract(recipe, build_tokenizer(recipe)),
             wait_deadline_s=recipe.run.wait_deadline_s,
+            together=partial(dealt_together, advantages, recipe.learner.updates_per_batch),
             patience=waiting_for_batches(noted_in(event_log.event)),
         ),
         learner=learner,
@@ -141,7 +145,7 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     trainer = Trainer(
         **shared,
         old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
-        advantage_computer=build_advantage_computer(recipe),
+        advantage_computer=advantages,
         scores_step=objective.needs_scoring,
         reads_step_logprobs=objective.reads_step_logprobs,
         channel=channel,

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
-from megatron_bridge.step.micro_batches import MicroBatch, TokenRows
+from megatron_bridge.step.micro_batches import MicroBatch, Plan, TokenRows
+from megatron_bridge.step.shares import sum_over_copies
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import ExpertReplayError
 
@@ -133,13 +134,13 @@ def replaying(
     routers: Mapping[int, Sequence[ReplayedRouter]],
     model_config: ModelConfig,
     rows: TokenRows,
+    plan: Plan,
     *,
-    chosen: NDArray[np.bool_] | None = None,
     recomputes: bool = False,
     sequence_parallel: bool,
     device: torch.device | str,
 ) -> Iterator[ExpertReplay | None]:
-    """Around one pass over `rows`, of which `chosen` [rows] go through the model; None when they have no record.
+    """Around one pass over `rows` as `plan` has it; None when they have no record.
 
     `recomputes`: every router routes again in backward passes. Collective: at its end all ranks compare what was
     routed. Raises ExpertReplayError when the record is of another model, or was not used exactly once.
@@ -158,7 +159,7 @@ def replaying(
     )
     try:
         yield replay
-        replay.finish(routed_rows(rows, chosen))
+        replay.finish(routed_rows(rows, plan))
     finally:
         replay.close()
 
@@ -184,7 +185,8 @@ class ExpertReplay:
         self._device = device
         self._places = torch.zeros(0, dtype=torch.int64)
         # int32 [2, tokens]: how many routers have routed the token, and how many of them would have chosen otherwise.
-        self._counts = torch.zeros(2, len(experts), dtype=torch.int32, device=device)
+        # One more place, for padding is counted somewhere also on a rank without samples.
+        self._counts = torch.zeros(2, len(experts) + 1, dtype=torch.int32, device=device)
         self.found: Replayed | None = None
         """Once `finish` has run."""
 
@@ -220,35 +222,38 @@ class ExpertReplay:
 
     def finish(self, expected: NDArray[np.bool_]) -> None:
         """Collective over all ranks. Raises ExpertReplayError, on all of them, unless each row marked in `expected`
-        [tokens] was routed exactly once in every layer and no other row was, and each was routed again where there is
-        recompute."""
-        waiting = sum(len(router.replay_backward_list) for routers in self._routers.values() for router in routers)
-        numbers = torch.tensor([waiting], dtype=torch.int32, device=self._device)
-        flat = torch.cat([self._counts.flatten(), numbers])
-        dist.all_reduce(flat)
-        counts = flat[:-1].view(2, -1).cpu().numpy()
+        [tokens], those that this rank runs, was routed exactly once in every layer and no other row was, and each was
+        routed again where there is recompute."""
+        sum_over_copies(self._counts)
+        counts = self._counts[:, :-1].cpu().numpy()
         copies = self._num_layers * self._ranks_with_the_same_rows()
-        wrong = np.flatnonzero(counts[0] != np.where(expected, copies, 0))
-        if len(wrong) or int(flat[-1]):
-            raise ExpertReplayError(
-                f"{len(wrong)} of {len(expected)} rows were not routed exactly once in each of {self._num_layers} "
-                f"layers (the first is row {wrong[0] if len(wrong) else None}), and {int(flat[-1])} micro-batches were "
-                "not routed again; nothing is trained on them: this is a bug, report it"
-            )
         known = self._experts.known & expected
-        num_known = max(1, int(known.sum()))
+        found = [counts[0] != np.where(expected, copies, 0), expected, known, counts[1], counts[1] != 0]
+        totals = torch.tensor([int(each.sum()) for each in found], device=self._device)
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        waiting = sum(len(router.replay_backward_list) for routers in self._routers.values() for router in routers)
+        left = torch.tensor(waiting, device=self._device)
+        dist.all_reduce(left)
+        wrong, num_expected, num_known, rows_differ, tokens_differ = totals.tolist()
+        if wrong or int(left):
+            raise ExpertReplayError(
+                f"{wrong} rows, of {num_expected} that were to be, were not routed exactly once in each of "
+                f"{self._num_layers} layers, and {int(left)} micro-batches were not routed again; nothing is trained "
+                "on them: this is a bug, report it"
+            )
         self.found = Replayed(
-            experts_known_share=float(known.sum() / max(1, expected.sum())),
-            expert_rows_differ_share=float(counts[1].sum() / (copies * num_known)),
-            expert_tokens_differ_share=float(np.count_nonzero(counts[1]) / num_known),
+            experts_known_share=num_known / max(1, num_expected),
+            expert_rows_differ_share=rows_differ / (copies * max(1, num_known)),
+            expert_tokens_differ_share=tokens_differ / max(1, num_known),
         )
 
     def _targets(self, places: Tensor, layers: Sequence[int]) -> list[Tensor]:
         """int16 [tokens, k] for each of `layers`; UNKNOWN where padded or not recorded."""
         rows = places.numpy()
-        known = (rows >= 0) & self._experts.known[rows]
-        chosen = self._experts.ids[rows][:, layers].astype(np.int16)
-        chosen[~known] = UNKNOWN
+        known = rows >= 0
+        known[known] = self._experts.known[rows[known]]
+        chosen = np.full((len(rows), len(layers), self._experts.ids.shape[2]), UNKNOWN, np.int16)
+        chosen[known] = self._experts.ids[rows[known]][:, layers]
         targets = torch.from_numpy(chosen).to(self._device)
         return list(targets.unbind(1))
 
@@ -271,12 +276,11 @@ class ExpertReplay:
         return 1 if self._sequence_parallel else int(parallel_state.get_tensor_model_parallel_world_size())
 
 
-def routed_rows(rows: TokenRows, chosen: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-    """bool [tokens of all rows]: those that go through the model. The last of a row predicts nothing and does not; nor
-    do rows that `chosen` [rows] leaves out."""
-    ends = np.cumsum(rows.lengths)
-    routed = np.repeat(np.ones(len(rows.lengths), np.bool_) if chosen is None else chosen, rows.lengths)
-    routed[ends - 1] = False
+def routed_rows(rows: TokenRows, plan: Plan) -> NDArray[np.bool_]:
+    """bool [tokens of the held rows]: those that go through the model here. The last of a row predicts nothing and does
+    not."""
+    routed = np.repeat(plan.rows, rows.held_lengths)
+    routed[rows.token_offsets[1:][rows.held_lengths > 0] - 1] = False
     return routed
 
 
@@ -284,6 +288,7 @@ def _require_fit(experts: RoutedExperts, model_config: ModelConfig) -> None:
     mixture = model_config.experts
     if mixture is None:
         raise ExpertReplayError("the batch has routed experts, but the model has none; train the model that sampled it")
+    # The highest number of a share was compared when it was read (Limits.num_experts): no rank fails here alone.
     found, wanted = experts.ids.shape[1:], (model_config.num_layers, mixture.per_token)
     highest = int(experts.ids.max(initial=0))
     if found != wanted or highest >= mixture.count:

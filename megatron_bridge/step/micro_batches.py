@@ -1,7 +1,7 @@
 """Flat, ragged batch → this rank's packed micro-batches, and back.
 
     samples ──as much arithmetic──▶ data parallel ranks ──as many tokens──▶ micro-batches of packed rows
-                                                        ──two pieces of every row──▶ context parallel ranks
+              (before they are read: `deal`)            ──two pieces of every row──▶ context parallel ranks
 
 The partition depends on lengths only, so every rank works out the whole plan by itself and all agree. Data parallel
 ranks are balanced by arithmetic, because the step takes as long as the busiest one and a long row takes more of it a
@@ -37,24 +37,35 @@ from precision.balance import balanced, fullest, sections
 class TokenRows:
     """Sequences of which a tail is to be predicted.
 
-    The predicted tokens of all rows, row after row, are the flat order in which results are given and returned.
+    The predicted tokens of all rows, row after row, are the flat order in which results are given and returned. A rank
+    may hold some rows alone; it knows how long the others are.
     """
 
     tokens: Sequence[NDArray[np.int32]]
-    """[rows] of [length] token ids."""
+    """[rows] of [length] token ids; none of rows that other ranks hold."""
     starts: NDArray[np.int64]
     """[rows] index of the first predicted token, at least 1."""
     kept: KeptSets | None = None
-    """The set over which the distribution of each predicted token is renormalized; None: the whole vocabulary."""
+    """The set over which the distribution of each predicted token that is held is renormalized; None: the whole
+    vocabulary."""
     experts: RoutedExperts | None = None
-    """[tokens of all rows] to replay; None: routers choose."""
+    """[tokens of the held rows] to replay; None: routers choose."""
+    ranks: NDArray[np.int64] | None = None
+    """[rows] the data parallel rank that holds each; None: every rank holds all, and they are still to be dealt out."""
+    all_lengths: NDArray[np.int64] | None = None
+    """[rows] `lengths`, where not all rows are held."""
 
     @staticmethod
     def of_batch(batch: Batch) -> TokenRows:
         """Every sample, its response predicted."""
-        rows = [batch.sample_tokens(i) for i in range(batch.num_samples)]
-        starts = batch.prompt_lengths.astype(np.int64)
-        return TokenRows(tokens=rows, starts=starts, kept=batch.kept, experts=batch.experts)
+        return TokenRows(
+            tokens=batch.rows(),
+            starts=batch.prompt_lengths.astype(np.int64),
+            kept=batch.kept,
+            experts=batch.experts,
+            ranks=None if batch.share is None else batch.share.ranks,
+            all_lengths=batch.lengths,
+        )
 
     @staticmethod
     def whole(rows: Sequence[Sequence[int]], experts: RoutedExperts | None = None) -> TokenRows:
@@ -65,18 +76,27 @@ class TokenRows:
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """[rows] tokens."""
+        return self.held_lengths if self.all_lengths is None else self.all_lengths
+
+    @cached_property
+    def held_lengths(self) -> NDArray[np.int64]:
+        """[rows] tokens that are here."""
         return np.array([len(row) for row in self.tokens], np.int64)
 
     @cached_property
     def token_offsets(self) -> NDArray[np.int64]:
-        """[rows + 1] where each row starts when all are laid end to end."""
-        return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+        """[rows + 1] where each held row starts when all of them are laid end to end."""
+        return _ends(self.held_lengths)
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """[rows + 1] where each row's predicted tokens start in the flat order."""
-        predicted = np.maximum(self.lengths - self.starts, 0)
-        return np.concatenate([[0], np.cumsum(predicted)]).astype(np.int64)
+        return _ends(np.maximum(self.lengths - self.starts, 0))
+
+    @cached_property
+    def kept_offsets(self) -> NDArray[np.int64]:
+        """[rows + 1] where the sets of each held row's predicted tokens start in `kept`."""
+        return _ends(np.maximum(self.held_lengths - self.starts, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +114,7 @@ class MicroBatch:
     index: Tensor
     """int64, place of the label in the flat order; 0 where `mask` is False."""
     places: Tensor
-    """int64, place of the token among the tokens of all rows, laid end to end; -1 where padded."""
+    """int64, place of the token among those of the held rows, laid end to end; -1 where padded."""
     row_ends: Tensor
     """int32 [rows + 1], where the rows begin and end over all context parallel ranks together, from 0."""
     kept: KeptRows | None = None
@@ -126,6 +146,8 @@ class Plan:
     """One rank's share of a batch."""
 
     micro_batches: tuple[MicroBatch, ...]
+    rows: NDArray[np.bool_]
+    """[rows] True on those that this rank runs through the model."""
     padding_share: float
     """Padded positions ÷ all positions, over all ranks."""
 
@@ -172,24 +194,34 @@ def plan_micro_batches(
     `chosen` [rows] leaves rows out; the places of the others in the flat order stay. Raises RecipeError when a single
     row does not fit.
     """
-    included = np.arange(len(rows.tokens)) if chosen is None else np.flatnonzero(chosen)
-    # The last token predicts nothing.
-    widths = _rounded_up(np.maximum(rows.lengths - 1, 1), split.row_multiple)
+    included = np.ones(len(rows.lengths), np.bool_) if chosen is None else chosen
+    widths = _widths(rows.lengths, split)
     budget = micro_batch_tokens // split.total_multiple * split.total_multiple
     if len(widths) and widths.max() > budget:
         raise RecipeError(
             f"a sample of {rows.lengths.max()} tokens, padded to {widths.max()}, does not fit in "
             f"learner.micro_batch_tokens {micro_batch_tokens}; raise it"
         )
-    dealt = sections(split.work(widths[included]), split.data_ranks)
-    shares = [included[part].tolist() for part in dealt]
+    ranks = deal(rows.lengths, split, [included]) if rows.ranks is None else rows.ranks
+    shares = [np.flatnonzero(included & (ranks == rank)).tolist() for rank in range(split.data_ranks)]
     groups = _micro_batches(shares, widths, budget, split.count_multiple)
     padded = [_padded_widths(group, widths, split) for share in groups for group in share]
     real = int(np.maximum(rows.lengths[included] - 1, 0).sum())
     return Plan(
         micro_batches=tuple(_micro_batch(rows, group, widths, split) for group in groups[split.data_rank]),
+        rows=included & (ranks == split.data_rank),
         padding_share=1.0 - real / sum(map(sum, padded)),
     )
+
+
+def deal(lengths: NDArray[np.int64], split: Split, together: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
+    """[rows] the data parallel rank that takes each row of these `lengths` [rows]. Each set of rows in `together`
+    [rows] is dealt out evenly by itself, for there are passes over it alone. Rows of none go to rank 0."""
+    ranks, widths = np.zeros(len(lengths), np.int64), _widths(lengths, split)
+    for rows in map(np.flatnonzero, together):
+        for rank, part in enumerate(sections(split.work(widths[rows]), split.data_ranks)):
+            ranks[rows[part]] = rank
+    return ranks
 
 
 def zigzag_columns(lengths: Sequence[int], num_ranks: int, rank: int) -> Tensor:
@@ -208,6 +240,15 @@ def zigzag_columns(lengths: Sequence[int], num_ranks: int, rank: int) -> Tensor:
 
 
 Count = TypeVar("Count", int, NDArray[np.int64])
+
+
+def _ends(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def _widths(lengths: NDArray[np.int64], split: Split) -> NDArray[np.int64]:
+    """What a row takes in a micro-batch: its last token predicts nothing."""
+    return _rounded_up(np.maximum(lengths - 1, 1), split.row_multiple)
 
 
 def _rounded_up(count: Count, multiple: int) -> Count:
@@ -240,7 +281,7 @@ def _micro_batch(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64
     padded = _padded_widths(group, widths, split)
     ends = np.concatenate([[0], np.cumsum(padded)])
     tokens, labels, index = (np.zeros(ends[-1], np.int64) for _ in range(3))
-    places = np.full(ends[-1], -1, np.int64)
+    places, sets = (np.full(ends[-1], -1, np.int64) for _ in range(2))
     mask = np.zeros(ends[-1], np.bool_)
     for row, first in zip(group, ends, strict=False):
         ids, start, end = rows.tokens[row], int(rows.starts[row]), int(rows.lengths[row])
@@ -252,11 +293,12 @@ def _micro_batch(rows: TokenRows, group: Sequence[int], widths: NDArray[np.int64
         if end > start:
             mask[first + start - 1 : first + end - 1] = True
             index[first + start - 1 : first + end - 1] = np.arange(rows.offsets[row], rows.offsets[row + 1])
+            sets[first + start - 1 : first + end - 1] = np.arange(*rows.kept_offsets[row : row + 2])
     positions = np.concatenate([np.arange(width) for width in padded])
     columns = zigzag_columns(padded, split.context_ranks, split.context_rank)
     whole = dict(tokens=tokens, labels=labels, positions=positions, mask=mask, index=index, places=places)
     return MicroBatch(
         **{name: torch.from_numpy(values)[columns][None] for name, values in whole.items()},
         row_ends=torch.from_numpy(ends.astype(np.int32)),
-        kept=None if rows.kept is None else KeptRows.of(rows.kept.take(np.where(mask, index, -1)[columns.numpy()])),
+        kept=None if rows.kept is None else KeptRows.of(rows.kept.take(sets[columns.numpy()])),
     )

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from pipeline.data.arrays.chunks import chunk_digests, chunk_rows
 from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import FINISH_REASONS, Batch, DroppedGroup, LogprobContract
+from pipeline.data.records import FINISH_REASONS, PER_RESPONSE_TOKEN, Batch, DroppedGroup, LogprobContract
 from pipeline.data.routed_experts import RoutedExperts
+from pipeline.data.share import Share
 
 SCHEMA_VERSION = 6
 FIRST_SEALED = 5
@@ -139,11 +140,9 @@ def check_sizes(shapes: Mapping[str, tuple[int, ...]]) -> None:
             raise ValueError(f"{name} is {shape}, expected {axes} axes, the first of them the {total[0]} tokens")
 
 
-def batch_from(
-    attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], held: NDArray[np.bool_] | None = None
-) -> Batch:
-    """The inverse of storing; `arrays` that count tokens are of the samples marked in `held` [n]. Raises ValueError,
-    KeyError or TypeError when something is missing or of another kind."""
+def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], share: Share | None = None) -> Batch:
+    """The inverse of storing; `arrays` are those of a batch with this `share`. Raises ValueError, KeyError or TypeError
+    when something is missing or of another kind."""
     names = attributes["reward_part_names"]
     parts = arrays["reward_parts"] if names else np.empty((0, 0), np.float32)
     if len(parts) != len(names):
@@ -166,7 +165,7 @@ def batch_from(
         reward_parts=dict(zip(names, parts, strict=True)),
         kept=KeptSets(offsets=arrays[KEPT[0]], tokens=arrays[KEPT[1]]) if KEPT[0] in optional else None,
         experts=RoutedExperts(ids=arrays[EXPERTS[0]], known=arrays[EXPERTS[1]]) if EXPERTS[0] in optional else None,
-        held=held,
+        share=share,
         **fields,
     )
 
@@ -234,7 +233,7 @@ def _check_optional(batch: Batch, *, written: bool) -> None:
             f"{'none' if batch.kept is None else 'kept sets'}"
         )
     if batch.kept is not None:
-        batch.kept.check(batch.response_tokens, batch.loss_mask)
+        batch.kept.check(batch.response_tokens, batch.loss_mask[np.repeat(batch.held, batch.response_lengths)])
     if batch.experts is not None:
         batch.experts.check(len(batch.tokens), distinct=written)
 
@@ -249,7 +248,7 @@ def _check_offsets(batch: Batch) -> None:
     if np.any(batch.prompt_lengths < 0) or np.any(batch.response_lengths < 0):
         raise ValueError("a prompt is longer than its sample")
     responses = int(batch.response_offsets[-1])
-    for name in ("rollout_logprobs", "policy_version", "loss_mask"):
+    for name in PER_RESPONSE_TOKEN:
         if len(getattr(batch, name)) != responses:
             raise ValueError(f"{name} has {len(getattr(batch, name))} entries, expected {responses} response tokens")
     if np.any(batch.tokens < 0):

@@ -5,8 +5,9 @@ A Batch is flat and ragged, exactly as it lies in the store: all tokens of all s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,10 @@ from numpy.typing import NDArray
 
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.routed_experts import RoutedExperts
+from pipeline.data.share import Share
+
+PER_RESPONSE_TOKEN = ("rollout_logprobs", "policy_version", "loss_mask")
+"""The fields of Batch that hold one number for each response token."""
 
 FINISH_REASONS = ("stop", "length", "abort")
 """`Batch.finish` holds indices into this tuple."""
@@ -154,7 +159,7 @@ class DroppedGroup:
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One batch as stored: n samples, `total` tokens (prompts and responses), `responses` response tokens. A rank may
-    hold the tokens of some samples alone (`held`); `total` and `responses` are then counted over these.
+    hold what the model reads of some samples alone (`share`); `total` is then counted over these.
 
     Response tokens of sample i are tokens[sample_offsets[i] + prompt_lengths[i] : sample_offsets[i + 1]]; the
     per-response-token arrays are the concatenation of those spans over i (see `response_offsets`).
@@ -200,12 +205,14 @@ class Batch:
     """Ascending: groups below `next_group` that are neither in this batch nor in one before it. Later batches had them
     under way when this one was committed."""
     kept: KeptSets | None = None
-    """[responses] sets of tokens over which the contract's distribution is renormalized; None: the whole vocabulary."""
+    """[responses of the held samples] sets of tokens over which the contract's distribution is renormalized; None: the
+    whole vocabulary."""
     experts: RoutedExperts | None = None
     """[total] where the engines sent each token, for a learner that replays it; None: they were not asked."""
-    held: NDArray[np.bool_] | None = None
-    """[n] the samples whose tokens are here: a rank's share. Every array that is counted in tokens is of these samples
-    alone, one after another; those counted in samples, and `sample_offsets`, are of all. None: all are held."""
+    share: Share | None = None
+    """Whose samples are held: `tokens`, `kept` and `experts` are of these alone, one after another. All else is of all
+    samples; the numbers of response tokens (PER_RESPONSE_TOKEN) are 0 for the others' until the ranks have exchanged
+    them. None: all are held."""
 
     @property
     def num_samples(self) -> int:
@@ -214,7 +221,12 @@ class Batch:
     @property
     def held_samples(self) -> NDArray[np.int64]:
         """[held] the numbers of the samples whose tokens are here, ascending."""
-        return np.arange(self.num_samples) if self.held is None else np.flatnonzero(self.held)
+        return np.flatnonzero(self.held)
+
+    @property
+    def held(self) -> NDArray[np.bool_]:
+        """[n] whether the tokens of each sample are here."""
+        return np.ones(self.num_samples, np.bool_) if self.share is None else self.share.held
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -228,8 +240,8 @@ class Batch:
 
     @property
     def response_offsets(self) -> NDArray[np.int64]:
-        """[held + 1] where the response of each held sample starts in the per-response-token arrays."""
-        return np.concatenate([[0], np.cumsum(self.response_lengths[self.held_samples])]).astype(np.int64)
+        """[n + 1] where the response of each sample starts in the per-response-token arrays."""
+        return np.concatenate([[0], np.cumsum(self.response_lengths)]).astype(np.int64)
 
     @property
     def num_response_tokens(self) -> int:
@@ -237,7 +249,7 @@ class Batch:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Response tokens that an engine sampled, of the held samples."""
+        """Response tokens that an engine sampled."""
         return int(np.count_nonzero(self.loss_mask))
 
     @property
@@ -248,14 +260,14 @@ class Batch:
 
     @property
     def interrupted(self) -> NDArray[np.bool_]:
-        """[held] whether the response has tokens that no engine sampled."""
+        """[n] whether the response has tokens that no engine sampled."""
         found = np.zeros(len(self.response_offsets) - 1, np.bool_)
         found[np.searchsorted(self.response_offsets, np.flatnonzero(~self.loss_mask), side="right") - 1] = True
         return found
 
     @property
     def response_tokens(self) -> NDArray[np.int32]:
-        """[responses] token ids."""
+        """[responses of the held samples] token ids."""
         lengths = self.lengths[self.held_samples]
         starts, prompts = np.cumsum(lengths) - lengths, self.prompt_lengths[self.held_samples]
         of_responses = np.ones(len(self.tokens), np.bool_)
@@ -263,42 +275,53 @@ class Batch:
             of_responses[start : start + length] = False
         return self.tokens[of_responses]
 
+    def rows(self) -> list[NDArray[np.int32]]:
+        """[n] of prompt and response tokens of each sample; none of those that are not held."""
+        ends = np.cumsum(np.where(self.held, self.lengths, 0)).tolist()
+        return [self.tokens[start:end] for start, end in pairwise([0, *ends])]
+
     def sample_tokens(self, sample: int) -> NDArray[np.int32]:
-        """Prompt and response tokens of one sample, of those that a batch holds which holds all."""
+        """Prompt and response tokens of one sample of a batch that holds all."""
         return self.tokens[self.sample_offsets[sample] : self.sample_offsets[sample + 1]]
 
-    def hold(self, samples: NDArray[np.bool_]) -> Batch:
-        """The same batch with the tokens of the samples marked in `samples` [n] alone, of which all are held."""
-        return self._with_tokens_of(samples, held=samples)
+    def hold(self, share: Share) -> Batch:
+        """The same batch as the rank of `share` reads it: of a batch that holds all."""
+        own = np.repeat(share.held, self.response_lengths)
+        numbers = self.with_numbers(lambda values: np.where(own, values, values.dtype.type(0)))
+        return replace(numbers, share=share, **self._of_held(share.held))
 
     def alone(self) -> Batch:
         """The held samples alone: a batch of them that holds all."""
-        return self if self.held is None else replace(self, **self._of_samples(self.held), held=None)
+        return self if self.share is None else replace(self, share=None, **self._of_samples(self.held))
 
     def select(self, samples: NDArray[np.bool_]) -> Batch:
         """The samples marked in `samples` [n] alone, in the same order, of which those are held that were. What
         describes the collection (`dropped`, `next_group`, `open_groups`) stays that of the whole batch."""
-        held = None if self.held is None else self.held[samples]
-        return replace(self._with_tokens_of(samples, held=held), **self._of_samples(samples))
+        share = None if self.share is None else self.share.select(samples)
+        return replace(self, share=share, **self._of_held(samples), **self._of_samples(samples))
 
-    def _with_tokens_of(self, samples: NDArray[np.bool_], *, held: NDArray[np.bool_] | None) -> Batch:
-        """With the tokens of those `samples` [n] that are held."""
-        own = samples[self.held_samples]
-        tokens = np.repeat(own, self.lengths[self.held_samples])
-        responses = np.repeat(own, np.diff(self.response_offsets))
-        return replace(
-            self,
+    def with_numbers(self, made_of: Callable[[NDArray[Any]], NDArray[Any]]) -> Batch:
+        """With other numbers for the response tokens, each array `made_of` the one that is here."""
+        numbers: dict[str, Any] = {name: made_of(getattr(self, name)) for name in PER_RESPONSE_TOKEN}
+        return replace(self, **numbers)
+
+    def _of_held(self, samples: NDArray[np.bool_]) -> dict[str, Any]:
+        """What the model reads of those `samples` [n] that are held."""
+        held = self.held_samples
+        own, tokens = samples[held], np.repeat(samples[held], self.lengths[held])
+        responses = np.repeat(own, self.response_lengths[held])
+        return dict(
             tokens=self.tokens[tokens],
-            **{name: getattr(self, name)[responses] for name in ("rollout_logprobs", "policy_version", "loss_mask")},
             kept=None if self.kept is None else self.kept.take(np.flatnonzero(responses)),
             experts=None if self.experts is None else self.experts[tokens],
-            held=held,
         )
 
     def _of_samples(self, samples: NDArray[np.bool_]) -> dict[str, Any]:
-        """The fields that are counted in samples, of those marked in `samples` [n]."""
+        """The fields that say something of each sample or response token, of those marked in `samples` [n]."""
         names = ("prompt_lengths", "group", "problem", "reward", "finish", "truncated", "engine", "queued_s")
+        responses = np.repeat(samples, self.response_lengths)
         return dict(
+            **{name: getattr(self, name)[responses] for name in PER_RESPONSE_TOKEN},
             sample_offsets=np.concatenate([[0], np.cumsum(self.lengths[samples])]).astype(np.int64),
             reward_parts={name: values[samples] for name, values in self.reward_parts.items()},
             **{name: getattr(self, name)[samples] for name in (*names, "generated_s")},

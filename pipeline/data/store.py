@@ -150,8 +150,8 @@ class BatchStore:
     ) -> Batch:
         """Read and verify batch `index`; with a `contract` of None, whatever its contract. A batch that another
         host knows to be committed may be seen here `visible_s` later (files.VISIBLE_S). Without `check`, also one with
-        values that cannot be, for whoever looks into it. With `choose`, which says of which samples the tokens are
-        wanted, the others' are neither read nor verified (Batch.held).
+        values that cannot be, for whoever looks into it. With `choose`, which says which samples are wanted, the tokens
+        of the others are neither read nor verified (Batch.share).
 
         Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check,
         ContractMismatchError when it was sampled under another contract.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import unfenced
+from pipeline.data.share import Share
 from precision.mismatch.statistics import Mismatch
 from precision.torch_on_use import Tensor
 
@@ -56,6 +57,25 @@ class Learner(Protocol):
     @property
     def is_rank_zero(self) -> bool:
         """True on the one rank that writes metrics and events."""
+        ...
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Over how many ranks the samples of a batch are divided."""
+        ...
+
+    def share(self, lengths: NDArray[np.int64], together: Sequence[NDArray[np.bool_]]) -> Share:
+        """Divide samples of these `lengths` [samples], in tokens, over the ranks. Each set of them in `together`
+        [samples] is dealt out evenly by itself, because a pass over it alone should take all ranks as long.
+
+        A batch that is read so (Batch.share) may be scored and trained on, as a whole or in parts. Not collective:
+        every rank finds the same.
+        """
+        ...
+
+    def sum_of_shares(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Numbers of all samples, of 1 or 4 bytes, from ranks that have them of their own alone, and 0 in the place of
+        others: what the one has that has them, bit for bit. `values` may be overwritten."""
         ...
 
     def score(self, batch: Batch) -> Tensor:

@@ -1,22 +1,28 @@
 """The batches that all ranks train on: rank 0 waits for each, looks whether to stop, and tells the others.
 
 rank 0   lists the batches every second ──"not yet" every few seconds, then "there"──▶ every rank opens the file
-                    ▲
-               stop requested? superseded? ── what ends the wait ends it on every rank
+                    ▲                                                                        │ reads what is counted in
+               stop requested? superseded? ── what ends the wait ends it on every rank       │ samples, deals it out,
+                                                                                             ▼ reads its own tokens
+numbers of response tokens (9 bytes each) of all samples ◀──exchanged, bit for bit────── its share
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeline.data.files import FIRST_POLL_S, VISIBLE_S, fsync_directory, slower
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, StoppedError
 from pipeline.patience import Patience, Say, print_notice
@@ -40,6 +46,10 @@ def waiting_for_batches(say: Say) -> Patience:
     return Patience(say, "the learner", "the collector's commit (its log is in RUN/logs)")
 
 
+def _all_together(batch: Batch) -> list[NDArray[np.bool_]]:
+    return [np.ones(batch.num_samples, np.bool_)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchSource:
     """The committed batches of `store`, for the learner of `run`. Every method is collective."""
@@ -50,6 +60,9 @@ class BatchSource:
     contract: LogprobContract
     wait_deadline_s: float
     """Longest wait for a batch while the collector commits and evaluates nothing."""
+    together: Callable[[Batch], Sequence[NDArray[np.bool_]]] = _all_together
+    """Masks [samples] of what is run through the model together, from what is counted in samples
+    (pipeline.trainer.mini_batches.dealt_together): each is dealt out evenly over the ranks."""
     stop_requested: Callable[[], bool] = stop_file_exists
     """Asked on rank 0 alone."""
     visible_s: float = VISIBLE_S
@@ -61,7 +74,7 @@ class BatchSource:
         return self.learner.tell(lambda: index in self.store.settled())
 
     def wait(self, index: int) -> Batch | None:
-        """Batch `index`, once it is committed; None when it was lost by damage.
+        """Batch `index`, once it is committed; None when it was lost by damage. A rank of several holds its share.
 
         Raises on every rank StoppedError when the process was asked to end, DeadlineExceededError, SupersededError, and
         what BatchStore.read raises on any.
@@ -74,8 +87,15 @@ class BatchSource:
         if answer == "lost":
             return None
         found: list[Batch] = []
-        self.learner.everywhere(lambda: found.append(self.store.read(index, self.contract, visible_s=self.visible_s)))
-        return found[0]
+        choose = self._share if self.learner.num_data_ranks > 1 else None
+        self.learner.everywhere(
+            lambda: found.append(self.store.read(index, self.contract, visible_s=self.visible_s, choose=choose))
+        )
+        # Effective sample size, quantiles and denominators are made of the numbers of all response tokens.
+        return found[0] if choose is None else found[0].with_numbers(self.learner.sum_of_shares)
+
+    def _share(self, batch: Batch) -> Share:
+        return self.learner.share(batch.lengths, self.together(batch))
 
 
 class _Watch:

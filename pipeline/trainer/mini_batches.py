@@ -70,6 +70,15 @@ def mini_batches(computer: AdvantageComputer, batch: Batch, count: int) -> list[
     return parts
 
 
+def dealt_together(computer: AdvantageComputer, count: int, batch: Batch) -> list[NDArray[np.bool_]]:
+    """Masks [samples] of what is run through the model together: of each mini-batch the samples that are trained on,
+    and those that are scored alone; then those that are in no mini-batch. Needs nothing that is counted in tokens."""
+    computed = computer.compute_advantages(batch)
+    inside = split_groups(batch.group, computed.in_loss, count)
+    found = [part & chosen for part in inside for chosen in (computed.through_model, ~computed.through_model)]
+    return [*found, ~np.logical_or.reduce(inside)]
+
+
 def split_groups(group: NDArray[np.int64], in_loss: NDArray[np.bool_], count: int) -> list[NDArray[np.bool_]]:
     """`count` masks [samples] of whole groups, of those `in_loss` [samples], in the order of the batch.
 

@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, StoppedError
 from tests.support.batches import batch_of_rewards
@@ -19,16 +21,36 @@ SEEN_AFTER_S = 1.0
 DEADLINE_S = 30.0
 
 
+def data_ranks() -> Any:
+    """A learner of two data parallel ranks, which take every other sample."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_bridge.parallel.rank_sync import RankZero
+
+    class DataRanks(RankZero):
+        num_data_ranks = 2
+
+        def share(self, lengths: Any, together: Any) -> Share:
+            return Share(ranks=np.arange(len(lengths)) % 2, rank=dist.get_rank())
+
+        def sum_of_shares(self, values: Any) -> Any:
+            summed = torch.from_numpy(values.astype(np.float64))
+            dist.all_reduce(summed)
+            return summed.numpy().astype(values.dtype)
+
+    return DataRanks(DEADLINE_S)
+
+
 def wait_for_batch(folder: Path, case: str) -> tuple[str, float]:
     """Rank 1 sees nothing of the run for a while, or ever. What came of the wait, and how long it took."""
     import torch.distributed as dist
 
-    from megatron_bridge.parallel.rank_sync import RankZero
     from pipeline.trainer.batch_source import BatchSource
 
     rank = dist.get_rank()
     run = RunDirectory(folder / "run")
-    learner: Any = RankZero(DEADLINE_S)
+    learner = data_ranks()
     if rank == 1:
         run = RunDirectory(folder / "not yet mounted")
     store = BatchStore(run.batches)
@@ -48,7 +70,12 @@ def wait_for_batch(folder: Path, case: str) -> tuple[str, float]:
     )
     started = time.monotonic()
     try:
-        found = f"batch {source.wait(0).index}"
+        batch = source.wait(0)
+        own = range(rank, batch.num_samples, 2)
+        assert batch.held_samples.tolist() == list(own)
+        assert len(batch.tokens) == sum(batch.lengths[sample] for sample in own)
+        assert batch.loss_mask.all(), "the numbers of the others' response tokens are exchanged"
+        found = f"batch {batch.index}"
     except (StoppedError, DeadlineExceededError) as error:
         found = f"{type(error).__name__}: {error}"
     return found, time.monotonic() - started

@@ -13,6 +13,7 @@ class OneRank:
     """Rank 0 of 1."""
 
     is_rank_zero = True
+    num_data_ranks = 1
 
     def tell(self, action: Callable[[], T]) -> T:
         return action()

@@ -1,12 +1,13 @@
 """A batch out of its file: all of it, or the tokens of the samples that a rank trains on.
 
 attributes ──one digest──▶ dtype, shape and chunk digests of every array
-arrays counted in samples ──whole──▶ where each sample begins ──▶ which samples are wanted ──▶ their tokens' chunks
+arrays counted in samples ──whole──▶ which samples each rank takes ──▶ the chunks of its tokens
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,11 @@ from pipeline.data.batch_format import (
     content_sha256_before_6,
 )
 from pipeline.data.border.attributes import check_attributes
-from pipeline.data.records import Batch
+from pipeline.data.records import PER_RESPONSE_TOKEN, Batch
+from pipeline.data.share import Share
 
-Choose = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
-"""From the tokens of each sample [n], prompt and response, to the samples [n] whose tokens are wanted."""
+Choose = Callable[[Batch], Share]
+"""From a batch that holds what is counted in samples, and no tokens, to what is wanted of it."""
 
 Runs = Sequence[tuple[int, int]]
 
@@ -49,12 +51,12 @@ def read_batch(file: ZarrFile) -> Batch:
 
 
 def read_share(file: ZarrFile, choose: Choose) -> Batch:
-    """A batch that holds the tokens of the chosen samples alone: of the others, of a file of schema 6, nothing is read
-    but how many they are. Raises as `read_batch`."""
+    """A batch that holds the chosen samples alone (Batch.share): of the tokens of the others, of a file of schema 6,
+    nothing is read but how many they are. Raises as `read_batch`."""
     attributes, _, digests = _attributes(file)
     if not digests:
         whole = read_batch(file)
-        return whole.hold(choose(whole.lengths))
+        return whole.hold(choose(whole))
     names = array_names(attributes)
     arrays = {name: file.whole(name, digests[name]) for name in names if name not in _COUNTED_IN_TOKENS}
     offsets = arrays["sample_offsets"] = file.whole("sample_offsets", digests["sample_offsets"])
@@ -63,18 +65,31 @@ def read_share(file: ZarrFile, choose: Choose) -> Batch:
         raise ValueError(f"a prompt is longer than its sample, or {len(lengths)} samples have {len(prompts)} prompts")
     responses = np.concatenate([[0], np.cumsum(lengths - prompts)])
     _require_totals(file, names, tokens=int(offsets[-1]), responses=int(responses[-1]))
-    held = choose(lengths)
-    of_tokens, of_responses = (_runs(held, starts) for starts in (offsets, responses))
-    for name in names:
-        if name in ("tokens", *EXPERTS):
-            arrays[name] = file.rows(name, of_tokens, digests[name])
-        elif name in ("rollout_logprobs", "policy_version", "loss_mask"):
-            arrays[name] = file.rows(name, of_responses, digests[name])
-    if KEPT[0] in names:
-        arrays |= _kept(file, of_responses, digests)
-    batch = batch_from(attributes, arrays, held)
+    read = partial(_of_tokens, file, names, digests, offsets, responses)
+    nothing = Share(ranks=np.zeros(len(prompts), np.int64), rank=-1)
+    share = choose(batch_from(attributes, arrays | read(nothing.held), nothing))
+    batch = batch_from(attributes, arrays | read(share.held), share)
     check_batch(batch, written=False)
     return batch
+
+
+def _of_tokens(
+    file: ZarrFile,
+    names: Sequence[str],
+    digests: Mapping[str, list[str]],
+    offsets: NDArray[np.int64],
+    responses: NDArray[np.int64],
+    held: NDArray[np.bool_],
+) -> dict[str, NDArray[Any]]:
+    """The arrays that count tokens, as a batch has them that holds the samples `held` [n]; `offsets` and `responses`
+    [n + 1] say where the tokens and the response of each begin."""
+    of_tokens, of_responses = (_runs(held, starts) for starts in (offsets, responses))
+    found = {name: file.rows(name, of_tokens, digests[name]) for name in names if name in ("tokens", *EXPERTS)}
+    own = np.repeat(held, np.diff(responses))
+    for name in PER_RESPONSE_TOKEN:
+        found[name] = np.zeros(len(own), file.arrays[name].dtype)
+        found[name][own] = file.rows(name, of_responses, digests[name])
+    return found | (_kept(file, of_responses, digests) if KEPT[0] in names else {})
 
 
 def _attributes(file: ZarrFile) -> tuple[dict[str, Any], str | None, dict[str, list[str]]]:
@@ -109,7 +124,7 @@ def _digests(file: ZarrFile, names: Sequence[str], described: Mapping[str, Any])
 def _require_totals(file: ZarrFile, names: Sequence[str], *, tokens: int, responses: int) -> None:
     """Every sample is somewhere in the file, whoever reads it."""
     wanted = dict.fromkeys(("tokens", *EXPERTS), tokens)
-    wanted |= dict.fromkeys(("rollout_logprobs", "policy_version", "loss_mask"), responses) | {KEPT[0]: responses + 1}
+    wanted |= dict.fromkeys(PER_RESPONSE_TOKEN, responses) | {KEPT[0]: responses + 1}
     for name in names:
         rows = file.arrays[name].shape[0]
         if wanted.get(name, rows) != rows:

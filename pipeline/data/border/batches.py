@@ -25,7 +25,7 @@ _ABORT = FINISH_REASONS.index("abort")
 def batch_faults(batch: Batch, limits: Limits = UNKNOWN) -> Iterator[Fault]:
     """The first fault of each kind, in a batch whose arrays agree with one another (batch_format.check_batch); of a
     share, those of the samples that are held."""
-    if batch.held is not None:
+    if batch.share is not None:
         numbers = batch.held_samples
         yield from (Fault(int(numbers[fault.sample]), fault.what) for fault in batch_faults(batch.alone(), limits))
         return

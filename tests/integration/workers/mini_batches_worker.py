@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pipeline.errors import StoppedError
 from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
+from pipeline.trainer.mini_batches import dealt_together
 from pipeline.trainer.old_logprobs import OldLogprobs
 
 STEPS, UPDATES = 3, 4
@@ -82,6 +84,7 @@ def train(
     before = weights(learner)
     run, store = RunDirectory(folder), recorded(folder.parent / "batches", learner.model_config.vocab_size)
     run.make_folders()
+    advantages = build_advantage_computer(chosen)
     shared: dict[str, Any] = dict(
         run=run,
         batches=BatchSource(
@@ -90,6 +93,7 @@ def train(
             learner=learner,
             contract=CONTRACT,
             wait_deadline_s=60.0,
+            together=partial(dealt_together, advantages, updates),
             stop_requested=lambda: learner.is_rank_zero and learner.step >= stop_after * updates,
         ),
         learner=learner,
@@ -100,7 +104,7 @@ def train(
     trainer = Trainer(
         **shared,
         old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
-        advantage_computer=build_advantage_computer(chosen),
+        advantage_computer=advantages,
         scores_step=objective.needs_scoring,
         reads_step_logprobs=objective.reads_step_logprobs,
         channel=None,

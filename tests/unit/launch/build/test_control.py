@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from launch.build import engines
 from launch.build.components import build_quant_map
-from launch.build.control import EmulationMeter, build_ladder, older_maps
+from launch.build.control import EmulationMeter, build_ladder, older_maps, rows_of
 from launch.convert.new_model import new_model
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import NumberedMaps, digest_of
 from pipeline.data.run_directory import RunDirectory, unfenced
+from pipeline.data.share import Share
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from tests.support.batches import batch_of_rewards
@@ -101,3 +106,22 @@ def test_a_lost_engine_s_map_is_published_no_more(tmp_path: Path, monkeypatch: p
     assert older(newest) == []
     monkeypatch.setattr("launch.build.control.look_with", lambda key: lambda member: "unverified")
     assert older_maps(run, recipe, Learner())(newest) == [base], "it answers"  # type: ignore[arg-type]
+
+
+def test_rows_to_measure_are_the_same_from_shares_as_from_the_whole_batch() -> None:
+    batch = batch_of_rewards([[1.0, 0.0]] * 6, seed=2)
+    told: list[Any] = []
+
+    def sum_of_shares(values: Any) -> Any:
+        told.append(values)
+        return sum(told)
+
+    learner: Any = SimpleNamespace(sum_of_shares=sum_of_shares)
+    expected, chosen = rows_of(batch, 30, learner)
+    assert not told
+    ranks = np.arange(batch.num_samples) // 3 % 2
+    for rank in range(2):
+        share = replace(batch.hold(Share(ranks=ranks, rank=rank)), loss_mask=batch.loss_mask)
+        found, marked = rows_of(share, 30, learner)
+        assert torch.equal(marked, chosen)
+    assert found == expected

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, plan_micro_batches, zigzag_columns
+from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches, zigzag_columns
 from pipeline.data.kept_sets import KeptSets
 from pipeline.errors import RecipeError
 
@@ -243,3 +243,41 @@ def test_without_kept_sets_there_are_none() -> None:
     (plan,) = plans(rows_of([(2, 2)]), 64, 1)
     assert plan.micro_batches[0].kept is None
     assert plan.micro_batches[0].to("cpu").kept is None
+
+
+@given(LENGTHS, st.integers(1, 4), st.sampled_from([1, 2]), st.integers(0, 9))
+def test_a_plan_of_a_share_is_that_of_all_rows(
+    lengths: list[tuple[int, int]], ranks: int, context: int, seed: int
+) -> None:
+    """Who holds its own rows alone makes the same micro-batches as who holds all; kept sets and places are its own."""
+    rows, random = rows_of(lengths), np.random.default_rng(seed)
+    sets = [[place, place + 1] for place in range(int(rows.offsets[-1]))]
+    halves = [random.random(len(lengths)) < 0.5]
+    dealt = deal(rows.lengths, Split(data_ranks=ranks, context_ranks=context), [halves[0], ~halves[0]])
+    chosen = random.random(len(lengths)) < 0.7
+    for rank in range(ranks):
+        held = dealt == rank
+        own = [place for place, one in enumerate(sets) if np.repeat(held, np.diff(rows.offsets))[place]]
+        share = TokenRows(
+            tokens=[row if here else row[:0] for row, here in zip(rows.tokens, held, strict=True)],
+            starts=rows.starts,
+            kept=KeptSets.of([sets[place] for place in own]),
+            ranks=dealt,
+            all_lengths=rows.lengths,
+        )
+        whole = replace(rows, kept=KeptSets.of(sets), ranks=dealt)
+        split = Split(data_ranks=ranks, data_rank=rank, context_ranks=context)
+        mine, theirs = (
+            plan_micro_batches(each, micro_batch_tokens=64, split=split, chosen=chosen) for each in (share, whole)
+        )
+        assert mine.padding_share == theirs.padding_share
+        assert mine.rows.tolist() == theirs.rows.tolist() == (held & chosen).tolist()
+        flat = np.concatenate([np.zeros(0, np.int32), *share.tokens])
+        for micro, expected in zip(mine.micro_batches, theirs.micro_batches, strict=True):
+            for name in ("tokens", "labels", "positions", "mask", "index", "row_ends"):
+                assert torch.equal(getattr(micro, name), getattr(expected, name)), name
+            assert micro.kept is not None
+            assert expected.kept is not None
+            assert torch.equal(micro.kept.tokens, expected.kept.tokens)
+            real = micro.places >= 0
+            assert flat[micro.places[real].numpy()].tolist() == micro.tokens[real].tolist()

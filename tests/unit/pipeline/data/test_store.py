@@ -30,6 +30,7 @@ from pipeline.data.batch_format import PER_SAMPLE, PER_TOKEN, arrays_of, attribu
 from pipeline.data.epochs import claim
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, DroppedGroup, LogprobContract
+from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.errors import (
     AlreadyCommittedError,
@@ -355,7 +356,10 @@ def test_a_file_of_schema_5_is_read_and_checked(tmp_path: Path, make_batch: Make
     expected = make_batch(9, dropped=(4,), next_group=20, open_groups=(5, 6, 9))
     assert_same(store.read(9, None), expected)
     held = np.arange(6) % 2 == 1
-    assert_same(store.read(9, None, choose=lambda lengths: held).alone(), expected.select(held))
+    assert_same(
+        store.read(9, None, choose=lambda outline: Share(ranks=held.astype(np.int64), rank=1)).alone(),
+        expected.select(held),
+    )
     rewrite(store.path(9), warm)
     with pytest.raises(CorruptBatchError, match="content digest"):
         store.read(9, None)

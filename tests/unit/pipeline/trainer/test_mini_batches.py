@@ -17,7 +17,7 @@ from pipeline.advantages.methods.dr_grpo import DrGRPO
 from pipeline.data.records import Batch
 from pipeline.ports.learner import Update
 from pipeline.trainer.loop import Stopwatch, Trainer
-from pipeline.trainer.mini_batches import mini_batches, split_groups
+from pipeline.trainer.mini_batches import dealt_together, mini_batches, split_groups
 from tests.support.batches import batch_of_rewards
 
 MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
@@ -191,3 +191,25 @@ def test_a_split_divides_the_groups_that_are_in_the_loss(groups: list[tuple[int,
     assert len(parts) == min(count, len(set(group[in_loss].tolist())))
     in_order = np.concatenate([group[part] for part in parts])
     assert in_order.tolist() == group[in_loss].tolist(), "in the order of the batch"
+
+
+@given(
+    st.lists(st.sampled_from([MIXED, EQUAL]), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.sampled_from(["keep", "skip", "exclude"]),
+)
+def test_what_runs_through_the_model_together_is_dealt_out_together(
+    rewards: list[list[float]], count: int, zero_variance: str
+) -> None:
+    """Every sample once, and each mini-batch is made of whole sets: those that it trains on, and those that it does
+    not."""
+    batch, one = batch_of_rewards(rewards), computer(zero_variance=zero_variance)
+    sets = dealt_together(one, count, batch)
+    assert (np.sum(sets, axis=0) == 1).all()
+    for part in mini_batches(one, batch, count):
+        trained = part.samples.copy()
+        trained[part.samples] = True if part.trained is None else part.trained
+        for members in sets:
+            for ran in (part.samples, trained):
+                inside = ran[members]
+                assert inside.all() or not inside.any()

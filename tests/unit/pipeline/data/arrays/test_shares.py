@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 import pipeline.data.arrays.zarr_reader as zarr_reader
+from pipeline.data.arrays.batch_file import Choose
 from pipeline.data.arrays.chunks import LEAST_BYTES, PIECES, chunk_digests, chunk_rows
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.records import Batch
 from pipeline.data.routed_experts import RoutedExperts
+from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.errors import CorruptBatchError
 from tests.unit.pipeline.data.test_store import assert_same, rewrite
@@ -64,10 +66,24 @@ def small_batch(make_batch: MakeBatch) -> Batch:
     return replace(batch, kept=kept, experts=experts, contract=replace(batch.contract, kept_set=True))
 
 
-def halves(lengths: np.ndarray) -> np.ndarray:
+def share_of(held: np.ndarray) -> Share:
+    """One rank of two, which takes these samples."""
+    return Share(ranks=np.where(held, 0, 1), rank=0)
+
+
+def choosing(held: np.ndarray) -> Choose:
+    return lambda outline: share_of(held)
+
+
+def halves(outline: Batch) -> Share:
     """Of the samples, the second to the middle and the last."""
-    numbers = np.arange(len(lengths))
-    return ((numbers > 0) & (numbers < len(lengths) // 2)) | (numbers == len(lengths) - 1)
+    numbers, count = np.arange(outline.num_samples), outline.num_samples
+    return share_of(((numbers > 0) & (numbers < count // 2)) | (numbers == count - 1))
+
+
+def bare(batch: Batch) -> Batch:
+    """Without what has no `==`."""
+    return replace(batch, kept=None, experts=None, share=None)
 
 
 class CountedFile(BufferedReader):
@@ -91,12 +107,11 @@ def test_a_rank_of_four_reads_less_than_a_third_of_the_file(
         CountedFile.num_bytes = 0
         edges = np.linspace(0, len(batch.tokens), 5)
         own = np.searchsorted(edges, (batch.sample_offsets[:-1] + batch.sample_offsets[1:]) / 2) == rank + 1
-        share = store.read(0, batch.contract, choose=lambda lengths, own=own: own)  # type: ignore[misc]
+        share = store.read(0, batch.contract, choose=choosing(own))
         assert 0.2 * size < CountedFile.num_bytes <= 0.3 * size, (
             f"rank {rank} read {CountedFile.num_bytes} of {size} bytes"
         )
-        held = sum(getattr(share, name).nbytes for name in ("tokens", "rollout_logprobs", "policy_version"))
-        assert held <= 0.3 * (batch.tokens.nbytes + 2 * batch.rollout_logprobs.nbytes)
+        assert share.tokens.nbytes <= 0.3 * batch.tokens.nbytes
         assert_same(share.alone(), batch.select(own))
 
 
@@ -105,8 +120,8 @@ def test_a_share_is_what_selecting_from_the_whole_gives(tmp_path: Path, make_bat
     store.commit(batch)
     for held in ([1, 1, 0, 0, 1, 1], [0, 1, 0, 1, 0, 1], [0] * 6, [1] * 6):
         chosen = np.array(held, np.bool_)
-        share = store.read(0, None, choose=lambda lengths, chosen=chosen: chosen)  # type: ignore[misc]
-        expected = batch.hold(chosen)
+        share = store.read(0, None, choose=choosing(chosen))
+        expected = batch.hold(share_of(chosen))
         for found, wanted in ((share, expected), (share.alone(), batch.select(chosen))):
             assert found.kept is not None
             assert wanted.kept is not None
@@ -115,23 +130,26 @@ def test_a_share_is_what_selecting_from_the_whole_gives(tmp_path: Path, make_bat
             np.testing.assert_array_equal(found.kept.tokens, wanted.kept.tokens)
             np.testing.assert_array_equal(found.kept.offsets, wanted.kept.offsets)
             np.testing.assert_array_equal(found.experts.ids, wanted.experts.ids)
-            assert_same(replace(found, kept=None, experts=None), replace(wanted, kept=None, experts=None))
+            assert_same(bare(found), bare(wanted))
         half = np.arange(6) < 4
         np.testing.assert_array_equal(share.select(half).tokens, batch.select(half & chosen).tokens)
         assert share.select(half).held_samples.tolist() == np.flatnonzero(chosen[:4]).tolist()
 
 
-def test_a_share_is_asked_for_by_the_lengths_of_all_samples(tmp_path: Path, make_batch: MakeBatch) -> None:
+def test_a_share_is_asked_for_by_what_is_counted_in_samples(tmp_path: Path, make_batch: MakeBatch) -> None:
     store, batch = BatchStore(tmp_path), make_batch(0)
     store.commit(batch)
-    told: list[list[int]] = []
+    told: list[Batch] = []
 
-    def choose(lengths: np.ndarray) -> np.ndarray:
-        told.append(lengths.tolist())
-        return lengths > 3
+    def choose(outline: Batch) -> Share:
+        told.append(outline)
+        return share_of(outline.lengths > 3)
 
     share = store.read(0, None, choose=choose)
-    assert told == [batch.lengths.tolist()]
+    (outline,) = told
+    assert len(outline.tokens) == 0
+    for name in ("lengths", "response_lengths", "reward", "group", "truncated"):
+        np.testing.assert_array_equal(getattr(outline, name), getattr(batch, name))
     assert share.num_samples == 6
     assert share.reward.tolist() == batch.reward.tolist()
     assert share.response_lengths.tolist() == batch.response_lengths.tolist()
@@ -154,7 +172,7 @@ def test_each_flipped_bit_is_found_or_was_not_read(tmp_path: Path, make_batch: M
             continue
         assert share.experts is not None
         assert expected.experts is not None
-        assert_same(replace(share, kept=None, experts=None), replace(expected, kept=None, experts=None))
+        assert_same(bare(share), bare(expected))
         np.testing.assert_array_equal(share.experts.ids, expected.experts.ids)
     assert found > 200
 
@@ -170,8 +188,8 @@ def test_a_chunk_of_another_batch_is_found_though_its_own_checksum_is_right(
     last = chunk_key_of_the_last(batch)
     rewrite(path, lambda members: members.update({last: foreign["tokens/c/0"]}))
     first = np.arange(64) < 8
-    store.read(0, None, choose=lambda lengths: first)  # it lies in the share of another rank
-    for choose in (lambda lengths: ~first, None):
+    store.read(0, None, choose=choosing(first))  # it lies in the share of another rank
+    for choose in (choosing(~first), None):
         with pytest.raises(CorruptBatchError, match=r"content digest differs: chunk \d+ of tokens"):
             store.read(0, None, choose=choose)
 
@@ -191,8 +209,8 @@ def test_values_that_cannot_be_are_named_by_the_sample_of_the_whole_batch(
         patch.setattr("pipeline.data.store.check_values", lambda batch, limits: None)
         store.commit(replace(batch, reward=reward))
     with pytest.raises(CorruptBatchError, match="sample 4: its reward is no finite number"):
-        store.read(0, None, choose=lambda lengths: np.arange(6) >= 3)
-    store.read(0, None, choose=lambda lengths: np.arange(6) < 3)
+        store.read(0, None, choose=choosing(np.arange(6) >= 3))
+    store.read(0, None, choose=choosing(np.arange(6) < 3))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""The trainer's loop on recorded batches with everything that a batch may hold, in one layout; see test_shares.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from launch.build.algorithm import build_advantage_computer, build_objective
+from launch.verify.layout_ranks import CONTRACT, random_experts, weights
+from launch.verify.layouts import section
+from megatron_bridge.hf.model_config import ModelConfig
+from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
+from pipeline.config.loader import recipe_from
+from pipeline.data.event_log import EventLog
+from pipeline.data.given_batch import Response, given_batch
+from pipeline.data.records import Batch
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.trainer.batch_source import BatchSource
+from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.trainer.loop import Trainer
+from pipeline.trainer.mini_batches import dealt_together
+from pipeline.trainer.old_logprobs import OldLogprobs
+
+CASES: dict[str, dict[str, Any]] = {
+    "p3o": dict(objective=dict(name="p3o")),
+    "staged": dict(
+        objective=dict(name="mu_grpo"),
+        schedule=dict(kind="staged", updates_per_stage=2),
+        advantage=dict(name="grpo", zero_variance="skip"),
+    ),
+    "several": dict(
+        objective=dict(name="clipped", anchor="old"),
+        learner=dict(updates_per_batch=2),
+        advantage=dict(name="grpo", zero_variance="exclude"),
+    ),
+}
+
+
+class CountedFile(BufferedReader):
+    """Counts the bytes that it is asked for."""
+
+    num_bytes = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        CountedFile.num_bytes += len(data)
+        return data
+
+
+def measure(folder: Path, name: str, case: str, steps: int) -> dict[str, Any]:
+    """Of this rank: the bytes that it has read of batch files, what it held of the last batch, and how far each weight
+    has moved."""
+    recipe = recipe_from(
+        dict(run=dict(name="r", steps=steps), model=dict(path="m"), task=dict(name="sort_digits")) | CASES[case],
+        source="test",
+    )
+    learning = section(name).model_copy(update=dict(micro_batch_tokens=4096))
+    initialize(Layout.of(learning), seed=0, deadline_s=240)
+    objective, updates = build_objective(recipe), recipe.learner.updates_per_batch
+    learner = MegatronLearner(
+        folder / "model", learning, objective, temperature=CONTRACT.temperature, total_steps=steps * updates
+    )
+    run, before, seen = RunDirectory(folder / f"{name} {case}"), weights(learner), []
+    run.make_folders()
+    store, advantages = BatchStore(folder / "batches"), build_advantage_computer(recipe)
+    contract = store.read(0, None).contract
+    shared: dict[str, Any] = dict(
+        run=run,
+        batches=BatchSource(
+            run=run,
+            store=store,
+            learner=learner,
+            contract=contract,
+            wait_deadline_s=60.0,
+            together=partial(dealt_together, advantages, updates),
+            stop_requested=lambda: False,
+        ),
+        learner=learner,
+        schedule=recipe.build_schedule(),
+        updates_per_batch=updates,
+    )
+    trainer = Trainer(
+        **shared,
+        old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
+        advantage_computer=advantages,
+        scores_step=objective.needs_scoring,
+        reads_step_logprobs=objective.reads_step_logprobs,
+        channel=None,
+        checkpoints=Checkpoints(run.checkpoints, keep=1),
+        checkpoint_every=steps,
+        event_log=EventLog(run.path, "learner-000001"),
+    )
+
+    def noted(batch: Batch, *arguments: Any, **named: Any) -> Any:
+        seen.append(batch)
+        return update(batch, *arguments, **named)
+
+    update = learner.update
+    with (
+        patch.object(learner, "update", noted),
+        patch("pipeline.data.arrays.zarr_reader.open_regular", lambda path: CountedFile(path.open("rb", buffering=0))),
+    ):
+        trainer.train()
+    change = weights(learner) - before
+    leave_layout()
+    return dict(
+        read=CountedFile.num_bytes,
+        change=change,
+        tokens=sum(len(batch.tokens) for batch in seen),
+        routes=sum(batch.experts.ids.nbytes for batch in seen if batch.experts is not None),
+        kept=sum(len(batch.kept.tokens) for batch in seen if batch.kept is not None),
+        share=None if seen[-1].share is None else seen[-1].share.held,
+    )
+
+
+def large_batch(model: ModelConfig, *, samples: int, longest: int) -> Batch:
+    """Rows of uneven length, in groups of four, with the routes of a mixture."""
+    draw, vocabulary = np.random.default_rng(0), model.vocab_size
+
+    def response() -> Response:
+        length = int(draw.integers(longest // 4, longest))
+        logprobs = draw.normal(-np.log(vocabulary), 0.3, length).tolist()
+        return Response(draw.integers(0, vocabulary, length).tolist(), logprobs, float(draw.normal()))
+
+    groups = [(draw.integers(0, vocabulary, 8).tolist(), [response() for _ in range(4)]) for _ in range(samples // 4)]
+    batch = given_batch(0, groups, CONTRACT)
+    return replace(batch, experts=random_experts(batch, model, seed=0, unknown=0.1))
