@@ -8,6 +8,9 @@ the engine's checksums and the probe. The first round is left out. Numbers are m
     transfer_s         broadcast, ipc: in which the engine receives and loads
     settle_s       broadcast, ipc: after publish_s, until the policy folder behind it is complete
     bytes          of the weights in the policy folder, as they travel
+    outside        broadcast, ipc: what is left of publish_s without transfer_s
+    paused_share   of a publish beside training: what of it the engines stood still
+    held_share     the same of the learner
 
 On a CPU an engine emulates FP8: after each load it makes bf16 weights from the e4m3 ones (load_s), and verifying and
 digests work on those. Learner, engine and writer share the cores. Compare ratios within one run only.
@@ -90,6 +93,9 @@ def case(measured: dict[str, float], copy_s: float) -> dict[str, Any]:
     )
     if "transfer_s" in timers:
         result["transfer_over_loopback"] = timers["transfer_s"] / copy_s
+        result["outside_over_loopback"] = (publish_s - timers["transfer_s"]) / copy_s
+    beside_s = timers["beside_publish_s"]
+    result |= dict(paused_share=timers["beside_paused_s"] / beside_s, held_share=timers["beside_held_s"] / beside_s)
     return result
 
 

@@ -36,6 +36,8 @@ def measure(run: RunDirectory, rounds: int) -> None:
             for name, channel in channels.items():
                 version += 1
                 found[name].append(publish(run, learner, channel, version))
+                version += 1
+                found[name][-1] |= publish_beside(learner, channel, version)
             payload = bytearray(int(found["broadcast"][-1]["bytes"]))
             found["loopback"].append(dict(bytes=float(len(payload)), copy_s=loopback.copy(payload)))
     for channel in channels.values():
@@ -45,16 +47,35 @@ def measure(run: RunDirectory, rounds: int) -> None:
 
 def publish(run: RunDirectory, learner: MegatronLearner, channel: WeightChannel, version: int) -> dict[str, float]:
     """What the channel says; bytes, of the weights in the policy folder; folder_s, until that folder is complete."""
-    with torch.no_grad():  # other weights each time: a publish that changes nothing would pass by the last one
+    change_weights(learner)
+    measured = verified(channel.publish(version), version)
+    waited = timed(channel.wait_for_folder)
+    index = json.loads((run.policy_directory(version) / "model.safetensors.index.json").read_text())
+    return {**measured, "folder_s": waited, "bytes": float(index["metadata"]["total_size"])}
+
+
+def publish_beside(learner: MegatronLearner, channel: WeightChannel, version: int) -> dict[str, float]:
+    """Of a publish that the learner could train beside: how long it and the engines were held, and all of it."""
+    change_weights(learner)
+    held = timed(lambda: channel.begin(version))
+    measured = verified(channel.finish(), version)
+    channel.wait_for_folder()
+    paused, total = measured["engines_paused_s"], measured["publish_s"]
+    return dict(beside_held_s=held, beside_paused_s=paused, beside_publish_s=total)
+
+
+def change_weights(learner: MegatronLearner) -> None:
+    """A publish that changes nothing would pass by the last one."""
+    with torch.no_grad():
         for chunk in learner.model:
             for parameter in chunk.parameters():
                 parameter.mul_(1 + 2**-6)
-    measured = channel.publish(version)
-    waited = timed(channel.wait_for_folder)
-    index = json.loads((run.policy_directory(version) / "model.safetensors.index.json").read_text())
+
+
+def verified(measured: dict[str, float], version: int) -> dict[str, float]:
     if measured["engines_checked"] != 1 or measured.get("engines_failed", 0):
         raise SystemExit(f"error: the engine was not verified for version {version}: {measured}")
-    return {**measured, "folder_s": waited, "bytes": float(index["metadata"]["total_size"])}
+    return measured
 
 
 def timed(action: Callable[[], None]) -> float:
