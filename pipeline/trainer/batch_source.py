@@ -73,15 +73,16 @@ class BatchSource:
         """Whether `wait` for the batch would return at once."""
         return self.learner.tell(lambda: index in self.store.settled())
 
-    def wait(self, index: int) -> Batch | None:
+    def wait(self, index: int, meanwhile: Callable[[], None] = lambda: None) -> Batch | None:
         """Batch `index`, once it is committed; None when it was lost by damage. A rank of several holds its share.
+        While it is not there, `meanwhile` is called every few seconds, on every rank.
 
         Raises on every rank StoppedError when the process was asked to end, DeadlineExceededError, SupersededError, and
         what BatchStore.read raises on any.
         """
         watch = _Watch(self, index)
         while (answer := self.learner.tell(watch.look)) == "not yet":
-            pass
+            meanwhile()
         if answer == "stop":
             raise StoppedError(f"asked to end before batch {index}; start the run again to go on")
         if answer == "lost":

@@ -110,7 +110,7 @@ class Trainer:
             if self._moving is not None and not self.batches.is_there(step):
                 self._finish()  # there is nothing to do meanwhile, and what failed may be what the batch waits for
         with watch.phase("wait"):
-            batch = self.batches.wait(step)
+            batch = self.batches.wait(step, meanwhile=self._look_at_save)
         if batch is None:
             self._skip(step)
             return
@@ -124,7 +124,7 @@ class Trainer:
             self._publish(step)
         with watch.phase("record"):
             self.learner.tell(lambda: self._record(step, update, measured | controlled, watch))
-        self._note_saved(self.checkpoints.advance(self.learner))
+        self._look_at_save()
         self._save_if_due(step + 1)
 
     def _skip(self, step: int) -> None:
@@ -229,8 +229,13 @@ class Trainer:
         with spans.span("step", "save", step=step - 1):
             self._finish_save()
             self.checkpoints.begin_save(self.learner, step, self.advantage_computer.estimator.state())
-            self._note_saved(self.checkpoints.advance(self.learner))
+            self._look_at_save()
         self._save_s = time.monotonic() - started
+
+    def _look_at_save(self) -> None:
+        """Commit the checkpoint that is being written, once all of it is. Also while a batch is waited for: that may
+        take hours, and a kill in them must not cost a checkpoint that is whole."""
+        self._note_saved(self.checkpoints.advance(self.learner))
 
     def _finish_save(self) -> None:
         """Wait for the checkpoint that is being written."""

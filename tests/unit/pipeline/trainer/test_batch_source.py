@@ -51,6 +51,21 @@ def test_a_batch_is_read_once_it_is_there(
     writer.join()
 
 
+def test_other_work_goes_on_while_a_batch_is_waited_for(
+    run: RunDirectory, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_source, "ANSWER_S", 0.0)
+    turns: list[int] = []
+
+    def meanwhile() -> None:
+        turns.append(len(turns))
+        if len(turns) == 3:
+            BatchStore(run.batches).commit(make_batch(0))
+
+    assert index_of(source(run).wait(0, meanwhile)) == 0
+    assert turns == [0, 1, 2]
+
+
 def test_whether_a_batch_is_there_is_known_without_waiting(run: RunDirectory, make_batch: MakeBatch) -> None:
     assert not source(run).is_there(0)
     BatchStore(run.batches).commit(make_batch(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ class Recorder(OneRank):
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.under_way: int | None = None
+        self.written: Saved | None = None
 
     def publish(self, version: int) -> dict[str, float]:
         self.calls.append(f"publish {version}")
@@ -124,7 +126,7 @@ class Steps(Recorder):
         self.stop_before = stop_before
         self.lost = lost
 
-    def wait(self, index: int) -> Any:
+    def wait(self, index: int, meanwhile: Callable[[], None]) -> Any:
         if index == self.lost:
             return None
         if index == self.stop_before:
@@ -166,6 +168,31 @@ def test_a_run_to_its_end_saves_when_due(run: RunDirectory, monkeypatch: pytest.
     loop_of(run, steps, monkeypatch).train()
     assert steps.calls == ["save 2", "save 4", "export"]
     assert [event["step"] for event in read_events(run.path, "saved")] == [2, 4]
+
+
+class WrittenMeanwhile(Steps):
+    """What a checkpoint needs is written while batch 2 is waited for."""
+
+    def wait(self, index: int, meanwhile: Callable[[], None]) -> Any:
+        if index == 2:
+            self.under_way, self.written = None, Saved(2, 0.5)
+            meanwhile()
+            assert [event["step"] for event in read_events(self.run.path, "saved")] == [2]
+            self.calls.append("noted")
+        return super().wait(index, meanwhile)
+
+    def advance(self, learner: Any, *, to_the_end: bool = False) -> Saved | None:
+        written, self.written = self.written, None
+        return written or super().advance(learner, to_the_end=to_the_end)
+
+
+def test_a_checkpoint_is_committed_while_a_batch_is_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill in a long wait costs no checkpoint that is written."""
+    steps = WrittenMeanwhile(run, stop_before=99)
+    loop_of(run, steps, monkeypatch).train()
+    assert steps.calls == ["save 2", "noted", "save 4", "export"]
 
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
@@ -216,9 +243,9 @@ class Beside(Steps):
     def is_there(self, index: int) -> bool:
         return index != self.late
 
-    def wait(self, index: int) -> Any:
+    def wait(self, index: int, meanwhile: Callable[[], None]) -> Any:
         self.calls.append(f"batch {index}")
-        return super().wait(index)
+        return super().wait(index, meanwhile)
 
 
 def beside(run: RunDirectory, steps: Beside, monkeypatch: pytest.MonkeyPatch, **schedule: Any) -> Trainer:
