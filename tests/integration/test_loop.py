@@ -50,6 +50,7 @@ def tp2(workshop: Path) -> Path:
         "tp2",
         rollout=rollout | dict(precision="fp8_block", quant_map=str(quant_map)),
         learner=dict(tensor_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
+        checkpoint=dict(every=2),  # the last one may be too late to be scraped
     )
     port = free_run_of_ports(4)
     with Scraper([port, port + 1, port + 2]) as scraper, ListeningWatch() as watch:
