@@ -27,8 +27,8 @@ def end_so(kind: str, folder: Path, details: dict[str, Any]) -> str:
     shutil.rmtree(folder, ignore_errors=True)
     folder = folder.absolute()
     steps = STEPS if kind == "finished" else 1000
-    # A reward function that cannot be imported is found by the collector, when everything else runs already.
-    task = dict(reward="tests.support.rewards:none_of_that_name") if kind == "error" else {}
+    # A reward function that fails on what a model writes is found by the collector, when everything else runs already.
+    task = dict(reward="tests.support.rewards:fails_unless_right") if kind == "error" else {}
     run = begin(folder, steps, overrides=dict(task=task, checkpoint=dict(every=2)))
     train = start_train(folder)
     keeper = hold_shm(train)
