@@ -12,6 +12,7 @@ BUILDER, SAMPLER = "pipeline/rollout/batch_builder.py", "pipeline/rollout/group_
 SCHEDULE, OLD = "pipeline/schedule.py", "pipeline/trainer/old_logprobs.py"
 
 RECORD = "self.learner.tell(lambda: self._record(step, update, measured | controlled, watch))"
+LOOK = "self._look_at_save()"
 SAVE = "self._save_if_due(step + 1)"
 
 
@@ -147,8 +148,8 @@ BREAKAGES = (
     _broken(
         "a step is recorded after its checkpoint",
         LOOP,
-        f"        {RECORD}\n        {SAVE}\n",
-        f"        {SAVE}\n        {RECORD}\n",
+        f"        {RECORD}\n        {LOOK}\n        {SAVE}\n",
+        f"        {LOOK}\n        {SAVE}\n        {RECORD}\n",
     ),
     _broken(
         "a version whose folder is missing is not published again",
