@@ -22,7 +22,6 @@ import tempfile
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +37,7 @@ from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.trainer.batch_source import BatchSource
 from tests.support.batches import batch_of_rewards
+from tests.support.counted_file import CountedFile
 from tests.support.one_rank import OneRank
 
 SAMPLES, PROMPT_TOKENS = 384, 128
@@ -61,17 +61,6 @@ class RankOf(OneRank):
 
     def sum_of_shares(self, values: NDArray[Any]) -> NDArray[Any]:
         return values
-
-
-class CountedFile(BufferedReader):
-    """Counts the bytes that it is asked for."""
-
-    num_bytes = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(size)
-        CountedFile.num_bytes += len(data)
-        return data
 
 
 def batch(*, median: int, routes: bool) -> Batch:

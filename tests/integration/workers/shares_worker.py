@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +27,7 @@ from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.mini_batches import dealt_together
 from pipeline.trainer.old_logprobs import OldLogprobs
+from tests.support.counted_file import CountedFile
 
 CASES: dict[str, dict[str, Any]] = {
     "p3o": dict(objective=dict(name="p3o")),
@@ -42,17 +42,6 @@ CASES: dict[str, dict[str, Any]] = {
         advantage=dict(name="grpo", zero_variance="exclude"),
     ),
 }
-
-
-class CountedFile(BufferedReader):
-    """Counts the bytes that it is asked for."""
-
-    num_bytes = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(size)
-        CountedFile.num_bytes += len(data)
-        return data
 
 
 def measure(folder: Path, name: str, case: str, steps: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.errors import CorruptBatchError
+from tests.support.counted_file import CountedFile
 from tests.unit.pipeline.data.test_store import assert_same, rewrite
 
 MakeBatch = Callable[..., Batch]
@@ -84,17 +84,6 @@ def halves(outline: Batch) -> Share:
 def bare(batch: Batch) -> Batch:
     """Without what has no `==`."""
     return replace(batch, kept=None, experts=None, share=None)
-
-
-class CountedFile(BufferedReader):
-    """Counts the bytes that it is asked for."""
-
-    num_bytes = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        data = super().read(size)
-        CountedFile.num_bytes += len(data)
-        return data
 
 
 def test_a_rank_of_four_reads_less_than_a_third_of_the_file(
