@@ -12,13 +12,14 @@ from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.ports.weight_check import WeightCheck
+from pipeline.tasks import Task
 from precision.formats.audit import formats_of
 from precision.text.short import quoted
 from rollout_sglang.server.block_shapes import check_block_shapes
 
 
-def preflight(recipe: Recipe) -> None:
-    """Check what would otherwise fail minutes later, in a child process. Raises FatalError."""
+def preflight(recipe: Recipe) -> Task:
+    """Check what would otherwise fail minutes later, in a child process. Returns the run's task. Raises FatalError."""
     config = read_hf_config(recipe.model.path)
     check_layout(config, recipe.learner)
     check_longest_sample(recipe.learner, recipe.rollout.context_tokens)
@@ -37,6 +38,7 @@ def preflight(recipe: Recipe) -> None:
             f"{prompts.task.num_held_out} prompts; lower it or give more"
         )
     _check_held_out_lengths(recipe, prompts)
+    return prompts.task
 
 
 def _check_held_out_lengths(recipe: Recipe, prompts: TaskPrompts) -> None:

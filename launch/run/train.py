@@ -28,7 +28,6 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from pipeline.tasks import build_task
 
 
 def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]:
@@ -41,13 +40,13 @@ def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]
         check_engines(recipe)
         check_ports(recipe)
         check_room(recipe)
-    preflight(recipe)
+    task = preflight(recipe)
     if not run.is_finished():
-        check_reward(run, recipe, build_task(recipe.task, recipe.run.seed))
-    for sentence in advice(recipe):
-        print(f"warning: {sentence}", file=sys.stderr)
+        check_reward(run, recipe, task)
     with claimed(run) as epoch:
         run.freeze(recipe)
+        for sentence in (*advice(recipe), *task.notes):
+            print(f"warning: {sentence}", file=sys.stderr)
         if not run.is_finished():
             seed_policy(run.under(epoch), recipe)  # the learner's agent would; engines can start beside it this way
             with saved_said(run, recipe.run.steps):

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -299,6 +299,15 @@ class Recipe(Section):
     controller: ControllerSettings | None = None
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _jsonl_is_data(cls, data: Any) -> Any:
+        """The task `data` was called so while it read nothing else: recipes and runs of that time go on."""
+        task = data.get("task") if isinstance(data, dict) else None
+        if isinstance(task, dict) and task.get("name") == "jsonl":
+            return {**data, "task": {**task, "name": "data"}}
+        return data
 
     @field_validator("advantage")
     @classmethod

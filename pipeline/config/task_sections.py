@@ -35,10 +35,20 @@ class SpellDigitsTask(DigitsTask):
     misspelt_share: Probability = Field(0.6, description="sft only: how often 3, 6 and 8 get a wrong letter.")
 
 
-class JsonlTask(Section):
-    name: Literal["jsonl"]
-    path: Path = Field(description='One JSON object a line: {"prompt": …, "answer": …}.')
-    held_out_path: Path | None = Field(None, description="Evaluation prompts; otherwise 1 in 16 lines is held out.")
+class Columns(Section):
+    """What the data calls what a problem is made of. `a.b` is b of the object a."""
+
+    prompt: str = Field("prompt", min_length=1)
+    answer: str | None = Field(
+        "answer", min_length=1, description="Text or a number; null: there are none, and the reward needs none."
+    )
+
+
+class DataTask(Section):
+    name: Literal["data"]
+    path: Path = Field(description="JSON Lines, Parquet, or a folder that Hugging Face datasets saved (docs/data.md).")
+    held_out_path: Path | None = Field(None, description="Evaluation prompts; otherwise 1 in 16 rows is held out.")
+    columns: Columns = Field(default_factory=Columns)
     reward: str = Field(
         "math_verify",
         description="math_verify, python_tests (answers are tests, see docs/sandbox.md), or "
@@ -47,7 +57,7 @@ class JsonlTask(Section):
     chat_template: bool = Field(False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
 
 
-TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | JsonlTask, Field(discriminator="name")]
+TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | DataTask, Field(discriminator="name")]
 
 
 class PromptsSection(Section):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipeline.config.task_sections import JsonlTask, SortDigitsTask, SpellDigitsTask
+from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
 from pipeline.tasks.base import Problem, Task
-from pipeline.tasks.jsonl import Jsonl
+from pipeline.tasks.data import Data
 from pipeline.tasks.order import PromptOrder
 from pipeline.tasks.sort_digits import SortDigits
 from pipeline.tasks.spell_digits import SpellDigits
@@ -12,12 +12,12 @@ from pipeline.tasks.spell_digits import SpellDigits
 __all__ = ["Problem", "PromptOrder", "Task", "build_task"]
 
 
-def build_task(section: SortDigitsTask | SpellDigitsTask | JsonlTask, seed: int) -> Task:
+def build_task(section: SortDigitsTask | SpellDigitsTask | DataTask, seed: int) -> Task:
     """The task of the recipe. Raises RecipeError when its files cannot be used."""
     match section:
         case SortDigitsTask():
             return SortDigits(section, seed)
         case SpellDigitsTask():
             return SpellDigits(section, seed)
-        case JsonlTask():
-            return Jsonl(section)
+        case DataTask():
+            return Data(section)

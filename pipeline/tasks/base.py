@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +51,11 @@ class Task(Protocol):
         ...
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Sentences about the data that its user should see before a run begins."""
+        ...
+
+    @property
     def chat_template(self) -> bool:
         """Whether prompts are wrapped as a user turn of the tokenizer's chat template."""
         ...
@@ -88,6 +94,7 @@ class GeneratedTask(ABC):
     characters: str
     reward: str
     chat_template = False
+    notes: Sequence[str] = ()
 
     def __init__(self, *, name: str, seed: int, num_prompts: int) -> None:
         self._name = name

@@ -96,8 +96,8 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
         recipe = own.run.recipe()
     else:
         recipe = load_recipe(own.recipe)
-        preflight(recipe)
-        for sentence in advice(recipe):
+        task = preflight(recipe)
+        for sentence in (*advice(recipe), *task.notes):
             print(f"warning: {sentence}", file=sys.stderr, flush=True)
     processes_a_node(recipe, own.nodes)
     key = read_api_key()

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.task_sections import JsonlTask
+from pipeline.config.task_sections import DataTask
 from pipeline.errors import ModelError, RecipeError
 from pipeline.tasks import Task, build_task
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
@@ -37,7 +37,7 @@ def attempt(seed: int, folder: Path) -> str:
     if rng.random() < 0.5:
         held_out = folder / "held-out.jsonl"
         held_out.write_text("\n".join(json.dumps(dict(prompt=f"h{i}", answer="1")) for i in range(_HELD_OUT)))
-    section = JsonlTask(name="jsonl", path=path, held_out_path=held_out)
+    section = DataTask(name="data", path=path, held_out_path=held_out)
     return judged(
         lambda: _use(build_task(section, 0)), RecipeError, names=(path.name.replace("\n", " "), held_out or path.name)
     )

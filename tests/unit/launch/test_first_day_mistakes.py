@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +167,17 @@ def overlap(shop: Workshop) -> list[str]:
     return shop.train_on(GOOD_LINES, held_out_path=shop.folder / "eval.jsonl")
 
 
+def no_pyarrow(shop: Workshop) -> list[str]:
+    shop.patch.setitem(sys.modules, "pyarrow", None)
+    return shop.train_on(b"PAR1")
+
+
+def two_splits(shop: Workshop) -> list[str]:
+    (shop.folder / "saved").mkdir()
+    (shop.folder / "saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    return shop.train(f"task.path={shop.folder}/saved")
+
+
 def existing_out(shop: Workshop) -> list[str]:
     return ["sft", "demo", "--out", str(shop.model)]
 
@@ -228,7 +240,7 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "an objective misspelled": (lambda shop: shop.train("objective.name=cisp"), ("did you mean cispo?",)),
     "a task that there is not": (
         lambda shop: shop.train("task.name=gsm8k"),
-        ("task.name is 'gsm8k', expected one of", "jsonl"),
+        ("task.name is 'gsm8k', expected one of", "data"),
     ),
     "an objective that cannot be imported": (
         lambda shop: shop.train("objective={class: nowhere.mine:Mine}"),
@@ -267,10 +279,23 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train_on("", path=shop.folder / "none.jsonl"),
         ("none.jsonl: No such file", "set task.path"),
     ),
-    "a folder for a file": (lambda shop: shop.train(f"task.path={shop.folder}"), ("is not a file", "set task.path")),
+    "a folder for a file": (
+        lambda shop: shop.train(f"task.path={shop.folder}"),
+        ("as a folder it holds neither state.json", "set task.path"),
+    ),
     "CSV": (lambda shop: shop.train_on("prompt,answer\n1=,1\n"), ("prompts.jsonl, line 1", "one object a line")),
     "a JSON list": (lambda shop: shop.train_on('[{"prompt": "1=", "answer": "1"}]'), ("a list, expected an object",)),
-    "Parquet": (lambda shop: shop.train_on(b"PAR1\x15\x04\x15\xff\n"), ("prompts.jsonl, line 1",)),
+    "Parquet that was cut off": (
+        lambda shop: shop.train_on(b"PAR1\x15\x04\x15\xff\n"),
+        ("prompts.jsonl is damaged", "copy it again"),
+    ),
+    "Parquet without pyarrow": (no_pyarrow, ("read by pyarrow", "pip install evenkeel[data]")),
+    "a compressed file": (lambda shop: shop.train_on(b"\x1f\x8b\x08\x00"), ("is compressed; gunzip it",)),
+    "a folder of two splits": (two_splits, ("several splits (train, test)", "set task.path to the folder of one")),
+    "columns of another name": (
+        lambda shop: shop.train_on(GOOD_LINES.replace("answer", "solution")),
+        ("line 1: answer is nothing", "keys found: prompt, solution", "set task.columns.answer"),
+    ),
     "UTF-16": (lambda shop: shop.train_on(GOOD_LINES.encode("utf-16")), ("prompts.jsonl, line 1",)),
     "no prompts at all": (lambda shop: shop.train_on("\n\n"), ("0 problems leave 0 to train on",)),
     "two prompts": (

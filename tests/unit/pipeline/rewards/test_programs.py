@@ -133,9 +133,9 @@ def test_output_is_compared_without_spaces_at_the_ends() -> None:
 
 
 def test_python_tests_is_a_reward_of_the_jsonl_task(tmp_path: Path) -> None:
-    from pipeline.config.task_sections import JsonlTask
+    from pipeline.config.task_sections import DataTask
     from pipeline.tasks import build_task
 
     path = tmp_path / "problems.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": f"p{n}", "answer": json.dumps(SUM)}) for n in range(50)))
-    assert build_task(JsonlTask(name="jsonl", path=path, reward="python_tests"), seed=0).reward == PYTHON_TESTS
+    assert build_task(DataTask(name="data", path=path, reward="python_tests"), seed=0).reward == PYTHON_TESTS

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.task_sections import JsonlTask, SortDigitsTask, SpellDigitsTask
+from pipeline.config.task_sections import SortDigitsTask, SpellDigitsTask
 from pipeline.errors import RecipeError
 from pipeline.rewards.verifiers import exact_match, resolve
 from pipeline.tasks import Problem, PromptOrder, Task, build_task
@@ -25,11 +23,6 @@ GOLDEN_ORDER = [5, 7, 2, 6, 0, 1, 4, 3]
 
 def sort_digits(seed: int = 0, **keys: object) -> Task:
     return build_task(SortDigitsTask.model_validate(keys), seed)
-
-
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def test_sort_digits_golden() -> None:
@@ -158,72 +151,6 @@ def test_order_refuses_nonsense(value: int) -> None:
         PromptOrder(value, 0)
     with pytest.raises(ValueError, match="group is -1"):
         PromptOrder(3, 0).problem(-1)
-
-
-def rows(count: int, start: int = 0) -> list[dict[str, str]]:
-    return [{"prompt": f"What is {i}+1?", "answer": str(i + 1)} for i in range(start, start + count)]
-
-
-def test_jsonl_splits_by_prompt_text(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", *rows(300), "\n", {"prompt": "é?", "answer": "è", "source": "kept out"})
-    task = build_task(JsonlTask(name="jsonl", path=path), seed=3)
-    training = [task.problem(i) for i in range(task.num_prompts)]
-    held_out = [task.held_out(i) for i in range(task.num_held_out)]
-    assert len(training) + len(held_out) == 301
-    assert [p.text for p in held_out] == [r["prompt"] for r in rows(300) if is_held_out(r["prompt"])]
-    assert Problem(text="What is 5+1?", answer="6") in training + held_out
-    assert Problem(text="é?", answer="è") in training + held_out
-    assert (task.reward, task.characters, task.demonstration(0)) == (
-        "pipeline.rewards.verifiers:math_verify",
-        None,
-        None,
-    )
-
-
-def test_jsonl_with_its_own_held_out_file(tmp_path: Path) -> None:
-    path, other = write(tmp_path / "p.jsonl", *rows(5)), write(tmp_path / "h.jsonl", *rows(2, start=5))
-    section = JsonlTask(name="jsonl", path=path, held_out_path=other, reward="my.rewards:score", chat_template=True)
-    task = build_task(section, seed=0)
-    assert (task.num_prompts, task.num_held_out, task.chat_template) == (5, 2, True)
-    assert (task.problem(4).answer, task.held_out(1).answer, task.reward) == ("5", "7", "my.rewards:score")
-    with pytest.raises(IndexError, match="expected 0 to 1"):
-        task.held_out(2)
-
-
-def test_jsonl_refuses_held_out_prompts_that_are_trained(tmp_path: Path) -> None:
-    path, other = write(tmp_path / "p.jsonl", *rows(5)), write(tmp_path / "h.jsonl", *rows(2, start=4))
-    with pytest.raises(RecipeError, match=r"share 1 prompts, the first 'What is 4\+1\?'"):
-        build_task(JsonlTask(name="jsonl", path=path, held_out_path=other), seed=0)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{\n", r"line 3: not JSON \(.* at column"),
-        ("[1]\n", "line 3: a list, expected an object"),
-        ('{"prompt": "x"}\n', "line 3: answer is nothing, expected a string"),
-        ('{"prompt": "x", "answer": 7}\n', "line 3: answer is 7, a int, expected a string; quote it"),
-        ('{"prompt": "", "answer": "7"}\n', "line 3: prompt is empty"),
-    ],
-)
-def test_jsonl_errors_name_the_line(tmp_path: Path, line: str, message: str) -> None:
-    path = write(tmp_path / "p.jsonl", rows(1)[0], "\n", line, *rows(40))
-    with pytest.raises(RecipeError, match=message):
-        build_task(JsonlTask(name="jsonl", path=path), seed=0)
-
-
-def test_jsonl_names_bytes_that_are_no_text(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "\xff", "answer": ""}\n')
-    with pytest.raises(RecipeError, match=r"p\.jsonl, line 1: not UTF-8 at byte 12"):
-        build_task(JsonlTask(name="jsonl", path=tmp_path / "p.jsonl"), seed=0)
-
-
-def test_jsonl_needs_a_file_and_two_sides(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"cannot read .*none\.jsonl: No such file"):
-        build_task(JsonlTask(name="jsonl", path=tmp_path / "none.jsonl"), seed=0)
-    path = write(tmp_path / "p.jsonl", *rows(2))
-    with pytest.raises(RecipeError, match=r"2 problems leave 2 to train on and 0 held out .* set task\.held_out_path"):
-        build_task(JsonlTask(name="jsonl", path=path), seed=0)
 
 
 def test_spell_digits_golden() -> None:

@@ -1,0 +1,15 @@
+"""One row of somebody's data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """Column → value, and where it stands, for messages."""
+
+    where: str
+    values: Mapping[str, Any]

@@ -1,0 +1,68 @@
+"""Which files of a folder hold its rows: what `Dataset.save_to_disk` of Hugging Face datasets wrote, or Parquet."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import RecipeError
+from precision.text.json_data import JsonError, parse_object
+from precision.text.short import listed, one_line, quoted
+
+_SHARD = re.compile(r"-\d+-of-\d+$")
+_MOST_BYTES = 16 << 20
+
+
+def data_files(path: Path) -> list[Path]:
+    """The files, in order: the path itself where it is no folder. Raises RecipeError for a folder of several splits, or
+    of something else."""
+    if not path.is_dir():
+        return [path]
+    if (path / "state.json").is_file():
+        return _saved(path)
+    if (path / "dataset_dict.json").is_file():
+        splits = _object(path / "dataset_dict.json").get("splits")
+        names = [str(name) for name in splits] if isinstance(splits, list) else []
+        raise _several(path, names, "folder")
+    files = sorted(path.glob("*.parquet"))
+    splits = sorted({_SHARD.sub("", file.stem) for file in files})
+    if len(splits) > 1 and not all(split.isdigit() for split in splits):
+        raise _several(path, splits, "file")
+    if not files:
+        raise RecipeError(
+            f"{one_line(path, 200)} is not a file, and as a folder it holds neither state.json (of save_to_disk) nor "
+            "*.parquet; set task.path to the data"
+        )
+    return files
+
+
+def _saved(path: Path) -> list[Path]:
+    """The Arrow files that `state.json` names."""
+    entries = _object(path / "state.json").get("_data_files")
+    names = [one.get("filename") for one in entries if isinstance(one, dict)] if isinstance(entries, list) else []
+    files: list[Path] = []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise RecipeError(f"{path}/state.json names {quoted(name)}, expected a file beside it; save it again")
+        files.append(path / name)
+    if not files:
+        raise RecipeError(f"{path}/state.json names no data files; save the dataset again by save_to_disk")
+    return files
+
+
+def _several(path: Path, names: list[str], what: str) -> RecipeError:
+    named = listed([one_line(name, 60) for name in names], between=", ")
+    return RecipeError(
+        f"{one_line(path, 200)} holds several splits ({named}); set task.path to the {what} of one, and "
+        "task.held_out_path to that of another"
+    )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise RecipeError(f"{path} has more than {_MOST_BYTES >> 20} MiB; save the dataset again by save_to_disk")
+        return parse_object(path.read_bytes())
+    except JsonError as error:
+        raise RecipeError(f"{path} is damaged: {error}; save the dataset again by save_to_disk") from None

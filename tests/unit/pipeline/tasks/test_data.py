@@ -1,0 +1,260 @@
+"""Problems from the data that people have: what is read, what is refused, and what is said about it."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config.task_sections import DataTask
+from pipeline.errors import RecipeError
+from pipeline.tasks import Problem, Task, build_task
+from pipeline.tasks.base import is_held_out
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows(count: int, start: int = 0) -> list[dict[str, str]]:
+    return [{"prompt": f"What is {i}+1?", "answer": str(i + 1)} for i in range(start, start + count)]
+
+
+def test_jsonl_splits_by_prompt_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *rows(300), "\n", {"prompt": "é?", "answer": "è", "source": "kept out"})
+    task = build_task(DataTask(name="data", path=path), seed=3)
+    training = [task.problem(i) for i in range(task.num_prompts)]
+    held_out = [task.held_out(i) for i in range(task.num_held_out)]
+    assert len(training) + len(held_out) == 301
+    assert [p.text for p in held_out] == [r["prompt"] for r in rows(300) if is_held_out(r["prompt"])]
+    assert Problem(text="What is 5+1?", answer="6") in training + held_out
+    assert Problem(text="é?", answer="è") in training + held_out
+    assert (task.reward, task.characters, task.demonstration(0)) == (
+        "pipeline.rewards.verifiers:math_verify",
+        None,
+        None,
+    )
+
+
+def test_jsonl_with_its_own_held_out_file(tmp_path: Path) -> None:
+    path, other = write(tmp_path / "p.jsonl", *rows(5)), write(tmp_path / "h.jsonl", *rows(2, start=5))
+    section = DataTask(name="data", path=path, held_out_path=other, reward="my.rewards:score", chat_template=True)
+    task = build_task(section, seed=0)
+    assert (task.num_prompts, task.num_held_out, task.chat_template) == (5, 2, True)
+    assert (task.problem(4).answer, task.held_out(1).answer, task.reward) == ("5", "7", "my.rewards:score")
+    with pytest.raises(IndexError, match="expected 0 to 1"):
+        task.held_out(2)
+
+
+def test_jsonl_refuses_held_out_prompts_that_are_trained(tmp_path: Path) -> None:
+    path, other = write(tmp_path / "p.jsonl", *rows(5)), write(tmp_path / "h.jsonl", *rows(2, start=4))
+    with pytest.raises(RecipeError, match=r"share 1 prompts, the first 'What is 4\+1\?'"):
+        build_task(DataTask(name="data", path=path, held_out_path=other), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{\n", r"line 3: not JSON \(.* at column"),
+        ("[1]\n", "line 3: a list, expected an object"),
+        (
+            '{"prompt": "x"}\n',
+            r"line 3: answer is nothing, expected text or a number; keys found: prompt; set task\.columns\.answer",
+        ),
+        ('{"prompt": "x", "answer": true}\n', "line 3: answer is True, true or false, expected text or a number"),
+        ('{"prompt": "x", "answer": [1]}\n', r"line 3: answer is \[1\], a list, expected text or a number"),
+        ('{"prompt": ["x"], "answer": "7"}\n', r"line 3: prompt is \['x'\], a list, expected text"),
+        ('{"question": "x", "answer": "7"}\n', "line 3: prompt is nothing, .* keys found: question, answer; set task"),
+        ('{"prompt": "", "answer": "7"}\n', "line 3: prompt is empty"),
+    ],
+)
+def test_jsonl_errors_name_the_line(tmp_path: Path, line: str, message: str) -> None:
+    path = write(tmp_path / "p.jsonl", rows(1)[0], "\n", line, *rows(40))
+    with pytest.raises(RecipeError, match=message):
+        build_task(DataTask(name="data", path=path), seed=0)
+
+
+def test_jsonl_names_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b'{"prompt": "\xff", "answer": ""}\n')
+    with pytest.raises(RecipeError, match=r"p\.jsonl, line 1: not UTF-8 at byte 12"):
+        build_task(DataTask(name="data", path=tmp_path / "p.jsonl"), seed=0)
+
+
+def test_jsonl_needs_a_file_and_two_sides(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"cannot read .*none\.jsonl: No such file"):
+        build_task(DataTask(name="data", path=tmp_path / "none.jsonl"), seed=0)
+    path = write(tmp_path / "p.jsonl", *rows(2))
+    with pytest.raises(RecipeError, match=r"2 problems leave 2 to train on and 0 held out .* set task\.held_out_path"):
+        build_task(DataTask(name="data", path=path), seed=0)
+
+
+def task_of(path: Path, **keys: Any) -> Task:
+    return build_task(DataTask.model_validate(dict(name="data", path=path, **keys)), seed=0)
+
+
+def all_of(task: Task) -> list[Problem]:
+    training = [task.problem(i) for i in range(task.num_prompts)]
+    return sorted(training + [task.held_out(i) for i in range(task.num_held_out)], key=lambda problem: problem.text)
+
+
+QUESTIONS = [dict(question=f"What is {i:02}?", solution=dict(value=i), picture=b"...") for i in range(40)]
+COLUMNS = dict(prompt="question", answer="solution.value")
+EXPECTED = [Problem(text=f"What is {i:02}?", answer=str(i)) for i in range(40)]
+
+
+def parquet(path: Path, rows: list[dict[str, Any]] = QUESTIONS) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def saved(folder: Path, shards: int) -> Path:
+    """As `Dataset.save_to_disk` of datasets 5.2 writes it: Arrow streams, which state.json names in their order."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05}-of-{shards:05}.arrow" for number in range(shards)]
+    share = len(QUESTIONS) // shards
+    for number, name in enumerate(names):
+        table = pa.Table.from_pylist(QUESTIONS[number * share : (number + 1) * share])
+        with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table, max_chunksize=7)
+    state = dict(_data_files=[dict(filename=name) for name in names], _fingerprint="1", _split=None)
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+def shards(folder: Path) -> Path:
+    """As the hub of Hugging Face keeps one split."""
+    folder.mkdir()
+    for number in range(2):
+        parquet(folder / f"train-{number:05}-of-00002.parquet", QUESTIONS[number * 20 : number * 20 + 20])
+    return folder
+
+
+def arrow_file(path: Path) -> Path:
+    table = pa.Table.from_pylist(QUESTIONS)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as file:
+        file.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("form", ["parquet", "renamed", "saved", "sharded", "hub", "arrow"])
+def test_the_same_problems_whatever_the_file(tmp_path: Path, form: str) -> None:
+    """Columns by name, one inside another; numbers become text; pictures are not read."""
+    path = {
+        "parquet": lambda: parquet(tmp_path / "d.parquet"),
+        "renamed": lambda: parquet(tmp_path / "d.jsonl"),
+        "saved": lambda: saved(tmp_path / "saved", 1),
+        "sharded": lambda: saved(tmp_path / "saved", 4),
+        "hub": lambda: shards(tmp_path / "hub"),
+        "arrow": lambda: arrow_file(tmp_path / "d.arrow"),
+    }[form]()
+    assert all_of(task_of(path, columns=COLUMNS)) == EXPECTED
+
+
+def test_rows_of_shards_keep_their_order(tmp_path: Path) -> None:
+    task = task_of(saved(tmp_path / "saved", 4), columns=COLUMNS)
+    texts = [task.problem(i).text for i in range(task.num_prompts)]
+    assert texts == sorted(texts)
+
+
+def test_a_folder_of_several_splits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    saved(tmp_path / "train", 1)
+    with pytest.raises(RecipeError, match=r"several splits \(train, test\); set task.path to the folder of one"):
+        task_of(tmp_path)
+    (tmp_path / "dataset_dict.json").unlink()
+    for split in ("train-00000-of-00001", "test-00000-of-00001"):
+        parquet(tmp_path / f"{split}.parquet")
+    with pytest.raises(RecipeError, match=r"several splits \(test, train\); set task.path to the file of one"):
+        task_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ('{"_data_files": []}', "names no data files"),
+        ("{", "state.json is damaged: not JSON"),
+        ('{"_data_files": [{"filename": "../other/d.arrow"}]}', "expected a file beside it"),
+        ('{"_data_files": [{"filename": "gone.arrow"}]}', "cannot read .*: No such file"),
+    ],
+)
+def test_a_saved_folder_that_is_damaged(tmp_path: Path, state: str, message: str) -> None:
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(RecipeError, match=message):
+        task_of(tmp_path)
+
+
+def test_parquet_that_was_cut_off(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "d.parquet")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(RecipeError, match=r"d\.parquet is damaged after row 0: .*; copy it again"):
+        task_of(path)
+
+
+def test_a_row_of_parquet_is_named(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "d.parquet", [*QUESTIONS, dict(question="?", solution=dict(value=None))])
+    with pytest.raises(
+        RecipeError, match=r"d\.parquet, row 41: solution\.value is nothing, .* keys found: question, sol"
+    ):
+        task_of(path, columns=COLUMNS)
+
+
+def test_without_pyarrow_one_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(RecipeError, match=r"pip install evenkeel\[data\], or write the data as JSON Lines"):
+        task_of(parquet(tmp_path / "d.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("magic", "remedy"), [(b"\x1f\x8b\x08\x00", "gunzip"), (b"(\xb5/\xfd", "unzstd"), (b"PK\x03\x04", "unzip")]
+)
+def test_a_compressed_file_is_named(tmp_path: Path, magic: bytes, remedy: str) -> None:
+    (tmp_path / "d.jsonl").write_bytes(magic + b"1234")
+    with pytest.raises(RecipeError, match=f"is compressed; {remedy} it"):
+        task_of(tmp_path / "d.jsonl")
+
+
+def test_numbers_and_a_bom(tmp_path: Path) -> None:
+    lines = [dict(prompt=f"{i}?", answer=answer) for i, answer in enumerate((7, -2.5, 1e20, "07") * 10)]
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + write(path, *lines).read_bytes())
+    answers = {problem.text: problem.answer for problem in all_of(task_of(path))}
+    assert [answers[f"{i}?"] for i in range(4)] == ["7", "-2.5", "1e+20", "07"]
+
+
+def test_a_key_with_a_dot_is_a_key(tmp_path: Path) -> None:
+    lines = [{"prompt": f"{i}?", "a.b": "with a dot", "a": {"b": "inside"}} for i in range(40)]
+    problems = all_of(task_of(write(tmp_path / "p.jsonl", *lines), columns=dict(answer="a.b")))
+    assert {problem.answer for problem in problems} == {"with a dot"}
+
+
+def test_data_without_answers_has_to_say_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *(dict(prompt=f"{i}?") for i in range(40)))
+    with pytest.raises(RecipeError, match=r"or to null where there are no answers"):
+        task_of(path)
+    assert {problem.answer for problem in all_of(task_of(path, columns=dict(answer=None)))} == {""}
+
+
+def test_repeated_prompts_stay_and_are_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", *rows(100))
+    assert task_of(path).notes == ()
+    path = write(tmp_path / "p.jsonl", *rows(100), *rows(3), dict(prompt="What is 0+1?", answer="one"))
+    task = task_of(path)
+    assert len(all_of(task)) == 104
+    (note,) = task.notes
+    assert "4 of 104 rows repeat the prompt of another; 1 prompts come with different answers" in note
+    assert "'What is 0+1?' comes 3 times in an epoch" in note
+
+
+def test_what_was_called_jsonl_is_data(tmp_path: Path) -> None:
+    from pipeline.config.recipe import Recipe
+
+    data = dict(run=dict(name="r", steps=1), model=dict(path="m"), task=dict(name="jsonl", path="p.jsonl"))
+    recipe = Recipe.model_validate(data)
+    assert recipe.task == DataTask(name="data", path=Path("p.jsonl"))
+    assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
