@@ -19,6 +19,7 @@ from pipeline.ports.engines import Sampling
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.tasks import Problem, Task, build_task
+from pipeline.tasks.fitting import fitting
 from pipeline.tasks.order import PromptOrder
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.quant_map_file import QuantMapFile
@@ -51,8 +52,13 @@ class TaskPrompts:
         return [self._tokenized(-1 - index, self.task.held_out(index)) for index in range(count)]
 
     def _tokenized(self, group: int, problem: Problem) -> Prompt:
-        text = self.tokenizer.user_turn(problem.text) if self.task.chat_template else problem.text
-        return Prompt(group=group, text=problem.text, answer=problem.answer, tokens=tuple(self.tokenizer.encode(text)))
+        tokens = self.tokenizer.encode(text_of(problem, self.task, self.tokenizer))
+        return Prompt(group=group, text=problem.text, answer=problem.answer, tokens=tuple(tokens))
+
+
+def text_of(problem: Problem, task: Task, tokenizer: Tokenizer) -> str:
+    """What the model reads of a problem."""
+    return tokenizer.user_turn(problem.text) if task.chat_template else problem.text
 
 
 def build_tokenizer(recipe: Recipe) -> Tokenizer:
@@ -62,9 +68,14 @@ def build_tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:
-    """The run's prompts. Raises ModelError or RecipeError, before anything is started, when the tokenizer cannot encode
-    the task or the interruption, or when the interruption does not fit."""
+    """The run's prompts, without those that are too long. Raises ModelError or RecipeError, before anything is started,
+    when the tokenizer cannot encode the task or the interruption, or when the interruption does not fit."""
     task = build_task(recipe.task, recipe.run.seed)
+
+    def count(problems: Sequence[Problem]) -> list[int]:
+        return tokenizer.count([text_of(problem, task, tokenizer) for problem in problems])
+
+    task = fitting(task, count, recipe.rollout.context_tokens - recipe.rollout.max_new_tokens)
     prompts = TaskPrompts(task, tokenizer, PromptOrder(task.num_prompts, recipe.run.seed))
     prompts.prompt(0)
     prompts.held_out(1)

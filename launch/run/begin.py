@@ -42,7 +42,8 @@ def preflight(recipe: Recipe) -> Task:
 
 
 def _check_held_out_lengths(recipe: Recipe, prompts: TaskPrompts) -> None:
-    """A training prompt that is too long is left out, with a reason; engines refuse one that is evaluated each time."""
+    """Prompts of data that are too long are gone by now. Of generated ones, those that are evaluated must fit: engines
+    refuse them each time."""
     room = recipe.rollout.context_tokens - recipe.rollout.max_new_tokens
     longest = max(prompts.held_out(recipe.evaluation.prompts), key=lambda prompt: len(prompt.tokens))
     if len(longest.tokens) > room:

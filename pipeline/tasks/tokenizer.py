@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,13 @@ class Tokenizer:
                 f"{self.folder}: {quoted(text)} cannot be encoded: {what}; use another tokenizer"
             ) from error
 
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """How many ids `encode` gives for each text, in less time. Raises ModelError as it does."""
+        try:
+            return [len(one) for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        except Exception:  # noqa: BLE001 - the library raises bare Exception, and does not say for which text
+            return [len(self.encode(text)) for text in texts]
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of the ids; special tokens (such as end-of-sequence) are left out unless `special`."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
@@ -84,19 +92,24 @@ class Tokenizer:
 
         Raises ModelError when the folder has no chat template or the template fails.
         """
-        template = self._chat_template()
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.globals["raise_exception"] = _raise_exception
         tokens = {f"{name}_token": _content(self._config.get(f"{name}_token")) for name in ("bos", "eos", "pad")}
         try:
-            return environment.from_string(template).render(
+            return self._compiled.render(
                 messages=[{"role": "user", "content": text}], add_generation_prompt=True, **tokens
             )
+        except ModelError:
+            raise
         except Exception as error:
             raise ModelError(
                 f"{self.folder}: the chat template failed: {one_line(error, 200) or type(error).__name__}; "
                 "set task.chat_template=false"
             ) from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.globals["raise_exception"] = _raise_exception
+        return environment.from_string(self._chat_template())
 
     def _chat_template(self) -> str:
         separate = self.folder / "chat_template.jinja"

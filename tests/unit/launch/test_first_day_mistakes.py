@@ -192,7 +192,7 @@ def reward(function: str) -> Callable[[Workshop], list[str]]:
 
 
 def unreadable_answer(shop: Workshop) -> list[str]:
-    return shop.train_on(GOOD_LINES + json.dumps(dict(prompt="?", answer=" ")) + "\n", reward="math_verify")
+    return shop.train_on(GOOD_LINES + json.dumps(dict(prompt="7=", answer=" ")) + "\n", reward="math_verify")
 
 
 MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
@@ -311,9 +311,17 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train("evaluation.prompts=99"),
         ("evaluation.prompts is 99", "lower it or give more"),
     ),
-    "a held-out prompt that is too long": (
-        lambda shop: [*shop.train_on(GOOD_LINES.replace("=", "0" * 80 + "=")), "--set", "evaluation.prompts=1"],
-        ("has 84 tokens", "leaves 52", "raise the first"),
+    "prompts that are all too long": (
+        lambda shop: shop.train_on(GOOD_LINES.replace("=", "0" * 80 + "=")),
+        ("64 of 64 prompts have more than 52 tokens", "has 84", "none is left", "raise rollout.context_tokens"),
+    ),
+    "generated prompts that are too long": (
+        lambda shop: shop.train(task=dict(name="sort_digits", min_digits=60, max_digits=60)),
+        ("has 61 tokens", "leaves 52", "raise the first"),
+    ),
+    "one prompt with a character that the tokenizer lacks": (
+        lambda shop: shop.train_on(GOOD_LINES.replace("163=", "163Ü=")),
+        ("'163Ü='", "character 'Ü' has no token"),
     ),
     # the model
     "the demo before its model": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,19 @@ def test_prompts_name_their_problems(tokenizer: Tokenizer) -> None:
     again = {prompts.problem(group): prompts.prompt(group).text for group in range(5, 10)}
     assert again == {prompts.problem(group): prompts.prompt(group).text for group in range(5)}
     assert {prompt.problem for prompt in prompts.held_out(3)} == {-1}
+
+
+def test_prompts_of_data_that_do_not_fit_are_left_out(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """64 tokens less 22 of the answer leave 42."""
+    lengths = [3, 42, 43, 100] * 20
+    lines = [json.dumps(dict(prompt=f"{number:0{length}}", answer=1)) for number, length in enumerate(lengths)]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    room = dict(max_new_tokens=22, context_tokens=64)
+    prompts = build_prompts(recipe(task=dict(name="data", path=tmp_path / "p.jsonl"), rollout=room), tokenizer)
+    found = [prompts.prompt(group) for group in range(prompts.num_problems)]
+    found += prompts.held_out(prompts.task.num_held_out)
+    assert sorted(len(prompt.tokens) for prompt in found) == [3] * 20 + [42] * 20
+    assert "40 of 80 prompts have more than 42 tokens" in prompts.task.notes[0]
 
 
 def test_only_engines_of_this_machine_can_open_memory() -> None:
