@@ -28,6 +28,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
+from pipeline.tasks.digest import with_digest
 
 
 def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]
     With a `metrics_port`, the supervisor shows its metrics there, and the roles at the ports after it. Raises
     FatalError when it cannot be finished."""
     run = RunDirectory(recipe.directory)
+    recipe = with_digest(recipe, run)
     if not run.is_finished():
         check_learner_here(recipe)
         check_engines(recipe)

@@ -55,6 +55,9 @@ class DataTask(Section):
         "package.module:function(prompt, response, answer).",
     )
     chat_template: bool = Field(False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
+    sha256: str | None = Field(
+        None, pattern="[0-9a-f]{64}", description="Of the data; frozen when the run begins, and compared at each start."
+    )
 
 
 TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | DataTask, Field(discriminator="name")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
 from pipeline.tasks.base import Problem, Task
 from pipeline.tasks.data import Data
+from pipeline.tasks.digest import check_digest
 from pipeline.tasks.order import PromptOrder
 from pipeline.tasks.sort_digits import SortDigits
 from pipeline.tasks.spell_digits import SpellDigits
@@ -20,4 +21,5 @@ def build_task(section: SortDigitsTask | SpellDigitsTask | DataTask, seed: int) 
         case SpellDigitsTask():
             return SpellDigits(section, seed)
         case DataTask():
+            check_digest(section)
             return Data(section)

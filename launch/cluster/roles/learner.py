@@ -54,6 +54,7 @@ from pipeline.errors import (
     SupersededError,
 )
 from pipeline.process_log import log_tail
+from pipeline.tasks.digest import with_digest
 
 DEFAULT_PORT = 29500
 VERDICT_S = 5.0
@@ -95,7 +96,7 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     if own.recipe is None:
         recipe = own.run.recipe()
     else:
-        recipe = load_recipe(own.recipe)
+        recipe = with_digest(load_recipe(own.recipe), own.run)
         task = preflight(recipe)
         for sentence in (*advice(recipe), *task.notes):
             print(f"warning: {sentence}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from pipeline.errors import RecipeError
 from pipeline.tasks.rows.arrow import ARROW_MAGIC, PARQUET_MAGIC, arrow_rows
 from pipeline.tasks.rows.json_lines import json_rows
 from pipeline.tasks.rows.row import Row
-from pipeline.tasks.rows.saved_folders import data_files
+from pipeline.tasks.rows.saved_folders import data_files, refusing_unreadable
 from precision.text.short import one_line
 
 _COMPRESSED = {b"\x1f\x8b": "gunzip", b"(\xb5/\xfd": "unzstd", b"PK\x03\x04": "unzip"}
@@ -17,21 +17,13 @@ _COMPRESSED = {b"\x1f\x8b": "gunzip", b"(\xb5/\xfd": "unzstd", b"PK\x03\x04": "u
 
 def read_rows(path: Path) -> Iterator[Row]:
     """All rows, in the order of the data. Raises RecipeError that names file and row."""
-    try:
+    with refusing_unreadable(path):
         for file in data_files(path):
             yield from _rows_of_file(file)
-    except OSError as error:
-        raise RecipeError(
-            f"cannot read {one_line(path, 200)}: {error.strerror}; set task.path to a JSON Lines file, a Parquet file "
-            "or a folder of Hugging Face datasets"
-        ) from error
 
 
 def _rows_of_file(path: Path) -> Iterator[Row]:
     """What a file is, its first bytes say, not its name."""
-    if not path.is_file():
-        path.stat()
-        raise RecipeError(f"{one_line(path, 200)} is not a file; set task.path to a file, or to a folder of datasets")
     with path.open("rb") as file:
         first = file.read(len(ARROW_MAGIC))
     if first.startswith(PARQUET_MAGIC) or first.startswith(ARROW_MAGIC) or path.suffix == ".arrow":

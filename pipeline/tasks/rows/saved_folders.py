@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,25 @@ _SHARD = re.compile(r"-\d+-of-\d+$")
 _MOST_BYTES = 16 << 20
 
 
+@contextmanager
+def refusing_unreadable(path: Path) -> Iterator[None]:
+    """An OSError as a RecipeError."""
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError(
+            f"cannot read {one_line(path, 200)}: {error.strerror}; set task.path to a JSON Lines file, a Parquet file "
+            "or a folder of Hugging Face datasets"
+        ) from error
+
+
 def data_files(path: Path) -> list[Path]:
     """The files, in order: the path itself where it is no folder. Raises RecipeError for a folder of several splits, or
-    of something else."""
+    of something else, and OSError."""
     if not path.is_dir():
+        if not path.is_file():
+            path.stat()
+            raise RecipeError(f"{one_line(path, 200)} is not a file; set task.path to a file, or a folder of datasets")
         return [path]
     if (path / "state.json").is_file():
         return _saved(path)

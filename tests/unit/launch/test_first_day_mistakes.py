@@ -20,6 +20,7 @@ import pytest
 from launch.run import train
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
+from pipeline.tasks.digest import with_digest
 from tests.support.runs import evenkeel, make_model, make_prompts, make_recipe
 
 GOOD_LINES = "".join(json.dumps(dict(prompt=f"{number}=", answer="1")) + "\n" for number in range(100, 164))
@@ -167,6 +168,13 @@ def overlap(shop: Workshop) -> list[str]:
     return shop.train_on(GOOD_LINES, held_out_path=shop.folder / "eval.jsonl")
 
 
+def changed_data(shop: Workshop) -> list[str]:
+    command = shop.train_on(GOOD_LINES)
+    run = RunDirectory(shop.folder / "runs/day")
+    run.freeze(with_digest(load_recipe(Path(command[1])), run))
+    return shop.train_on("".join(reversed(GOOD_LINES.splitlines(True))))
+
+
 def no_pyarrow(shop: Workshop) -> list[str]:
     shop.patch.setitem(sys.modules, "pyarrow", None)
     return shop.train_on(b"PAR1")
@@ -301,6 +309,10 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "two prompts": (
         lambda shop: shop.train_on("".join(GOOD_LINES.splitlines(True)[:2])),
         ("holds out only 1 prompts", "lower it or give more"),
+    ),
+    "data that was changed during a run": (
+        changed_data,
+        ("prompts.jsonl is not the data of this run", "put it back, or begin another run.name"),
     ),
     "training on what is held out": (overlap, ("share", "remove them from one")),
     "characters that the tokenizer lacks": (

@@ -1,0 +1,56 @@
+"""The digest of a run's data, frozen with its recipe: a file that changed between two starts would go unnoticed.
+
+Groups of a run are numbers of rows. In a file that was changed, cut or reversed, the same numbers are other prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from pipeline.config.recipe import Recipe
+from pipeline.config.task_sections import DataTask
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError
+from pipeline.tasks.rows.saved_folders import data_files, refusing_unreadable
+
+
+def with_digest(recipe: Recipe, run: RunDirectory) -> Recipe:
+    """The recipe with `task.sha256`: that of the run's frozen recipe, else of the data as it is now. A run that began
+    before there was a digest goes on without. Raises RecipeError for data that cannot be read."""
+    task = recipe.task
+    if not isinstance(task, DataTask) or task.sha256 is not None:
+        return recipe
+    if os.path.lexists(run.path / "recipe.yaml"):
+        frozen = run.recipe().task
+        sha256 = frozen.sha256 if isinstance(frozen, DataTask) else None
+    else:
+        sha256 = digest(task)
+    return recipe.model_copy(update=dict(task=task.model_copy(update=dict(sha256=sha256))))
+
+
+def check_digest(section: DataTask) -> None:
+    """Raises RecipeError when the data is not that of `section.sha256`."""
+    if section.sha256 is not None and (found := digest(section)) != section.sha256:
+        also = "" if section.held_out_path is None else f" or {section.held_out_path}"
+        raise RecipeError(
+            f"{section.path}{also} is not the data of this run (sha256 {found[:12]}, expected "
+            f"{section.sha256[:12]}); put it back, or begin another run.name with it"
+        )
+
+
+def digest(section: DataTask) -> str:
+    """Of a file's bytes, as sha256sum gives it; of several files, training before held out, that of their digests.
+    Raises RecipeError for what cannot be read."""
+    digests: list[bytes] = []
+    for path in (section.path, section.held_out_path):
+        if path is not None:
+            with refusing_unreadable(path):
+                digests += map(_of_file, data_files(path))
+    return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _of_file(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

@@ -1,0 +1,93 @@
+"""A run goes on with the data that it began with, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.recipe import Recipe
+from pipeline.config.task_sections import DataTask
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError, RunConflictError
+from pipeline.tasks import build_task
+from pipeline.tasks.digest import digest, with_digest
+
+LINES = [f'{{"prompt": "{number}=", "answer": "1"}}\n' for number in range(60)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "p.jsonl").write_text("".join(LINES))
+    return tmp_path / "p.jsonl"
+
+
+def recipe_of(path: Path, **task: Any) -> Recipe:
+    data = dict(name="data", path=path, **task)
+    return Recipe.model_validate(dict(run=dict(name="r", steps=1), model=dict(path=path.parent), task=data))
+
+
+def begin(recipe: Recipe) -> Recipe:
+    """As `evenkeel train` does it."""
+    run = RunDirectory(recipe.model.path / "run")
+    recipe = with_digest(recipe, run)
+    build_task(recipe.task, 0)
+    return run.freeze(recipe)
+
+
+def test_of_one_file_it_is_what_sha256sum_gives(path: Path) -> None:
+    assert isinstance(task := recipe_of(path).task, DataTask)
+    assert digest(task) == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_same_data_goes_on(path: Path) -> None:
+    first = begin(recipe_of(path))
+    assert isinstance(first.task, DataTask)
+    assert first.task.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert begin(recipe_of(path)) == first
+    assert RunDirectory(path.parent / "run").recipe() == first
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [LINES[::-1], LINES[:-1], [*LINES, LINES[0]], [line.replace("1", "2") for line in LINES]],
+    ids=["turned round", "cut", "longer", "other answers"],
+)
+def test_other_data_is_refused(path: Path, lines: list[str]) -> None:
+    begin(recipe_of(path))
+    path.write_text("".join(lines))
+    with pytest.raises(RecipeError, match=r"p\.jsonl is not the data of this run \(sha256 .*; put it back"):
+        begin(recipe_of(path))
+    path.write_text("".join(LINES))
+    begin(recipe_of(path))
+
+
+def test_a_held_out_file_belongs_to_it(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "h.jsonl"
+    other.write_text('{"prompt": "x", "answer": "1"}\n')
+    begin(recipe_of(path, held_out_path=other))
+    other.write_text('{"prompt": "y", "answer": "1"}\n')
+    with pytest.raises(RecipeError, match=r"p\.jsonl or .*h\.jsonl is not the data"):
+        begin(recipe_of(path, held_out_path=other))
+
+
+def test_a_digest_in_the_recipe_holds_from_the_first_start_on(path: Path) -> None:
+    with pytest.raises(RecipeError, match="is not the data of this run"):
+        begin(recipe_of(path, sha256="0" * 64))
+    right = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert begin(recipe_of(path, sha256=right)) == begin(recipe_of(path))
+    with pytest.raises(RunConflictError, match=r"task\.path"):
+        begin(recipe_of(path.rename(path.with_name("q.jsonl"))))
+
+
+def test_a_run_of_before_goes_on_without(path: Path) -> None:
+    RunDirectory(path.parent / "run").freeze(recipe_of(path))
+    path.write_text("".join(LINES[::-1]))
+    assert begin(recipe_of(path)) == recipe_of(path)
+
+
+def test_data_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"cannot read .*none\.jsonl: No such file .*; set task\.path"):
+        begin(recipe_of(tmp_path / "none.jsonl"))
