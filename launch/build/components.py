@@ -53,12 +53,16 @@ class TaskPrompts:
 
     def _tokenized(self, group: int, problem: Problem) -> Prompt:
         tokens = self.tokenizer.encode(text_of(problem, self.task, self.tokenizer))
-        return Prompt(group=group, text=problem.text, answer=problem.answer, tokens=tuple(tokens))
+        return Prompt(
+            group=group, text=problem.text, answer=problem.answer, tokens=tuple(tokens), metadata=problem.metadata
+        )
 
 
 def text_of(problem: Problem, task: Task, tokenizer: Tokenizer) -> str:
     """What the model reads of a problem."""
-    return tokenizer.user_turn(problem.text) if task.chat_template else problem.text
+    if not task.chat_template:
+        return problem.text
+    return tokenizer.conversation(problem.messages or [dict(role="user", content=problem.text)])
 
 
 def build_tokenizer(recipe: Recipe) -> Tokenizer:

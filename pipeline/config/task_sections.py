@@ -38,7 +38,11 @@ class SpellDigitsTask(DigitsTask):
 class Columns(Section):
     """What the data calls what a problem is made of. `a.b` is b of the object a."""
 
-    prompt: str = Field("prompt", min_length=1)
+    prompt: str | None = Field(
+        None,
+        min_length=1,
+        description="Text, or messages for the chat template; default prompt, or messages where there is no prompt.",
+    )
     answer: str | None = Field(
         "answer", min_length=1, description="Text or a number; null: there are none, and the reward needs none."
     )
@@ -52,12 +56,23 @@ class DataTask(Section):
     reward: str = Field(
         "math_verify",
         description="math_verify, python_tests (answers are tests, see docs/sandbox.md), or "
-        "package.module:function(prompt, response, answer).",
+        "package.module:function(prompt, response, answer, metadata).",
     )
-    chat_template: bool = Field(False, description="Wrap the prompt as a user turn of the tokenizer's chat template.")
+    chat_template: bool = Field(
+        False, description="Put the prompt, as the user's turn, or its messages through the tokenizer's chat template."
+    )
+    system_prompt: str | None = Field(
+        None, min_length=1, description="The first message of each conversation that does not begin with one itself."
+    )
     sha256: str | None = Field(
         None, pattern="[0-9a-f]{64}", description="Of the data; frozen when the run begins, and compared at each start."
     )
+
+    @model_validator(mode="after")
+    def _a_template_writes_it(self) -> Self:
+        if self.system_prompt is not None and not self.chat_template:
+            raise ValueError("system_prompt is written by the chat template; set task.chat_template to true")
+        return self
 
 
 TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | DataTask, Field(discriminator="name")]

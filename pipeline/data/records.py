@@ -65,6 +65,8 @@ class Prompt:
     tokens: tuple[int, ...]
     problem: int = -1
     """Which of the task's problems it asks; it comes again every epoch. -1: none of them (held out, made up)."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the data says beside prompt and answer, for the reward."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

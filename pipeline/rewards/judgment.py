@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import math
 import secrets
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pipeline.rewards.channel import BadMessageError
 
 MAX_TEXTS_BYTES = 64 * 2**20
-"""Of one sample's three texts."""
+"""Of one sample's texts and metadata."""
 MAX_JUDGMENT_BYTES = 64 * 2**10
 _MAX_DETAIL, _MAX_PARTS, _MAX_NAME = 500, 64, 200
 _KEY_CHARACTERS = 32
@@ -48,9 +50,9 @@ def encode_request(key: str, texts: bytes) -> bytes:
     return key.encode() + texts
 
 
-def encode_texts(*texts: str) -> bytes:
-    """Prompt, response and answer; lone surrogates too."""
-    return json.dumps(texts).encode()
+def encode_texts(prompt: str, response: str, answer: str, metadata: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    """What there is to judge; lone surrogates too. `metadata` is plain data."""
+    return json.dumps([prompt, response, answer, dict(metadata)]).encode()
 
 
 def split_request(message: bytes) -> tuple[str, bytes]:
@@ -58,10 +60,10 @@ def split_request(message: bytes) -> tuple[str, bytes]:
     return message[:_KEY_CHARACTERS].decode(), message[_KEY_CHARACTERS:]
 
 
-def decode_texts(message: bytes) -> tuple[str, str, str]:
-    """Prompt, response and answer."""
-    prompt, response, answer = json.loads(message)
-    return prompt, response, answer
+def decode_texts(message: bytes) -> tuple[str, str, str, dict[str, Any]]:
+    """Prompt, response, answer and metadata."""
+    prompt, response, answer, metadata = json.loads(message)
+    return prompt, response, answer, metadata
 
 
 def encode_judgment(key: str, judgment: Judgment) -> bytes:

@@ -21,8 +21,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import NamedTuple, Self
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple, Self
 
 from pipeline import spans
 from pipeline.data.border.values import verdict_fault
@@ -88,10 +88,12 @@ class Verifiers:
             self.close()
             raise RecipeError(_cannot_import(reward, problems[0], used))
 
-    async def score(self, prompt: str, response: str, answer: str) -> Verdict:
+    async def score(
+        self, prompt: str, response: str, answer: str, metadata: Mapping[str, Any] = MappingProxyType({})
+    ) -> Verdict:
         """The verdict on one response. A verifier that fails costs this sample alone; RewardError is raised when
         the watch, if there is one, has seen too many. A sample waits until a worker is free."""
-        texts = encode_texts(prompt, response, answer)
+        texts = encode_texts(prompt, response, answer, metadata)
         if len(texts) > MAX_TEXTS_BYTES:
             judgment = failure("too_large", f"a sample of {len(texts)} bytes, expected at most {MAX_TEXTS_BYTES}")
         else:

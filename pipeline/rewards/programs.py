@@ -119,7 +119,7 @@ class ProgramJudge:
     def judge(self, texts: bytes) -> Judgment:
         """Reward 1 if all tests pass. Parts: `passed`, the share of tests before the first that fails; `cut`, 1 where a
         limit ended that one."""
-        _, response, answer = decode_texts(texts)
+        _, response, answer, _ = decode_texts(texts)
         try:
             tests = parse_tests(answer)
         except ValueError as error:

@@ -1,7 +1,8 @@
-"""Reward functions are found by name and called with three strings; the built-in ones are here.
+"""Reward functions are found by name and called with what they name; the built-in ones are here.
 
-A reward function names what it wants of `prompt`, `response` and `answer` (see `call`), may be async, and returns a
-number, or (number, {part: number}) where the parts explain it. Every worker imports this module, so it stays light.
+A reward function names what it wants of `prompt`, `response`, `answer` and `metadata` (see `call`), may be async, and
+returns a number, or (number, {part: number}) where the parts explain it. Every worker imports this module, so it stays
+light.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import asyncio
 import importlib
 import inspect
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from pipeline.rewards.judgment import Judgment, failure
 
 MATH_VERIFY_TIMEOUT_S = 5
+_IN_ORDER = ("prompt", "response", "answer")
 
 
 PYTHON_TESTS = "pipeline.rewards.verifiers:python_tests"
@@ -38,30 +41,33 @@ def resolve(reward: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def judge(reward: str, prompt: str, response: str, answer: str) -> Judgment:
+def judge(
+    reward: str, prompt: str, response: str, answer: str, metadata: Mapping[str, Any] = MappingProxyType({})
+) -> Judgment:
     """Call the reward function; whatever it does short of killing the process becomes a Judgment."""
     try:
-        return _as_judgment(call(resolve(reward), prompt=prompt, response=response, answer=answer))
+        given = dict(prompt=prompt, response=response, answer=answer, metadata=dict(metadata))
+        return _as_judgment(call(resolve(reward), **given))
     except MemoryError:
         return failure("memory", "MemoryError: not enough was left")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: its failure costs its own sample only
         return Judgment(0.0, {}, "raised", f"{type(error).__name__}: {error}")
 
 
-def call(function: Callable[..., Any], **given: str) -> Any:
+def call(function: Callable[..., Any], **given: Any) -> Any:
     """What the function returns; an async one is waited for.
 
-    A function gets by keyword those of the `given` that it names. One that needs something of another name gets all of
-    them in order, whatever it calls them.
+    A function gets by keyword those of the `given` that it names. One that needs something of another name gets prompt,
+    response and answer in order, whatever it calls them.
     """
     parameters = inspect.signature(function).parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} & set(given)
     others = [p for p in parameters if p.name not in named]
     if named and all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in others):
         rest = any(p.kind is p.VAR_KEYWORD for p in others)
-        result = function(**{name: text for name, text in given.items() if rest or name in named})
+        result = function(**{name: one for name, one in given.items() if rest or name in named})
     else:
-        result = function(*given.values())
+        result = function(*(given[name] for name in _IN_ORDER))
     return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
 

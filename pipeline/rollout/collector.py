@@ -289,7 +289,8 @@ class Collector:
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
         """Verify every completion. Nothing is learned of a sample whose verifier fails."""
         texts = [await beside_loop(self._text, completion) for completion in completions]
-        verdicts = await gather_or_cancel([self.verifiers.score(prompt.text, text, prompt.answer) for text in texts])
+        score = self.verifiers.score
+        verdicts = await gather_or_cancel([score(prompt.text, t, prompt.answer, prompt.metadata) for t in texts])
         return tuple(
             Sample(
                 completion=completion if verdict.failed is None else completion.unlearned(),

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from pipeline.errors import RecipeError
 
@@ -24,7 +24,13 @@ class Problem:
     """One question and what the reward compares the response with."""
 
     text: str
+    """What the reward gets as the prompt, and what says whether the problem is held out; of messages the contents,
+    without the system's."""
     answer: str
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation, for the chat template. Empty: `text` is the user's turn, if there is a template."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data for the reward."""
 
 
 class Task(Protocol):

@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from pipeline.config.task_sections import Columns
+from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
 from pipeline.tasks.base import Problem
 from pipeline.tasks.rows.row import Row
@@ -15,14 +15,59 @@ from precision.text.short import listed, one_line, quoted
 _KIND = {"dict": "an object", "list": "a list", "bool": "true or false", "float": "a number", "int": "a number"}
 
 
-def problem_of(row: Row, columns: Columns) -> Problem:
+def problem_of(row: Row, section: DataTask) -> Problem:
     """Raises RecipeError that names the row, and the keys that it has."""
-    text = _found(row, columns.prompt)
-    if not isinstance(text, str):
-        raise _unfit(row, "prompt", columns.prompt, text, "text")
+    columns = section.columns
+    name = columns.prompt or ("messages" if "messages" in row.values and "prompt" not in row.values else "prompt")
+    found = _found(row, name)
+    if isinstance(found, list):
+        messages = _conversation(row, name, found, section)
+        text = "\n\n".join(str(one["content"]) for one in messages if one["role"] != "system")
+    elif isinstance(found, str):
+        text, messages = found, ()
+        if section.system_prompt is not None:
+            messages = (_system(section.system_prompt), dict(role="user", content=text))
+    else:
+        raise _unfit(row, "prompt", name, found, "text or messages")
     if not text:
-        raise RecipeError(f"{row.where}: {columns.prompt} is empty, expected text; remove the row")
-    return Problem(text=text, answer=_answer(row, columns.answer))
+        raise RecipeError(f"{row.where}: {name} is empty, expected text; remove the row")
+    used = {name, columns.answer}
+    metadata = {key: plain(value) for key, value in row.values.items() if key not in used}
+    return Problem(text=text, answer=_answer(row, columns.answer), messages=messages, metadata=metadata)
+
+
+def _conversation(row: Row, name: str, found: list[Any], section: DataTask) -> tuple[dict[str, Any], ...]:
+    """The messages of a row, after the system prompt where they have none. Raises RecipeError for what is none, and for
+    a conversation in which the model has no turn."""
+    for one in found:
+        if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
+            raise _unfit(row, "prompt", name, found, 'text or messages {"role": …, "content": text}')
+    messages = tuple({key: value for key, value in one.items() if value is not None} for one in found)
+    if not section.chat_template:
+        raise RecipeError(
+            f"{row.where}: {name} holds messages, which a chat template writes; set task.chat_template=true"
+        )
+    if not messages or messages[-1]["role"] in ("assistant", "system"):
+        last = f"ends with the {messages[-1]['role']}'s message" if messages else "holds no messages"
+        raise RecipeError(f"{row.where}: {name} {last}, so that there is nothing to answer; end it with the user's")
+    if section.system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return (_system(section.system_prompt), *messages)
+
+
+def _system(text: str) -> dict[str, Any]:
+    return dict(role="system", content=text)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: dates and other things that Parquet knows as text, numbers that are none as null."""
+    if isinstance(value, dict):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
 def _answer(row: Row, name: str | None) -> str:

@@ -29,13 +29,13 @@ class Data:
     def __init__(self, section: DataTask) -> None:
         self.reward = f"pipeline.rewards.verifiers:{section.reward}" if section.reward in _BUILT_IN else section.reward
         self.chat_template = section.chat_template
-        problems = [problem_of(row, section.columns) for row in read_rows(section.path)]
+        problems = [problem_of(row, section) for row in read_rows(section.path)]
         self.notes = _repeated(section.path, problems)
         if section.held_out_path is None:
             self._training = [p for p in problems if not is_held_out(p.text)]
             self._held_out = [p for p in problems if is_held_out(p.text)]
         else:
-            held_out = [problem_of(row, section.columns) for row in read_rows(section.held_out_path)]
+            held_out = [problem_of(row, section) for row in read_rows(section.held_out_path)]
             self._training, self._held_out = problems, held_out
             _refuse_overlap(section.path, problems, section.held_out_path, held_out)
         if not self._training or not self._held_out:

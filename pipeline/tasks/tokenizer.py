@@ -7,7 +7,7 @@ AutoTokenizer for the same folder, without the special tokens that it would add 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,16 +87,14 @@ class Tokenizer:
         """Text of the ids; special tokens (such as end-of-sequence) are left out unless `special`."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
 
-    def user_turn(self, text: str) -> str:
-        """`text` as the user's turn of the chat template, ready for the model's answer.
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """`messages`, each {"role": …, "content": …}, through the chat template, ready for the model's answer.
 
         Raises ModelError when the folder has no chat template or the template fails.
         """
         tokens = {f"{name}_token": _content(self._config.get(f"{name}_token")) for name in ("bos", "eos", "pad")}
         try:
-            return self._compiled.render(
-                messages=[{"role": "user", "content": text}], add_generation_prompt=True, **tokens
-            )
+            return self._compiled.render(messages=list(messages), add_generation_prompt=True, **tokens)
         except ModelError:
             raise
         except Exception as error:

@@ -92,7 +92,7 @@ def _tokenized(model: Path) -> None:
     data = dict(run=dict(name="a", steps=4), model=dict(path=str(model)), task=dict(name="sort_digits"))
     tokenizer: Tokenizer = build_tokenizer(recipe_from(data, source="test"))
     tokenizer.decode(tokenizer.encode("123"), special=True)
-    tokenizer.user_turn("1")
+    tokenizer.conversation([dict(role="user", content="1")])
 
 
 def _change(rng: random.Random, model: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,7 +193,7 @@ class SimulatedVerifiers:
     def __init__(self, world: World) -> None:
         self._draw = world.random(f"verifiers {world.me().name}")
 
-    async def score(self, prompt: str, response: str, answer: str) -> Verdict:
+    async def score(self, prompt: str, response: str, answer: str, metadata: Mapping[str, object]) -> Verdict:
         await asyncio.sleep(self._draw.expovariate(20.0))
         if self._draw.random() < 0.01:
             return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed="timeout")

@@ -310,6 +310,18 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train_on("".join(GOOD_LINES.splitlines(True)[:2])),
         ("holds out only 1 prompts", "lower it or give more"),
     ),
+    "messages without a chat template": (
+        lambda shop: shop.train_on('{"messages": [{"role": "user", "content": "1="}], "answer": "1"}'),
+        ("line 1: messages holds messages", "set task.chat_template=true"),
+    ),
+    "a system prompt without a chat template": (
+        lambda shop: shop.train("task.system_prompt=Be brief."),
+        ("system_prompt is written by the chat template", "set task.chat_template to true"),
+    ),
+    "a chat template that the model has not": (
+        lambda shop: shop.train("task.chat_template=true"),
+        ("has no chat template", "set task.chat_template=false"),
+    ),
     "data that was changed during a run": (
         changed_data,
         ("prompts.jsonl is not the data of this run", "put it back, or begin another run.name"),

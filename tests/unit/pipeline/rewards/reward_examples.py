@@ -28,6 +28,10 @@ def with_a_default(response: str, answer: str, scale: float = 2.0) -> float:
     return scale * _right(answer, response)
 
 
+def of_metadata(response: str, metadata: dict[str, Any]) -> float:
+    return float(response == metadata["levels"][0])
+
+
 def _right(answer: str, response: str) -> bool:
     if answer not in ("yes", "no"):
         raise ValueError(f"{answer!r} is no answer of the task")

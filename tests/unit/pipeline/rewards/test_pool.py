@@ -268,3 +268,13 @@ def test_math_verify_in_a_worker() -> None:
 async def three(verifiers: Verifiers) -> list[Verdict]:
     pairs = [("$\\boxed{7}$", "7"), ("$\\boxed{8}$", "7"), ("7", "")]
     return [await verifiers.score("", response, answer) for response, answer in pairs]
+
+
+def test_a_function_that_names_metadata_gets_what_the_data_says_beside_prompt_and_answer() -> None:
+    with Verifiers("reward_examples:of_metadata", workers=1, deadline_s=30.0, sandbox=None) as verifiers:
+        easy, hard = asyncio.run(two_levels(verifiers))
+    assert (easy.reward, easy.failed, hard.reward) == (1.0, None, 0.0)
+
+
+async def two_levels(verifiers: Verifiers) -> list[Verdict]:
+    return [await verifiers.score("", "easy", "", dict(levels=[level, None])) for level in ("easy", "hard")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -272,7 +272,7 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, verifiers: Verifiers, fails: Callab
     """Of the samples that are scored, those whose number `fails` says."""
     score, asked = verifiers.score, iter(range(10**6))
 
-    async def maybe(prompt: str, response: str, answer: str) -> Verdict:
+    async def maybe(prompt: str, response: str, answer: str, metadata: Mapping[str, Any]) -> Verdict:
         if fails(next(asked)):
             return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed="timeout")
         return await score(prompt, response, answer)

@@ -27,14 +27,14 @@ def rows(count: int, start: int = 0) -> list[dict[str, str]]:
 
 
 def test_jsonl_splits_by_prompt_text(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", *rows(300), "\n", {"prompt": "é?", "answer": "è", "source": "kept out"})
+    path = write(tmp_path / "p.jsonl", *rows(300), "\n", {"prompt": "é?", "answer": "è", "source": "metadata"})
     task = build_task(DataTask(name="data", path=path), seed=3)
     training = [task.problem(i) for i in range(task.num_prompts)]
     held_out = [task.held_out(i) for i in range(task.num_held_out)]
     assert len(training) + len(held_out) == 301
     assert [p.text for p in held_out] == [r["prompt"] for r in rows(300) if is_held_out(r["prompt"])]
     assert Problem(text="What is 5+1?", answer="6") in training + held_out
-    assert Problem(text="é?", answer="è") in training + held_out
+    assert Problem(text="é?", answer="è", metadata=dict(source="metadata")) in training + held_out
     assert (task.reward, task.characters, task.demonstration(0)) == (
         "pipeline.rewards.verifiers:math_verify",
         None,
@@ -105,7 +105,7 @@ def all_of(task: Task) -> list[Problem]:
 
 QUESTIONS = [dict(question=f"What is {i:02}?", solution=dict(value=i), picture=b"...") for i in range(40)]
 COLUMNS = dict(prompt="question", answer="solution.value")
-EXPECTED = [Problem(text=f"What is {i:02}?", answer=str(i)) for i in range(40)]
+EXPECTED = [(f"What is {i:02}?", str(i)) for i in range(40)]
 
 
 def parquet(path: Path, rows: list[dict[str, Any]] = QUESTIONS) -> Path:
@@ -153,7 +153,9 @@ def test_the_same_problems_whatever_the_file(tmp_path: Path, form: str) -> None:
         "hub": lambda: shards(tmp_path / "hub"),
         "arrow": lambda: arrow_file(tmp_path / "d.arrow"),
     }[form]()
-    assert all_of(task_of(path, columns=COLUMNS)) == EXPECTED
+    problems = all_of(task_of(path, columns=COLUMNS))
+    assert [(problem.text, problem.answer) for problem in problems] == EXPECTED
+    assert problems[7].metadata == dict(solution=dict(value=7))
 
 
 def test_rows_of_shards_keep_their_order(tmp_path: Path) -> None:
@@ -258,3 +260,68 @@ def test_what_was_called_jsonl_is_data(tmp_path: Path) -> None:
     recipe = Recipe.model_validate(data)
     assert recipe.task == DataTask(name="data", path=Path("p.jsonl"))
     assert Recipe.model_validate(recipe.model_dump(mode="json")) == recipe
+
+
+def asked(content: str, role: str = "user") -> dict[str, str]:
+    return dict(role=role, content=content)
+
+
+SYSTEM = asked("Be brief.", "system")
+
+
+@pytest.mark.parametrize(
+    ("key", "prompt", "messages", "text"),
+    [
+        ("prompt", "2+{}?", [SYSTEM, asked("2+{}?")], "2+{}?"),
+        ("messages", [asked("2+{}?")], [SYSTEM, asked("2+{}?")], "2+{}?"),
+        ("prompt", [asked("Own.", "system"), asked("2+{}?")], [asked("Own.", "system"), asked("2+{}?")], "2+{}?"),
+        (
+            "prompt",
+            [asked("2+{}?"), asked("?", "assistant"), asked("Well?")],
+            [SYSTEM, asked("2+{}?"), asked("?", "assistant"), asked("Well?")],
+            "2+{}?\n\n?\n\nWell?",
+        ),
+    ],
+)
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_conversations(tmp_path: Path, form: str, key: str, prompt: Any, messages: Any, text: str) -> None:
+    def numbered(one: Any, number: int) -> Any:
+        return json.loads(json.dumps(one).replace("{}", str(number)))
+
+    lines = [dict(answer=i, level="easy", **{key: numbered(prompt, i)}) for i in range(100, 140)]
+    path = parquet(tmp_path / "p", lines) if form == "parquet" else write(tmp_path / "p", *lines)
+    problems = all_of(task_of(path, chat_template=True, system_prompt="Be brief."))
+    assert [list(problem.messages) for problem in problems] == [numbered(messages, i) for i in range(100, 140)]
+    assert problems[5].text == numbered(text, 105)
+    assert problems[5].metadata == dict(level="easy")
+
+
+@pytest.mark.parametrize(
+    ("messages", "chat_template", "message"),
+    [
+        ([asked("x")], False, r"prompt holds messages, .*; set task\.chat_template=true"),
+        ([asked("x"), asked("y", "assistant")], True, "ends with the assistant's message, so that there is nothing to"),
+        ([], True, "prompt holds no messages"),
+        ([dict(role="user", content=[dict(type="text", text="x")])], True, r"expected text or messages \{\"role"),
+        ([asked("")], True, "prompt is empty"),
+        (["x"], True, "expected text or messages"),
+    ],
+)
+def test_conversations_that_are_none(tmp_path: Path, messages: Any, chat_template: bool, message: str) -> None:
+    path = write(tmp_path / "p.jsonl", dict(prompt=messages, answer="1"))
+    with pytest.raises(RecipeError, match=f"line 1: {message}|line 1: .*{message}"):
+        task_of(path, chat_template=chat_template)
+
+
+def test_a_system_prompt_needs_a_template(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"set task\.chat_template to true"):
+        task_of(tmp_path, system_prompt="Be brief.")
+
+
+def test_metadata_is_plain(tmp_path: Path) -> None:
+    import datetime
+
+    more = dict(day=datetime.date(2026, 1, 2), share=float("nan"), tags=["a", None], picture=b"...")
+    path = parquet(tmp_path / "p.parquet", [dict(prompt=f"{i}?", answer="1", **more) for i in range(40)])
+    metadata = all_of(task_of(path))[0].metadata
+    assert json.loads(json.dumps(metadata, allow_nan=False)) == dict(day="2026-01-02", share=None, tags=["a", None])

@@ -151,7 +151,7 @@ def test_the_chat_template_is_transformers_own(byte_level: Path, place: str) -> 
         template = CHATML if place == "config" else [{"name": "default", "template": CHATML}]
         edit(byte_level, "tokenizer_config.json", chat_template=template)
     ours, theirs = Tokenizer.load(byte_level), AutoTokenizer.from_pretrained(str(byte_level))
-    text = ours.user_turn("Sortiere: é {{ 1 + 1 }} <b>")
+    text = ours.conversation([dict(role="user", content="Sortiere: é {{ 1 + 1 }} <b>")])
     assert text == "<|im_start|>user\nSortiere: é {{ 1 + 1 }} <b><|im_end|>\n<|im_start|>assistant\n"
     messages = [{"role": "user", "content": "Sortiere: é {{ 1 + 1 }} <b>"}]
     assert text == theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -181,4 +181,4 @@ def test_a_chat_template_that_is_missing_failing_or_hostile(
 ) -> None:
     edit(byte_level, "tokenizer_config.json", chat_template=template)
     with pytest.raises(ModelError, match=message):
-        Tokenizer.load(byte_level).user_turn("hello")
+        Tokenizer.load(byte_level).conversation([dict(role="user", content="hello")])
