@@ -38,7 +38,7 @@ _MOST_SECTIONS = 16
 def _choice_keys(field: FieldInfo) -> tuple[str, ...]:
     if any(isinstance(part, Choice) for part in field.metadata):
         return ("name", "class")
-    return (field.discriminator,) if isinstance(field.discriminator, str) else ()
+    return (field.discriminator, "class") if isinstance(field.discriminator, str) else ()
 
 
 _CHOICES = {name: _choice_keys(field) for name, field in Recipe.model_fields.items()}

@@ -4,9 +4,9 @@ themselves are in pipeline.tasks."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, PositiveInt, model_validator
 
 from pipeline.config.section import Probability, Section
 
@@ -75,7 +75,21 @@ class DataTask(Section):
         return self
 
 
-TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | DataTask, Field(discriminator="name")]
+class OwnTask(Section):
+    """A task of the user's own; `name` may be left out."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    name: Literal["own"] = "own"
+    class_: str = Field(
+        alias="class",
+        pattern=r"[\w.]+:\w+",
+        description="package.module:Class, importable where the run's processes run; made as Class(seed=…, **options).",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Plain data for the class.")
+
+
+TaskSection = Annotated[SortDigitsTask | SpellDigitsTask | DataTask | OwnTask, Field(discriminator="name")]
 
 
 class PromptsSection(Section):

@@ -310,6 +310,14 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train_on("".join(GOOD_LINES.splitlines(True)[:2])),
         ("holds out only 1 prompts", "lower it or give more"),
     ),
+    "a task that cannot be imported": (
+        lambda shop: shop.train("task.class=nowhere.mine:Mine"),
+        ("task.class nowhere.mine:Mine cannot be made", "No module named 'nowhere'", "PYTHONPATH"),
+    ),
+    "a task that is none": (
+        lambda shop: shop.train("task.class=types:SimpleNamespace"),
+        ("task.class types:SimpleNamespace lacks num_prompts", "pipeline.tasks.base.Task"),
+    ),
     "messages without a chat template": (
         lambda shop: shop.train_on('{"messages": [{"role": "user", "content": "1="}], "answer": "1"}'),
         ("line 1: messages holds messages", "set task.chat_template=true"),
