@@ -11,7 +11,9 @@ from pipeline.config.recipe import Recipe
 from precision.text.near import near
 
 _ELSEWHERE = {
+    "apply_chat_template": "task.chat_template",
     "batch_size": "rollout.prompts_per_batch",
+    "dataset_name": "task.path",
     "entropy_coeff": "objective",
     "epsilon": "objective.clip_low and objective.clip_high",
     "eps_clip": "objective.clip_low and objective.clip_high",
@@ -19,6 +21,8 @@ _ELSEWHERE = {
     "eval_steps": "evaluation.every",
     "global_batch_size": "rollout.prompts_per_batch",
     "gradient_checkpointing": "learner.recompute",
+    "input_key": "task.columns.prompt",
+    "label_key": "task.columns.answer",
     "learning_rate": "learner.optimizer.lr",
     "logging_dir": "run.root",
     "loss_type": "objective.name",
@@ -38,6 +42,8 @@ _ELSEWHERE = {
     "output_dir": "run.root",
     "per_device_train_batch_size": "learner.micro_batch_tokens",
     "ppo_mini_batch_size": "learner.updates_per_batch",
+    "prompt_data": "task.path",
+    "prompt_key": "task.columns.prompt",
     "reward_funcs": "task.reward",
     "rollout_batch_size": "rollout.prompts_per_batch",
     "rollout_max_response_len": "rollout.max_new_tokens",
@@ -50,6 +56,8 @@ _ELSEWHERE = {
     "total_epochs": "run.steps",
     "total_training_steps": "run.steps",
     "train_batch_size": "rollout.prompts_per_batch",
+    "train_files": "task.path",
+    "val_files": "task.held_out_path",
 }
 """What TRL, verl and slime call it → where it is here."""
 

@@ -233,6 +233,10 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
         lambda shop: shop.train("learner.ppo_mini_batch_size=4"),
         ("here it is learner.updates_per_batch",),
     ),
+    "verl's word for a column": (
+        lambda shop: shop.train("task.prompt_key=question"),
+        ("here it is task.columns.prompt",),
+    ),
     "slime's word": (
         lambda shop: shop.train("rollout.rollout_batch_size=4"),
         ("here it is rollout.prompts_per_batch",),
