@@ -44,7 +44,7 @@ def end_so(kind: str, folder: Path, details: dict[str, Any]) -> str:
         found = [f"outlived the run: {_line(process)}" for process in alive]
         details |= dict(status=train.returncode, processes=len(seen), steps=steps_done(run))
         found += _status(kind, train.returncode, folder)
-        found += _left(folder, run, Path(f"/proc/{keeper.pid}/root/dev/shm") if keeper else None, kind)
+        found += _left(folder, run, Path("/proc", str(keeper.pid), "root/dev/shm") if keeper else None, kind)
         return "; ".join(found) or "ok"
     finally:
         for process in (*seen.values(), train, *([keeper] if keeper else [])):

@@ -109,7 +109,7 @@ def own_shm() -> list[str]:
 
 def shm_of(process: psutil.Process) -> Path:
     """The /dev/shm that a process sees."""
-    return Path(f"/proc/{process.pid}/root/dev/shm")
+    return Path("/proc", str(process.pid), "root/dev/shm")
 
 
 def steps_done(run: Path) -> int:

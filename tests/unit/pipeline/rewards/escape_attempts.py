@@ -101,7 +101,7 @@ def other_processes(needs: dict[str, int]) -> Parts:
         environment=memory("environ", os.O_RDONLY),
         open_memory=memory("mem", os.O_RDWR),
         descriptors=lambda: os.listdir(f"/proc/{pid}/fd"),
-        root=lambda: os.listdir(f"/proc/{pid}/root/"),
+        root=lambda: os.listdir(f"/proc/{pid}/root"),
         command=memory("cmdline", os.O_RDONLY),
         kill=lambda: os.kill(pid, signal.SIGKILL),
         kill_thread=lambda: _call(200, pid, 9),

@@ -139,7 +139,8 @@ def test_no_secret_is_seen(attacked: Attacked) -> None:
     files = ["key", ".ssh/id", "runs/demo/recipe.yaml", "runs/demo/batches/000000.zarr.zip"]
     if attacked.rung == "bubblewrap":
         files += [".ssh", "runs/demo", "runs/demo/batches"]
-    elsewhere = ["/root/.bashrc", "/root/.ssh", "/etc/shadow", "/etc/hosts", "/proc/1/environ", "/var/log"]
+    root = Path("~root").expanduser()
+    elsewhere = [f"{root}/.bashrc", f"{root}/.ssh", "/etc/shadow", "/etc/hosts", "/proc/1/environ", "/var/log"]
     verdict = attacked.attack("secrets", key=KEY, files=[*(str(attacked.folder / file) for file in files), *elsewhere])
     nothing_succeeded(verdict)
 
