@@ -9,7 +9,7 @@ SHARED := -n 3 --dist loadfile
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-cluster test-all mutations chaos check bench evidence gpu gpu-rehearsal clean
+.PHONY: help install demo test test-slow test-cluster test-all mutations chaos check bench evidence docs gpu gpu-rehearsal clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,6 +54,14 @@ bench: install  ## The loop beside TRL, its pace, the learner beside Megatron-Co
 
 evidence: install  ## Measure tests/evidence/matrix.yaml into docs/evidence.md; resumable. QUICK=1: 20 minutes, into runs/.
 	@$(BIN)/python -m tests.evidence $(if $(QUICK),--quick)
+
+docs: install $(VENV)/.docs  ## The documentation as a site that opens from the disk: build/docs/index.html (no network).
+	@$(BIN)/python -W ignore -m mkdocs build --strict --quiet --config-file ops/docs/mkdocs.yml
+	@echo "ready: build/docs/index.html"
+
+$(VENV)/.docs: ops/locks/docs.txt
+	@$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check -r $<
+	@touch $@
 
 gpu:  ## Measure on one GPU what CPUs cannot show, into ops/measurements (PYTHON: that of the learner; ops/gpu/README.md).
 	@./ops/gpu/check.sh --python $(PYTHON) $(ARGS)

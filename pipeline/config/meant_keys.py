@@ -65,7 +65,7 @@ _ELSEWHERE = {
 def meant_by(unknown: str) -> str:
     """What is known about `section.key`: `did you mean run.steps?`, to which choice it belongs, or where keys are
     listed."""
-    known, leaf = _known_keys(), unknown.rpartition(".")[2]
+    known, leaf = known_keys(), unknown.rpartition(".")[2]
     if choices := known.get(unknown):
         section = unknown.partition(".")[0]
         return f"only {section} {', '.join(sorted(choices))} has it; choose that, or leave the key out"
@@ -81,7 +81,7 @@ def meant_by(unknown: str) -> str:
 
 
 @cache
-def _known_keys() -> dict[str, frozenset[str]]:
+def known_keys() -> dict[str, frozenset[str]]:
     """section.key → the choices that have it; none where it does not depend on one."""
     schema = Recipe.model_json_schema()
     found: dict[str, set[str]] = {}

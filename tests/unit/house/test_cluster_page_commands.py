@@ -11,8 +11,9 @@ import yaml
 
 from tests.support.manifests.cases import rendered
 from tests.support.manifests.schemas import problems
+from tests.support.pages import commands
 from tests.support.runs import evenkeel
-from tests.unit.house.test_operations_pages import CLUSTER, commands
+from tests.unit.house.test_operations_pages import CLUSTER
 
 LAUNCHES = [one for one in commands(CLUSTER) if one.startswith("evenkeel launch ") and "--out" in one]
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
-from launch.cli import app
 from launch.cluster.metric_names import BY_NAME
 from tests.support.promql import alerts
 
@@ -69,26 +65,6 @@ def test_metrics_exist(page: Path) -> None:
     assert set(re.findall(r"`(evenkeel_\w+)`", page.read_text())) <= BY_NAME.keys()
 
 
-def commands(page: Path) -> list[str]:
-    """Calls of evenkeel in code, with continued lines joined and comments cut off."""
-    text = page.read_text().replace("\\\n", " ")
-    found = re.findall(r"^\s*(evenkeel [^\n]*)|`(evenkeel [^`\n]*)`", text, re.MULTILINE)
-    return [(fenced or inline).split("  #")[0].strip() for fenced, inline in found]
-
-
-@pytest.mark.parametrize("command", sorted({*commands(RUNBOOK), *commands(CLUSTER), *commands(ROOT / "README.md")}))
-def test_commands_exist_with_their_options(command: str) -> None:
-    words = shlex.split(command.replace("…", ""))[1:]
-    if "COMMAND" in words:
-        return  # stands for any
-    parser: Any = typer.main.get_command(app)
-    while words and not words[0].startswith("-") and hasattr(parser, "commands"):
-        assert words[0] in parser.commands, command
-        parser = parser.commands[words.pop(0)]
-    known = {name for parameter in parser.params for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
-    assert {word.split("=")[0] for word in words if word.startswith("--")} <= known, command
-
-
 def test_ports_of_the_page_are_those_of_the_code() -> None:
     from launch.cluster.kubernetes import job
     from launch.cluster.roles import engine, learner
@@ -106,10 +82,3 @@ def test_ports_of_the_page_are_those_of_the_code() -> None:
         f"(Kubernetes: {job.METRICS_PORT})",
     }
     assert {row for row in rows if row not in page} == set()
-
-
-def test_links_lead_somewhere() -> None:
-    for page in (RUNBOOK, CLUSTER, ROOT / "docs/metrics.md", ROOT / "README.md"):
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,164 @@
+"""Every page of the documentation: its commands exist, its links lead somewhere, its recipes load, the site shows it.
+
+The site itself is built by `make docs`, strictly; here only what it is made of is looked at, which takes no generator.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import yaml
+
+from ops.docs.hooks import DOCS, FROM_REPOSITORY, MADE, extra_pages, in_site, resolved, with_links_of_the_site
+from pipeline.config.loader import SHIPPED, load_recipe
+from pipeline.config.meant_keys import known_keys
+from pipeline.config.recipe import Recipe
+from tests.support.pages import (
+    PAGES,
+    ROOT,
+    anchors,
+    blocks,
+    commands,
+    fenced_commands,
+    links,
+    name_of,
+    parse,
+    unknown_options,
+)
+
+SITE = yaml.safe_load((ROOT / "ops/docs/mkdocs.yml").read_text())
+ROOMS = ("docs", "launch", "megatron_bridge", "ops", "pipeline", "precision", "rollout_sglang", "tests")
+CHOSEN = ("task", "objective", "correction", "advantage", "schedule")
+"""Sections of which another choice has other keys."""
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+def in_navigation(entry: Any = SITE["nav"]) -> Iterator[str]:
+    if isinstance(entry, str):
+        yield entry
+    for inner in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+        yield from in_navigation(inner)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    shown = list(in_navigation())
+    of_docs = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    others = {place for place in FROM_REPOSITORY if not re.match("ops/decisions/0", place)}
+    missing = sorted((of_docs | MADE.keys() | others) - set(shown))
+    assert missing == [], f"add a line for each to `nav` in ops/docs/mkdocs.yml: {missing}"
+    assert sorted(shown) == sorted(of_docs | MADE.keys() | others)
+
+
+@EVERY_PAGE
+def test_commands_exist_with_their_options(page: Path) -> None:
+    assert {one: unknown for one in commands(page) if "COMMAND" not in one and (unknown := unknown_options(one))} == {}
+
+
+@EVERY_PAGE
+def test_commands_to_copy_are_parsed(page: Path) -> None:
+    for command in fenced_commands(page):
+        if "…" not in command and "COMMAND" not in command:
+            parse(command)
+
+
+@pytest.mark.parametrize("command", ["evenkeel trian demo", "evenkeel runs shwo RUN"])
+def test_a_command_that_is_not_there_is_seen(command: str) -> None:
+    with pytest.raises(LookupError):
+        unknown_options(command)
+
+
+def test_what_a_command_does_not_take_is_seen() -> None:
+    assert unknown_options("evenkeel train demo --steps 4") == ["--steps"]
+    with pytest.raises(Exception, match="Missing"):
+        parse("evenkeel sft demo")
+    with pytest.raises(Exception, match="integer"):
+        parse("evenkeel sft demo --out x --steps many")
+
+
+@EVERY_PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    made = extra_pages()
+    for target, anchor in links(page):
+        there = page if target == "" else (page.parent / target).resolve()
+        place = str(there.relative_to(DOCS)) if there.is_relative_to(DOCS) else None
+        assert there.exists() or place in MADE, f"{name_of(page)}: {target}"
+        if anchor:
+            text = made[place] if place in MADE else there.read_text()
+            assert anchor in anchors(text), f"{name_of(page)}: {target}#{anchor}"
+
+
+@EVERY_PAGE
+def test_paths_modules_and_targets_exist(page: Path) -> None:
+    text = page.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(rf"`((?:{'|'.join(ROOMS)})/[\w./-]+)`", text)
+    assert [path for path in named if "NAME" not in path and not (ROOT / path).exists()] == []
+    modules = [name.replace(".", "/") for name in re.findall(r"python -m ((?:ops|tests)\.[\w.]+)", text)]
+    assert [name for name in modules if not ((ROOT / name).is_dir() or (ROOT / f"{name}.py").exists())] == []
+    assert {name for name in re.findall(r"`make ([a-z-]+)", text)} <= targets
+
+
+@EVERY_PAGE
+def test_recipe_keys_exist(page: Path) -> None:
+    sections = "|".join(Recipe.model_fields)
+    named = re.findall(rf"`(?:--set )?((?:{sections})(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`", page.read_text())
+    assert sorted({key for key in named if key not in known_keys() and not key.startswith("model.layers")}) == []
+
+
+@EVERY_PAGE
+def test_recipes_on_a_page_load(page: Path) -> None:
+    """A whole one as it stands, a part of one upon the demo's."""
+    for text in blocks(page, "yaml"):
+        data = yaml.safe_load(text)
+        if isinstance(data, dict) and data.keys() <= {*Recipe.model_fields, "extends"} and "class:" not in text:
+            load_part(data)
+
+
+def load_part(data: dict[str, Any]) -> Recipe:
+    """The recipe that the data are, upon the demo's where sections lack. Raises ValidationError."""
+    base = load_recipe(SHIPPED / "demo.yaml").model_dump(mode="json")
+    if "extends" in data:
+        base = load_recipe(SHIPPED / f"{Path(data.pop('extends')).stem}.yaml").model_dump(mode="json")
+    for section, keys in data.items():
+        inherited = base[section] if section not in CHOSEN and isinstance(keys, dict) else None
+        base[section] = {**inherited, **keys} if inherited else keys
+    return Recipe.model_validate(base)
+
+
+def test_a_recipe_that_is_wrong_is_seen() -> None:
+    with pytest.raises(ValueError, match="sample"):
+        load_part({"run": {"sample": 4}})
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        load_part({"rollout": {"max_new_tokens": 64}})
+
+
+@EVERY_PAGE
+def test_python_on_a_page_is_python(page: Path) -> None:
+    for text in blocks(page, "python"):
+        ast.parse(text)
+
+
+def test_the_page_of_recipe_keys_has_every_key() -> None:
+    page = extra_pages()["reference/recipe.md"]
+    shown = {name.rpartition(".")[2] for name in re.findall(r'<a id="([^"]+)"', page)}
+    assert {key.rpartition(".")[2] for key in known_keys()} - shown - {"name", "kind", *Recipe.model_fields} == set()
+    assert "P3O: policy optimization capped and anchored" in page  # what the file of a method says at its head
+
+
+def test_the_page_of_commands_has_every_command() -> None:
+    page = extra_pages()["reference/cli.md"]
+    golden = [line.partition(":") for line in (ROOT / "tests/golden/cli_options.txt").read_text().splitlines()]
+    assert sorted(re.findall(r"^## (evenkeel .*) \{", page, re.MULTILINE)) == sorted(name for name, *_ in golden)
+    assert [option for *_, names in golden for option in names.split() if option not in page] == []
+
+
+def test_links_out_of_docs_are_those_of_the_site() -> None:
+    turned = with_links_of_the_site("[a](../ops/runbook.md#2) [b](../tests/x.py) [c](metrics.md)", "cluster.md")
+    assert turned == "[a](ops/runbook.md#2) b [c](metrics.md)"
+    assert with_links_of_the_site("[a](../docs/cluster.md)", "ops/runbook.md") == "[a](../cluster.md)"
+    assert in_site(resolved(PurePosixPath("docs/index.md"), "reference/cli.md")) == "reference/cli.md"
