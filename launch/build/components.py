@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,7 +20,8 @@ from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.tasks import Problem, Task, build_task
 from pipeline.tasks.fitting import fitting
-from pipeline.tasks.order import PromptOrder
+from pipeline.tasks.mixture import Mixture, order_of
+from pipeline.tasks.order import MixedOrder, PromptOrder
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.quant_map_file import QuantMapFile
 
@@ -34,11 +35,15 @@ class TaskPrompts:
 
     task: Task
     tokenizer: Tokenizer
-    order: PromptOrder
+    order: PromptOrder | MixedOrder
 
     @property
     def num_problems(self) -> int:
         return self.task.num_prompts
+
+    @property
+    def sources(self) -> Mapping[str, range]:
+        return self.task.problems if isinstance(self.task, Mixture) else {}
 
     def problem(self, group: int) -> int:
         return self.order.problem(group)
@@ -54,7 +59,13 @@ class TaskPrompts:
     def _tokenized(self, group: int, problem: Problem) -> Prompt:
         tokens = self.tokenizer.encode(text_of(problem, self.task, self.tokenizer))
         return Prompt(
-            group=group, text=problem.text, answer=problem.answer, tokens=tuple(tokens), metadata=problem.metadata
+            group=group,
+            text=problem.text,
+            answer=problem.answer,
+            tokens=tuple(tokens),
+            metadata=problem.metadata,
+            source=problem.source,
+            reward=problem.reward or self.task.reward,
         )
 
 
@@ -80,7 +91,7 @@ def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:
         return tokenizer.count([text_of(problem, task, tokenizer) for problem in problems])
 
     task = fitting(task, count, recipe.rollout.context_tokens - recipe.rollout.max_new_tokens)
-    prompts = TaskPrompts(task, tokenizer, PromptOrder(task.num_prompts, recipe.run.seed))
+    prompts = TaskPrompts(task, tokenizer, order_of(task, recipe.run.seed))
     prompts.prompt(0)
     prompts.held_out(1)
     build_interruption(recipe, tokenizer)

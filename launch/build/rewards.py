@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,21 +20,44 @@ from pipeline.rewards.pool import Verifiers
 from pipeline.rewards.verifiers import EXACT_MATCH, MATH_VERIFY, TRUSTED
 from pipeline.rewards.worker_process import Sandbox
 from pipeline.tasks.base import Task
+from pipeline.tasks.mixture import parts_of
 
 
-def build_verifiers(run: RunDirectory, recipe: Recipe, reward: str, event_log: EventLog) -> Verifiers:
-    """Start the workers of a run's reward. Which sandbox they run in becomes an event of the run.
+@contextmanager
+def build_verifiers(
+    run: RunDirectory, recipe: Recipe, task: Task, event_log: EventLog
+) -> Iterator[Mapping[str, Verifiers]]:
+    """Reward → its workers, while they are needed; one where the task has one source. Which sandbox they run in becomes
+    an event of the run.
 
     Raises RecipeError where there is no sandbox and the recipe does not renounce it, and RunConflictError where the run
     began in a better one than this machine has.
     """
-    section = recipe.reward
-    sandbox = choose_sandbox(run, reward, event_log) if section.sandbox == "auto" else None
-    if section.sandbox == "none":
+    rewards = list(dict.fromkeys(part.reward for part in parts_of(task)))
+    foreign = [reward for reward in rewards if reward not in TRUSTED]
+    sandbox = None
+    if recipe.reward.sandbox == "auto":
+        sandbox = choose_sandbox(run, [*foreign, *rewards][0], event_log)
+    else:
         event_log.event("sandbox", rung="none", why="reward.sandbox is none")
-    watch = FailureWatch(reward, section.max_failed_share, tell=partial(_tell, event_log))
+    with ExitStack() as stack:
+        yield {reward: stack.enter_context(_verifiers(reward, recipe, sandbox, event_log)) for reward in rewards}
+
+
+def _verifiers(reward: str, recipe: Recipe, sandbox: Sandbox | None, event_log: EventLog | None) -> Verifiers:
+    """Without a log, for a trial: one worker, and a watch that asks from the first sample on."""
+    section = recipe.reward
+    if event_log is None:
+        watch = FailureWatch(reward, 0.0 if reward == MATH_VERIFY else section.max_failed_share, at_least=1)
+    else:
+        watch = FailureWatch(reward, section.max_failed_share, tell=partial(_tell, event_log))
     return Verifiers(
-        reward, section.workers, section.deadline_s, sandbox=sandbox, memory_mib=section.memory_mib, watch=watch
+        reward,
+        1 if event_log is None else section.workers,
+        section.deadline_s,
+        sandbox=sandbox,
+        memory_mib=section.memory_mib,
+        watch=watch,
     )
 
 
@@ -41,23 +66,19 @@ def _tell(event_log: EventLog, reason: str, detail: str) -> None:
 
 
 def check_reward(run: RunDirectory, recipe: Recipe, task: Task) -> None:
-    """Judge a few answers of the task: before engines, which take minutes to start, are waited for.
+    """Judge a few answers of the task, and of each source: before engines, which take minutes to start, are waited for.
 
     Raises RecipeError, as `build_verifiers` does, for a reward that cannot be imported, and RewardError for one that
     fails or does not accept the task's own answers.
     """
-    reward, section = task.reward, recipe.reward
-    if reward == EXACT_MATCH:  # it accepts every answer and never fails
-        return
-    sandbox = None
-    if section.sandbox == "auto" and reward not in TRUSTED and (choice := choose()).rung is not None:
-        sandbox = choice.sandbox((run.path.absolute(),))
-    most = 0.0 if reward == MATH_VERIFY else section.max_failed_share
-    watch = FailureWatch(reward, most, at_least=1)
-    with Verifiers(
-        reward, 1, section.deadline_s, sandbox=sandbox, memory_mib=section.memory_mib, watch=watch
-    ) as verifiers:
-        try_reward(verifiers, task)
+    for part in parts_of(task):
+        reward, sandbox = part.reward, None
+        if reward == EXACT_MATCH:  # it accepts every answer and never fails
+            continue
+        if recipe.reward.sandbox == "auto" and reward not in TRUSTED and (choice := choose()).rung is not None:
+            sandbox = choice.sandbox((run.path.absolute(),))
+        with _verifiers(reward, recipe, sandbox, None) as verifiers:
+            try_reward(verifiers, part)
 
 
 def choose_sandbox(run: RunDirectory, reward: str, event_log: EventLog) -> Sandbox | None:

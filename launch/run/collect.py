@@ -109,7 +109,7 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
     try:
         with (
             recorded(run.path, epoch.name),
-            build_verifiers(run, recipe, prompts.task.reward, event_log) as verifiers,
+            build_verifiers(run, recipe, prompts.task, event_log) as verifiers,
         ):
             collector = Collector(
                 run=run,

@@ -21,6 +21,7 @@ from pipeline.analysis.flight.bottleneck import phase_shares
 from pipeline.analysis.flight.timeline import timeline
 from pipeline.analysis.mismatch_figures import WIDE_TITLES, mismatch_figures
 from pipeline.analysis.objective_figures import advantage_figures, advantage_text, objective_figures
+from pipeline.analysis.reward_figures import REWARDS_TEXT, reward_figures
 from pipeline.analysis.routing_figures import ROUTING_TEXT, routing_figures
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
@@ -78,6 +79,7 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
     parts: list[tuple[str, str, list[tuple[str, str | None]]]] = [
         ("Held-out prompts", "Never trained on. The band is the 95 % interval of pass@1.", [("", _held_out(run_log))]),
         ("Learning", "", _learning(run_log)),
+        ("Sources and parts of the reward", REWARDS_TEXT, reward_figures(run_log)),
         (
             "Mismatch between engine and learner",
             "Every token is scored again by the learner before it is trained on. Equal policies would have ESS 1.",

@@ -3,10 +3,11 @@ themselves are in pipeline.tasks."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.config.section import Probability, Section
 
@@ -48,9 +49,39 @@ class Columns(Section):
     )
 
 
+_SOURCE_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+
+
+class DataSource(Section):
+    """One of several sources. What it leaves out is as in the task."""
+
+    path: Path
+    name: str = Field(
+        "", pattern=f"(|{_SOURCE_NAME})", description="In metrics and reports; default the file's, without its ending."
+    )
+    weight: PositiveFloat = Field(1.0, description="Prompts of it are asked in this proportion to the other sources'.")
+    held_out_path: Path | None = None
+    columns: Columns | None = None
+    reward: str | None = None
+    system_prompt: str | None = Field(None, min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, data: Any) -> Any:
+        if isinstance(data, dict) and not data.get("name") and isinstance(data.get("path"), str | Path):
+            stem = re.sub("[^A-Za-z0-9_.-]", "_", Path(data["path"]).stem)
+            return {**data, "name": stem.lstrip("_.-")[:64] or "source"}
+        return data
+
+
 class DataTask(Section):
     name: Literal["data"]
-    path: Path = Field(description="JSON Lines, Parquet, or a folder that Hugging Face datasets saved (docs/data.md).")
+    path: Path | None = Field(
+        None, description="JSON Lines, Parquet, or a folder that Hugging Face datasets saved (docs/data.md)."
+    )
+    sources: tuple[DataSource, ...] = Field(
+        (), description="In place of path: several, each with path, weight, name, and reward, columns … of its own."
+    )
     held_out_path: Path | None = Field(None, description="Evaluation prompts; otherwise 1 in 16 rows is held out.")
     columns: Columns = Field(default_factory=Columns)
     reward: str = Field(
@@ -70,9 +101,28 @@ class DataTask(Section):
 
     @model_validator(mode="after")
     def _a_template_writes_it(self) -> Self:
-        if self.system_prompt is not None and not self.chat_template:
+        prompts = [self.system_prompt, *(source.system_prompt for source in self.sources)]
+        if any(prompts) and not self.chat_template:
             raise ValueError("system_prompt is written by the chat template; set task.chat_template to true")
         return self
+
+    @model_validator(mode="after")
+    def _one_path_or_several_sources(self) -> Self:
+        if (self.path is None) == (not self.sources):
+            found = "neither path nor sources is" if self.path is None else "both path and sources are"
+            raise ValueError(f"{found} given, expected one of them; set task.path, or task.sources to a list of them")
+        if self.sources and self.held_out_path is not None:
+            raise ValueError("held_out_path is of one file; give each of task.sources its own")
+        names = [source.name for source in self.sources]
+        if again := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two sources are called {again[0]!r}; give each of task.sources a name of its own")
+        return self
+
+    def of(self, source: DataSource) -> DataTask:
+        """The task that one source alone would be."""
+        own = {key: value for key in ("columns", "reward", "system_prompt") if (value := getattr(source, key))}
+        paths = dict(path=source.path, held_out_path=source.held_out_path)
+        return self.model_copy(update=dict(**paths, sources=(), sha256=None, **own))
 
 
 class OwnTask(Section):

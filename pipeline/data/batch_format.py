@@ -74,7 +74,7 @@ def attributes_of(batch: Batch) -> dict[str, Any]:
         "open_groups": _ranges(batch.open_groups),
         "reward_part_names": sorted(batch.reward_parts),
         "optional_arrays": sorted(_optional_arrays(batch)),
-    }
+    } | ({"sources": {name: [of.start, of.stop] for name, of in batch.sources.items()}} if batch.sources else {})
 
 
 def _optional_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
@@ -165,6 +165,7 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
         reward_parts=dict(zip(names, parts, strict=True)),
         kept=KeptSets(offsets=arrays[KEPT[0]], tokens=arrays[KEPT[1]]) if KEPT[0] in optional else None,
         experts=RoutedExperts(ids=arrays[EXPERTS[0]], known=arrays[EXPERTS[1]]) if EXPERTS[0] in optional else None,
+        sources={name: range(*ends) for name, ends in attributes.get("sources", {}).items()},
         share=share,
         **fields,
     )

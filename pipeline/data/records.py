@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -67,6 +68,10 @@ class Prompt:
     """Which of the task's problems it asks; it comes again every epoch. -1: none of them (held out, made up)."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What the data says beside prompt and answer, for the reward."""
+    source: str = ""
+    """Which of the task's sources it comes from; empty where there is one."""
+    reward: str = ""
+    """Which of the collector's verifiers judges it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -211,6 +216,8 @@ class Batch:
     whole vocabulary."""
     experts: RoutedExperts | None = None
     """[total] where the engines sent each token, for a learner that replays it; None: they were not asked."""
+    sources: Mapping[str, range] = field(default_factory=dict)
+    """Name → the problems of each source of the task; empty where there is one."""
     share: Share | None = None
     """Whose samples are held: `tokens`, `kept` and `experts` are of these alone, one after another. All else is of all
     samples; the numbers of response tokens (PER_RESPONSE_TOKEN) are 0 for the others' until the ranks have exchanged
@@ -339,6 +346,7 @@ class Batch:
         next_group: int,
         recipe_sha256: str,
         open_groups: Sequence[int] = (),
+        sources: Mapping[str, range] = MappingProxyType({}),
     ) -> Batch:
         """Flatten scored groups, in the order given. For a thread: a batch has millions of tokens."""
         rows = [(g.prompt, s, s.completion) for g in groups for s in g.samples]
@@ -374,7 +382,8 @@ class Batch:
             recipe_sha256=recipe_sha256,
             open_groups=tuple(open_groups),
             kept=_kept([c for _, _, c in rows]) if contract.kept_set else None,
-            experts=_experts([c for _, _, c in rows], lengths),
+            experts=RoutedExperts.of_all([c.experts for _, _, c in rows], lengths),
+            sources=sources,
             **per_sample,
         )
 
@@ -387,12 +396,3 @@ def _joined(dtype: type[Any], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def _kept(completions: Sequence[Completion]) -> KeptSets:
     """The sets of all tokens; empty ones where an engine was to say and did not, which no store commits."""
     return KeptSets.joined([KeptSets.empty(len(c.tokens)) if c.kept is None else c.kept for c in completions])
-
-
-def _experts(completions: Sequence[Completion], lengths: Sequence[int]) -> RoutedExperts | None:
-    """The rows of all tokens, unknown for completions without any; None when all are without."""
-    given = next((c.experts for c in completions if c.experts is not None), None)
-    if given is None:
-        return None
-    parts = [given.blank(n) if c.experts is None else c.experts for c, n in zip(completions, lengths, strict=True)]
-    return RoutedExperts.joined(parts)

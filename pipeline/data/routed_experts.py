@@ -111,6 +111,14 @@ class RoutedExperts:
             ids=np.concatenate([part.ids for part in parts]), known=np.concatenate([part.known for part in parts])
         )
 
+    @staticmethod
+    def of_all(parts: Sequence[RoutedExperts | None], lengths: Sequence[int]) -> RoutedExperts | None:
+        """The rows of all tokens, unknown for parts that are None, of so many tokens; None when all are."""
+        given = next((part for part in parts if part is not None), None)
+        if given is None:
+            return None
+        return RoutedExperts.joined([given.blank(n) if p is None else p for p, n in zip(parts, lengths, strict=True)])
+
 
 def decode_engine_rows(encoded: str, num_tokens: int, shape: ExpertShape) -> RoutedExperts:
     """What SGLang answers about a sample of `num_tokens` tokens, prompt included, asked for from its first token.

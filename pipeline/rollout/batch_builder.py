@@ -24,8 +24,13 @@ class PromptSource(Protocol):
         """Problems of one epoch."""
         ...
 
+    @property
+    def sources(self) -> Mapping[str, range]:
+        """Name → the problems of each source; empty where there is one."""
+        ...
+
     def problem(self, group: int) -> int:
-        """Which problem the group asks, 0 ≤ problem < num_problems; it comes once an epoch."""
+        """Which problem the group asks, 0 ≤ problem < num_problems."""
         ...
 
     def prompt(self, group: int) -> Prompt: ...

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipeline.beside_loop import beside_loop
@@ -34,7 +34,7 @@ from pipeline.patience import Patience, noted_in
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import BatchBuilder, PromptSource
-from pipeline.rollout.evaluation import summarize
+from pipeline.rollout.evaluation import by_source, summarize
 from pipeline.rollout.group_allocator import Allocator, GroupAllocator, HoleAllocator
 from pipeline.rollout.group_sampler import GroupSampler
 from pipeline.rollout.interruption import Interruption
@@ -79,7 +79,8 @@ class Collector:
     engines: Engines
     prompts: PromptSource
     tokenizer: Tokenizer
-    verifiers: Verifiers
+    verifiers: Mapping[str, Verifiers]
+    """By Prompt.reward."""
     contract: LogprobContract
     event_log: EventLog
     settings: CollectorSettings
@@ -276,6 +277,7 @@ class Collector:
             next_group=next_group,
             open_groups=open_groups,
             recipe_sha256=self.settings.recipe_sha256,
+            sources=self.prompts.sources,
         )
         if batch.num_samples and not batch.judged.any():
             raise RewardError(
@@ -289,7 +291,7 @@ class Collector:
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
         """Verify every completion. Nothing is learned of a sample whose verifier fails."""
         texts = [await beside_loop(self._text, completion) for completion in completions]
-        score = self.verifiers.score
+        score = self.verifiers[prompt.reward].score
         verdicts = await gather_or_cancel([score(prompt.text, t, prompt.answer, prompt.metadata) for t in texts])
         return tuple(
             Sample(
@@ -316,6 +318,8 @@ class Collector:
         samples = self.settings.evaluation_samples
         solved = await gather_or_cancel([self._solve(prompt, samples, version, index) for prompt in held_out])
         found = dict(prompts=len(held_out), samples=samples, correct=solved, **summarize(solved, samples))
+        if self.prompts.sources:
+            found["sources"] = by_source([prompt.source for prompt in held_out], solved, samples)
         self.run.fence()
         # Reports read the log: a collector that dies between the two lines evaluates once more, and loses nothing.
         self.event_log.event("evaluated", version=version, seconds=time.time() - started, started=started, **found)

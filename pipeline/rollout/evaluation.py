@@ -60,3 +60,14 @@ def clustered_wilson(num_correct: Sequence[int], num_samples: int) -> tuple[floa
     center = (p + _Z_95**2 / (2.0 * trials)) / denominator
     half = _Z_95 * math.sqrt(p * (1.0 - p) / trials + _Z_95**2 / (4.0 * trials**2)) / denominator
     return max(0.0, center - half), min(1.0, center + half)
+
+
+def by_source(sources: Sequence[str], num_correct: Sequence[int], num_samples: int) -> dict[str, dict[str, float]]:
+    """`prompts` and `pass_at_1` of each source, from the source and the correct samples of each prompt."""
+    correct: dict[str, list[int]] = {}
+    for source, count in zip(sources, num_correct, strict=True):
+        correct.setdefault(source, []).append(count)
+    return {
+        source: dict(prompts=len(counts), pass_at_1=float(np.mean(counts)) / num_samples)
+        for source, counts in correct.items()
+    }

@@ -6,6 +6,7 @@ from pipeline.config.task_sections import DataTask, OwnTask, SortDigitsTask, Spe
 from pipeline.tasks.base import Problem, Task
 from pipeline.tasks.data import Data
 from pipeline.tasks.digest import check_digest
+from pipeline.tasks.mixture import Mixture, Source
 from pipeline.tasks.order import PromptOrder
 from pipeline.tasks.own import own_task
 from pipeline.tasks.sort_digits import SortDigits
@@ -23,6 +24,8 @@ def build_task(section: SortDigitsTask | SpellDigitsTask | DataTask | OwnTask, s
             return SpellDigits(section, seed)
         case DataTask():
             check_digest(section)
+            if section.sources:
+                return Mixture([Source(one.name, one.weight, Data(section.of(one))) for one in section.sources])
             return Data(section)
         case OwnTask():
             return own_task(section, seed)

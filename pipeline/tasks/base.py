@@ -31,6 +31,10 @@ class Problem:
     """The conversation, for the chat template. Empty: `text` is the user's turn, if there is a template."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Plain data for the reward."""
+    source: str = ""
+    """Which source of a mixture it comes from."""
+    reward: str = ""
+    """The verifier of a mixture's problem; otherwise the task says it."""
 
 
 class Task(Protocol):
@@ -48,7 +52,7 @@ class Task(Protocol):
 
     @property
     def reward(self) -> str:
-        """`package.module:function` of the verifier; see `pipeline.rewards.verifiers`."""
+        """`package.module:function` of the verifier; see `pipeline.rewards.verifiers`. Empty in a mixture."""
         ...
 
     @property

@@ -29,6 +29,7 @@ class Data:
     def __init__(self, section: DataTask) -> None:
         self.reward = f"pipeline.rewards.verifiers:{section.reward}" if section.reward in _BUILT_IN else section.reward
         self.chat_template = section.chat_template
+        assert section.path is not None, "of a task with sources each is asked for by itself"
         problems = [problem_of(row, section) for row in read_rows(section.path)]
         self.notes = _repeated(section.path, problems)
         if section.held_out_path is None:

@@ -14,6 +14,7 @@ from pipeline.config.task_sections import DataTask
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.tasks.rows.saved_folders import data_files, refusing_unreadable
+from precision.text.short import listed, one_line
 
 
 def with_digest(recipe: Recipe, run: RunDirectory) -> Recipe:
@@ -33,10 +34,10 @@ def with_digest(recipe: Recipe, run: RunDirectory) -> Recipe:
 def check_digest(section: DataTask) -> None:
     """Raises RecipeError when the data is not that of `section.sha256`."""
     if section.sha256 is not None and (found := digest(section)) != section.sha256:
-        also = "" if section.held_out_path is None else f" or {section.held_out_path}"
+        paths = listed([one_line(path, 200) for path in _paths(section)], between=" or ")
         raise RecipeError(
-            f"{section.path}{also} is not the data of this run (sha256 {found[:12]}, expected "
-            f"{section.sha256[:12]}); put it back, or begin another run.name with it"
+            f"{paths} is not the data of this run (sha256 {found[:12]}, expected {section.sha256[:12]}); put it back, "
+            "or begin another run.name with it"
         )
 
 
@@ -44,11 +45,17 @@ def digest(section: DataTask) -> str:
     """Of a file's bytes, as sha256sum gives it; of several files, training before held out, that of their digests.
     Raises RecipeError for what cannot be read."""
     digests: list[bytes] = []
-    for path in (section.path, section.held_out_path):
-        if path is not None:
-            with refusing_unreadable(path):
-                digests += map(_of_file, data_files(path))
+    for path in _paths(section):
+        with refusing_unreadable(path):
+            digests += map(_of_file, data_files(path))
     return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _paths(section: DataTask) -> list[Path]:
+    """Of every source, training before held out."""
+    parts = [section.of(source) for source in section.sources] or [section]
+    both = [(part.path, part.held_out_path) for part in parts]
+    return [path for paths in both for path in paths if path is not None]
 
 
 def _of_file(path: Path) -> bytes:

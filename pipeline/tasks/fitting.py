@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pipeline.errors import RecipeError
 from pipeline.tasks.base import GeneratedTask, Problem, Task, check_index
+from pipeline.tasks.mixture import Mixture
 from precision.text.short import quoted
 
 _AT_ONCE = 1000
@@ -55,7 +57,9 @@ class FittingTask:
 
 def fitting(task: Task, count: Callable[[Sequence[Problem]], Sequence[int]], most: int) -> Task:
     """The task without what is too long. A generated one, which may have more prompts than can be looked at, comes back
-    as it is: its prompts are all of a kind."""
+    as it is: its prompts are all of a kind. Of a mixture, each source."""
+    if isinstance(task, Mixture):
+        return Mixture([replace(one, task=fitting(one.task, count, most)) for one in task.sources])
     return task if isinstance(task, GeneratedTask) else FittingTask(task, count, most)
 
 

@@ -21,8 +21,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-
-import numpy as np
+from typing import Any
 
 from pipeline import spans
 from pipeline.advantages.compute import AdvantageComputer
@@ -30,13 +29,14 @@ from pipeline.control.loop import StepController
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
 from pipeline.data.mismatch_files import write_mismatch
-from pipeline.data.records import SOLVED_REWARD, Batch
+from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoppedError
 from pipeline.ports.learner import Learner, Update
 from pipeline.ports.weight_update import WeightChannel
 from pipeline.schedule import Schedule
 from pipeline.stopwatch import Stopwatch
+from pipeline.trainer.batch_figures import asked_solve_rate, describe
 from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints, Saved
 from pipeline.trainer.mini_batches import merge_updates, mini_batches
@@ -142,7 +142,7 @@ class Trainer:
         if step % self.checkpoint_every == 0 or step == self.schedule.steps:
             self._save(step)
 
-    def _record(self, step: int, update: Update, measured: dict[str, float], watch: Stopwatch) -> None:
+    def _record(self, step: int, update: Update, measured: dict[str, Any], watch: Stopwatch) -> None:
         """What the step leaves behind (rank 0). Of a version that moves beside training, the next step's line tells."""
         published, self._published = self._published, {}
         self.run.write_learner_logprobs(step, update.logprobs)
@@ -246,26 +246,3 @@ class Trainer:
             self._saved = saved.step
             if self.learner.is_rank_zero:
                 self.event_log.event("saved", step=saved.step, seconds=saved.seconds)
-
-
-def describe(batch: Batch, step: int) -> dict[str, float]:
-    """What the batch itself says: reward, staleness in versions, lengths, failed verifiers."""
-    lag = step - batch.policy_version
-    failed = batch.reward_parts.get("verifier_failed", np.zeros(0, np.float32))
-    return dict(
-        reward_mean=float(batch.reward.mean()),
-        solve_rate=float((batch.reward >= SOLVED_REWARD).mean()),
-        lag_mean=float(lag.mean()),
-        lag_max=float(lag.max()),
-        truncated_share=float(batch.truncated.mean()),
-        response_tokens_mean=float(batch.response_lengths.mean()),
-        verifier_failures=float(np.nansum(failed)),
-    )
-
-
-def asked_solve_rate(batch: Batch) -> float:
-    """Share of solved samples among all that were sampled for the batch, those of dropped groups included: dynamic
-    sampling keeps only groups of mixed outcome, whose rate says little about the policy's."""
-    samples = batch.num_samples + sum(group.samples for group in batch.dropped)
-    solved = int((batch.reward >= SOLVED_REWARD).sum()) + sum(group.solved for group in batch.dropped)
-    return solved / samples

@@ -25,10 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,7 @@ class Prompts:
     """All alike."""
 
     num_problems = 1 << 20
+    sources: Mapping[str, range] = MappingProxyType({})
 
     def problem(self, group: int) -> int:
         return group
@@ -158,7 +160,7 @@ def build(folder: Path, url: str, prompts: int, verifiers: Verifiers) -> Collect
         engines=OneEngine(url),
         prompts=Prompts(),
         tokenizer=tokenizer,
-        verifiers=verifiers,
+        verifiers={"": verifiers},
         contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256=tokenizer.sha256),
         event_log=EventLog(run.path, "collector-000001"),
         settings=CollectorSettings(

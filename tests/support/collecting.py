@@ -20,8 +20,9 @@ from pipeline.ports.engines import Sampling
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.collector import Collector, CollectorSettings
 from pipeline.schedule import Schedule
-from pipeline.tasks import PromptOrder, build_task
+from pipeline.tasks import Task, build_task
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.mixture import order_of
 from pipeline.tasks.tokenizer import Tokenizer
 
 PROMPTS, GROUP = 3, 2
@@ -99,11 +100,17 @@ class PretendEngines:
 
 
 def build(
-    run: RunDirectory, verifiers: Verifiers, schedule: Schedule, *, num_prompts: int = 100_000, **changes: Any
+    run: RunDirectory,
+    verifiers: Verifiers,
+    schedule: Schedule,
+    *,
+    num_prompts: int = 100_000,
+    given: Task | None = None,
+    **changes: Any,
 ) -> Collector:
-    """A collector of sort_digits; `changes` are CollectorSettings."""
+    """A collector of sort_digits, or of another task that is given; `changes` are CollectorSettings."""
     tokenizer = Tokenizer.load(run.path.parent / "model")
-    task = build_task(SortDigitsTask(num_prompts=num_prompts), seed=0)
+    task = given or build_task(SortDigitsTask(num_prompts=num_prompts), seed=0)
     sampling = Sampling(max_new_tokens=20)
     settings: dict[str, Any] = dict(
         prompts_per_batch=PROMPTS,
@@ -125,9 +132,9 @@ def build(
         store=BatchStore(run.batches, run.fence),
         schedule=schedule,
         engines=PretendEngines(run, tokenizer),
-        prompts=TaskPrompts(task, tokenizer, PromptOrder(task.num_prompts, 0)),
+        prompts=TaskPrompts(task, tokenizer, order_of(task, 0)),
         tokenizer=tokenizer,
-        verifiers=verifiers,
+        verifiers={task.reward: verifiers},
         contract=LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256=tokenizer.sha256),
         event_log=EventLog(run.path, "collector-000001"),
         settings=CollectorSettings(**{**settings, **changes}),

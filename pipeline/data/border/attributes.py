@@ -14,6 +14,7 @@ MOST_OPEN = 1 << 22
 """Groups under way: a stage of a million prompts has fewer."""
 _Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 _Text = Annotated[str, Field(max_length=1000)]
+_Range = Annotated[list[_Number], Field(min_length=2, max_length=2)]
 
 
 class _Strict(BaseModel):
@@ -52,9 +53,10 @@ class _Attributes(_Strict):
     contract: _Contract
     dropped: list[_Dropped]
     next_group: _Number
-    open_groups: list[Annotated[list[_Number], Field(min_length=2, max_length=2)]] = []
+    open_groups: list[_Range] = []
     reward_part_names: list[_Text]
     optional_arrays: list[_Text] = []
+    sources: dict[Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")], _Range] = {}
     arrays: dict[_Text, _Array] = {}
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from launch.cluster.roles.base import status_of
@@ -88,6 +89,7 @@ class SimulatedPrompts:
     Some groups do not fit."""
 
     num_problems = NUM_PROBLEMS
+    sources: Mapping[str, range] = MappingProxyType({})
 
     def __init__(self) -> None:
         self._order = PromptOrder(NUM_PROBLEMS, 0)
@@ -220,7 +222,7 @@ def _collector(
         engines=fleet,
         prompts=SimulatedPrompts(),
         tokenizer=PlainTokenizer(),  # type: ignore[arg-type]
-        verifiers=SimulatedVerifiers(setting.world),  # type: ignore[arg-type]
+        verifiers={"": SimulatedVerifiers(setting.world)},  # type: ignore[dict-item]
         contract=CONTRACT,
         event_log=EventLog(run.path, epoch.name),
         settings=CollectorSettings(

@@ -186,6 +186,15 @@ def two_splits(shop: Workshop) -> list[str]:
     return shop.train(f"task.path={shop.folder}/saved")
 
 
+def source_whose_reward_fails(shop: Workshop) -> list[str]:
+    shop.patch.syspath_prepend(Path(__file__).parents[1] / "pipeline/rewards")
+    command = shop.train_on(GOOD_LINES)
+    other = shop.folder / "other.jsonl"
+    other.write_text(GOOD_LINES)
+    sources = [dict(path=str(shop.folder / "prompts.jsonl")), dict(path=str(other), reward="reward_examples:raises")]
+    return [*command, "--set", "task.path=null", "--set", f"task.sources={json.dumps(sources)}"]
+
+
 def existing_out(shop: Workshop) -> list[str]:
     return ["sft", "demo", "--out", str(shop.model)]
 
@@ -313,6 +322,22 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "two prompts": (
         lambda shop: shop.train_on("".join(GOOD_LINES.splitlines(True)[:2])),
         ("holds out only 1 prompts", "lower it or give more"),
+    ),
+    "a file and sources": (
+        lambda shop: shop.train("task.sources=[{path: more.jsonl}]"),
+        ("both path and sources are given", "set task.path, or task.sources"),
+    ),
+    "a source of weight 0": (
+        lambda shop: shop.train("task.path=null", "task.sources=[{path: a.jsonl, weight: 0}]"),
+        ("weight", "greater than 0"),
+    ),
+    "a source that is not there": (
+        lambda shop: shop.train("task.path=null", "task.sources=[{path: a.jsonl}, {path: b.jsonl}]"),
+        ("cannot read a.jsonl", "No such file"),
+    ),
+    "a source whose reward fails": (
+        source_whose_reward_fails,
+        ("reward 'reward_examples:raises' failed on 1 of 1 samples", "KeyError: 'score'"),
     ),
     "a task that cannot be imported": (
         lambda shop: shop.train("task.class=nowhere.mine:Mine"),

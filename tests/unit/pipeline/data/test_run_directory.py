@@ -81,8 +81,8 @@ def test_commands_refuse_a_run_of_an_earlier_version_in_one_line(former: Path, c
 def test_training_does_not_go_on_with_a_run_of_an_earlier_version(
     former: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for reads_the_model in ("check_room", "preflight"):
-        monkeypatch.setattr(launch.run.train, reads_the_model, lambda _: None)
+    for reads_the_model in ("check_room", "preflight", "check_reward"):
+        monkeypatch.setattr(launch.run.train, reads_the_model, lambda *_: None)
     with pytest.raises(StoreError, match="made by an earlier version"):
         launch.run.train.train_run(recipe)
     assert not (former / "batches").exists()

@@ -27,6 +27,7 @@ from zarr.storage import ZipStore
 
 from pipeline.data.arrays.zarr_writer import sealed_zip
 from pipeline.data.batch_format import PER_SAMPLE, PER_TOKEN, arrays_of, attributes_of, with_digests
+from pipeline.data.border.attributes import check_attributes
 from pipeline.data.epochs import claim
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, DroppedGroup, LogprobContract
@@ -73,6 +74,18 @@ def test_round_trip_keeps_every_bit(tmp_path: Path, make_batch: MakeBatch, contr
     assert found.response_lengths.tolist() == [3, 1, 1, 3, 1, 1]
     assert np.isnan(found.reward_parts["format"][:2]).all()
     assert found.reward_parts["odd/name ü"][2] == 1.0
+
+
+def test_round_trip_of_a_batch_of_several_sources(tmp_path: Path, make_batch: MakeBatch) -> None:
+    batch = replace(make_batch(0), sources=dict(math=range(9), chat=range(9, 30)))
+    store = BatchStore(tmp_path)
+    store.commit(batch)
+    assert_same(store.read(0, None), batch)
+    assert "sources" not in attributes_of(make_batch(0)), "files of one source are as they were"
+    attributes = attributes_of(batch)
+    for damaged in ({"": [0, 9]}, {"math": [0]}, {"math": [-1, 9]}, {"a/b": [0, 9]}, ["math"]):
+        with pytest.raises(ValueError, match="attributes are damaged"):
+            check_attributes({**attributes, "sources": damaged})
 
 
 @pytest.mark.parametrize("num_groups", [0, 1])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.config.task_sections import SortDigitsTask
 from pipeline.data.epochs import claim
 from pipeline.data.event_log import read_events
 from pipeline.data.records import FINISH_REASONS, Batch
@@ -19,7 +20,12 @@ from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError, RewardError, SupersededError
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.schedule import Schedule
+from pipeline.tasks import build_task
+from pipeline.tasks.mixture import Mixture, Source
+from pipeline.tasks.order import MixedOrder
+from pipeline.tasks.sort_digits import SortDigits
 from pipeline.tasks.tokenizer import Tokenizer
+from pipeline.trainer.batch_figures import describe
 from tests.support.collecting import GROUP, PROMPTS, build, collect, engines_of
 
 SCHEDULES = [
@@ -45,6 +51,33 @@ def test_every_group_is_in_one_batch_and_every_token_is_fresh(
     assert evaluated[-1] == schedule.steps
     assert len(evaluated) == len(set(evaluated))
     assert run.evaluated_versions() == set(evaluated)
+
+
+class Halved:
+    """A second reward."""
+
+    async def score(self, *texts: object) -> Verdict:
+        return Verdict(reward=0.5)
+
+
+def test_each_source_has_its_share_and_its_own_reward(run: RunDirectory, verifiers: Verifiers) -> None:
+    exact = build_task(SortDigitsTask(num_prompts=50), seed=0)
+    other = SortDigits(SortDigitsTask(num_prompts=7), seed=1)
+    other.reward = "halved"
+    mixture = Mixture([Source("exact", 3.0, exact), Source("other", 1.0, other)])
+    for steps in (2, 4):  # the second one goes on behind the first
+        collector = build(run, verifiers, Schedule(kind="sync", steps=steps), given=mixture, evaluation_prompts=4)
+        collector.verifiers = {exact.reward: verifiers, "halved": Halved()}  # type: ignore[dict-item]
+        store = collect(collector)
+    batches = [store.read(index, None) for index in range(4)]
+    described = [describe(batch, batch.index)["sources"] for batch in batches]
+    rewards = [(found["exact"]["reward_mean"], found["other"].get("reward_mean", 0.5)) for found in described]
+    assert rewards == [(1.0, 0.5)] * 4
+    order = MixedOrder(dict(exact=50, other=7), (3.0, 1.0), seed=0)
+    asked = [problem for batch in batches for problem in batch.problem[::GROUP].tolist()]
+    assert asked == [order.problem(group) for group in range(4 * PROMPTS)]
+    for event in read_events(run.path, "evaluated"):
+        assert event["sources"] == dict(exact=dict(prompts=3, pass_at_1=1.0), other=dict(prompts=1, pass_at_1=0.0))
 
 
 def test_what_goes_over_many_tokens_is_not_done_on_the_loop(

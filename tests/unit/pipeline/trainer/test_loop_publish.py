@@ -7,19 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from pipeline.data.epochs import claim
 from pipeline.data.event_log import EventLog, read_events, read_metrics
-from pipeline.data.records import DroppedGroup
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoppedError, SupersededError
 from pipeline.ports.learner import Update
 from pipeline.schedule import Schedule
 from pipeline.trainer.checkpoints import Saved
-from pipeline.trainer.loop import Trainer, asked_solve_rate
+from pipeline.trainer.loop import Trainer
 from tests.support.one_rank import OneRank
 
 
@@ -310,13 +308,3 @@ def test_an_engine_starts_from_the_newest_folder_that_is_complete(run: RunDirect
         (run.policies / name).mkdir()
     assert run.newest_policy(3) == 2
     assert run.newest_policy(4) == 4
-
-
-def test_dropped_groups_count_for_the_solve_rate() -> None:
-    """Of 4 + 4 + 4 samples 1 + 4 + 0 were solved; the groups without contrast were dropped."""
-    dropped = [
-        DroppedGroup(group=1, reason="all solved", samples=4, solved=4),
-        DroppedGroup(group=2, reason="none solved", samples=4),
-    ]
-    batch: Any = SimpleNamespace(num_samples=4, reward=np.array([1.0, 0.0, 0.0, 0.0], np.float32), dropped=dropped)
-    assert asked_solve_rate(batch) == pytest.approx(5 / 12)

@@ -1,0 +1,98 @@
+"""Several sources as one task: each with its weight, its reward and its curve."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from pipeline.errors import RecipeError
+from pipeline.tasks.base import Problem, Task, check_index
+from pipeline.tasks.order import MixedOrder, PromptOrder, spread
+from precision.text.short import quoted
+
+
+@dataclass(frozen=True)
+class Source:
+    """A task that is a part of a mixture."""
+
+    name: str
+    weight: float
+    task: Task
+
+
+class Mixture:
+    """The problems of all sources, one source after the other. Held-out problems take turns by weight, so that
+    the first few are of every source.
+
+    Raises RecipeError for a training prompt that another source holds out.
+    """
+
+    characters = None
+    reward = ""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = tuple(sources)
+        self.chat_template = self.sources[0].task.chat_template
+        self.notes = tuple(f"{source.name}: {note}" for source in sources for note in source.task.notes)
+        self._first = [0, *accumulate(source.task.num_prompts for source in sources)]
+        weights = [source.weight for source in sources]
+        self._held_out = spread([source.task.num_held_out for source in sources], weights)
+        _refuse_overlap(self.sources)
+
+    @property
+    def num_prompts(self) -> int:
+        return self._first[-1]
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self._held_out)
+
+    def problem(self, index: int) -> Problem:
+        check_index(index, self.num_prompts, "problem")
+        source = bisect_right(self._first, index) - 1
+        return _of(self.sources[source], self.sources[source].task.problem(index - self._first[source]))
+
+    def held_out(self, index: int) -> Problem:
+        check_index(index, self.num_held_out, "held-out problem")
+        source, place = self._held_out[index]
+        return _of(self.sources[source], self.sources[source].task.held_out(place))
+
+    def demonstration(self, index: int) -> tuple[str, str] | None:
+        return self.sources[index % len(self.sources)].task.demonstration(index // len(self.sources))
+
+    @property
+    def problems(self) -> Mapping[str, range]:
+        """Source → its training problems."""
+        return {one.name: range(*ends) for one, ends in zip(self.sources, pairwise(self._first), strict=True)}
+
+
+def parts_of(task: Task) -> Sequence[Task]:
+    """The tasks of a mixture, or the task itself; each has one reward."""
+    return [source.task for source in task.sources] if isinstance(task, Mixture) else [task]
+
+
+def order_of(task: Task, seed: int) -> PromptOrder | MixedOrder:
+    """Which problem of the task a group of the run asks."""
+    if not isinstance(task, Mixture):
+        return PromptOrder(task.num_prompts, seed)
+    sizes = {source.name: source.task.num_prompts for source in task.sources}
+    return MixedOrder(sizes, [source.weight for source in task.sources], seed)
+
+
+def _of(source: Source, problem: Problem) -> Problem:
+    return replace(problem, source=source.name, reward=source.task.reward)
+
+
+def _refuse_overlap(sources: Sequence[Source]) -> None:
+    """Within a source nothing is shared; by the hash of the prompt alone, nothing would be between two."""
+    held_out = {s.task.held_out(index).text: s for s in sources for index in range(s.task.num_held_out)}
+    for source in sources:
+        for index in range(source.task.num_prompts):
+            text = source.task.problem(index).text
+            if text in held_out and held_out[text] is not source:
+                raise RecipeError(
+                    f"source {source.name} trains on {quoted(text)}, which {held_out[text].name} holds out; evaluation "
+                    "would measure memory: remove it from one of the two"
+                )

@@ -1,0 +1,54 @@
+"""What a batch itself says, for the step's line of metrics. A sample whose verifier failed has no reward to count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.records import SOLVED_REWARD, VERIFIER_FAILED, Batch
+
+
+def describe(batch: Batch, step: int) -> dict[str, Any]:
+    """Reward, staleness in versions, lengths, failed verifiers; means of the parts of the reward, over the samples that
+    have them; share, reward and solve rate of each source, where the task has several."""
+    lag = step - batch.policy_version
+    judged = batch.judged
+    parts = {name: _mean(part[~np.isnan(part)]) for name, part in batch.reward_parts.items() if name != VERIFIER_FAILED}
+    sources = {name: _of_source(batch, judged, problems) for name, problems in batch.sources.items()}
+    return dict(
+        reward_mean=_mean(batch.reward[judged]),
+        solve_rate=_mean(batch.reward[judged] >= SOLVED_REWARD),
+        lag_mean=float(lag.mean()),
+        lag_max=float(lag.max()),
+        truncated_share=float(batch.truncated.mean()),
+        response_tokens_mean=float(batch.response_lengths.mean()),
+        verifier_failures=float((~judged).sum()),
+        **({"reward_parts": parts} if parts else {}),
+        **({"sources": sources} if sources else {}),
+    )
+
+
+def _of_source(batch: Batch, judged: NDArray[np.bool_], problems: range) -> dict[str, float]:
+    """`share` of the samples; the other two only where a sample of the source has a reward."""
+    own = (batch.problem >= problems.start) & (batch.problem < problems.stop)
+    found = dict(share=_mean(own))
+    if (own & judged).any():
+        rewards = batch.reward[own & judged]
+        found |= dict(reward_mean=_mean(rewards), solve_rate=_mean(rewards >= SOLVED_REWARD))
+    return found
+
+
+def asked_solve_rate(batch: Batch) -> float:
+    """Share of solved samples among all that were sampled and judged for the batch, those of dropped groups included:
+    dynamic sampling keeps only groups of mixed outcome, whose rate says little about the policy's."""
+    judged = batch.judged
+    samples = int(judged.sum()) + sum(group.samples for group in batch.dropped)
+    solved = int((batch.reward[judged] >= SOLVED_REWARD).sum()) + sum(group.solved for group in batch.dropped)
+    return solved / samples if samples else 0.0
+
+
+def _mean(values: NDArray[Any]) -> float:
+    """0 where there is none: a batch of an earlier version of Even Keel may be without any reward."""
+    return float(values.mean()) if len(values) else 0.0
