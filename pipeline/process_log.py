@@ -18,6 +18,8 @@ _ERROR = re.compile(
 _RAISED = re.compile(r"^(\[rank\d+\]: ?)?(error: |[\w.]*(Error|Exception|Interrupt)\b: )")
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 _RANK_KILLED = re.compile(r"rank\s*:\s*(\d+).*?Signal (\d+) \(\w+\) received by PID \d+", re.DOTALL)
+_LACKS_PART = re.compile(r"AttributeError: module 'sglang[\w.]*' has no attribute")
+"""What SGLang logs of a part that could not be imported. Why it could not is said later."""
 _PLACE = re.compile(_AT)
 
 
@@ -33,7 +35,7 @@ def ending(status: int) -> str:
 def first_error(text: str) -> str | None:
     """The first line of a log that says what went wrong: those after it are often its consequences."""
     for line in text.splitlines():
-        if _ERROR.match(line) and "ChildFailedError" not in line:
+        if _ERROR.match(line) and "ChildFailedError" not in line and not _LACKS_PART.search(line):
             return _PLACE.sub("", line).strip()
     return None
 

@@ -18,6 +18,7 @@ import asyncio
 import json
 import os
 import secrets
+import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Literal
 
@@ -164,6 +165,10 @@ def install(key: str | None) -> None:
 
         http_server.app.add_middleware(UpdateFence, key=key, floor=int(os.environ.get(FLOOR_VARIABLE) or 0))
     except (ImportError, AttributeError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("sglang"):
+            raise SystemExit(
+                f"error: SGLang needs {error.name}, which {sys.executable} lacks; pip install {error.name} there"
+            ) from error
         raise SystemExit(
             f"the fence of weight updates cannot be put in front of this release of SGLang ({error}); use a release "
             "that Even Keel supports, or tell us"

@@ -21,6 +21,7 @@ from precision.formats.quant_map_file import QuantMapFile
 from tests.chaos.flips.flip import KINDS, try_flip
 from tests.chaos.flips.runs import complete
 from tests.support.engine_forks import forked_engines
+from tests.support.glossary import unexplained
 from tests.support.listening import ListeningWatch
 from tests.support.rank_programs import forked_programs
 from tests.support.runs import evenkeel, evenkeel_json, make_model, make_recipe
@@ -80,6 +81,7 @@ def test_tp2_trains_on_fp8_rollouts(tp2: Path) -> None:
     for line in metrics:
         assert 0.5 < line["ess"] < 1.0, "FP8 rollouts cannot match exactly"
         assert line["grad_norm"] > 0
+        assert unexplained(line) == [], "docs/metrics.md says what each means"
     assert policy_lags(tp2) == {i: {0} for i in range(4)}
     shown = evenkeel_json("runs", "show", tp2)
     assert shown["steps"] == 4

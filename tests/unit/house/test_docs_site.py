@@ -18,6 +18,10 @@ from ops.docs.hooks import DOCS, FROM_REPOSITORY, MADE, extra_pages, in_site, re
 from pipeline.config.loader import SHIPPED, load_recipe
 from pipeline.config.meant_keys import known_keys
 from pipeline.config.recipe import Recipe
+from pipeline.data.batch_format import EXPERTS, KEPT, PER_SAMPLE, PER_TOKEN, SCHEMA_VERSION
+from pipeline.data.event_log import EVENT_KINDS
+from pipeline.data.store import BatchStore
+from tests.support.batches import batch_of_rewards
 from tests.support.pages import (
     PAGES,
     ROOT,
@@ -30,6 +34,7 @@ from tests.support.pages import (
     parse,
     unknown_options,
 )
+from tests.unit.house.test_operations_pages import says
 
 SITE = yaml.safe_load((ROOT / "ops/docs/mkdocs.yml").read_text())
 ROOMS = ("docs", "launch", "megatron_bridge", "ops", "pipeline", "precision", "rollout_sglang", "tests")
@@ -90,6 +95,37 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor:
             text = made[place] if place in MADE else there.read_text()
             assert anchor in anchors(text), f"{name_of(page)}: {target}#{anchor}"
+
+
+def test_a_user_finds_each_of_sixteen_questions_by_one_link() -> None:
+    page = DOCS / "index.md"
+    questions = re.findall(r"^\| ([^|]*\?) \| \[[^]]*\]\([^)]*\) \|$", page.read_text(), re.MULTILINE)
+    assert len(set(questions)) == 16
+
+
+def test_quoted_messages_are_in_the_code() -> None:
+    rows = re.findall(r"^\| `([^`]*)` \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = [message for message in rows if " " in message]
+    assert len(quoted) > 20
+    assert [message for message in quoted if not says(message)] == []
+
+
+def test_every_kind_of_event_is_explained() -> None:
+    page = (DOCS / "file-formats.md").read_text()
+    assert [kind for kind in EVENT_KINDS if f"`{kind}`" not in page] == []
+
+
+def test_every_array_of_a_batch_is_explained() -> None:
+    page = (DOCS / "file-formats.md").read_text()
+    arrays = (*PER_TOKEN, *PER_SAMPLE, *KEPT, *EXPERTS, "reward_parts")
+    assert [name for name in arrays if f"`{name}`" not in page] == []
+
+
+def test_a_batch_is_read_by_the_code_of_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(DOCS / "file-formats.md", "python")
+    path = BatchStore(tmp_path).commit(batch_of_rewards([[1.0, 0.0]]))
+    exec(compile(code.replace("runs/demo/batches/000012.zarr.zip", str(path)), "page", "exec"), {})
+    assert capsys.readouterr().out == f"0.5 {SCHEMA_VERSION}\n"
 
 
 @EVERY_PAGE

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -43,6 +47,48 @@ def test_the_extra_of_a_cpu_names_all_that_sglang_asks_for_and_a_cpu_has() -> No
     asked = [Requirement(line) for line in metadata.requires("sglang") or ()]
     direct = {canonicalize_name(one.name) for one in asked if "extra" not in str(one.marker)}
     assert direct & LOCK.keys() <= named_by("cpu").keys() | BESIDE.keys()
+
+
+def with_what_they_ask_for(names: set[str]) -> set[str]:
+    """The distributions that pip installs for these, among those that are installed here."""
+    found: set[str] = set()
+    ahead = set(names)
+    while ahead:
+        name = ahead.pop()
+        found.add(name)
+        try:
+            lines = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        asked = (one for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate({"extra": ""}))
+        ahead |= {canonicalize_name(one.name) for one in asked} - found
+    return found
+
+
+@pytest.mark.slow
+def test_an_engine_on_a_cpu_imports_nothing_beside_the_extra() -> None:
+    """SGLang imports packages that it does not ask for: dill and jsonschema are on no list of its own."""
+    installed = with_what_they_ask_for(set(named_by("cpu"))) | BESIDE.keys() | {"evenkeel", "setuptools"}
+    absent = [
+        module
+        for module, names in metadata.packages_distributions().items()
+        if not {canonicalize_name(name) for name in names} & installed
+    ]
+    assert {"hypothesis", "pyarrow"} & set(absent)
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({absent!r}))
+from rollout_sglang.cpu import cpu_server
+cpu_server.prepare()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+import sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler
+import sglang.srt.managers.detokenizer_manager, sglang.srt.managers.tokenizer_manager
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Failed to apply hooks" not in done.stderr
 
 
 def test_what_asks_for_packages_of_gpus_stays_out_of_the_extra_of_a_cpu() -> None:

@@ -83,6 +83,10 @@ requests.exceptions.ReadTimeout: HTTPConnectionPool(host='127.0.0.1', port=30000
             "launch_server.py: error: unrecognized: --x",
             "launch_server.py: error: unrecognized: --x",
         ),
+        (
+            "AttributeError: module 'sglang.srt.x' has no attribute 'y'\nerror: SGLang needs dill, which\n",
+            "error: SGLang needs dill, which",
+        ),
         ("all is well\n", None),
     ],
 )
