@@ -99,7 +99,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_a_user_finds_each_of_sixteen_questions_by_one_link() -> None:
     page = DOCS / "index.md"
-    questions = re.findall(r"^\| ([^|]*\?) \| \[[^]]*\]\([^)]*\) \|$", page.read_text(), re.MULTILINE)
+    questions = re.findall(r"^\| ([^|]*\?) \| \[.*\]\([^)]*\) \|$", page.read_text(), re.MULTILINE)
     assert len(set(questions)) == 16
 
 
@@ -157,6 +157,8 @@ def test_recipes_on_a_page_load(page: Path) -> None:
 
 def load_part(data: dict[str, Any]) -> Recipe:
     """The recipe that the data are, upon the demo's where sections lack. Raises ValidationError."""
+    if {"run", "model", "task"} <= data.keys():
+        return Recipe.model_validate(data)
     base = load_recipe(SHIPPED / "demo.yaml").model_dump(mode="json")
     if "extends" in data:
         base = load_recipe(SHIPPED / f"{Path(data.pop('extends')).stem}.yaml").model_dump(mode="json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config.meant_keys import _ELSEWHERE, known_keys, meant_by
+from pipeline.config.meant_keys import ELSEWHERE, known_keys, meant_by
 
 
 @pytest.mark.parametrize(
@@ -27,11 +27,11 @@ def test_what_is_said_of_a_key(unknown: str, said: str) -> None:
 
 
 def test_where_other_trainers_words_lead_there_is_a_key() -> None:
-    for keys in _ELSEWHERE.values():
+    for keys in ELSEWHERE.values():
         assert set(keys.split(" and ")) <= known_keys().keys()
 
 
 def test_no_word_of_another_trainer_is_a_key_here() -> None:
     """It would be named although the user's key was right, but in a wrong section."""
     leaves = {key.rpartition(".")[2] for key in known_keys()}
-    assert not leaves & _ELSEWHERE.keys()
+    assert not leaves & ELSEWHERE.keys()
