@@ -20,6 +20,7 @@ from launch.quant_map.commands import quant_map_app
 from launch.recipe_options import Overrides, RecipeArgument, RecipePath
 from launch.repair.command import repair
 from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
+from launch.show.runs_commands import runs_app
 from launch.show.scaling import scaling_app
 from launch.show.trace import trace
 from pipeline.child_process import see_own_classes
@@ -34,7 +35,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 model_app = typer.Typer(help="Make models.", no_args_is_help=True)
-runs_app = typer.Typer(help="Look at runs.", no_args_is_help=True)
 trajectories_app = typer.Typer(help="Read what was sampled.", no_args_is_help=True)
 verify_app = typer.Typer(help="Check that engine and learner agree, and that a run lost nothing.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
@@ -290,18 +290,6 @@ def model_new(
         seed=seed,
     )
     print(directory)
-
-
-@runs_app.command("show")
-def runs_show(run: RunPath, as_json: AsJson = False) -> None:
-    """Print what a run has reached: pass@1 first and last, steps, wall time, layout, precision."""
-    from pipeline.analysis.summary import summary
-
-    result = summary(run)
-    if as_json:
-        emit(result)
-    else:
-        print_summary(result)
 
 
 @trajectories_app.command("show")

@@ -1,8 +1,9 @@
-"""`evenkeel runs show`: the headline numbers of one run as a table."""
+"""`evenkeel runs`: the headline numbers of one run, of the runs of a folder, or of several side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -58,3 +59,50 @@ _PROMPTS = {
 
 def _counted(numbers: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {numbers[key]}" for key, name in kinds.items() if numbers[key])
+
+
+def render_list(folder: Path, runs: Sequence[Mapping[str, Any]]) -> Table:
+    """A row a run, of what pipeline.analysis.run_list.list_runs returned."""
+    table = Table(title=Text(f"runs in {folder}"), title_justify="left")
+    for heading in ("run", "state", "steps", "held-out pass@1", "reward", "wall time"):
+        table.add_column(heading, overflow="fold")
+    for run in runs:
+        name = Path(run["path"]).name
+        table.add_row(*map(Text, (name, run["error"]) if "error" in run else (name, *_listed(run))))
+    return table
+
+
+def _listed(run: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        str(run["state"]),
+        f"{run['steps']} of {run['steps_planned']}",
+        f"{percent(run['pass_at_1_first'])} → {percent(run['pass_at_1_last'])}",
+        decimal(run["reward_last"]),
+        duration(run["wall_s"]),
+    )
+
+
+def render_comparison(compared: Mapping[str, Any]) -> Table:
+    """A column a run, of what pipeline.analysis.run_list.compare_runs returned; only rows in which runs differ."""
+    runs = compared["runs"]
+    table = Table(title=Text(f"{len(runs)} runs, where they differ"), title_justify="left")
+    table.add_column(style="dim", overflow="fold")
+    for run in runs:
+        table.add_column(Text(run["path"]), overflow="fold")
+    told = [_by_name(run) for run in runs]
+    rows = {name: [numbers.get(name, "–") for numbers in told] for name in dict.fromkeys(n for t in told for n in t)}
+    for name, values in rows.items():
+        if len(set(values)) > 1:
+            table.add_row(Text(name), *map(Text, values))
+    table.add_section()
+    for key, chosen in compared["recipe"].items():
+        table.add_row(Text(key), *(Text(str(value)) for value in chosen))
+    return table
+
+
+def _by_name(numbers: Mapping[str, Any]) -> dict[str, str]:
+    """The rows of `render`; several warnings or alarms are lines of one."""
+    rows = {"state": str(numbers["state"])}
+    for name, value in _rows(numbers):
+        rows[name] = f"{rows[name]}\n{value}" if name in rows else value
+    return rows
