@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 from megatron_bridge.hf.tensor_specs import num_bytes, torch_dtype
 from megatron_bridge.weight_sync.buckets import Bucket
 from megatron_bridge.weight_sync.shared_buffer import SharedBuffer
-from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, WeightTransport
+from megatron_bridge.weight_sync.transport import Transfer, WeightTransport
 from pipeline.data.membership import Member
 from pipeline.errors import RetryableError
 
@@ -43,35 +44,13 @@ class IpcTransport(WeightTransport):
         """See WeightTransport."""
         return tuple(self._left_s)
 
-    def open(self, engines: Sequence[Member], unreachable: Mapping[int, str]) -> None:
-        """See WeightTransport."""
-        self._left_s = {engine.index: self._deadline_s for engine in engines if engine.index not in unreachable}
-        self.failures, self.sent_bytes = {}, 0
-
     def new_buffer(self, num_bytes: int) -> Tensor:
-        """The same each time, unless it is too small."""
+        """The same each time, unless it is too small; so the bucket before is waited for."""
+        self.finish()
         if self._buffer is None or len(self._buffer) < num_bytes:
             self.close()
             self._buffer = SharedBuffer(num_bytes, self._device)
         return self._buffer.bytes
-
-    def send(self, bucket: Bucket) -> None:
-        """Have all engines that are left load a bucket of `new_buffer`, at once."""
-        if not self._left_s:
-            return
-        buffer = self._buffer
-        assert buffer is not None, "new_buffer comes first"
-        assert buffer.bytes.data_ptr() == bucket.data.data_ptr(), "the bucket was not packed into new_buffer"
-        lent = buffer.lend(len(bucket.data), readers=len(self._left_s) * self._session.ranks_per_engine)
-        pickled = flattened_bucket(bucket, lent)
-        calls = {engine: self._event_loop.start(self._hand_over(engine, pickled)) for engine in self._left_s}
-        for engine, call in calls.items():
-            try:
-                self._left_s[engine] -= call.result()
-                self.sent_bytes += len(bucket.data)
-            except RetryableError as error:
-                self.failures[engine] = str(error)
-                del self._left_s[engine]
 
     def close(self) -> None:
         """See WeightTransport."""
@@ -79,11 +58,30 @@ class IpcTransport(WeightTransport):
             self._buffer.close()
         self._buffer = None
 
-    async def _hand_over(self, engine: int, pickled: bytes) -> float:
-        """Seconds that the engine took."""
-        began = time.monotonic()
-        await self._session.receive_shared(engine, pickled, min(BUCKET_DEADLINE_S, self._left_s[engine]))
-        return time.monotonic() - began
+    def _meet(self, engines: Sequence[Member]) -> None:
+        """Nothing to be done: an engine opens the buffer with each bucket."""
+
+    def _begin(self, bucket: Bucket) -> dict[int, Future[Transfer]]:
+        if not self._left_s:
+            return {}
+        buffer = self._buffer
+        assert buffer is not None, "new_buffer comes first"
+        assert buffer.bytes.data_ptr() == bucket.data.data_ptr(), "the bucket was not packed into new_buffer"
+        lent = buffer.lend(len(bucket.data), readers=len(self._left_s) * self._session.ranks_per_engine)
+        pickled = flattened_bucket(bucket, lent)
+        return {engine: self._event_loop.start(self._hand_over(engine, pickled)) for engine in self._left_s}
+
+    async def _hand_over(self, engine: int, pickled: bytes) -> Transfer:
+        began, failure = time.monotonic(), None
+        try:
+            await self._session.receive_shared(engine, pickled, self._bucket_deadline_s(engine))
+        except RetryableError as error:
+            failure = str(error)
+        return Transfer(seconds=time.monotonic() - began, failure=failure)
+
+    def _fail(self, engine: int, why: str) -> None:
+        self.failures[engine] = why
+        del self._left_s[engine]
 
 
 def flattened_bucket(bucket: Bucket, opener: Any) -> bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -12,33 +14,12 @@ from torch import Tensor
 
 from megatron_bridge.weight_sync.buckets import Bucket
 from megatron_bridge.weight_sync.process_groups import EngineGroup, connect
-from megatron_bridge.weight_sync.transport import BUCKET_DEADLINE_S, WeightTransport
+from megatron_bridge.weight_sync.transport import Transfer, WeightTransport
 from pipeline.data.membership import Member
-from pipeline.errors import DeadlineExceededError, RetryableError
+from pipeline.errors import RetryableError
 from pipeline.ports.weight_update import ProcessGroupSpec
 
 _POLL_S = 0.001
-
-
-@dataclass
-class Transfer:
-    """One bucket on its way to one engine: the broadcast, and the call in which the engine takes part in it."""
-
-    group: EngineGroup
-    call: Future[None]
-    ends: float
-    sent: bool = False
-
-    def done(self) -> bool:
-        """Whether the engine has loaded the bucket. Raises RetryableError; a failure of one half ends both."""
-        self.sent = self.sent or self.group.done()
-        if self.call.done():
-            self.call.result()
-            if self.sent:
-                return True
-        if time.monotonic() > self.ends:
-            raise DeadlineExceededError("it did not load a bucket in time; the engine hangs or is overloaded")
-        return False
 
 
 @dataclass(eq=False)
@@ -49,58 +30,49 @@ class ProcessGroupTransport(WeightTransport):
     _members: dict[int, Member] = field(init=False, default_factory=dict)
     """The engines that the groups are with."""
     _broken: list[EngineGroup] = field(init=False, default_factory=list)
+    _kept: deque[Tensor] = field(init=False, default_factory=deque)
+    """Buffers, the one that was given longest ago first."""
 
     @property
     def engines(self) -> tuple[int, ...]:
         """See WeightTransport."""
         return tuple(self._groups)
 
-    def open(self, engines: Sequence[Member], unreachable: Mapping[int, str]) -> None:
-        """Begin a publish: have a group with every engine but the unreachable ones. A group with an engine that has
-        left, moved or was started again is given up."""
-        self._broken = [group for group in self._broken if not group.idle]
-        members = {engine.index: engine for engine in engines if engine.index not in unreachable}
-        self._left_s = dict.fromkeys(members, self._deadline_s)
-        self.failures, self.sent_bytes = {}, 0
-        for engine in [engine for engine in self._groups if self._members[engine] != members.get(engine)]:
-            self._drop(engine)
-        self._members = members
-        wanted = list(members)
-        if wanted:
-            with ThreadPoolExecutor(len(wanted), "engine-group") as threads:
-                list(threads.map(self._have_group, wanted))
-
     def new_buffer(self, num_bytes: int) -> Tensor:
-        """New memory each time: a broadcast that was given up may still read what it was to send."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-
-    def send(self, bucket: Bucket) -> None:
-        """Broadcast to all engines that are left, at once; returns when each has loaded the bucket or failed."""
-        began = time.monotonic()
-        under_way = {engine: self._begin(engine, bucket, began) for engine in self._groups}
-        while under_way:
-            for engine, transfer in list(under_way.items()):
-                try:
-                    if not transfer.done():
-                        continue
-                    self._left_s[engine] -= time.monotonic() - began
-                    self.sent_bytes += bucket.data.nbytes
-                except RetryableError as error:
-                    transfer.call.cancel()
-                    self._fail(engine, error)
-                del under_way[engine]
-            time.sleep(_POLL_S)
+        """Two take turns: one is packed while the other is sent. On a GPU torch's allocator keeps memory, for training
+        too; elsewhere fresh memory would cost as much as the copy into it."""
+        if self._device.type == "cuda":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        kept = self._kept.popleft() if len(self._kept) == 2 else None
+        if kept is None or len(kept) < num_bytes:
+            kept = torch.empty(num_bytes, dtype=torch.uint8)
+        self._kept.append(kept)
+        return kept
 
     def close(self) -> None:
         """Leave all groups."""
         for engine in self.engines:
             self._drop(engine)
 
-    def _begin(self, engine: int, bucket: Bucket, began: float) -> Transfer:
-        group, deadline_s = self._groups[engine], min(BUCKET_DEADLINE_S, self._left_s[engine])
+    def _meet(self, engines: Sequence[Member]) -> None:
+        """Have a group with every engine. A group with one that has left, moved or was started again is given up."""
+        self._broken = [group for group in self._broken if not group.idle]
+        members = {engine.index: engine for engine in engines}
+        for engine in [engine for engine in self._groups if self._members[engine] != members.get(engine)]:
+            self._drop(engine)
+        self._members = members
+        if members:
+            with ThreadPoolExecutor(len(members), "engine-group") as threads:
+                list(threads.map(self._have_group, members))
+
+    def _begin(self, bucket: Bucket) -> dict[int, Future[Transfer]]:
+        return {engine: self._send_to(engine, group, bucket) for engine, group in self._groups.items()}
+
+    def _send_to(self, engine: int, group: EngineGroup, bucket: Bucket) -> Future[Transfer]:
+        deadline_s, began = self._bucket_deadline_s(engine), time.monotonic()
         call = self._event_loop.start(self._session.receive(engine, group.name, bucket.tensors, deadline_s))
-        group.broadcast(bucket.data, deadline_s)
-        return Transfer(group, call, began + deadline_s)
+        group.broadcast(bucket.data, deadline_s)  # in this thread: on a GPU after what its stream copies
+        return self._event_loop.start(watch(group, call, began, deadline_s))
 
     def _have_group(self, engine: int) -> None:
         try:
@@ -110,7 +82,7 @@ class ProcessGroupTransport(WeightTransport):
             if engine not in self._groups:
                 self._groups[engine] = self._connect(engine)
         except RetryableError as error:
-            self._fail(engine, error)
+            self._fail(engine, str(error))
 
     def _connect(self, engine: int) -> EngineGroup:
         def invite(group_spec: ProcessGroupSpec, deadline_s: float) -> Future[None]:
@@ -120,8 +92,9 @@ class ProcessGroupTransport(WeightTransport):
             self._session.url(engine), self._session.ranks_per_engine, self._device, invite, self._left_s[engine]
         )
 
-    def _fail(self, engine: int, error: RetryableError) -> None:
-        self.failures[engine] = str(error)
+    def _fail(self, engine: int, why: str) -> None:
+        self.failures[engine] = why
+        self._kept.clear()  # a broadcast that is given up may still read what it was to send
         self._drop(engine)
 
     def _drop(self, engine: int) -> None:
@@ -130,3 +103,24 @@ class ProcessGroupTransport(WeightTransport):
             group.abort()
             self._broken.append(group)
             self._event_loop.start(self._session.leave(engine, group.name))
+
+
+async def watch(group: EngineGroup, call: Future[None], began: float, deadline_s: float) -> Transfer:
+    """See a bucket to its end: the broadcast in `group`, and the call in which the engine takes part in it. A failure
+    of one half ends both. `began` is a time.monotonic()."""
+    failure, sent = None, began
+    try:
+        async with asyncio.timeout(deadline_s):
+            while not group.done():
+                if call.done():
+                    call.result()
+                await asyncio.sleep(_POLL_S)
+            sent = time.monotonic()
+            await asyncio.wrap_future(call)
+    except RetryableError as error:
+        failure = str(error)
+    except TimeoutError:
+        failure = "it did not load a bucket in time; the engine hangs or is overloaded"
+    finally:
+        call.cancel()
+    return Transfer(seconds=time.monotonic() - began, wire_s=sent - began, failure=failure)

@@ -138,10 +138,11 @@ class StreamedChannel:
         """Give the engines the learner's present weights under the name `version`. Collective.
 
         Returns score_s, gather_s, quantize_s and keep_s (host copies) of the slowest rank: the learner's own work;
-        lock_s, pause_s (rank 0), connect_s, digest_s and transfer_s (slowest rank; with the engines' loading), load_s
-        and what verifying took (slowest engine), engines_paused_s, publish_s (total), write_s (of the folder of the
-        publish before), transfer_bytes (all engines), engines_failed, and what ProbeScorer.score measures; {} but on
-        rank 0. Raises EngineUnavailableError on every rank when no engine serves the version.
+        lock_s, pause_s (rank 0), connect_s, digest_s and transfer_s (slowest rank; with the engines' loading), of it
+        wire_s (until process groups had sent, asking the engines included; 0 for ipc), load_s and what verifying took
+        (slowest engine), engines_paused_s, publish_s (total), write_s (of the folder of the publish before),
+        transfer_bytes (all engines), engines_failed, and what ProbeScorer.score measures; {} but on rank 0. Raises
+        EngineUnavailableError on every rank when no engine serves the version.
         """
         self._begin(version, learner_waits=True)
         return self.finish()
@@ -274,19 +275,22 @@ class StreamedChannel:
 
     def _send_all(self, publish: _Publish, unreachable: dict[int, str], hashing: Future[tuple[Digests, float]]) -> Any:
         """Send this stage's share to the engines of this rank."""
-        watch = Stopwatch(("connect_s", "transfer_s"))
+        watch, transport = Stopwatch(("connect_s",)), self._transport
         with watch.phase("connect_s"):
             mine = [engine for engine in self._engines if engine.index % self._senders == self._stage_rank]
-            self._transport.open(mine, unreachable)
-        if self._transport.engines:
-            for bucket in pack(self._snapshot, self._bucket_bytes, self._transport.new_buffer):
-                with watch.phase("transfer_s"):
-                    self._transport.send(bucket)
+            transport.open(mine, unreachable)
+        if transport.engines:
+            try:
+                for bucket in pack(self._snapshot, self._bucket_bytes, transport.new_buffer):
+                    transport.send(bucket)
+            finally:
+                transport.finish()
         digests, digest_s = hashing.result()
+        transfer = {"transfer_s": transport.transfer_s, "wire_s": transport.wire_s}
         return {
-            "failures": list(self._transport.failures.items()),
-            "seconds": publish.watch.seconds | watch.seconds | {"digest_s": digest_s},
-            "bytes": self._transport.sent_bytes,
+            "failures": list(transport.failures.items()),
+            "seconds": publish.watch.seconds | watch.seconds | transfer | {"digest_s": digest_s},
+            "bytes": transport.sent_bytes,
             "digests": digests,
         }
 

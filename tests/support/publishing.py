@@ -44,6 +44,7 @@ def publisher(
         transport.open(report.engines, report.failures)
         for bucket in pack(tensors.items(), BUCKET_BYTES, transport.new_buffer):
             transport.send(bucket)
+        transport.finish()
         event_loop.run(fleet.end_weight_update(1, folder, None, {**report.failures, **transport.failures}))
         return transport
 

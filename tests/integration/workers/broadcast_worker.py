@@ -171,6 +171,7 @@ class Rank:
                 channel._transport.new_buffer,
             ):
                 channel._transport.send(bucket)
+            channel._transport.finish()
             assert self.fleet._open is not None
             background.run(self.fleet._open.aclose())
             self.fleet._open = None

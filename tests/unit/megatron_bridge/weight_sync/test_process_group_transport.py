@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport, Transfer
+from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport, watch
 from megatron_bridge.weight_sync.process_groups import EngineGroup
-from pipeline.errors import DeadlineExceededError
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.support.publishing import Publish, publisher, same, weights
 
@@ -45,9 +47,86 @@ def test_a_broadcast_that_never_ends_is_given_up() -> None:
     group.broadcast(torch.zeros(1, dtype=torch.uint8), 1.0)
     call: Future[None] = Future()
     call.set_result(None)
-    assert not Transfer(group, call, time.monotonic() + 60).done()
-    with pytest.raises(DeadlineExceededError, match="did not load a bucket in time"):
-        Transfer(group, call, time.monotonic() - 1).done()
+    transfer = asyncio.run(watch(group, call, time.monotonic(), 0.05))
+    assert "did not load a bucket in time" in str(transfer.failure)
+    assert transfer.seconds >= 0.05
+
+
+def test_an_engine_that_never_answers_is_given_up_and_its_call_with_it() -> None:
+    work = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+    group = EngineGroup("group", SimpleNamespace(broadcast=lambda *_: work))
+    group.broadcast(torch.zeros(1, dtype=torch.uint8), 1.0)
+    call: Future[None] = Future()
+    transfer = asyncio.run(watch(group, call, time.monotonic(), 0.05))
+    assert "did not load a bucket in time" in str(transfer.failure)
+    assert transfer.wire_s < transfer.seconds, "the bytes had been sent"
+    assert call.cancelled()
+
+
+def buffers(publish: Publish) -> list[int]:
+    """Where the buffers lie that the transport keeps."""
+    transport = publish(weights(0))
+    assert isinstance(transport, ProcessGroupTransport)
+    return [buffer.data_ptr() for buffer in transport._kept]
+
+
+def test_two_buffers_take_turns_from_publish_to_publish(publish: Publish) -> None:
+    first = buffers(publish)
+    assert len(set(first)) == 2
+    assert set(buffers(publish)) == set(first)
+
+
+def test_a_buffer_of_a_broadcast_that_was_given_up_is_never_written_again(
+    engines: list[ReceivingDouble], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines[1].healthy_buckets, engines[1].bucket_fault = 1, "refuse"
+    given: list[torch.Tensor] = []  # held, so that no address comes again
+    lost: list[int] = []
+    fail, new_buffer = ProcessGroupTransport._fail, ProcessGroupTransport.new_buffer
+
+    def fail_and_note(transport: ProcessGroupTransport, engine: int, why: str) -> None:
+        lost.extend(buffer.data_ptr() for buffer in given)
+        fail(transport, engine, why)
+
+    def give_and_note(transport: ProcessGroupTransport, num_bytes: int) -> torch.Tensor:
+        given.append(new_buffer(transport, num_bytes))
+        assert given[-1].data_ptr() not in lost
+        return given[-1]
+
+    monkeypatch.setattr(ProcessGroupTransport, "_fail", fail_and_note)
+    monkeypatch.setattr(ProcessGroupTransport, "new_buffer", give_and_note)
+    with publisher(engines, tmp_path, ProcessGroupTransport, deadline_s=DEADLINE_S) as publish:
+        assert publish(weights(0)).failures.keys() == {1}
+    assert lost
+    assert same(engines[0].received, weights(0))
+
+
+def test_the_next_bucket_is_packed_while_one_is_under_way(
+    engines: list[ReceivingDouble], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether `send` has returned before the engines have loaded: they load when the next one is packed."""
+    packed, loading = Event(), Event()
+
+    def receive(engine: ReceivingDouble, request: Any) -> Any:
+        loading.set()
+        assert packed.wait(DEADLINE_S)
+        return received(engine, request)
+
+    def new_buffer(transport: ProcessGroupTransport, num_bytes: int) -> torch.Tensor:
+        if loading.is_set():
+            packed.set()
+        elif transport._under_way:
+            assert loading.wait(DEADLINE_S)
+            packed.set()
+        return given(transport, num_bytes)
+
+    received, given = ReceivingDouble._receive, ProcessGroupTransport.new_buffer
+    monkeypatch.setattr(ReceivingDouble, "_receive", receive)
+    monkeypatch.setattr(ProcessGroupTransport, "new_buffer", new_buffer)
+    with publisher(engines, tmp_path, ProcessGroupTransport, deadline_s=DEADLINE_S) as publish:
+        assert publish(weights(0)).failures == {}
+    assert packed.is_set()
+    assert all(same(engine.received, weights(0)) for engine in engines)
 
 
 def test_a_restarted_engine_gets_a_fresh_group(engines: list[ReceivingDouble], publish: Publish) -> None:

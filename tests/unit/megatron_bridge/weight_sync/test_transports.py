@@ -68,6 +68,15 @@ def test_an_engine_is_not_charged_for_waiting_on_another(engines: list[Receiving
     assert same(engines[1].received, weights(0))
 
 
+def test_the_wire_is_measured_apart_from_loading(engines: list[ReceivingDouble], publish: Publish) -> None:
+    """An engine loads for 0.1 s after each of six buckets has come."""
+    for engine in engines:
+        engine.bucket_s = 0.1
+    transport = publish(weights(0))
+    assert transport.transfer_s - transport.wire_s >= 0.6
+    assert (transport.wire_s > 0) == isinstance(transport, ProcessGroupTransport)
+
+
 def test_a_restarted_engine_takes_part_in_the_next_publish(engines: list[ReceivingDouble], publish: Publish) -> None:
     publish(weights(0))
     engines[0].restart()
