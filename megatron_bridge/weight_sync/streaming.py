@@ -1,14 +1,14 @@
 """The streamed weight channel: learner ranks send their own share of the weights straight into the engines.
 
-    every rank's learner thread   probe ─▶ (gather ─▶ quantize ─▶ HostSnapshot)*            ─▶ the next step is trained
-    every sender's delivery          └▶ connect ─▶ (bucket ─▶ transport)* ─┐
+    every rank's learner thread   (gather ─▶ quantize ─▶ HostSnapshot)* ─▶ probe            ─▶ the next step is trained
+    every sender's delivery       connect ─▶ (bucket ─▶ transport)* ───────┤
     rank 0's delivery             number, pause, begin ────────────────────┴▶ end, verify, continue ─▶ PUBLISHED
     first of a stage                                                                 FolderWriter ─▶ policy/000013
 
 Once a version is in the snapshots, the learner may train: nothing that a delivery does reads its parameters, and the
 deliveries of all ranks talk through a process group that no other thread uses while they are under way. A publish
 beside training pauses the engines only when the snapshots are complete and hashed. One that the learner waits for
-pauses them at once, and sends each bucket as soon as it is there.
+pauses them at once, and sends each bucket as soon as it is there; the probe is scored while the last ones travel.
 
 A pipeline stage streams only what it holds; the stages stream at the same time. Every rank of a stage has the gathered
 tensors, so the engines are divided among its first ranks, as many as there were engines at the last publish; the others
@@ -68,15 +68,14 @@ Digests = tuple[Mapping[str, str], ...]
 
 @dataclass
 class _Publish:
-    """One version on its way. The learner's thread fills it in before the snapshot is complete."""
+    """One version on its way."""
 
     version: int
     folder: Path
     quant: QuantMap | None
     learner_waits: bool
-    probe: Probe | None = None
-    terms: Mapping[str, float] = field(default_factory=dict)
-    """What ProbeScorer.score measured."""
+    scored: Future[tuple[Probe, dict[str, float]]] = field(default_factory=Future)
+    """What ProbeScorer.score returned."""
     watch: Stopwatch = field(default_factory=lambda: Stopwatch(("score_s", "gather_s", "quantize_s", "keep_s")))
     """Of the learner's thread."""
     paused_at: float = 0.0
@@ -178,15 +177,23 @@ class StreamedChannel:
             self._delivery = in_background(lambda: self._deliver(publish), "delivery")
         failure: Exception | None = RuntimeError(f"version {version} was not taken from the learner; see its log")
         try:
-            with publish.watch.phase("score_s"):
-                plan = self._plan
-                publish.probe, publish.terms = self._probe.score(plan.rows, plan.max_mean_gap_nats, self._quant)
             with spans.span("publish", "take", version=version):
                 failure = self._take(publish.watch)
         finally:
             self._snapshot.end(failure)
+        self._score(publish)
         if not learner_waits:
             self._delivery = in_background(lambda: self._deliver(publish), "delivery")
+
+    def _score(self, publish: _Publish) -> None:
+        """After the weights were taken: engines need them first, and the probe at the end."""
+        try:
+            with publish.watch.phase("score_s"):
+                scored = self._probe.score(self._plan.rows, self._plan.max_mean_gap_nats, publish.quant)
+        except BaseException:
+            publish.scored.set_exception(RuntimeError(f"version {publish.version} was not scored; see the log"))
+            raise
+        publish.scored.set_result(scored)
 
     def _take(self, watch: Stopwatch) -> Exception | None:
         """Fill the snapshot; what failed. Every rank of the stage exhausts the gathers, whatever happens."""
@@ -226,7 +233,8 @@ class StreamedChannel:
                     joined_digests(report["digests"] for report in reports),
                     self._plan.formats(publish.quant),
                 )
-                check = WeightCheck(version=publish.version, probe=publish.probe, digests=digests, formats=formats)
+                probe, terms = publish.scored.result()
+                check = WeightCheck(version=publish.version, probe=probe, digests=digests, formats=formats)
                 closed = self._rank_sync.all_gather_result(lambda: self._close(check, publish, failures))[0]
             except Exception as error:
                 self._abandon(publish, error)
@@ -236,7 +244,7 @@ class StreamedChannel:
             return {}
         slowest = {name: max(report["seconds"][name] for report in reports) for name in reports[0]["seconds"]}
         return {
-            **publish.terms,
+            **terms,
             **opened["measured"],
             **slowest,
             **closed["measured"],
@@ -286,6 +294,7 @@ class StreamedChannel:
             finally:
                 transport.finish()
         digests, digest_s = hashing.result()
+        publish.scored.result()
         transfer = {"transfer_s": transport.transfer_s, "wire_s": transport.wire_s}
         return {
             "failures": list(transport.failures.items()),
