@@ -11,6 +11,20 @@ from torch import Tensor
 from megatron_bridge.hf.tensor_specs import spec_of
 from pipeline.ports.weight_update import TensorSpec
 
+PIECES = 8
+"""What is packed first and what is loaded last has nothing beside it: at most an eighth each."""
+SMALLEST_BYTES = 16 << 20
+"""Chosen, not measured. Each bucket costs an engine one call. But glibc in the engines hands out a buffer
+of up to 32 MiB again, and takes a larger one from the system each time, page by page."""
+
+
+def bucket_size(share_bytes: int, largest_bytes: int) -> int:
+    """In how large buckets `share_bytes` are sent, so that gathering, packing, sending and loading go on side by side;
+    0 bytes are not known."""
+    if not share_bytes:
+        return largest_bytes
+    return min(largest_bytes, max(SMALLEST_BYTES, share_bytes // PIECES))
+
 
 @dataclass(frozen=True)
 class Bucket:

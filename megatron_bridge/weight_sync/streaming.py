@@ -38,7 +38,7 @@ from megatron.core import parallel_state
 from megatron_bridge.hf.writer import complete_policy
 from megatron_bridge.parallel.rank_sync import RankSync
 from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_manifests
-from megatron_bridge.weight_sync.buckets import pack
+from megatron_bridge.weight_sync.buckets import bucket_size, pack
 from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
 from megatron_bridge.weight_sync.export import joined_digests, prune
@@ -107,6 +107,8 @@ class StreamedChannel:
         self._probe = ProbeScorer(learner)
         self._keep = keep
         self._bucket_bytes = bucket_bytes
+        self._share_bytes = 0
+        """Of the last version, as this rank sent it."""
         self._folder_deadline_s = deadline_s
         self._rank_sync = RankSync(2 * deadline_s + CONTROL_S)
         self._event_loop = EventLoopThread("weight-update")
@@ -289,8 +291,11 @@ class StreamedChannel:
             transport.open(mine, unreachable)
         if transport.engines:
             try:
-                for bucket in pack(self._snapshot, self._bucket_bytes, transport.new_buffer):
+                largest, sent = bucket_size(self._share_bytes, self._bucket_bytes), 0
+                for bucket in pack(self._snapshot, largest, transport.new_buffer):
                     transport.send(bucket)
+                    sent += bucket.data.nbytes
+                self._share_bytes = sent
             finally:
                 transport.finish()
         digests, digest_s = hashing.result()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_bridge.weight_sync.buckets import Bucket, pack
+from megatron_bridge.weight_sync.buckets import Bucket, bucket_size, pack
 
 new_buffer = partial(torch.empty, dtype=torch.uint8)
 DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float32)
@@ -47,6 +48,19 @@ def test_every_tensor_arrives_once_in_buckets_that_hold_what_they_may(
     for name, tensor in sent.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name].float(), tensor.float())
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("share", "largest", "expected"),
+    [(0, 256, 256), (101, 256, 16), (400, 256, 50), (16_384, 256, 256), (101, 1, 1), (7, 256, 16)],
+)
+def test_a_share_goes_in_eight_buckets_that_are_neither_too_small_nor_too_large(
+    share: int, largest: int, expected: int
+) -> None:
+    assert bucket_size(share * MIB, largest * MIB) == expected * MIB
 
 
 def test_tensors_fill_a_bucket_before_the_next_begins() -> None:
