@@ -353,8 +353,8 @@ MUTATIONS = (
     Mutation(
         "an engine that broke gets the next bucket too",
         "megatron_bridge/weight_sync/ipc_transport.py",
-        "                self.failures[engine] = str(error)\n                del self._left_s[engine]\n",
-        "                self.failures[engine] = str(error)\n",
+        "        self.failures[engine] = why\n        del self._left_s[engine]\n",
+        "        self.failures[engine] = why\n",
         (f"{UNIT}/megatron_bridge/weight_sync/test_transports.py",),
     ),
     Mutation(

@@ -1,4 +1,10 @@
-"""Buckets by broadcast, through process groups with the engines: kept between publishes, replaced when they break."""
+"""Buckets by broadcast, through process groups with the engines: kept between publishes, replaced when they break.
+
+    caller        pack n+1 into the other buffer ─▶ wait for n ─▶ begin n+1
+    event loop    the engine's call for bucket n ∥ until the broadcast of n has ended ─▶ Transfer
+
+An engine takes part in no broadcast while it loads, so one at a time is under way in a group.
+"""
 
 from __future__ import annotations
 

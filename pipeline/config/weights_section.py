@@ -19,7 +19,7 @@ class WeightsSection(Section):
         "is written behind the engines' back, for those that restart.",
     )
     bucket_mib: PositiveInt = Field(
-        256, description="broadcast, ipc: tensors sent together, at most; a rank needs as much memory."
+        256, description="broadcast, ipc: tensors sent together, at most; a rank needs twice as much memory."
     )
     whole_every: PositiveInt = Field(
         16, description="delta: each so many versions one is written whole, too: engines that start begin with it."

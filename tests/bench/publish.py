@@ -6,6 +6,9 @@ the engine's checksums and the probe. The first round is left out. Numbers are m
 
     publish_s      the whole publish: probe scored, weights out, loaded by the engine, verified, published
     transfer_s         broadcast, ipc: in which the engine receives and loads
+    wire           broadcast: of transfer_s, the process group alone: wire_s without asking the engine (ask_s: as
+                       many buckets of next to nothing)
+    loading        broadcast: of transfer_s, what is not wire; ipc: all of it
     settle_s       broadcast, ipc: after publish_s, until the policy folder behind it is complete
     bytes          of the weights in the policy folder, as they travel
     outside        broadcast, ipc: what is left of publish_s without transfer_s
@@ -92,7 +95,10 @@ def case(measured: dict[str, float], copy_s: float) -> dict[str, Any]:
         timers=timers,
     )
     if "transfer_s" in timers:
+        wire_s = timers["wire_s"] - timers.get("ask_s", 0.0)
         result["transfer_over_loopback"] = timers["transfer_s"] / copy_s
+        result["wire_over_loopback"] = wire_s / copy_s
+        result["loading_over_loopback"] = (timers["transfer_s"] - wire_s) / copy_s
         result["outside_over_loopback"] = (publish_s - timers["transfer_s"]) / copy_s
     beside_s = timers["beside_publish_s"]
     result |= dict(paused_share=timers["beside_paused_s"] / beside_s, held_share=timers["beside_held_s"] / beside_s)

@@ -13,6 +13,8 @@ import torch
 from launch.run.learn import build_channel, build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.weight_sync.buckets import pack
+from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.child_process import die_with_parent
 from pipeline.data.run_directory import RunDirectory
 from pipeline.ports.weight_update import WeightChannel
@@ -40,6 +42,8 @@ def measure(run: RunDirectory, rounds: int) -> None:
                 found[name][-1] |= publish_beside(learner, channel, version)
             payload = bytearray(int(found["broadcast"][-1]["bytes"]))
             found["loopback"].append(dict(bytes=float(len(payload)), copy_s=loopback.copy(payload)))
+    asked_s = asking(channels["broadcast"], learner.model_config.hidden_size, rounds)
+    found["broadcast"] = [one | dict(ask_s=seconds) for one, seconds in zip(found["broadcast"], asked_s, strict=True)]
     for channel in channels.values():
         channel.close()
     (run.path / "bench.json").write_text(json.dumps(found))
@@ -62,6 +66,25 @@ def publish_beside(learner: MegatronLearner, channel: WeightChannel, version: in
     channel.wait_for_folder()
     paused, total = measured["engines_paused_s"], measured["publish_s"]
     return dict(beside_held_s=held, beside_paused_s=paused, beside_publish_s=total)
+
+
+def asking(channel: WeightChannel, hidden: int, rounds: int) -> list[float]:
+    """Seconds until the process group has sent as many buckets as the last publish had, of one norm each: what asking
+    the engine takes. It is quarantined afterwards, without weights."""
+    assert isinstance(channel, StreamedChannel)
+    event_loop, session, transport = channel._event_loop, channel._session, channel._transport
+    num_buckets, found, norm = transport.num_buckets, [], torch.ones(hidden, dtype=torch.bfloat16)
+    report = event_loop.run(session.begin_weight_update())
+    for _ in range(rounds):
+        transport.open(report.engines, report.failures)
+        for _ in range(num_buckets):
+            for bucket in pack([("model.norm.weight", norm)], norm.nbytes, transport.new_buffer):
+                transport.send(bucket)
+        transport.finish()
+        found.append(transport.wire_s)
+    spoilt = {engine.index: "it was given norms alone" for engine in report.engines}
+    event_loop.run(session.end_weight_update(0, Path(), None, spoilt))
+    return found
 
 
 def change_weights(learner: MegatronLearner) -> None:
