@@ -101,9 +101,11 @@ class SimulatedChannel:
         run: RunDirectory,
         learner: HashLearner,
         updates: Updates,
+        asked: Callable[[int], None],
         announced: Callable[[int], None],
     ) -> None:
-        self._announced = announced
+        """`asked` and `announced` are told a version before engines are given it, and when it is published."""
+        self._asked, self._announced = asked, announced
         self._room, self._run, self._learner, self._updates = room, run, learner, updates
         self._owner = room.world.me()
         self._delivery: Process | None = None
@@ -119,6 +121,7 @@ class SimulatedChannel:
     def begin(self, version: int) -> None:
         world = self._room.world
         world.point("publish", str(version))
+        self._asked(version)
         self.wait_for_folder()
         weights = self._learner.weights
         if not world.plan.streamed:

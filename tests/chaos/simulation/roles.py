@@ -261,10 +261,15 @@ def _learn(setting: Setting, process: Process, epoch: Epoch) -> int:
     learner = HashLearner(setting.world)
     promises = setting.promises
 
+    def asked(version: int) -> None:
+        if version < promises.announced:
+            run.fence()  # one that was overtaken ends here
+            setting.world.problem(f"engines are given version {version} after {promises.announced}")
+
     def announced(version: int) -> None:
         promises.announced = max(promises.announced, version)
 
-    channel = SimulatedChannel(setting.room, run, learner, Updates(run.updates, epoch), announced)
+    channel = SimulatedChannel(setting.room, run, learner, Updates(run.updates, epoch), asked, announced)
     trainer(setting, run, run, learner, channel, epoch.name, lambda: process.stop_requested).train()
     channel.close()
     run.set_finished("learner")
