@@ -39,17 +39,17 @@ class ExportChannel:
         self._learner, self._folder, self._wanted = learner, folder, wanted
 
     def publish(self, version: int) -> dict[str, float]:
+        """See `begin`."""
+        self.begin(version)
+        return self.finish()
+
+    def begin(self, version: int) -> None:
         """Write the version if it is wanted. Raises AllExportedError after the last."""
         if version in self._wanted:
             self._learner.export(self._folder / numbered(version))
             self._wanted.discard(version)
         if not self._wanted:
             raise AllExportedError
-        return {"publish_s": 0.0} if self._learner.is_rank_zero else {}
-
-    def begin(self, version: int) -> None:
-        """The same."""
-        self.publish(version)
 
     def finish(self) -> dict[str, float]:
         """`begin` has done everything."""
