@@ -241,6 +241,15 @@ def in_short() -> Plan:
     return Plan("in-short", "async", "disk", LAYOUTS[0], faults)
 
 
+def shares() -> Plan:
+    """Each of two data-parallel ranks, which read and hold their own samples alone."""
+    faults = (
+        Fault("00-rank-1-at-after-consumed", "after:consumed", ("rank-1",)),
+        Fault("01-rank-0-at-half-checkpoint", "half:checkpoint", ("rank-0",)),
+    )
+    return Plan("shares", "async", "broadcast", "data_parallel", faults)
+
+
 def _word(text: str) -> str:
     return text.replace(":", "-").replace("*", "-all")
 

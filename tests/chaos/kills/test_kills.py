@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.kills.plan import CHANNELS, POINTS, PROCESSES, SCHEDULES, counted, deltas, in_short, matrix, plans
+from tests.chaos.kills.plan import (
+    CHANNELS,
+    POINTS,
+    PROCESSES,
+    SCHEDULES,
+    counted,
+    deltas,
+    in_short,
+    matrix,
+    plans,
+    shares,
+)
 from tests.chaos.kills.zygote import ask
 from tests.support.runs import make_model
 
@@ -33,6 +44,17 @@ def test_a_delta_may_be_cut_short_anywhere(tmp_path: Path) -> None:
     found = ask(deltas(), tmp_path / "case", make_model(tmp_path / "model"))
     assert found["verdict"] == "ok", "\n".join([found["verdict"], *found["details"].get("log", [])])
     assert found["details"]["kills"] == 10
+
+
+@pytest.mark.slow
+@pytest.mark.loop
+@pytest.mark.timeout(600)
+def test_ranks_that_hold_shares_may_die(tmp_path: Path) -> None:
+    """Two data-parallel ranks, by broadcast to engines that serve meanwhile; the verdict replays the run."""
+    plan = shares()
+    found = ask(plan, tmp_path / "case", make_model(tmp_path / "model"))
+    assert found["verdict"] == "ok", "\n".join([found["verdict"], *found["details"].get("log", [])])
+    assert found["details"]["kills"] == len(plan.faults)
 
 
 def test_the_matrix_is_covered() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.kills.driver import ROOT, Drive, become_reaper
-from tests.chaos.kills.plan import Plan, in_short, plans
+from tests.chaos.kills.plan import Plan, in_short, plans, shares
 
 CASE_S = 3600.0
 """Longest time of one case."""
@@ -62,7 +62,7 @@ def main() -> None:
 
     die_with_parent()
     forks.preload()
-    known = {plan.id: plan for plan in (*plans(), in_short())}
+    known = {plan.id: plan for plan in (*plans(), in_short(), shares())}
     while line := orders.readline():
         order = json.loads(line)
         folder = Path(order["folder"])
