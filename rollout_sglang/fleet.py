@@ -126,8 +126,8 @@ class Fleet:
     async def load(self, version: int, directory: Path, check: WeightCheck | None = None) -> dict[str, float]:
         """Give `version` to every engine and verify it, by `check` or else by the one in `directory`.
 
-        Returns the slowest engine's prepare_s, pause_s, load_s, checksum_s, probe_s, and lock_s; with a probe, the
-        largest probe_gap_nats; and engines_checked, how many engines could show checksums. Engines that fail twice are
+        Returns the slowest engine's prepare_s, stage_s, pause_s, load_s, checksum_s, probe_s, and lock_s; with a probe,
+        the largest probe_gap_nats; and engines_checked, how many could show checksums. Engines that fail twice are
         quarantined. Raises EngineUnavailableError when none serves `version`.
         """
         watch = Stopwatch()

@@ -7,8 +7,9 @@
 
 Once a version is in the snapshots, the learner may train: nothing that a delivery does reads its parameters, and the
 deliveries of all ranks talk through a process group that no other thread uses while they are under way. A publish
-beside training pauses the engines only when the snapshots are complete and hashed. One that the learner waits for
-pauses them at once, and sends each bucket as soon as it is there; the probe is scored while the last ones travel.
+beside training begins only when the snapshots are complete and hashed, and pauses engines that can load beside serving
+only at its end. One that the learner waits for pauses them at once, and sends each bucket as soon as it is there; the
+probe is scored while the last ones travel.
 
 A pipeline stage streams only what it holds; the stages stream at the same time. Every rank of a stage has the gathered
 tensors, so the engines are divided among its first ranks, as many as there were engines at the last publish; the others
@@ -78,7 +79,8 @@ class _Publish:
     """What ProbeScorer.score returned."""
     watch: Stopwatch = field(default_factory=lambda: Stopwatch(("score_s", "gather_s", "quantize_s", "keep_s")))
     """Of the learner's thread."""
-    paused_at: float = 0.0
+    paused_at: float | None = None
+    """By time.monotonic; None when every engine serves until it was sent all."""
 
 
 class StreamedChannel:
@@ -141,9 +143,9 @@ class StreamedChannel:
         Returns score_s, gather_s, quantize_s and keep_s (host copies) of the slowest rank: the learner's own work;
         lock_s, pause_s (rank 0), connect_s, digest_s and transfer_s (slowest rank; with the engines' loading), of it
         wire_s (until process groups had sent, asking the engines included; 0 for ipc), load_s and what verifying took
-        (slowest engine), engines_paused_s, publish_s (total), write_s (of the folder of the publish before),
-        transfer_bytes (all engines), engines_failed, and what ProbeScorer.score measures; {} but on rank 0. Raises
-        EngineUnavailableError on every rank when no engine serves the version.
+        (slowest engine; stage_s and pause_s where it served until then), engines_paused_s, publish_s (total), write_s
+        (of the folder of the publish before), transfer_bytes (all engines), engines_failed, and what ProbeScorer.score
+        measures; {} but on rank 0. Raises EngineUnavailableError on every rank when no engine serves the version.
         """
         self._begin(version, learner_waits=True)
         return self.finish()
@@ -226,7 +228,7 @@ class StreamedChannel:
             opened = self._rank_sync.all_gather_result(lambda: self._open(publish))[0]
             self._engines = [Member(**engine) for engine in opened["engines"]]
             if self._rank_sync.rank:
-                self._session.attend(opened["number"], self._engines)
+                self._session.attend(opened["number"], self._engines, opened["staging"])
             try:
                 unreachable = dict(opened["failures"])
                 reports = self._rank_sync.all_gather_result(lambda: self._send_all(publish, unreachable, hashing))
@@ -273,14 +275,16 @@ class StreamedChannel:
     def _open(self, publish: _Publish) -> Any:
         if self._rank_sync.rank:
             return None
-        report = self._event_loop.run(self._session.begin_weight_update())
-        publish.paused_at = time.monotonic() - report.measured.get("pause_s", 0.0)
+        report = self._event_loop.run(self._session.begin_weight_update(serving=not publish.learner_waits))
+        if len(report.staging) < len(report.engines) - len(report.failures):
+            publish.paused_at = time.monotonic() - report.measured.get("pause_s", 0.0)
         return {
             "failures": list(report.failures.items()),
             "measured": dict(report.measured),
             "temporary": temporary_name(publish.folder).name,
             "number": report.number,
             "engines": [asdict(engine) for engine in report.engines],
+            "staging": list(report.staging),
         }
 
     def _send_all(self, publish: _Publish, unreachable: dict[int, str], hashing: Future[tuple[Digests, float]]) -> Any:
@@ -323,7 +327,9 @@ class StreamedChannel:
             )
         self._run.set_published(version)
         measured = dict(report.measured)
-        paused_s = sent_at - publish.paused_at + measured.get("load_s", 0.0) + measured.get("checksum_s", 0.0)
+        paused_s = sum(measured.get(name, 0.0) for name in ("pause_s", "load_s", "checksum_s"))
+        if publish.paused_at is not None:
+            paused_s += sent_at - publish.paused_at
         return {"measured": measured | {"engines_paused_s": paused_s}, "failed": len(report.failures)}
 
     def _write_folder(self, publish: _Publish, check: WeightCheck, temporary: Path) -> None:

@@ -84,6 +84,8 @@ class WeightUpdateReport:
     """Of the update: every sender gives it with each call, and an engine refuses what was overtaken."""
     engines: Sequence[Member] = ()
     """Those that the update is for, as they were when it began."""
+    staging: Sequence[int] = ()
+    """Those of them that serve on, and take the weights when the update ends."""
 
 
 class WeightUpdateSession(Protocol):
@@ -105,13 +107,14 @@ class WeightUpdateSession(Protocol):
         """Whether this process has begun an update and not ended it."""
         ...
 
-    async def begin_weight_update(self) -> WeightUpdateReport:
+    async def begin_weight_update(self, *, serving: bool = False) -> WeightUpdateReport:
         """Take the next number, pause every engine and make it ready for new weights. From now on an engine claims no
-        version, until it is verified that it holds what it was sent."""
+        version, until it is verified that it holds what it was sent. With `serving`, engines that can are not paused
+        before the end of the update, and keep their version until then; the report names them."""
         ...
 
-    def attend(self, number: int, engines: Sequence[Member]) -> None:
-        """Send as part of the update that another process has begun."""
+    def attend(self, number: int, engines: Sequence[Member], staging: Sequence[int] = ()) -> None:
+        """Send as part of the update that another process has begun, in which some engines are `staging`."""
         ...
 
     async def join(self, engine: int, group_spec: ProcessGroupSpec, deadline_s: float) -> None:

@@ -34,13 +34,14 @@ def prepare() -> None:
     install_stubs()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from rollout_sglang.cpu import attention, dense_decode, fp8, routed_experts
+    from rollout_sglang.cpu import attention, dense_decode, fp8, routed_experts, staging
 
     register_hooks()
     fp8.register_hooks()
     attention.register_hooks()
     dense_decode.register_hooks()
     routed_experts.register_hooks()
+    staging.register_hooks()
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
 
 

@@ -1,20 +1,22 @@
 """What an engine loads: the folder that is published, or its own host's replica of it.
 
 An engine that announces replicas (pipeline.data.membership) has its next one made while it serves, so it is not paused
-before the folder is there.
+before the folder is there. An engine that can stage weights (rollout_sglang.weights.staging) has loaded and hashed them
+by then, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from pipeline.data.deltas.chain import is_whole, read_link
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import numbered
-from pipeline.errors import EngineVersionError
+from pipeline.errors import EngineUnavailableError, EngineVersionError
 from pipeline.stopwatch import Stopwatch
 from rollout_sglang.engine_pool import EnginePool, PooledEngine
 from rollout_sglang.target import Target
@@ -26,7 +28,8 @@ _POLL_S = 0.05
 async def prepared(
     pool: EnginePool, engine: PooledEngine, target: Target, deadline_s: float
 ) -> tuple[Target, dict[str, float]]:
-    """The target as the engine loads it, once that is there; and prepare_s, how long it was waited for.
+    """The target as the engine loads it, once that is there and staged, where the engine can; and prepare_s and
+    stage_s, how long that was waited for.
 
     Raises EngineVersionError when the engine's replica cannot be made, is beyond the target, or does not come in time,
     and as Target.of_map does.
@@ -43,6 +46,10 @@ async def prepared(
             "it by `evenkeel role engine`, or publish by another channel (weights.channel)"
         )
     watch.lap("prepare_s")
+    if engine.quarantined is None:  # else it serves nobody, and may be paused
+        with suppress(EngineUnavailableError, EngineVersionError):  # loading it, paused, says what is wrong
+            await engine.client.stage(own.directory, deadline_s=deadline_s)
+    watch.lap("stage_s")
     return own, watch.seconds
 
 

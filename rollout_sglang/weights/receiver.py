@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -14,6 +15,7 @@ from pipeline.ports.weight_update import ProcessGroupSpec, TensorSpec
 from rollout_sglang.protocol import INVALIDATED, UNVERIFIED, Updated
 from rollout_sglang.server.sglang_compat import DialectOf
 from rollout_sglang.transport import Lost, Transport
+from rollout_sglang.weights.staging import Stage
 
 T = TypeVar("T")
 
@@ -39,14 +41,30 @@ class Receiver:
         self._transport = Transport(url, api_key)
         self._transport.update = update
         self._dialect = DialectOf(self._transport, control_deadline_s)
+        self._stage = Stage(self._transport, control_deadline_s)
+        self._staging = False
 
-    def take_part(self, update: int) -> None:
-        """From now on, calls belong to another weight update (rollout_sglang.weights.update_lease)."""
-        self._transport.update = update
+    def take_part(self, update: int, *, staging: bool = False) -> None:
+        """From now on, calls belong to another weight update (rollout_sglang.weights.update_lease); `staging` says
+        whether another sender has had the engine `stage`."""
+        self._transport.update, self._staging = update, staging
 
     async def while_alive(self, call: Coroutine[Any, Any, T]) -> T:
         """See Transport.while_alive; `lost` is this receiver's."""
         return await self._transport.while_alive(call, self.lost)
+
+    async def stage(self) -> bool:
+        """Have the engine take its next weights while it serves, with the version that it has. False where it cannot;
+        then it is paused, and `begin` comes next."""
+        try:
+            self._staging = await self._stage.begin()
+        except EngineVersionError:
+            self._staging = False
+        return self._staging
+
+    async def finish_stage(self, folder: Path, deadline_s: float) -> None:
+        """All tensors came: returns when they are loaded and hashed, as the weights of a folder that there will be."""
+        await self._stage.finish(folder, deadline_s)
 
     async def begin(self) -> None:
         """Make a paused engine's weights loadable and take its version away. Requests under way keep waiting."""
@@ -81,6 +99,8 @@ class Receiver:
         A server without sessions would end at that call if it had no such group. It is told to leave the group instead,
         and joins it again.
         """
+        if self._staging:
+            return await self._stage.is_member(group)
         if not (await self._dialect()).sessions:
             await self._ask("/destroy_weights_update_group", {"group_name": group})
             return False
@@ -92,6 +112,9 @@ class Receiver:
 
     async def receive(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
         """Take part in one broadcast of the flattened tensors, load them, and drop what other weights have cached."""
+        if self._staging:
+            await self._stage.receive(group, tensors, deadline_s)
+            return
         # The cache is flushed with every bucket, because no sender knows which is the engine's last. That costs less
         # than one call of /flush_cache, which also gives memory back to the system.
         request = _update(group, tensors) | {"load_format": "flattened_bucket", "flush_cache": True}
@@ -100,8 +123,12 @@ class Receiver:
     async def receive_shared(self, bucket: bytes, ranks: int, deadline_s: float) -> None:
         """Open a bucket in the memory of another process of the machine (one copy of the pickle for each rank), load
         its tensors, and drop what was cached with other weights."""
+        text = base64.b64encode(bucket).decode()
+        if self._staging:
+            await self._stage.receive_shared(text, deadline_s)
+            return
         request = {
-            "serialized_named_tensors": [base64.b64encode(bucket).decode()] * ranks,
+            "serialized_named_tensors": [text] * ranks,
             "load_format": "flattened_bucket",
             "flush_cache": True,
         }
@@ -115,7 +142,7 @@ class Receiver:
 
     async def give_up(self) -> None:
         """Not all tensors came: close the session only."""
-        if (await self._dialect()).sessions:
+        if not self._staging and (await self._dialect()).sessions:
             await self._ask("/end_weight_update", {})
 
     async def close(self) -> None:

@@ -7,9 +7,13 @@
     end_weight_update     engines that took everything: end, flush, `unverified-13` → verify → admit; the others:
                           quarantine; then record the version and end the update
 
-From `begin_weight_update` until it is verified, an engine claims no version. When a sender dies in between, the engines
-get no requests until they are given weights again: by a resync from the last published folder, or by the next publish.
-An engine that joins meanwhile is none of this update's: the collector gives it the version afterwards.
+An engine that can stage weights (rollout_sglang.weights.staging) is not paused at the beginning of an update beside
+training. It serves the version that it has until it was sent everything; then it is paused for as long as the staged
+weights take the place of the others, and their checksums are compared. A sender that dies before that changes nothing.
+
+From `begin_weight_update` until it is verified, any other engine claims no version. When a sender dies in between, it
+gets no requests until it is given weights again: by a resync from the last published folder, or by the next publish. An
+engine that joins meanwhile is none of this update's: the collector gives it the version afterwards.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ class FleetUpdateSession(Fleet):
         self._open: AsyncExitStack | None = None
         self._update: Update | None = None
         self._engines: list[PooledEngine] = []
+        self._staging: set[int] = set()
+        """Of the engines of the update, those that take it while they serve."""
 
     @property
     def is_open(self) -> bool:
@@ -62,7 +68,7 @@ class FleetUpdateSession(Fleet):
         """See WeightUpdateSession."""
         return self._receivers[engine].url
 
-    async def begin_weight_update(self) -> WeightUpdateReport:
+    async def begin_weight_update(self, *, serving: bool = False) -> WeightUpdateReport:
         """Measured: lock_s, pause_s. Raises DeadlineExceededError when another process goes on for too long."""
         assert self._open is None, "the last update was not ended"
         watch = Stopwatch()
@@ -74,7 +80,9 @@ class FleetUpdateSession(Fleet):
             self.attend(self._update.number, [engine.member for engine in self._engines])
             for engine in self._engines:
                 engine.client.take_part(self._update.number)
-            results = await all_of(self._outcome(engine, self._ready) for engine in answering)
+            self._staging = set()
+            ready = partial(self._ready, serving=serving)
+            results = await all_of(self._outcome(engine, ready) for engine in answering)
             watch.lap("pause_s")
             self._open = stack.pop_all()
         return WeightUpdateReport(
@@ -82,9 +90,10 @@ class FleetUpdateSession(Fleet):
             measured=watch.seconds,
             number=self._update.number,
             engines=[engine.member for engine in self._engines],
+            staging=sorted(self._staging),
         )
 
-    def attend(self, number: int, engines: Sequence[Member]) -> None:
+    def attend(self, number: int, engines: Sequence[Member], staging: Sequence[int] = ()) -> None:
         """See WeightUpdateSession."""
         known, self._receivers = self._receivers, {}
         for member in engines:
@@ -92,7 +101,7 @@ class FleetUpdateSession(Fleet):
             if receiver is None or receiver.url != member.url:
                 deadline_s, lost = self._control_deadline_s, partial(self._pool.lost, member)
                 receiver = Receiver(member.url, self._api_key, control_deadline_s=deadline_s, lost=lost)
-            receiver.take_part(number)
+            receiver.take_part(number, staging=member.index in staging)
             self._receivers[member.index] = receiver
 
     async def join(self, engine: int, group_spec: ProcessGroupSpec, deadline_s: float) -> None:
@@ -162,14 +171,26 @@ class FleetUpdateSession(Fleet):
         await super().close()
         await asyncio.gather(*(receiver.close() for receiver in self._receivers.values()))
 
-    async def _ready(self, engine: PooledEngine) -> None:
+    async def _ready(self, engine: PooledEngine, *, serving: bool) -> None:
+        serves = serving and engine.quarantined is None
+        if serves and await self._while_alive(engine, self._receivers[engine.index].stage()):
+            self._staging.add(engine.index)
+            return
         with spans.span(f"engine {engine.index}/weights", "pause"):
             await self._while_alive(engine, engine.client.pause())
             await self._while_alive(engine, self._receivers[engine.index].begin())
 
     async def _verify_and_admit(self, engine: PooledEngine, target: Target) -> dict[str, float]:
         watch = Stopwatch(lane=f"engine {engine.index}/weights", version=target.version)
-        ending = self._receivers[engine.index].end(target.version, self._load_deadline_s)
+        receiver, deadline_s = self._receivers[engine.index], self._load_deadline_s
+        if engine.index in self._staging:
+            await self._while_alive(engine, receiver.finish_stage(target.directory, deadline_s))
+            watch.lap("stage_s")
+            await self._while_alive(engine, engine.client.pause())
+            watch.lap("pause_s")
+            ending = engine.client.update_from_disk(target.version, target.directory, deadline_s=deadline_s)
+        else:
+            ending = receiver.end(target.version, deadline_s)
         await self._while_alive(engine, ending)
         watch.lap("load_s")
         seconds = watch.seconds | await self._while_alive(engine, self._verify(engine, target))

@@ -225,6 +225,8 @@ class EngineDouble(_Double):
                 self._changed.notify_all()
             return 200, {"success": True, "message": "Weight version updated", "new_version": self.version}
         if path == "/weights_checker" and self.shows_checksums:
+            if request["action"].startswith("stage "):
+                return 400, {"success": False, "message": "Unsupported action"}
             return 200, {"success": True, "message": "Success.", "ranks": [self._checksums()]}
         return 404, {"detail": "Not Found"}
 

@@ -100,18 +100,26 @@ class Sender:
         self.fleet = FleetUpdateSession(membership, **settings(lock.parent, stale_s=STALE_S), ranks_per_engine=1)
         self.transport = IpcTransport(self.fleet, background, torch.device("cpu"), DEADLINE_S)
 
-    def send(self, tensors: Iterator[tuple[str, Tensor]], before: Callable[[Bucket, int], None] | None = None) -> None:
-        """Open, and send all; `before` sees each bucket and its place."""
-        opened = self.background.run(self.fleet.begin_weight_update())
+    def send(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        before: Callable[[Bucket, int], None] | None = None,
+        *,
+        serving: bool = False,
+    ) -> None:
+        """Open, and send all; `before` sees each bucket and its place. The engines are `serving` meanwhile, or not."""
+        opened = self.background.run(self.fleet.begin_weight_update(serving=serving))
+        assert opened.staging == ([0] if serving else [])
         self.transport.open(opened.engines, opened.failures)
         for place, bucket in enumerate(pack(tensors, BUCKET_BYTES, self.transport.new_buffer)):
             if before is not None:
                 before(bucket, place)
             self.transport.send(bucket)
+        self.transport.finish()
 
     def verify(self, version: int, digests: ExpectedChecksums | None) -> WeightUpdateReport:
         check = None if digests is None else WeightCheck(version=version, digests=digests.digests())
-        closing = self.fleet.end_weight_update(version, Path("/nowhere"), check, self.transport.failures)
+        closing = self.fleet.end_weight_update(version, Path(f"/nowhere/{version}"), check, self.transport.failures)
         return self.background.run(closing)
 
     def publish(self, engine: Engine, version: int) -> WeightUpdateReport:
@@ -164,7 +172,33 @@ def test_every_bit_arrives_while_requests_are_under_way(engines: dict[str, Engin
         assert sender.transport.sent_bytes == sum(tensor.nbytes for _, tensor in engine.policy(2))
 
 
-def test_a_flipped_bit_is_never_served(engines: dict[str, Engine]) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_engine_serves_its_version_until_it_has_all_of_the_next(engines: dict[str, Engine], precision: str) -> None:
+    engine = engines[precision]
+    sampling = Sampling(max_new_tokens=8, temperature=1.0)
+    with sender_to([engine.url], engine.lock) as sender:
+        assert sender.publish(engine, 1).failures == {}
+        sampled = list[tuple[int, ...]]()
+
+        def sample(_: Bucket, place: int) -> None:
+            if place == 2:
+                answered = sender.background.run(sender.fleet.generate([5, 6, 7], 1, sampling))
+                sampled.extend(one.distinct_versions for one in answered)
+
+        digests = ExpectedChecksums(dtype=torch.bfloat16, num_kv_heads=2)
+        sender.send(digests.watch(engine.policy(2)), sample, serving=True)
+        assert sampled == [(1,)], "half of version 2 was there when it was asked"
+        assert sender.background.run(sender.fleet.versions()) == {engine.url: 1}
+        report = sender.verify(2, digests)
+        assert report.failures == {}
+        assert report.measured["engines_checked"] == 1
+        answered = sender.background.run(sender.fleet.generate([5, 6, 7], 1, sampling))
+        assert [one.distinct_versions for one in answered] == [(2,)]
+        assert sender.publish(engine, 3).failures == {}, "paused from the beginning, it takes weights as before"
+
+
+@pytest.mark.parametrize("serving", [False, True])
+def test_a_flipped_bit_is_never_served(engines: dict[str, Engine], serving: bool) -> None:
     engine = engines["fp8_block"]
 
     def flip(bucket: Bucket, place: int) -> None:
@@ -172,8 +206,9 @@ def test_a_flipped_bit_is_never_served(engines: dict[str, Engine]) -> None:
             bucket.data[8] ^= 1
 
     with sender_to([engine.url], engine.lock) as sender:
+        assert sender.publish(engine, 4).failures == {}
         digests = ExpectedChecksums(dtype=torch.bfloat16, num_kv_heads=2)
-        sender.send(digests.watch(engine.policy(3)), flip)
+        sender.send(digests.watch(engine.policy(3)), flip, serving=serving)
         assert sender.transport.failures == {}
         assert sender.verify(3, digests).failures.keys() == {0}
         assert sender.publish(engine, 4).failures == {}

@@ -173,6 +173,7 @@ def test_load_feeds_all_and_reports_the_slowest(tmp_path: Path, engines: list[En
     seconds, versions = with_fleet(tmp_path, engines, act)
     assert seconds.keys() == {
         "prepare_s",
+        "stage_s",
         "pause_s",
         "load_s",
         "checksum_s",

@@ -59,7 +59,7 @@ class Host:
         membership = Membership(self.run.membership().folder)
         pool = EnginePool(membership, None, 1.0, None)
         [member] = membership.engines()
-        engine: Any = Mock(spec=PooledEngine, member=member, index=0, url=member.url)
+        engine: Any = Mock(spec=PooledEngine, member=member, index=0, url=member.url, quarantined="it begins so")
         target = Target(version, self.run.policy_directory(version), None)
         return asyncio.run(prepared(pool, engine, target, deadline_s))[0].directory
 
