@@ -14,8 +14,9 @@ from pipeline.ports.weight_update import TensorSpec
 PIECES = 8
 """What is packed first and what is loaded last has nothing beside it: at most an eighth each."""
 SMALLEST_BYTES = 16 << 20
-"""Chosen, not measured. Each bucket costs an engine one call. But glibc in the engines hands out a buffer
-of up to 32 MiB again, and takes a larger one from the system each time, page by page."""
+"""Each bucket costs an engine one call, but eight were faster than one (docs/speed.md). The least size is chosen, not
+measured: glibc in the engines hands out a buffer of up to 32 MiB again, and takes a larger one from the system each
+time, page by page."""
 
 
 def bucket_size(share_bytes: int, largest_bytes: int) -> int:
