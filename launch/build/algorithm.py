@@ -18,4 +18,5 @@ def build_advantage_computer(recipe: Recipe) -> AdvantageComputer:
         section=recipe.advantage,
         estimator=recipe.advantage.estimator(),
         max_new_tokens=recipe.rollout.max_new_tokens,
+        overlong=recipe.reward.overlong,
     )

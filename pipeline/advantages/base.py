@@ -45,6 +45,12 @@ class Advantage(Settings, ABC):
         "not run through the learner, but counted in every denominator and batch statistic; the gradient is that of "
         "keep. exclude: no part of the loss, its denominators and the batch statistics (ScaleRL's effective batch).",
     )
+    truncated: Literal["keep", "exclude"] = Field(
+        "keep",
+        description="Responses that were cut at rollout.max_new_tokens. keep: trained on like the others. exclude: not "
+        "run through the learner, no part of the loss and its denominators (DAPO's overlong filtering); their rewards "
+        "count in their groups.",
+    )
 
     moving_parts: ClassVar[tuple[str, ...]] = ()
     """What of the formula changes during a run, by the names that a report gives it."""

@@ -1,10 +1,14 @@
 """From a batch to the advantages of its samples, and from those to what each token of an optimizer step is weighed by.
 
-    rewards ──estimator──▶ advantages of samples ──normalized over the batch──▶ aggregation over the tokens of a step
+    rewards ──length penalty──▶ estimator ──▶ advantages of samples ──normalized over the batch──▶ aggregation over the
+                                                                                                    tokens of a step
 
 A sample whose verifier failed has no reward: it is no member of its group, and a group without any other is no part of
-the step. Groups of equal rewards have no advantage, hence no policy gradient. What becomes of them is the
-recipe's choice, `advantage.zero_variance`:
+the step. A truncated one may be left out of the loss (`advantage.truncated`: DAPO's overlong filtering); its reward
+counts in its group all the same.
+
+Groups of equal rewards have no advantage, hence no policy gradient. What becomes of them is the recipe's choice,
+`advantage.zero_variance`:
 
     keep      they are trained on like the others
     skip      they (and whatever other group has no advantage) are not run through the model, but count in every
@@ -23,6 +27,7 @@ from numpy.typing import NDArray
 from pipeline.advantages.aggregation import batch_normalized, token_advantages
 from pipeline.advantages.base import Advantage, AdvantageEstimator
 from pipeline.advantages.groups import Grouped
+from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.data.records import Batch
 
 
@@ -36,7 +41,9 @@ class SampleAdvantages:
     """[samples] True where the sample is part of an optimizer step, its denominators and statistics; whole groups, at
     least one."""
     through_model: NDArray[np.bool_]
-    """[samples] True where the sample is run through the model if it is in the loss; whole groups."""
+    """[samples] True where the sample is run through the model if it is in the loss."""
+    filtered: NDArray[np.bool_]
+    """[samples] True where nothing is learned from the sample, although it has a reward: it was truncated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,25 +53,51 @@ class AdvantageComputer:
     section: Advantage
     estimator: AdvantageEstimator
     max_new_tokens: int
+    overlong: OverlongPenalty | None = None
+    """What long responses lose; None: nothing."""
 
     def compute_advantages(self, batch: Batch) -> SampleAdvantages:
         """Advantages of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""
         judged = self._judged(batch)
+        filtered = self._filtered(batch, judged)
         values, deviation = np.zeros(batch.num_samples), np.zeros(batch.num_samples)
-        reward, group = batch.reward[judged], batch.group[judged]
+        reward, group = self._rewards(batch)[judged], batch.group[judged]
         values[judged] = self.estimator.advantages(reward, group)
         deviation[judged] = Grouped.of(reward, group).deviation
+        learned = judged & ~filtered
+        if not learned.any():  # a batch of truncated samples alone makes its step all the same, without any advantage
+            values[:], filtered = 0.0, np.zeros_like(filtered)
         everything = np.ones(batch.num_samples, np.bool_)
         groups = Grouped.of(values, batch.group)
-        contrasted, known = groups.any_member(deviation != 0.0), groups.any_member(judged)
+        contrasted, known = groups.any_member(deviation != 0.0), groups.any_member(learned)
         # A batch without any advantage still makes its step, by momentum and weight decay alone: versions count steps.
-        wanted = contrasted if self.section.zero_variance == "exclude" and contrasted.any() else known
-        in_loss = wanted if wanted.any() else everything
+        wanted = contrasted & known if self.section.zero_variance == "exclude" else known
+        in_loss = next(chosen for chosen in (wanted, known, everything) if chosen.any())
+        weighed = groups.any_member(values != 0.0) if self.section.zero_variance == "skip" else everything
         return SampleAdvantages(
             values=batch_normalized(values, in_loss & judged) if self.section.batch_normalized else values,
             in_loss=in_loss,
-            through_model=groups.any_member(values != 0.0) if self.section.zero_variance == "skip" else everything,
+            through_model=weighed & ~filtered,
+            filtered=filtered,
         )
+
+    def overlong_penalty(self, batch: Batch) -> NDArray[np.float32]:
+        """[samples] what the length of each response adds to its reward, 0 or less; 0 where it has no reward."""
+        if self.overlong is None:
+            return np.zeros(batch.num_samples, np.float32)
+        penalty = self.overlong.of(batch.response_lengths, max_new_tokens=self.max_new_tokens)
+        return np.where(batch.judged, penalty, np.float32(0.0))
+
+    def measured(self, batch: Batch) -> dict[str, float]:
+        """Of the batch: the mean penalty for length, where there is one."""
+        return {} if self.overlong is None else {"overlong_penalty": float(self.overlong_penalty(batch).mean())}
+
+    def _rewards(self, batch: Batch) -> NDArray[np.float32]:
+        return batch.reward if self.overlong is None else batch.reward + self.overlong_penalty(batch)
+
+    def _filtered(self, batch: Batch, judged: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[samples] those with a reward of which nothing is learned."""
+        return batch.truncated & judged if self.section.truncated == "exclude" else np.zeros_like(judged)
 
     def _judged(self, batch: Batch) -> NDArray[np.bool_]:
         """[samples] those with a reward, of groups that have as many of them as the formula needs. A group of fewer

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from pipeline.advantages.base import Advantage
+from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.config.choice import Choice
 from precision.corrections.base import Correction
 from precision.objectives.base import Objective
@@ -55,6 +56,15 @@ def check_wiring(objective: Objective, correction: Correction, advantage: Advant
                     f"advantage.{key} is {value}, but objective {objective.name} has a term without advantage that is "
                     f"a mean over all tokens; set advantage.{key}={usual}"
                 )
+
+
+def check_overlong(overlong: OverlongPenalty | None, longest: int) -> None:
+    """Raises ValueError where a penalty for length begins before the first of `longest` tokens."""
+    if overlong is not None and overlong.buffer_tokens > longest:
+        raise ValueError(
+            f"reward.overlong.buffer_tokens {overlong.buffer_tokens} exceeds rollout.max_new_tokens {longest}: every "
+            f"response would be punished; lower it, DAPO has a fifth ({max(1, longest // 5)})"
+        )
 
 
 def check_sampler(objective: Objective, correction: Correction, *, top_p: float, top_k: int) -> None:

@@ -25,10 +25,12 @@ from pydantic import (
 
 from pipeline.advantages.base import Advantage
 from pipeline.advantages.methods.grpo import GRPO
+from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.config.algorithm import (
     AdvantageSection,
     CorrectionSection,
     ObjectiveSection,
+    check_overlong,
     check_sampler,
     check_wiring,
     with_paper_aggregation,
@@ -74,6 +76,9 @@ class RewardSection(Section):
     memory_mib: PositiveInt = Field(2048, description="Memory that one verifier, and all it starts, may use.")
     max_failed_share: Probability = Field(
         0.1, description="The run ends when more of the last 256 samples have no reward, since their verifier failed."
+    )
+    overlong: OverlongPenalty | None = Field(
+        None, description="What responses lose that come near rollout.max_new_tokens (DAPO); default: nothing."
     )
 
 
@@ -331,6 +336,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _choices_go_together(self) -> Self:
         check_wiring(self.objective, self.correction, self.advantage)
+        check_overlong(self.reward.overlong, self.rollout.max_new_tokens)
         check_emulation(self.learner.fp8_emulation, self.learner.precision, self.rollout.precision)
         if not self.rollout.asks_for_kept_sets:
             check_sampler(self.objective, self.correction, top_p=self.rollout.top_p, top_k=self.rollout.top_k)

@@ -115,7 +115,7 @@ class Trainer:
             self._skip(step)
             return
         update = self._update(batch, watch)
-        measured = describe(batch, step)
+        measured = describe(batch, step) | self.advantage_computer.measured(batch)
         self.advantage_computer.estimator.observe(solve_rate=asked_solve_rate(batch), entropy=update.metrics["entropy"])
         with watch.phase("publish"):
             self._finish()

@@ -10,7 +10,7 @@ effective sample size of a step) is that of its mini-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ class MiniBatch:
     """What one optimizer step takes."""
 
     batch: Batch
-    """Its samples alone."""
+    """Its samples alone. Tokens of samples that are left out of the loss count as not sampled."""
     advantages: NDArray[np.float32]
     """[responses of the mini-batch]"""
     trained: NDArray[np.bool_] | None
@@ -54,6 +54,8 @@ def mini_batches(computer: AdvantageComputer, batch: Batch, count: int) -> list[
     """
     computed = computer.compute_advantages(batch)
     parts = []
+    kept = batch.loss_mask & ~np.repeat(computed.filtered, batch.response_lengths)
+    batch = replace(batch, loss_mask=kept) if computed.filtered.any() else batch
     for samples in split_groups(batch.group, computed.in_loss, count):
         part = batch if samples.all() else batch.select(samples)
         through_model = computed.through_model[samples]

@@ -70,7 +70,9 @@ def trainer(run: RunDirectory, recorder: Recorder, channel: Any) -> Trainer:
         batches=unused,
         learner=recorder,  # type: ignore[arg-type]
         schedule=Schedule(kind="sync", steps=4),
-        advantage_computer=SimpleNamespace(estimator=SimpleNamespace(state=dict)),  # type: ignore[arg-type]
+        advantage_computer=SimpleNamespace(  # type: ignore[arg-type]
+            estimator=SimpleNamespace(state=dict), measured=lambda batch: {}
+        ),
         scores_step=False,
         reads_step_logprobs=False,
         updates_per_batch=1,
