@@ -36,6 +36,7 @@ from pipeline.config.algorithm import (
     with_paper_aggregation,
 )
 from pipeline.config.formats import check_emulation
+from pipeline.config.interruption_section import InterruptionSection
 from pipeline.config.schedule_sections import ScheduleSection, StagedSchedule, SyncSchedule
 from pipeline.config.section import Probability, Section
 from pipeline.config.task_sections import PromptsSection, TaskSection
@@ -88,25 +89,6 @@ MOST_KEPT = 3072
 """Largest top_k with kept sets. SGLang names at most 4096 tokens and ends a request that keeps more; tokens exactly as
 likely as the last one are kept too, however many they are."""
 LearnerPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block", "fp8_delayed"]
-
-
-class InterruptionSection(Section):
-    """ScaleRL: a response that is still going on at a random length is cut and told to give its answer."""
-
-    from_tokens: PositiveInt = Field(description="Fewest tokens after which a response is cut; the number is random.")
-    to_tokens: PositiveInt = Field(description="Most tokens after which a response is cut.")
-    phrase: str = Field(
-        "Okay, time is up. Let me stop thinking and formulate an answer now. </think>",
-        min_length=1,
-        description="Text that is appended to a response that was cut. Its tokens are not trained on.",
-    )
-    answer_tokens: PositiveInt = Field(description="Most tokens of the answer that follows the phrase.")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.from_tokens > self.to_tokens:
-            raise ValueError(f"from_tokens {self.from_tokens} is above to_tokens {self.to_tokens}; lower it")
-        return self
 
 
 class RolloutSection(Section):
