@@ -1,16 +1,17 @@
 """`evenkeel sft`: supervised fine-tuning with the same learner, under torchrun like training.
 
 parent   freezes the recipe, starts the ranks, shows progress
-ranks    demonstrations of the task ──▶ Batch ──▶ learner.update(Supervised) ──▶ checkpoints ──▶ HF folder
+ranks    demonstrations of the task, or the user's own rows ──▶ Batch ──▶ learner.update(Supervised) ──▶ checkpoints
+                                                                                                  at the end: HF folder
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,17 +31,87 @@ from pipeline.data.files import write_atomically
 from pipeline.data.given_batch import Response, given_batch
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.run_directory import RunDirectory
+from pipeline.demonstrations.rows import Demonstration, Demonstrations, Form, read_demonstrations
 from pipeline.errors import RecipeError, RunConflictError
 from pipeline.tasks import Task, build_task
+from pipeline.tasks.digest import digest_of_data
+from pipeline.tasks.order import PromptOrder
 from pipeline.tasks.tokenizer import Tokenizer
 from pipeline.trainer.checkpoints import Checkpoints
+from precision.settings import Settings
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
 
 CHECKPOINT_EVERY = 100
 SFT_SOURCE = "sft"
+SOURCE_FILE = "sft.json"
 SFT_METRICS = ("loss", "entropy", "grad_norm", "lr", "num_tokens", "padding_share")
 
 
-def run_sft(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float, warmup_steps: int) -> dict[str, Any]:
+class Source(Settings):
+    """What a run is trained on beside its recipe; kept in the run directory, so that a resumed run has the same."""
+
+    batch_size: int
+    data: Path | None = None
+    """Rows of the user's own; None: the task's demonstrations."""
+    sha256: str | None = None
+    held_out: Path | float | None = None
+    """A file of rows, or the share of those of `data`."""
+    held_out_sha256: str | None = None
+
+    @staticmethod
+    def of(batch_size: int, data: Path | None, held_out: str | None) -> Source:
+        """Raises RecipeError for what cannot be read or does not go together."""
+        if data is None:
+            if held_out is not None:
+                raise RecipeError("--held-out needs --data: a task's demonstrations are made, not read")
+            return Source(batch_size=batch_size)
+        other = None if held_out is None else _held_out(held_out)
+        return Source(
+            batch_size=batch_size,
+            data=data.absolute(),
+            sha256=digest_of_data(data),
+            held_out=other,
+            held_out_sha256=digest_of_data(other) if isinstance(other, Path) else None,
+        )
+
+    def freeze(self, run: RunDirectory) -> None:
+        """Raises RunConflictError for a run that was begun with another one."""
+        path = run.path / SOURCE_FILE
+        if not path.exists():
+            write_atomically(path, self.model_dump_json() + "\n")
+            return
+        begun = Source.model_validate_json(path.read_text()).model_dump()
+        now = self.model_dump()
+        changed = [f"{key} {begun[key]}, got {now[key]}" for key in now if begun[key] != now[key]]
+        if changed:
+            raise RunConflictError(
+                f"{run.path} was begun with {'; '.join(changed)}; repeat the command as it was, or remove the folder"
+            )
+
+
+def _held_out(given: str) -> Path | float:
+    try:
+        share = float(given)
+    except ValueError:
+        return Path(given).absolute()
+    if not 0.0 < share < 1.0:
+        raise RecipeError(f"--held-out is {given}, expected a share between 0 and 1, such as 0.05, or a file")
+    return share
+
+
+def run_sft(
+    recipe: Recipe,
+    out: Path,
+    *,
+    steps: int,
+    batch_size: int,
+    lr: float,
+    warmup_steps: int,
+    data: Path | None = None,
+    held_out: str | None = None,
+) -> dict[str, Any]:
     """Train on demonstrations and export an HF folder. The same command resumes an interrupted run."""
     if out.exists():
         raise RecipeError(f"--out {out} exists already; remove it or name another folder")
@@ -57,37 +128,64 @@ def run_sft(recipe: Recipe, out: Path, *, steps: int, batch_size: int, lr: float
             ),
         )
     )
-    demonstrations_of(build_task(recipe.task, recipe.run.seed), 0, 1)
+    source = Source.of(batch_size, data, held_out)
+    _look_at(recipe, source)
     run = RunDirectory(recipe.directory)
     check_room(recipe)
     started = time.time()
     with claimed(run), saved_said(run, steps):
         run.freeze(recipe)
-        _freeze_batch_size(run, batch_size)
-        _supervise(run, recipe, out, batch_size)
-    last = read_metrics(run.path)[-1]
-    return dict(model=str(out), steps=steps, loss=last["loss"], wall_s=round(time.time() - started, 1))
+        source.freeze(run)
+        _supervise(run, recipe, out)
+    metrics = read_metrics(run.path)
+    found = dict(model=str(out), steps=steps, loss=metrics[-1]["loss"], wall_s=round(time.time() - started, 1))
+    losses = [line["held_out_loss"] for line in metrics if "held_out_loss" in line]
+    return found | (dict(held_out_loss=losses[-1], held_out_loss_before=losses[0]) if losses else {})
 
 
-def _freeze_batch_size(run: RunDirectory, batch_size: int) -> None:
-    """The one setting that is not in the recipe; a run that was begun with another one is not resumed."""
-    path = run.path / "batch_size"
-    if not path.exists():
-        write_atomically(path, f"{batch_size}\n")
-    elif (begun := int(path.read_text())) != batch_size:
-        raise RunConflictError(
-            f"{run.path} was begun with --batch-size {begun}, got {batch_size}; repeat that number or remove the folder"
-        )
+def _look_at(recipe: Recipe, source: Source) -> None:
+    """Say what the data is. Raises RecipeError for data that cannot be used, before anything is started."""
+    if source.data is None:
+        demonstrations_of(build_task(recipe.task, recipe.run.seed), 0, 1)
+        return
+    training, held_out = read_source(recipe, source, build_tokenizer(recipe))
+    held = "" if held_out is None else f", {len(held_out.rows)} held out"
+    for sentence in (
+        *training.notes,
+        *(() if held_out is None or isinstance(source.held_out, float) else held_out.notes),
+        f"{len(training.rows)} rows to train on{held}; the first, with what is learned between » and «:",
+        training.first,
+    ):
+        print(sentence, file=sys.stderr)
 
 
-def _supervise(run: RunDirectory, recipe: Recipe, out: Path, batch_size: int) -> None:
-    command = torchrun(recipe.learner.num_processes, "launch.run.sft", str(run.path), str(out), str(batch_size))
+def read_source(recipe: Recipe, source: Source, tokenizer: Tokenizer) -> tuple[Demonstrations, Demonstrations | None]:
+    """Rows to train on, and those held out."""
+    assert source.data is not None
+    task, longest = recipe.task, recipe.rollout.context_tokens
+    form = Form(
+        tokenizer=tokenizer,
+        chat_template=bool(getattr(task, "chat_template", False)),
+        system_prompt=getattr(task, "system_prompt", None),
+    )
+    training = read_demonstrations(source.data, form, longest=longest)
+    if isinstance(source.held_out, float):
+        return training.split(source.held_out)
+    if source.held_out is None:
+        return training, None
+    return training, read_demonstrations(source.held_out, form, longest=longest)
+
+
+def _supervise(run: RunDirectory, recipe: Recipe, out: Path) -> None:
+    command = torchrun(recipe.learner.num_processes, "launch.run.sft", str(run.path), str(out))
     with counted("sft", recipe.run.steps) as show:
 
         def watch() -> None:
             metrics = read_metrics(run.path)
             if metrics:
-                show(len(metrics), f"loss {metrics[-1]['loss']:.3f}")
+                losses = [line["held_out_loss"] for line in metrics if "held_out_loss" in line]
+                held = f", held out {losses[-1]:.3f}" if losses else ""
+                show(len(metrics), f"loss {metrics[-1]['loss']:.3f}{held}")
 
         run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=watch)
 
@@ -112,15 +210,35 @@ def supervised_batch(
     return given_batch(step, groups, contract)
 
 
-def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
+def batch_of(step: int, rows: Sequence[Demonstration], contract: LogprobContract) -> Batch:
+    """Rows of the user's own as a Batch; what others say inside a conversation counts as not sampled."""
+    groups = [
+        (row.prompt, [Response(row.response, (0.0,) * len(row.response), reward=1.0, learned=row.learned)])
+        for row in rows
+    ]
+    return given_batch(step, groups, contract)
+
+
+def held_out_loss(learner: MegatronLearner, rows: Sequence[Demonstration], batch: int, made: LogprobContract) -> float:
+    """Mean of -log pi, in nats, over the learned tokens of `rows`, scored `batch` rows at a time. Collective."""
+    total, tokens = 0.0, 0
+    for first in range(0, len(rows), batch):
+        part = batch_of(0, rows[first : first + batch], made)
+        total -= float(learner.logprobs(part)[part.loss_mask].sum(dtype=np.float64))
+        tokens += part.num_sampled_tokens
+    return total / tokens
+
+
+def learn_demonstrations(run: RunDirectory, out: Path) -> None:
     """Body of one rank."""
     from megatron_bridge.learner import MegatronLearner
     from precision.supervised import Supervised
 
     recipe = run.recipe()
+    source = Source.model_validate_json((run.path / SOURCE_FILE).read_text())
     tokenizer = build_tokenizer(recipe)
     contract = build_contract(recipe, tokenizer)
-    task = build_task(recipe.task, recipe.run.seed)
+    make, held_out = _batches(recipe, source, tokenizer, contract)
     learner = MegatronLearner.create(
         recipe.model.path,
         recipe.learner,
@@ -136,18 +254,40 @@ def learn_demonstrations(run: RunDirectory, out: Path, batch_size: int) -> None:
     )
     first, _ = checkpoints.restore(learner)
     for step in range(first, recipe.run.steps):
-        pairs = demonstrations_of(task, step * batch_size, batch_size)
-        batch = supervised_batch(step, pairs, tokenizer, contract)
+        batch = make(step)
+        measured: dict[str, float] = {}
+        if held_out and step % CHECKPOINT_EVERY == 0:
+            measured["held_out_loss"] = held_out_loss(learner, held_out, source.batch_size, contract)
         metrics = learner.update(batch, np.ones(batch.num_samples, np.float32), None).metrics
+        if held_out and step + 1 == recipe.run.steps:
+            measured["held_out_loss"] = held_out_loss(learner, held_out, source.batch_size, contract)
         if learner.is_rank_zero:
-            event_log.metrics(step, **{name: metrics[name] for name in SFT_METRICS})
+            event_log.metrics(step, **{name: metrics[name] for name in SFT_METRICS}, **measured)
         if (step + 1) % CHECKPOINT_EVERY == 0:
             checkpoints.save(learner, step + 1, {})
     learner.export(out)
+
+
+def _batches(
+    recipe: Recipe, source: Source, tokenizer: Tokenizer, contract: LogprobContract
+) -> tuple[Callable[[int], Batch], Sequence[Demonstration]]:
+    """The batch of each step, and the rows held out. Rows come in a seeded order, each once an epoch."""
+    size = source.batch_size
+    if source.data is None:
+        task = build_task(recipe.task, recipe.run.seed)
+        return lambda step: supervised_batch(step, demonstrations_of(task, step * size, size), tokenizer, contract), ()
+    training, held_out = read_source(recipe, source, tokenizer)
+    order = PromptOrder(len(training.rows), recipe.run.seed)
+
+    def made(step: int) -> Batch:
+        chosen = [training.rows[order.problem(number)] for number in range(step * size, (step + 1) * size)]
+        return batch_of(step, chosen, contract)
+
+    return made, () if held_out is None else held_out.rows
 
 
 if __name__ == "__main__":
     die_with_parent()
     see_own_classes()
     directory = RunDirectory(Path(sys.argv[1]))
-    run_child(directory, "sft", lambda: learn_demonstrations(directory, Path(sys.argv[2]), int(sys.argv[3])))
+    run_child(directory, "sft", lambda: learn_demonstrations(directory, Path(sys.argv[2])))

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 
 
@@ -16,6 +18,8 @@ class Response(NamedTuple):
     logprobs: Sequence[float]
     """Natural log, one for each token; it stands where the engine's would."""
     reward: float
+    learned: Sequence[bool] | None = None
+    """One for each token: False where nothing is learned from it. Default: all are."""
 
 
 def given_batch(
@@ -28,11 +32,13 @@ def given_batch(
     built = [
         Group(
             prompt=Prompt(group=number, text="", answer="", tokens=tuple(prompt)),
-            samples=tuple(
-                Sample(completion=Completion.given(one.tokens, one.logprobs, index), reward=one.reward)
-                for one in responses
-            ),
+            samples=tuple(Sample(completion=_completion(one, index), reward=one.reward) for one in responses),
         )
         for number, (prompt, responses) in enumerate(groups)
     ]
     return Batch.from_groups(index, built, contract=contract, dropped=(), next_group=len(built), recipe_sha256="")
+
+
+def _completion(one: Response, index: int) -> Completion:
+    made = Completion.given(one.tokens, one.logprobs, index)
+    return made if one.learned is None else replace(made, loss_mask=np.array(one.learned, np.bool_))

@@ -42,10 +42,15 @@ def check_digest(section: DataTask) -> None:
 
 
 def digest(section: DataTask) -> str:
-    """Of a file's bytes, as sha256sum gives it; of several files, training before held out, that of their digests.
-    Raises RecipeError for what cannot be read."""
+    """Of all data of the section, training before held out. Raises RecipeError for what cannot be read."""
+    return digest_of_data(*_paths(section))
+
+
+def digest_of_data(*paths: Path) -> str:
+    """Of a file's bytes, as sha256sum gives it; of several files that of their digests. Raises RecipeError for what
+    cannot be read."""
     digests: list[bytes] = []
-    for path in _paths(section):
+    for path in paths:
         with refusing_unreadable(path):
             digests += map(_of_file, data_files(path))
     return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()

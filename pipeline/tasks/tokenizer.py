@@ -87,14 +87,20 @@ class Tokenizer:
         """Text of the ids; special tokens (such as end-of-sequence) are left out unless `special`."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
 
-    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """`messages`, each {"role": …, "content": …}, through the chat template, ready for the model's answer.
+    @property
+    def eos_token(self) -> str:
+        """Text of the end-of-sequence token."""
+        return str(self._backend.id_to_token(self.eos_token_id) or "")
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], *, to_answer: bool = True) -> str:
+        """`messages`, each {"role": …, "content": …}, through the chat template; `to_answer`: ready for the model's
+        answer.
 
         Raises ModelError when the folder has no chat template or the template fails.
         """
         tokens = {f"{name}_token": _content(self._config.get(f"{name}_token")) for name in ("bos", "eos", "pad")}
         try:
-            return self._compiled.render(messages=list(messages), add_generation_prompt=True, **tokens)
+            return self._compiled.render(messages=list(messages), add_generation_prompt=to_answer, **tokens)
         except ModelError:
             raise
         except Exception as error:

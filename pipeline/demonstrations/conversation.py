@@ -1,0 +1,76 @@
+"""Which text of a conversation, as the chat template writes it, the model itself says.
+
+A template writes a conversation as one text. What it writes before an answer is what it writes for the messages before
+it, ready for an answer: exactly what an engine reads when it is to answer. From there to the end of the answer the
+model speaks, with the mark that ends its turn. The end is found by the answer's own text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from pipeline.errors import RecipeError
+
+Piece = tuple[str, bool]
+"""Text, and whether the model says it."""
+
+
+class Template(Protocol):
+    """A chat template at work: pipeline.tasks.tokenizer.Tokenizer."""
+
+    @property
+    def eos_token(self) -> str:
+        """Text of the end-of-sequence token."""
+        ...
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]], *, to_answer: bool = True) -> str:
+        """The messages as the model reads them."""
+        ...
+
+
+def pieces_of(messages: Sequence[Mapping[str, Any]], template: Template, where: str) -> list[Piece]:
+    """The conversation, whose last message is an answer, in pieces that add up to the template's text. What it writes
+    after the last answer is left out. Raises RecipeError, with `where`, for an answer that the template changes."""
+    whole = template.conversation(messages, to_answer=False)
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    starts = [_start(whole, messages[:number], template, where) for number in answers]
+    ends = [
+        _end(whole, start, (*starts[1:], len(whole))[place], str(messages[number]["content"]), where, number)
+        for place, (start, number) in enumerate(zip(starts, answers, strict=True))
+    ]
+    closing = _closing(whole[ends[-1] :], template.eos_token)
+    pieces: list[Piece] = []
+    at = 0
+    for start, end in zip(starts, ends, strict=True):
+        stop = end + len(closing) if whole.startswith(closing, end) else end
+        pieces += [(whole[at:start], False), (whole[start:stop], True)]
+        at = stop
+    return pieces
+
+
+def _start(whole: str, before: Sequence[Mapping[str, Any]], template: Template, where: str) -> int:
+    asked = template.conversation(before)
+    if not whole.startswith(asked):
+        raise RecipeError(
+            f"{where}: the chat template writes the first {len(before)} messages otherwise when more follow, so that "
+            "an answer would be learned after a text that no engine reads; end the row with that answer"
+        )
+    return len(asked)
+
+
+def _end(whole: str, start: int, before: int, answer: str, where: str, number: int) -> int:
+    """Where the answer ends that begins at `start` or, where the template puts something first, a little later."""
+    found = whole.find(answer.strip(), start, before)
+    if found < 0:
+        raise RecipeError(
+            f"{where}: the chat template does not write message {number + 1} as it stands (templates leave out the "
+            "thoughts of earlier answers); end the row with that answer, or remove its thoughts"
+        )
+    return found + len(answer.strip())
+
+
+def _closing(tail: str, eos_token: str) -> str:
+    """What ends a turn: up to the end-of-sequence token, or all but white space where the template has another mark."""
+    found = tail.find(eos_token) if eos_token else -1
+    return tail.rstrip() if found < 0 else tail[: found + len(eos_token)]

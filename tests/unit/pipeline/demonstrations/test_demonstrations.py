@@ -1,0 +1,127 @@
+"""Rows of the user's own become tokens of which exactly the answers are learned; what is no demonstration is refused by
+its row."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.data.given_batch import Response, given_batch
+from pipeline.demonstrations.rows import Demonstrations, Form, read_demonstrations
+from pipeline.errors import RecipeError
+from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.tokenizer import Tokenizer
+from tests.support.batches import CONTRACT
+
+THINKING = (  # as Qwen3 does: thoughts of earlier answers are not repeated, an answer without thoughts gets empty ones
+    "{% for m in messages %}[{{ m.role }}]"
+    "{% if m.role == 'assistant' and loop.last %}{{ '' if '<t>' in m.content else '<t></t>' }}{{ m.content }}"
+    "{% elif m.role == 'assistant' %}{{ m.content.split('</t>')[-1] }}{% else %}{{ m.content }}{% endif %};\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CHARACTERS = "".join(chr(code) for code in range(32, 127)) + "\n"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    write_character_tokenizer(tmp_path / "model", CHARACTERS)
+    (tmp_path / "model/chat_template.jinja").write_text(THINKING)
+    return Tokenizer.load(tmp_path / "model")
+
+
+def read(tokenizer: Tokenizer, *rows: Any, longest: int = 200, **form: Any) -> Demonstrations:
+    path = tokenizer.folder / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = Form(tokenizer=tokenizer, **(dict(chat_template=False, system_prompt=None) | form))
+    return read_demonstrations(path, settings, longest=longest)
+
+
+def turns(*contents: str) -> dict[str, Any]:
+    roles = ["user", "assistant"] * len(contents)
+    return dict(messages=[dict(role=role, content=content) for role, content in zip(roles, contents, strict=False)])
+
+
+def test_a_response_is_learned_to_its_end(tokenizer: Tokenizer) -> None:
+    [row] = read(tokenizer, dict(prompt="2+2=", response="4", topic="sums")).rows
+    assert row.prompt == tuple(tokenizer.encode("2+2="))
+    assert row.response == (*tokenizer.encode("4"), tokenizer.eos_token_id)
+    assert row.learned == (True, True)
+
+
+def test_of_a_conversation_the_answers_are_learned(tokenizer: Tokenizer) -> None:
+    found = read(tokenizer, turns("a", "B", "c", "D"), system_prompt="S")
+    assert found.first == "[system]S;\n[user]a;\n[assistant]»B;«\n[user]c;\n[assistant]»<t></t>D;«"
+    [row] = found.rows
+    said = [token for token, learned in zip(row.response, row.learned, strict=True) if learned]
+    assert tokenizer.decode(said) == "B;<t></t>D;"
+    assert tokenizer.decode(row.prompt) == "[system]S;\n[user]a;\n[assistant]"
+    whole = tokenizer.decode([*row.prompt, *row.response])
+    assert tokenizer.conversation(
+        [dict(role="system", content="S"), *turns("a", "B", "c", "D")["messages"]]
+    ).startswith(whole)
+
+
+def test_a_prompt_becomes_the_users_turn_where_the_task_says_so(tokenizer: Tokenizer) -> None:
+    assert read(tokenizer, dict(prompt="a", response="B"), chat_template=True).first == (
+        "[user]a;\n[assistant]»<t></t>B;«"
+    )
+
+
+def test_the_end_of_a_turn_is_the_end_of_sequence_where_the_template_writes_it(tokenizer: Tokenizer) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>!\n{% endif %}{% endfor %}"
+    (tokenizer.folder / "chat_template.jinja").write_text(template.replace("</s>", tokenizer.eos_token))
+    [row] = read(Tokenizer.load(tokenizer.folder), turns("a", "B")).rows
+    assert row.response[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(row.response) == "B"
+
+
+def test_rows_that_are_too_long_are_counted(tokenizer: Tokenizer) -> None:
+    rows = [dict(prompt="1" * n, response="2") for n in (3, 8, 9)]
+    found = read(tokenizer, *rows, longest=10)
+    assert [len(row) for row in found.rows] == [5, 10]
+    assert found.notes[0].startswith("1 of 3 rows")
+    assert "the longest has 11" in found.notes[0]
+    with pytest.raises(RecipeError, match=r"3 of 3 rows .* have more than 2 tokens .*up to 11; raise it"):
+        read(tokenizer, *rows, longest=2)
+
+
+def test_rows_of_one_prompt_are_not_parted(tokenizer: Tokenizer) -> None:
+    rows = [dict(prompt=f"{number // 2}=", response=f"{number}") for number in range(400)]
+    training, held_out = read(tokenizer, *rows).split(0.1)
+    prompts = [{row.prompt for row in part.rows} for part in (training, held_out)]
+    assert len(training.rows) + len(held_out.rows) == 400
+    assert not prompts[0] & prompts[1]
+    assert 16 <= len(held_out.rows) <= 70
+    with pytest.raises(RecipeError, match=r"leaves 0 to train on|and 0 held out"):
+        read(tokenizer, rows[0]).split(0.5)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (dict(question="1", completion="2"), 'expected {"prompt": text, .*keys found: question, completion; rename'),
+        (dict(prompt="1"), "keys found: prompt"),
+        (dict(prompt="1", response=2), "response is 2, expected text"),
+        (dict(prompt="", response="2"), "prompt is empty"),
+        (dict(prompt="1", response=""), "response is empty"),
+        (dict(messages=[]), "messages are none"),
+        (dict(messages="hi"), "messages are 'hi', expected a list"),
+        (turns("a"), "messages end with the user's.*no answer to learn"),
+        (turns("a", " "), "answer of the assistant is empty"),
+        (turns("a", "<t>x</t>B", "c", "D"), "does not write message 2 as it stands"),
+        (dict(prompt="é", response="2"), "character 'é' has no token"),
+    ],
+)
+def test_what_is_no_demonstration_is_refused_by_its_row(tokenizer: Tokenizer, row: Any, said: str) -> None:
+    with pytest.raises(RecipeError, match=f"(?s)rows.jsonl, line 2: .*{said}"):
+        read(tokenizer, dict(prompt="1", response="2"), row)
+
+
+def test_what_others_say_in_a_conversation_is_not_learned() -> None:
+    response = Response((5, 6, 7), (0.0,) * 3, reward=1.0, learned=(True, False, True))
+    batch = given_batch(0, [([1], [response, response._replace(learned=None)])], CONTRACT)
+    assert batch.loss_mask.tolist() == [True, False, True, True, True, True]
+    assert batch.num_sampled_tokens == 5
