@@ -19,6 +19,7 @@ from launch.program import complete_word, program
 from launch.quant_map.commands import quant_map_app
 from launch.recipe_options import Overrides, RecipeArgument, RecipePath
 from launch.repair.command import repair
+from launch.sft_command import sft
 from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_summary
 from launch.show.runs_commands import runs_app
 from launch.show.scaling import scaling_app
@@ -50,6 +51,7 @@ app.add_typer(verify_app, name="verify")
 app.callback()(program)
 app.command("mismatch")(mismatch)
 app.command("repair")(repair)
+app.command("sft")(sft)
 app.command("trace")(trace)
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/demo.", show_default=False)]
 
@@ -92,50 +94,6 @@ def train(
         emit(result)
     elif "stopped" not in result:
         print_summary(result)
-
-
-@app.command()
-def sft(
-    recipe: RecipePath,
-    out: Annotated[Path, typer.Option(help="Folder for the trained HF model.", show_default=False)],
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 220,
-    batch_size: Annotated[int, typer.Option(min=1, help="Demonstrations a step.")] = 128,
-    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-3,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises linearly.")] = 50,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help='Your own rows instead of the task\'s: {"prompt", "response"} or {"messages"}; JSON Lines, Parquet, a '
-            "saved dataset (docs/sft.md)."
-        ),
-    ] = None,
-    held_out: Annotated[
-        str | None,
-        typer.Option(metavar="SHARE|FILE", help="With --data: rows whose loss is measured, not trained on."),
-    ] = None,
-    overrides: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
-    """Supervised fine-tuning, with the same Megatron-Core learner and checkpoint format: on the task's demonstrations,
-    or on --data.
-
-    Reads model, task and learner of the recipe. The learning rate rises for --warmup-steps, then falls linearly to
-    zero.
-    """
-    from launch.run.sft import run_sft
-    from pipeline.config.loader import load_recipe
-
-    result = run_sft(
-        load_recipe(recipe, overrides or []),
-        out,
-        steps=steps,
-        batch_size=batch_size,
-        lr=lr,
-        warmup_steps=warmup_steps,
-        data=data,
-        held_out=held_out,
-    )
-    emit_or_print(result, as_json)
 
 
 @app.command("recipe")
