@@ -56,8 +56,8 @@ evidence: install  ## Measure tests/evidence/matrix.yaml into docs/evidence.md; 
 	@$(BIN)/python -m tests.evidence $(if $(QUICK),--quick)
 
 docs: install $(VENV)/.docs  ## The documentation as a site that opens from the disk: build/docs/index.html (no network).
-	@$(BIN)/python -W ignore -m mkdocs build --strict --quiet --config-file ops/docs/mkdocs.yml
-	@echo "ready: build/docs/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict --quiet --config-file ops/docs/mkdocs.yml
+	@echo "ready: build/docs/index.html; to search it: $(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs"
 
 $(VENV)/.docs: ops/locks/docs.txt
 	@$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check -r $<

@@ -102,6 +102,17 @@ def metrics_options(unit: Unit, supervisor: int | None) -> list[str]:
     return ["--metrics-port", str(supervisor + 1 + METRICS_PORTS.index(unit.role))]
 
 
+def metrics_ports(recipe: Recipe, supervisor: int | None) -> dict[str, int]:
+    """Role → the port at which it shows its metrics on this machine; none where the supervisor has no port for its own.
+    Engines show theirs where they serve."""
+    if supervisor is None:
+        return {}
+    started = {unit.role for unit in units_of(recipe)}
+    ports: dict[str, int] = {"supervisor": supervisor}
+    ports |= {role: supervisor + 1 + place for place, role in enumerate(METRICS_PORTS) if role in started}
+    return ports
+
+
 def ports_of(rollout: RolloutSection) -> range:
     """The ports that a recipe names, those of its engines and then the router's; none where any are taken."""
     first = rollout.port

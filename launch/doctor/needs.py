@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from launch.cluster.starter import ports_of
+from launch.cluster.starter import metrics_ports, ports_of
 from launch.extras import LEARNER, absent, how_to_install
 from launch.plan.grace import checkpoint_bytes
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
@@ -14,7 +14,7 @@ from megatron_bridge.model.te_precision import is_fp8
 from pipeline.config.recipe import Recipe
 from pipeline.data.integrity.space import require_space
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import MachineError
+from pipeline.errors import MachineError, PortInUseError
 from rollout_sglang.server.process import check_port_free
 from rollout_sglang.server.start import has_cuda
 
@@ -41,10 +41,23 @@ def check_learner_here(recipe: Recipe) -> None:
         )
 
 
-def check_ports(recipe: Recipe) -> None:
-    """Raises PortInUseError when a port that the recipe names is taken."""
-    for port in ports_of(recipe.rollout):
+def check_ports(recipe: Recipe, metrics_port: int | None = None) -> None:
+    """Raises PortInUseError when a port is taken that the recipe names, or at which a role would show its metrics: the
+    roles would find it one after another, and be started again and again."""
+    named = ports_of(recipe.rollout)
+    for port in named:
         check_port_free(port)
+    for role, port in metrics_ports(recipe, metrics_port).items():
+        try:
+            check_port_free(port)
+        except PortInUseError:
+            trouble = "is taken"
+        else:
+            trouble = "is one of those from rollout.port on" if port in named else ""
+        if trouble:
+            raise PortInUseError(
+                f"port {port} {trouble}, and the {role} shows its metrics there; give another --metrics-port, or none"
+            )
 
 
 def check_room(recipe: Recipe) -> None:

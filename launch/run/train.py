@@ -40,7 +40,7 @@ def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]
     if not run.is_finished():
         check_learner_here(recipe)
         check_engines(recipe)
-        check_ports(recipe)
+        check_ports(recipe, metrics_port)
         check_room(recipe)
     task = preflight(recipe)
     if not run.is_finished():

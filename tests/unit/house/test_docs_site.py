@@ -33,7 +33,9 @@ from tests.support.pages import (
     name_of,
     parse,
     unknown_options,
+    words_of,
 )
+from tests.support.runs import evenkeel
 from tests.unit.house.test_operations_pages import says
 
 SITE = yaml.safe_load((ROOT / "ops/docs/mkdocs.yml").read_text())
@@ -69,6 +71,22 @@ def test_commands_to_copy_are_parsed(page: Path) -> None:
     for command in fenced_commands(page):
         if "…" not in command and "COMMAND" not in command:
             parse(command)
+
+
+def cheap_commands() -> list[str]:
+    """Those that need nothing but a recipe that comes with Even Keel."""
+    found = {
+        command for page in PAGES for command in fenced_commands(page) if re.match("evenkeel (plan|recipe) ", command)
+    }
+    shipped = {path.stem for path in SHIPPED.glob("*.yaml")} | {"--schema"}
+    return sorted(command for command in found if words_of(command)[1] in shipped and "…" not in command)
+
+
+@pytest.mark.parametrize("command", cheap_commands())
+def test_cheap_commands_do_what_they_say(command: str) -> None:
+    done = evenkeel(*words_of(command))
+    assert (done.returncode, done.stderr.count("error:")) == (0, 0), done.stderr
+    assert done.stdout
 
 
 @pytest.mark.parametrize("command", ["evenkeel trian demo", "evenkeel runs shwo RUN"])

@@ -142,6 +142,13 @@ def root_is_a_file(shop: Workshop) -> list[str]:
     return shop.train()
 
 
+def taken_metrics_port(shop: Workshop, place: int) -> list[str]:
+    """… with the port taken that is `place` behind --metrics-port."""
+    shop.listener.bind(("127.0.0.1", 0))
+    shop.listener.listen()
+    return [*shop.train(), "--metrics-port", str(shop.listener.getsockname()[1] - place)]
+
+
 def taken_port(shop: Workshop) -> list[str]:
     shop.listener.bind(("127.0.0.1", 0))
     shop.listener.listen()
@@ -440,6 +447,18 @@ MISTAKES: dict[str, tuple[Callable[[Workshop], list[str]], tuple[str, ...]]] = {
     "a GPU's arguments without a GPU": (
         lambda shop: shop.train("rollout.extra_args=[--attention-backend, flashinfer]"),
         ("--attention-backend flashinfer", "for a CUDA GPU"),
+    ),
+    "a metrics port that is taken": (
+        lambda shop: taken_metrics_port(shop, 0),
+        ("is taken", "the supervisor shows", "--metrics-port"),
+    ),
+    "a metrics port whose neighbor is taken": (
+        lambda shop: taken_metrics_port(shop, 2),
+        ("is taken", "the collector shows", "--metrics-port"),
+    ),
+    "a metrics port among those of engines": (
+        lambda shop: [*shop.train("rollout.port=29300"), "--metrics-port", "29299"],
+        ("rollout.port", "the learner shows", "--metrics-port"),
     ),
     "a port that is taken": (taken_port, ("is taken", "set rollout.port to another")),
     "a full disk": (full_disk, ("too full", "free ", "the same command")),
