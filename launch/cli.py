@@ -24,6 +24,7 @@ from launch.show.output import AsJson, emit, emit_or_print, print_plan, print_su
 from launch.show.runs_commands import runs_app
 from launch.show.scaling import scaling_app
 from launch.show.trace import trace
+from launch.show.trajectories_commands import trajectories_app
 from pipeline.child_process import see_own_classes
 from pipeline.errors import RecipeError
 
@@ -36,7 +37,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 model_app = typer.Typer(help="Make models.", no_args_is_help=True)
-trajectories_app = typer.Typer(help="Read what was sampled.", no_args_is_help=True)
 verify_app = typer.Typer(help="Check that engine and learner agree, and that a run lost nothing.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
 app.add_typer(launch_app, name="launch")
@@ -262,18 +262,6 @@ def model_new(
         seed=seed,
     )
     print(directory)
-
-
-@trajectories_app.command("show")
-def trajectories_show(
-    run: RunPath,
-    batch: Annotated[int, typer.Argument(help="Batch index.", min=0, show_default=False)],
-    limit: Annotated[int, typer.Option(min=1, help="Samples to print.")] = 8,
-) -> None:
-    """Print prompts, completions, rewards and the logprob gap of each token of one batch."""
-    from launch.show.trajectories import show
-
-    show(run, batch, limit)
 
 
 @verify_app.command("parity")

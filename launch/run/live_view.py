@@ -73,8 +73,13 @@ class LogTail:
 
     def new_lines(self) -> list[dict[str, Any]]:
         """New lines of all files, by time."""
+        return [line for _, line in self.new_lines_of_starts()]
+
+    def new_lines_of_starts(self) -> list[tuple[str, dict[str, Any]]]:
+        """As `new_lines`, each behind the name of its file: which start of the role wrote it."""
         tails = [self._tails.setdefault(path, Tail(path)) for path in log_files(self.run, self.log)]
-        return sorted((line for tail in tails for line in tail.new_lines()), key=lambda line: float(line["time"]))
+        lines = [(tail.path.name, line) for tail in tails for line in tail.new_lines()]
+        return sorted(lines, key=lambda line: float(line[1]["time"]))
 
 
 @dataclass
@@ -83,6 +88,9 @@ class Progress:
 
     steps: int
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS + 1))
+    """The newest lines of metrics, of one start of the learner: the time between two starts is nobody's step."""
+    start: str = ""
+    """Of the learner, which wrote `recent`."""
     evaluation: dict[str, Any] | None = None
     restarts: int = 0
     control: dict[str, Any] | None = None
@@ -100,8 +108,11 @@ class Progress:
     waits: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By who waits: the latest notice of a wait that has not ended."""
 
-    def take_metrics(self, line: dict[str, Any]) -> None:
-        """One step has ended."""
+    def take_metrics(self, line: dict[str, Any], start: str = "") -> None:
+        """One step has ended, of this start of the learner."""
+        if start != self.start:
+            self.recent.clear()
+        self.start = start
         self.recent.append(line)
         self.samples_failed += number(line, "verifier_failures") or 0.0
         self.alarms = alarms(line, quantized=self.quantized)
@@ -199,9 +210,9 @@ class LiveView:
             self.progress.take_event(event)
             if says and event.get("kind") in SAID:
                 self._say(event_line(event))
-        for line in self._metrics.new_lines():
+        for start, line in self._metrics.new_lines_of_starts():
             before = {alarm.rule.name: alarm for alarm in self.progress.alarms}
-            self.progress.take_metrics(line)
+            self.progress.take_metrics(line, start)
             if says:
                 self._say_alarms(before)
             done = self.progress.num_steps

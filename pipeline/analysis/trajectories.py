@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.records import FINISH_REASONS, Batch
+from pipeline.data.records import FINISH_REASONS, VERIFIER_FAILED, Batch
 from pipeline.tasks.tokenizer import Tokenizer
+
+SAMPLE_COLUMNS = (
+    *("batch", "sample", "group", "problem", "source", "prompt", "response", "reward", "reward_parts", "finish"),
+    *("truncated", "prompt_tokens", "response_tokens", "version_min", "version_max", "engine", "generated_s"),
+    *("log_ratio_mean", "log_ratio_abs_max"),
+)
+"""The keys of a row of `sample_rows`, in their order."""
 
 _SYMBOLS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
@@ -38,6 +46,46 @@ def render_batch(
         yield from _render_sample(batch, tokenizer, sample)
         if learner_logprobs is not None:
             yield from _render_gaps(batch, tokenizer, sample, learner_logprobs)
+
+
+def sample_rows(
+    batch: Batch, tokenizer: Tokenizer, *, learner_logprobs: NDArray[np.float32] | None = None
+) -> Iterator[dict[str, Any]]:
+    """One mapping a sample, of plain values that JSON and Parquet can hold.
+
+    `prompt` and `response` are decoded with special tokens. `reward` is None for a sample whose verifier failed.
+    `log_ratio_mean` and `log_ratio_abs_max` are of learner minus engine, nats, over the tokens that an engine sampled;
+    None without `learner_logprobs` ([responses]), or where no token was sampled.
+    """
+    for sample in range(batch.num_samples):
+        span, sampled = _responses(batch, sample), batch.loss_mask[_responses(batch, sample)]
+        prompt, response = np.split(batch.sample_tokens(sample), [int(batch.prompt_lengths[sample])])
+        parts = {name: float(values[sample]) for name, values in batch.reward_parts.items()}
+        versions = batch.policy_version[span]
+        gaps = None
+        if learner_logprobs is not None and sampled.any():
+            gaps = (learner_logprobs[span] - batch.rollout_logprobs[span])[sampled].astype(np.float64)
+        yield dict(
+            batch=batch.index,
+            sample=sample,
+            group=int(batch.group[sample]),
+            problem=int(batch.problem[sample]),
+            source=next((name for name, within in batch.sources.items() if batch.problem[sample] in within), None),
+            prompt=tokenizer.decode(prompt.tolist(), special=True),
+            response=tokenizer.decode(response.tolist(), special=True),
+            reward=None if parts.get(VERIFIER_FAILED) == 1.0 else float(batch.reward[sample]),
+            reward_parts={name: value for name, value in parts.items() if not np.isnan(value)},
+            finish=FINISH_REASONS[batch.finish[sample]],
+            truncated=bool(batch.truncated[sample]),
+            prompt_tokens=len(prompt),
+            response_tokens=len(response),
+            version_min=int(versions.min()) if len(versions) else None,
+            version_max=int(versions.max()) if len(versions) else None,
+            engine=int(batch.engine[sample]),
+            generated_s=float(batch.generated_s[sample]),
+            log_ratio_mean=None if gaps is None else float(gaps.mean()),
+            log_ratio_abs_max=None if gaps is None else float(np.abs(gaps).max()),
+        )
 
 
 def visible(text: str) -> str:

@@ -159,3 +159,13 @@ def test_bounds_are_those_of_the_rollouts_format(tmp_path: Path) -> None:
     for quantized in (False, True):
         with LiveView(tmp_path, 20, quantized=quantized, console=plain_console()[0]) as view:
             assert bool(view.progress.alarms) != quantized
+
+
+def test_the_pause_between_two_starts_is_no_time_of_a_step(tmp_path: Path) -> None:
+    for start, steps in ((1, range(3)), (2, range(3, 6))):
+        for step in steps:
+            log_step(EventLog(tmp_path, f"learner-{start:06}"), step, 1000.0 * start + 0.5 * step)
+    with LiveView(tmp_path, 20, console=plain_console()[0]) as view:
+        assert view.progress.num_steps == 6
+        assert view.progress.step_s == 0.5
+        assert view.progress.tokens_per_s == 2000.0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from launch.convert.new_model import new_model
+from launch.show.trajectories import Filter, as_mapping, export
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
+from pipeline.errors import RecipeError, StoreError
 from tests.support.batches import batch_of_rewards
 from tests.support.runs import evenkeel
 from tests.support.written_runs import write_run
@@ -40,3 +44,46 @@ def test_a_batch_that_is_not_there(run: RunDirectory) -> None:
 def test_a_run_that_is_a_file(run: RunDirectory) -> None:
     done = evenkeel("report", run.path / "recipe.yaml")
     assert done.stderr.startswith(f"error: {run.path}/recipe.yaml is no folder")
+
+
+def test_parquet_and_json_lines_hold_the_same_rows(run: RunDirectory, tmp_path: Path) -> None:
+    batch = BatchStore(run.batches).read(0, None)
+    gaps = np.linspace(-0.5, 0.25, len(batch.rollout_logprobs), dtype=np.float32)
+    run.write_learner_logprobs(0, batch.rollout_logprobs + gaps)
+    for kind in ("parquet", "jsonl"):
+        written = {"parquet": None, "jsonl": None, kind: tmp_path / f"out.{kind}"}
+        assert export(run.path, **written, chosen=Filter())["samples"] == 2
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    rows = [
+        row | dict(reward_parts=dict(row["reward_parts"]))
+        for row in pq.read_table(tmp_path / "out.parquet").to_pylist()
+    ]
+    assert rows == lines == as_mapping(run.path, 0, 8)["samples"]
+    assert [row["reward"] for row in rows] == [1.0, 0.0]
+    first = int(batch.response_lengths[0])
+    assert rows[0]["log_ratio_mean"] == pytest.approx(float(gaps[:first].mean()), abs=1e-6)
+    assert rows[1]["log_ratio_abs_max"] == pytest.approx(float(np.abs(gaps[first:]).max()), abs=1e-6)
+    assert rows[0]["response_tokens"] == first
+
+
+def test_filters_keep_what_they_name(run: RunDirectory, tmp_path: Path) -> None:
+    BatchStore(run.batches).commit(batch_of_rewards([[0.5, 0.25]], index=1, seed=1, vocabulary=40))
+    text = as_mapping(run.path, 1, 1)["samples"][0]["response"]
+
+    def kept(**chosen: object) -> list[tuple[int, float]]:
+        export(run.path, parquet=None, jsonl=tmp_path / "out.jsonl", chosen=Filter(**chosen))  # type: ignore[arg-type]
+        lines = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+        return [(line["batch"], line["reward"]) for line in lines]
+
+    assert kept() == [(0, 1.0), (0, 0.0), (1, 0.5), (1, 0.25)]
+    assert kept(first=1, end=2) == [(1, 0.5), (1, 0.25)]
+    assert kept(reward_min=0.25, reward_max=0.5) == [(1, 0.5), (1, 0.25)]
+    assert (1, 0.5) in kept(search=text)
+    assert kept(search="no such text") == []
+    with pytest.raises(RecipeError, match="has no batch in these steps; committed are 0 to 1"):
+        kept(first=5, end=9)
+
+
+def test_a_file_that_cannot_be_written_is_named(run: RunDirectory, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"cannot write .*missing/out\.jsonl"):
+        export(run.path, parquet=None, jsonl=tmp_path / "missing" / "out.jsonl", chosen=Filter())
