@@ -13,7 +13,7 @@ from pipeline.config.recipe import Recipe
 from tests.support.pages import ROOT, blocks
 
 PAGES = tuple(ROOT / f"docs/from-{trainer}.md" for trainer in ("trl", "verl", "slime"))
-TOO_SHORT = {"enable", "save"}
+TOO_SHORT = {"enable", "len", "save"}
 """Words that somebody may have meant otherwise."""
 EVERYBODYS = {"batch_size", "max_tokens"}
 LEAVES = {key.rpartition(".")[2] for key in known_keys()}
