@@ -27,7 +27,8 @@ def try_reward(verifiers: Verifiers, task: Task) -> None:
 
 async def _try_a_few(verifiers: Verifiers, task: Task) -> None:
     for problem in [task.problem(index) for index in range(min(_FEW, task.num_prompts))]:
-        await verifiers.score(problem.text, problem.answer, problem.answer, problem.metadata)
+        responses = [problem.answer] * (2 if verifiers.wants.batched else 1)
+        await verifiers.score_group(problem.text, problem.answer, problem.metadata, responses)
 
 
 async def _try_every_answer(verifiers: Verifiers, task: Task) -> None:

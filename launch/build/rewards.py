@@ -58,6 +58,8 @@ def _verifiers(reward: str, recipe: Recipe, sandbox: Sandbox | None, event_log: 
         sandbox=sandbox,
         memory_mib=section.memory_mib,
         watch=watch,
+        concurrency=section.concurrency,
+        retries=section.retries,
     )
 
 

@@ -25,7 +25,6 @@ from pydantic import (
 
 from pipeline.advantages.base import Advantage
 from pipeline.advantages.methods.grpo import GRPO
-from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.config.algorithm import (
     AdvantageSection,
     CorrectionSection,
@@ -38,8 +37,8 @@ from pipeline.config.algorithm import (
 from pipeline.config.formats import check_emulation
 from pipeline.config.interruption_section import InterruptionSection
 from pipeline.config.schedule_sections import ScheduleSection, StagedSchedule, SyncSchedule
-from pipeline.config.section import Probability, Section
-from pipeline.config.task_sections import PromptsSection, TaskSection
+from pipeline.config.section import Section
+from pipeline.config.task_sections import PromptsSection, RewardSection, TaskSection
 from pipeline.config.weights_section import WeightsSection
 from pipeline.schedule import Schedule
 from precision.controller.settings import ControllerSettings
@@ -63,23 +62,6 @@ class ModelSection(Section):
     path: Path = Field(description="HF folder: config.json, safetensors, tokenizer. Qwen3, Qwen3-MoE, Qwen2 or Llama.")
     fp32_lm_head: bool = Field(
         False, description="Learner and engines multiply by the LM head in float32 (ScaleRL), whatever their precision."
-    )
-
-
-class RewardSection(Section):
-    workers: PositiveInt = Field(1, description="Verifier processes.")
-    deadline_s: PositiveFloat = Field(10.0, description="A verifier that takes longer is killed; its sample fails.")
-    sandbox: Literal["auto", "none"] = Field(
-        "auto",
-        description="auto: reward code runs in the best sandbox of the machine (docs/sandbox.md), and not without one. "
-        "none: with all rights of this user, the network too; for code that you trust with them.",
-    )
-    memory_mib: PositiveInt = Field(2048, description="Memory that one verifier, and all it starts, may use.")
-    max_failed_share: Probability = Field(
-        0.1, description="The run ends when more of the last 256 samples have no reward, since their verifier failed."
-    )
-    overlong: OverlongPenalty | None = Field(
-        None, description="What responses lose that come near rollout.max_new_tokens (DAPO); default: nothing."
     )
 
 

@@ -1,5 +1,5 @@
-"""The recipe's `task` and `prompts` sections: where prompts and rewards come from, and which prompts are asked. Tasks
-themselves are in pipeline.tasks."""
+"""The recipe's `task`, `prompts` and `reward` sections: where prompts and rewards come from, which prompts are asked,
+and how rewards are run. Tasks themselves are in pipeline.tasks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.config.section import Probability, Section
 
 
@@ -157,4 +158,27 @@ class PromptsSection(Section):
     )
     solved_min_samples: PositiveInt | None = Field(
         None, description="Samples of a prompt before its pass rate counts; default one group."
+    )
+
+
+class RewardSection(Section):
+    workers: PositiveInt = Field(1, description="Verifier processes of each reward function.")
+    concurrency: PositiveInt = Field(
+        16, description="Samples that each worker has under way at once, where the reward is an async function."
+    )
+    retries: NonNegativeInt = Field(
+        3, description="Times that an HTTP error which may pass is tried again, after growing pauses, in the deadline."
+    )
+    deadline_s: PositiveFloat = Field(10.0, description="A verifier that takes longer is killed; its sample fails.")
+    sandbox: Literal["auto", "none"] = Field(
+        "auto",
+        description="auto: reward code runs in the best sandbox of the machine (docs/sandbox.md), and not without one. "
+        "none: with all rights of this user, the network too; for code that you trust with them.",
+    )
+    memory_mib: PositiveInt = Field(2048, description="Memory that one verifier, and all it starts, may use.")
+    max_failed_share: Probability = Field(
+        0.1, description="The run ends when more of the last 256 samples have no reward, since their verifier failed."
+    )
+    overlong: OverlongPenalty | None = Field(
+        None, description="What responses lose that come near rollout.max_new_tokens (DAPO); default: nothing."
     )

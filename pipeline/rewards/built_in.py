@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.child_process import die_with_parent
+from pipeline.rewards.calling.judge import judge, resolve
 from pipeline.rewards.children import RunIsGoneError
 from pipeline.rewards.judgment import Judgment, decode_texts, failure
-from pipeline.rewards.verifiers import judge, resolve
 
 
 class BuiltInJudge:
@@ -48,7 +48,7 @@ class BuiltInJudge:
     def judge(self, texts: bytes) -> Judgment:
         """The verdict on one sample. Raises RunIsGoneError when there is not enough memory and earlier samples may have
         used it up: a fresh worker is asked again."""
-        judgment = judge(self._reward, *decode_texts(texts))
+        judgment = judge(self._reward, decode_texts(texts))
         was_used, self._used = self._used, True
         if judgment.failed == "memory" and was_used:
             raise RunIsGoneError(judgment.detail)

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pipeline.rewards.calling.wants import Wants
 from pipeline.rewards.channel import BadMessageError, Channel, ChannelClosedError, ChannelTimeoutError
 from pipeline.rewards.children import Children
 from pipeline.rewards.judgment import (
     MAX_JUDGMENT_BYTES,
     Judgment,
     decode_judgment,
-    encode_request,
     failure,
     new_key,
 )
-from pipeline.rewards.runner import READY, fork_runner
+from pipeline.rewards.runner import READY, RunnerLimits, fork_runner
 from pipeline.rewards.sandbox.confine import Confinement
 from pipeline.rewards.sandbox.limits import WATCH_EVERY_S, OverLimitError
 
 START_DEADLINE_S = 120.0
 """Longest wait for a process to start Python and import the reward function, on a busy machine."""
+_LATER_S = 5.0
+"""How much longer than its own deadlines a process with calls of an async function may take."""
 _PERHAPS_OF_AN_EARLIER_SAMPLE = frozenset(("crashed", "bad_result", "memory", "processes", "files"))
 
 
@@ -36,8 +38,11 @@ class FunctionJudge:
         path: Sequence[str],
         folder: Path,
         deadline_s: float,
+        retries: int,
     ) -> None:
-        self._fork: Callable[[], tuple[int, Channel]] = lambda: fork_runner(reward, path, folder, confinement)
+        self.wants = Wants()
+        limits = RunnerLimits(deadline_s, retries)
+        self._fork: Callable[[], tuple[int, Channel]] = lambda: fork_runner(reward, path, folder, confinement, limits)
         self._children = children
         self._deadline_s = deadline_s
         self._channel: Channel | None = None
@@ -53,13 +58,14 @@ class FunctionJudge:
         if judgment.failed is not None:
             self._end()
             return judgment
+        self.wants = Wants.from_numbers(judgment.parts)
         self._used = False
         self._children.left_any()  # what the import started may stay
         return None
 
     def judge(self, texts: bytes) -> Judgment:
-        """The verdict on one sample. What an earlier one may have caused (a message that nobody asked for, a crash, too
-        much memory) is tried again in a fresh process."""
+        """The verdict on one request. What an earlier one may have caused (a message that nobody asked for, a crash,
+        too much memory) is tried again in a fresh process."""
         if self._channel is not None and self._channel.pending:
             self._end()
         was_used = self._channel is not None and self._used
@@ -73,7 +79,9 @@ class FunctionJudge:
             return failure("crashed", f"it could not be started again: {problem.detail}")
         assert self._channel is not None
         key, self._used = new_key(), True
-        judgment = self._reply(key, self._deadline_s, encode_request(key, texts))
+        # The process itself ends calls of an async function, each by itself.
+        deadline_s = self._deadline_s + (_LATER_S if self.wants.concurrent else 0.0)
+        judgment = self._reply(key, deadline_s, key.encode() + texts)
         if self._channel is not None and self._children.left_any():
             self._end()
         return judgment

@@ -6,17 +6,19 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pipeline.rewards.channel import BadMessageError
 
 MAX_TEXTS_BYTES = 64 * 2**20
-"""Of one sample's texts and metadata."""
-MAX_JUDGMENT_BYTES = 64 * 2**10
+"""Of one request's texts and metadata."""
+MAX_JUDGMENT_BYTES = 4 * 2**20
+"""Of one request's judgments."""
 _MAX_DETAIL, _MAX_PARTS, _MAX_NAME = 500, 64, 200
 _KEY_CHARACTERS = 32
+_GIVEN = ("prompt", "response", "answer", "metadata", "info")
 MAX_REQUEST_BYTES = MAX_TEXTS_BYTES + _KEY_CHARACTERS
 
 FAILURES = (
@@ -33,6 +35,22 @@ class Judgment(NamedTuple):
     parts: dict[str, float]
     failed: str | None = None
     detail: str = ""
+    rest: tuple[Judgment, ...] = ()
+    """On the other samples of the same request. None, where there are several: it is the judgment on each."""
+
+    def of_each(self, count: int) -> list[Judgment]:
+        """On each of `count` samples of the request."""
+        alone = self._replace(rest=())
+        if len(self.rest) == count - 1:
+            return [alone, *self.rest]
+        if self.failed is None:
+            alone = failure("bad_result", f"{1 + len(self.rest)} judgments came, expected {count}")
+        return [alone] * count
+
+
+def together(judgments: Sequence[Judgment]) -> Judgment:
+    """Of the samples of a request, one at least."""
+    return judgments[0]._replace(rest=tuple(judgments[1:]))
 
 
 def failure(reason: str, detail: str) -> Judgment:
@@ -45,14 +63,20 @@ def new_key() -> str:
     return secrets.token_hex(_KEY_CHARACTERS // 2)
 
 
-def encode_request(key: str, texts: bytes) -> bytes:
-    """The message that asks for one sample's score."""
-    return key.encode() + texts
+def encode_request(key: str, texts: Sequence[bytes]) -> bytes:
+    """The message that asks for the scores of samples."""
+    return key.encode() + b"[" + b",".join(texts) + b"]"
 
 
-def encode_texts(prompt: str, response: str, answer: str, metadata: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-    """What there is to judge; lone surrogates too. `metadata` is plain data."""
-    return json.dumps([prompt, response, answer, dict(metadata)]).encode()
+def encode_texts(
+    prompt: str,
+    response: str,
+    answer: str,
+    metadata: Mapping[str, Any] = MappingProxyType({}),
+    info: Mapping[str, Any] = MappingProxyType({}),
+) -> bytes:
+    """What there is to judge of one sample; lone surrogates too. `metadata` and `info` are plain data."""
+    return json.dumps([prompt, response, answer, dict(metadata), dict(info)]).encode()
 
 
 def split_request(message: bytes) -> tuple[str, bytes]:
@@ -60,16 +84,14 @@ def split_request(message: bytes) -> tuple[str, bytes]:
     return message[:_KEY_CHARACTERS].decode(), message[_KEY_CHARACTERS:]
 
 
-def decode_texts(message: bytes) -> tuple[str, str, str, dict[str, Any]]:
-    """Prompt, response, answer and metadata."""
-    prompt, response, answer, metadata = json.loads(message)
-    return prompt, response, answer, metadata
+def decode_texts(message: bytes) -> list[dict[str, Any]]:
+    """Of each sample of a request its prompt, response, answer, metadata and info."""
+    return [dict(zip(_GIVEN, sample, strict=True)) for sample in json.loads(message)]
 
 
 def encode_judgment(key: str, judgment: Judgment) -> bytes:
     """The message that answers the request `key`."""
-    shortened = judgment._replace(detail=judgment.detail[:_MAX_DETAIL])
-    return json.dumps([key, *shortened]).encode()
+    return json.dumps([key, *([*one[:3], one.detail[:_MAX_DETAIL]] for one in (judgment, *judgment.rest))]).encode()
 
 
 def decode_judgment(key: str, message: bytes) -> Judgment:
@@ -79,11 +101,17 @@ def decode_judgment(key: str, message: bytes) -> Judgment:
         fields = json.loads(message)
     except (ValueError, RecursionError) as error:
         raise BadMessageError(f"no JSON ({type(error).__name__})") from None
-    if not isinstance(fields, list) or len(fields) != 5:
-        raise BadMessageError("no list of five")
-    named, reward, parts, failed, detail = fields
-    if named != key:
+    if not isinstance(fields, list) or len(fields) < 2:
+        raise BadMessageError("no list of a key and judgments")
+    if fields[0] != key:
         raise BadMessageError("it does not answer what was asked")
+    return together([_decoded(one) for one in fields[1:]])
+
+
+def _decoded(fields: Any) -> Judgment:
+    if not isinstance(fields, list) or len(fields) != 4:
+        raise BadMessageError("no list of four")
+    reward, parts, failed, detail = fields
     if not _is_number(reward) or not isinstance(parts, dict) or len(parts) > _MAX_PARTS:
         raise BadMessageError("reward or parts are none")
     if not all(len(name) <= _MAX_NAME and _is_number(part) for name, part in parts.items()):

@@ -4,19 +4,21 @@
 
 Verifiers are foreign code run on model output: they loop, exhaust memory, call os._exit and take the interpreter down;
 some mean harm. So each runs behind a worker (pipeline.rewards.worker), one sample at a time, with a deadline, and in
-the sandbox of the run (pipeline.rewards.sandbox). A sample whose verifier fails has no reward, which its part
-`verifier_failed` says; nothing is learned from it. Nothing is shared between workers (no queue, no lock), so a kill
-cannot hurt another one's sample.
+the sandbox of the run (pipeline.rewards.sandbox). Functions that ask for it get several samples at once: a batched one
+a group, an async one whatever waits (pipeline.rewards.calling). A sample whose verifier fails has no reward, which its
+part `verifier_failed` says; nothing is learned from it. Nothing is shared between workers (no queue, no lock), so a
+kill cannot hurt another one's sample.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,8 +27,10 @@ from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
 
 from pipeline import spans
+from pipeline.beside_loop import beside_loop
 from pipeline.data.border.values import verdict_fault
 from pipeline.errors import RecipeError
+from pipeline.rewards.calling.wants import Wants
 from pipeline.rewards.failure_watch import FailureWatch
 from pipeline.rewards.judgment import MAX_TEXTS_BYTES, Judgment, encode_texts, failure
 from pipeline.rewards.verifiers import TRUSTED
@@ -39,6 +43,9 @@ _QUICK_S, _POSTED_AHEAD = 0.02, 4
 """Samples that took less are posted so many at a time. A slow one has none behind it that another worker could take."""
 
 
+_MOST_TOGETHER_BYTES = MAX_TEXTS_BYTES // 4
+_REFUSED = re.compile(r"Errno (1|13|101)\]|Connect|name resolution")
+_NO_NETWORK = "; code in the sandbox has no network: for a judge that you trust set reward.sandbox to none"
 _LONGEST_SPAN_S = 1.0
 """A worker that is never idle notes what it did at least so often."""
 
@@ -67,14 +74,19 @@ class Verifiers:
         sandbox: Sandbox | None,
         memory_mib: int = DEFAULT_MEMORY_MIB,
         watch: FailureWatch | None = None,
+        concurrency: int = 1,
+        retries: int = 0,
     ) -> None:
-        """Starts the workers. Without a sandbox, reward code runs as this user, and nothing is kept from it; built-in
-        rewards that run no code of others always do. Raises RecipeError when the function cannot be imported there."""
+        """Starts the workers. Of an async function each has up to `concurrency` samples under way at once. HTTP errors
+        that may pass are tried again up to `retries` times. Without a sandbox, reward code runs as this user, and
+        nothing is kept from it; built-in rewards that run no code of others always do. Raises RecipeError when the
+        function cannot be imported there."""
         self.failures: Counter[str] = Counter()
-        self._reward, self._watch = reward, watch
+        self._reward, self._watch, self._concurrency = reward, watch, concurrency
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         used = None if reward in TRUSTED else sandbox
-        self._workers = [WorkerProcess(reward, deadline_s, memory_mib, used) for _ in range(workers)]
+        self._confined = used is not None
+        self._workers = [WorkerProcess(reward, deadline_s, memory_mib, used, retries) for _ in range(workers)]
         started: list[Future[str | None]] = [Future() for _ in self._workers]
         # A worker is started by the thread that keeps it: the kernel ends it with the thread that started it.
         self._threads = [
@@ -88,18 +100,53 @@ class Verifiers:
             self.close()
             raise RecipeError(_cannot_import(reward, problems[0], used))
 
+    @property
+    def wants(self) -> Wants:
+        """What the function asks for."""
+        return self._workers[0].wants
+
     async def score(
         self, prompt: str, response: str, answer: str, metadata: Mapping[str, Any] = MappingProxyType({})
     ) -> Verdict:
-        """The verdict on one response. A verifier that fails costs this sample alone; RewardError is raised when
-        the watch, if there is one, has seen too many. A sample waits until a worker is free."""
-        texts = encode_texts(prompt, response, answer, metadata)
-        if len(texts) > MAX_TEXTS_BYTES:
-            judgment = failure("too_large", f"a sample of {len(texts)} bytes, expected at most {MAX_TEXTS_BYTES}")
+        """`score_group` of one response."""
+        (verdict,) = await self.score_group(prompt, answer, metadata, [response])
+        return verdict
+
+    async def score_group(
+        self,
+        prompt: str,
+        answer: str,
+        metadata: Mapping[str, Any],
+        responses: Sequence[str],
+        info: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Verdict]:
+        """The verdicts on the responses to one prompt; `info`: what is known of each (default: of one token). A
+        verifier that fails costs its own sample alone, and a batched one its group. RewardError is raised when the
+        watch, if there is one, has seen too many. A sample waits until a worker is free."""
+        known: Sequence[Mapping[str, Any]] = [{}] * len(responses)
+        if self.wants.info:
+            told = info or [dict(prompt_tokens=1, response_tokens=1, finish="stop")] * len(responses)
+            known = [{**one, "index": index, "group": list(responses)} for index, one in enumerate(told)]
+        samples = [(prompt, response, answer, metadata, one) for response, one in zip(responses, known, strict=True)]
+        # With `info` each sample holds its whole group.
+        texts = await beside_loop(_encoded, samples) if self.wants.info else _encoded(samples)
+        if self.wants.batched:
+            judgments = await self._judged(texts)
         else:
-            job = _Job(texts, Future())
-            self._jobs.put(job)
-            judgment = await asyncio.wrap_future(job.judgment)
+            judgments = [one for (one,) in await asyncio.gather(*(self._judged([text]) for text in texts))]
+        return [self._verdict(judgment) for judgment in judgments]
+
+    async def _judged(self, texts: Sequence[bytes]) -> list[Judgment]:
+        """Of samples that are judged by one call."""
+        if (size := sum(map(len, texts))) > MAX_TEXTS_BYTES:
+            what = "a sample" if len(texts) == 1 else "a group"
+            too_large = failure("too_large", f"{what} of {size} bytes, expected at most {MAX_TEXTS_BYTES}")
+            return too_large.of_each(len(texts))
+        job = _Job(texts, Future())
+        self._jobs.put(job)
+        return await asyncio.wrap_future(job.judgments)
+
+    def _verdict(self, judgment: Judgment) -> Verdict:
         if judgment.failed is None:
             fault = verdict_fault(judgment.reward, judgment.parts)
             if fault is None:
@@ -109,16 +156,17 @@ class Verifiers:
             judgment = failure("bad_result", fault)
         assert judgment.failed is not None
         self.failures[judgment.failed] += 1
+        detail = judgment.detail + (_NO_NETWORK if self._confined and _REFUSED.search(judgment.detail) else "")
         if self._watch is not None:
-            self._watch.failed(judgment.failed, judgment.detail)
-        _log.warning("verifier %s failed (%s): %s", self._reward, judgment.failed, judgment.detail)
+            self._watch.failed(judgment.failed, detail)
+        _log.warning("verifier %s failed (%s): %s", self._reward, judgment.failed, detail)
         return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed=judgment.failed)
 
     def close(self) -> None:
         """Kill the workers, whatever they are doing."""
         with suppress(Empty):
             while job := self._jobs.get_nowait():
-                job.judgment.cancel()
+                job.judgments.cancel()
         for worker in self._workers:
             worker.end()
             self._jobs.put(None)
@@ -140,25 +188,42 @@ class Verifiers:
         """Body of a worker's thread. Where samples take no time, one is posted ahead, so that the worker need not wait
         for this thread."""
         started.set_result(worker.start())
-        asked: deque[Future[Judgment]] = deque()
+        asked: deque[list[_Job]] = deque()
         quick, closed = False, False
         while asked or not closed:
             if not closed and len(asked) < (_POSTED_AHEAD if quick else 1):
                 with suppress(Empty):
                     if not asked and self._jobs.empty():
                         busy.pause()
-                    job = self._jobs.get(block=not asked)
-                    closed = job is None
-                    if job is not None and job.judgment.set_running_or_notify_cancel():
-                        worker.post(job.texts)
-                        asked.append(job.judgment)
+                    jobs = self._next_jobs(block=not asked)
+                    closed = None in jobs
+                    wanted = [job for job in jobs if job is not None and job.judgments.set_running_or_notify_cancel()]
+                    if wanted:
+                        worker.post(*(text for job in wanted for text in job.texts))
+                        asked.append(wanted)
                     continue
             began = time.monotonic()
             judgment = worker.collect()
             ended = time.monotonic()
             quick = ended - began < _QUICK_S
-            busy.scored(began, ended)
-            asked.popleft().set_result(judgment)
+            done = asked.popleft()
+            of_each = iter(judgment.of_each(sum(len(job.texts) for job in done)))
+            busy.scored(began, ended, sum(len(job.texts) for job in done))
+            for job in done:
+                job.judgments.set_result([next(of_each) for _ in job.texts])
+
+    def _next_jobs(self, *, block: bool) -> list[_Job | None]:
+        """One that waits and, for an async function, as many more as it may have under way. None ends the worker.
+        Raises Empty where none waits and `block` is False."""
+        jobs = [self._jobs.get(block=block)]
+        size = len(jobs[0].texts[0]) if jobs[0] is not None else 0
+        with suppress(Empty):
+            while self.wants.concurrent and jobs[-1] is not None and len(jobs) < self._concurrency:
+                if size > _MOST_TOGETHER_BYTES:
+                    break
+                jobs.append(self._jobs.get_nowait())
+                size += len(jobs[-1].texts[0]) if jobs[-1] is not None else 0
+        return jobs
 
 
 class _BusySpan:
@@ -169,11 +234,11 @@ class _BusySpan:
         self._began = self._ended = 0.0
         self._samples = 0
 
-    def scored(self, began: float, ended: float) -> None:
-        """A sample, by the clock of time.monotonic."""
+    def scored(self, began: float, ended: float, samples: int) -> None:
+        """Samples, by the clock of time.monotonic."""
         if self._samples == 0:
             self._began = began
-        self._ended, self._samples = ended, self._samples + 1
+        self._ended, self._samples = ended, self._samples + samples
         if ended - self._began > _LONGEST_SPAN_S:
             self.pause()
 
@@ -185,10 +250,14 @@ class _BusySpan:
 
 
 class _Job(NamedTuple):
-    """One sample that waits for a worker."""
+    """A sample that waits for a worker, or the group of a batched function."""
 
-    texts: bytes
-    judgment: Future[Judgment]
+    texts: Sequence[bytes]
+    judgments: Future[list[Judgment]]
+
+
+def _encoded(samples: Sequence[tuple[str, str, str, Mapping[str, Any], Mapping[str, Any]]]) -> list[bytes]:
+    return [encode_texts(*sample) for sample in samples]
 
 
 def _cannot_import(reward: str, problem: str, sandbox: Sandbox | None) -> str:

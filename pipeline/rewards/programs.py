@@ -119,12 +119,12 @@ class ProgramJudge:
     def judge(self, texts: bytes) -> Judgment:
         """Reward 1 if all tests pass. Parts: `passed`, the share of tests before the first that fails; `cut`, 1 where a
         limit ended that one."""
-        _, response, answer, _ = decode_texts(texts)
+        (sample,) = decode_texts(texts)
         try:
-            tests = parse_tests(answer)
+            tests = parse_tests(sample["answer"])
         except ValueError as error:
             return failure("raised", str(error))
-        program, give_up = program_in(response), time.monotonic() + self._deadline_s
+        program, give_up = program_in(sample["response"]), time.monotonic() + self._deadline_s
         passed = cut = 0
         for test in tests:
             output = self._run(program, test, give_up)

@@ -13,25 +13,36 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
+from pipeline.rewards.calling.judge import judge, resolve
+from pipeline.rewards.calling.wants import Wants
 from pipeline.rewards.channel import Channel, ChannelClosedError
 from pipeline.rewards.judgment import MAX_REQUEST_BYTES, Judgment, decode_texts, encode_judgment, failure, split_request
 from pipeline.rewards.sandbox.confine import Confinement
 from pipeline.rewards.sandbox.limits import hide_from_others
-from pipeline.rewards.verifiers import judge, resolve
 
 READY = "ready"
 """The key of the first message, which says whether the reward function was imported."""
 FOREVER_S = math.inf
 
 
-def fork_runner(reward: str, path: Sequence[str], folder: Path, confinement: Confinement | None) -> tuple[int, Channel]:
+class RunnerLimits(NamedTuple):
+    """Of calls of the function: seconds of each call of an async one, and how often what failed on the way is asked
+    again."""
+
+    deadline_s: float
+    retries: int
+
+
+def fork_runner(
+    reward: str, path: Sequence[str], folder: Path, confinement: Confinement | None, limits: RunnerLimits
+) -> tuple[int, Channel]:
     """Start a process for a reward function: its id, and this side of its socket."""
     mine, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
-        _become_runner(theirs, reward, path, folder, confinement)
+        _become_runner(theirs, reward, path, folder, confinement, limits)
     theirs.close()
     descriptor = mine.detach()
     return pid, Channel(descriptor, descriptor)
@@ -54,7 +65,12 @@ def prepare_child(keep: Sequence[int]) -> None:
 
 
 def _become_runner(
-    channel: socket.socket, reward: str, path: Sequence[str], folder: Path, confinement: Confinement | None
+    channel: socket.socket,
+    reward: str,
+    path: Sequence[str],
+    folder: Path,
+    confinement: Confinement | None,
+    limits: RunnerLimits,
 ) -> NoReturn:
     status = 1
     try:
@@ -64,25 +80,28 @@ def _become_runner(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         os.chdir(folder)
-        _run(Channel(descriptor, descriptor), reward, path, confinement)
+        _run(Channel(descriptor, descriptor), reward, path, confinement, limits)
         status = 0
     finally:
         os._exit(status)
 
 
-def _run(channel: Channel, reward: str, path: Sequence[str], confinement: Confinement | None) -> None:
+def _run(
+    channel: Channel, reward: str, path: Sequence[str], confinement: Confinement | None, limits: RunnerLimits
+) -> None:
     try:
         if confinement is not None:
             confinement.enter()
         sys.path[:] = path
-        resolve(reward)
+        wants = Wants.of(resolve(reward))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an import runs foreign code; what it raised is the answer
         channel.send(encode_judgment(READY, failure("raised", f"{type(error).__name__}: {error}")), FOREVER_S)
         return
-    channel.send(encode_judgment(READY, Judgment(0.0, {})), FOREVER_S)
+    channel.send(encode_judgment(READY, Judgment(0.0, wants.numbers())), FOREVER_S)
     while True:
         try:
             key, texts = split_request(channel.receive(MAX_REQUEST_BYTES, FOREVER_S))
         except ChannelClosedError:
             return
-        channel.send(encode_judgment(key, judge(reward, *decode_texts(texts))), FOREVER_S)
+        judgment = judge(reward, decode_texts(texts), deadline_s=limits.deadline_s, retries=limits.retries)
+        channel.send(encode_judgment(key, judgment), FOREVER_S)

@@ -58,7 +58,8 @@ def main() -> None:
 def _serve(verdicts: Channel, judge: _Judge, scratch: Path | None) -> None:
     """Say whether the reward function can be imported, then answer request after request."""
     problem = judge.start()
-    ready = Judgment(0.0, {}, None, str(scratch or ""))
+    wants = judge.wants.numbers() if isinstance(judge, FunctionJudge) else {}
+    ready = Judgment(0.0, wants, None, str(scratch or ""))
     verdicts.send(encode_judgment(READY, problem or ready), START_DEADLINE_S)
     while problem is None:
         key, texts = split_request(verdicts.receive(MAX_REQUEST_BYTES, FOREVER_S))
@@ -94,6 +95,7 @@ def _judge_of(settings: dict[str, Any], children: Children) -> _Judge:
         path=settings["path"],
         folder=Path(settings["folder"]),
         deadline_s=settings["deadline_s"],
+        retries=settings["retries"],
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.rewards.calling.wants import Wants
 from pipeline.rewards.channel import BadMessageError, Channel, ChannelClosedError, ChannelTimeoutError
 from pipeline.rewards.functions import START_DEADLINE_S
 from pipeline.rewards.judgment import (
@@ -61,8 +62,12 @@ def scrubbed(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 class WorkerProcess:
     """Only `kill` and `end` may be called while another thread is in a method."""
 
-    def __init__(self, reward: str, deadline_s: float, memory_mib: int, sandbox: Sandbox | None) -> None:
+    def __init__(
+        self, reward: str, deadline_s: float, memory_mib: int, sandbox: Sandbox | None, retries: int = 0
+    ) -> None:
         self.alive = False
+        self.wants = Wants()
+        """How the function is called; known once it is started."""
         self._ended = False
         self._pipe: socket.socket | None = None
         self._patience_s = START_DEADLINE_S + 2 * deadline_s + _GRACE_S
@@ -78,6 +83,7 @@ class WorkerProcess:
         settings = dict(
             reward=reward,
             deadline_s=deadline_s,
+            retries=retries,
             memory_mib=memory_mib,
             built_in=self._built_in,
             run_pid=os.getpid(),
@@ -124,16 +130,17 @@ class WorkerProcess:
             self.kill()
             return judgment.detail
         self._scratch = Path(judgment.detail) if judgment.detail else None
+        self.wants = Wants.from_numbers(judgment.parts)
         return None
 
-    def post(self, texts: bytes) -> None:
-        """Ask for the verdict on one sample, which `collect` brings. Several may be asked for ahead."""
+    def post(self, *texts: bytes) -> None:
+        """Ask for the verdict on a sample, or on several at once, which `collect` brings. More may be posted ahead."""
         key = new_key()
         self._posted.append((key, encode_request(key, texts)))
         self._send_posted()
 
     def collect(self) -> Judgment:
-        """The verdict on the sample that was posted first. Nothing is raised.
+        """The verdict on what was posted first. Nothing is raised.
 
         A worker runs no code of others. If it died, it was killed, perhaps before the sample came: that one is posted
         again once, and so are those behind it.

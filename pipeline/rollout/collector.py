@@ -291,8 +291,11 @@ class Collector:
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
         """Verify every completion. Nothing is learned of a sample whose verifier fails."""
         texts = [await beside_loop(self._text, completion) for completion in completions]
-        score = self.verifiers[prompt.reward].score
-        verdicts = await gather_or_cancel([score(prompt.text, t, prompt.answer, prompt.metadata) for t in texts])
+        prompt_tokens = len(prompt.tokens)
+        info = [dict(prompt_tokens=prompt_tokens, response_tokens=len(c.tokens), finish=c.finish) for c in completions]
+        verdicts = await self.verifiers[prompt.reward].score_group(
+            prompt.text, prompt.answer, prompt.metadata, texts, info
+        )
         return tuple(
             Sample(
                 completion=completion if verdict.failed is None else completion.unlearned(),

@@ -22,6 +22,7 @@ from pipeline.errors import EngineUnavailableError, EngineVersionError, Retryabl
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.rewards.pool import Verdict
+from pipeline.rollout.priority_semaphore import gather_or_cancel
 from rollout_sglang.weights.update_lease import UpdateKind, Updates
 from tests.chaos.simulation.world import World
 
@@ -193,7 +194,12 @@ class SimulatedVerifiers:
     def __init__(self, world: World) -> None:
         self._draw = world.random(f"verifiers {world.me().name}")
 
-    async def score(self, prompt: str, response: str, answer: str, metadata: Mapping[str, object]) -> Verdict:
+    async def score_group(
+        self, prompt: str, answer: str, metadata: Mapping[str, object], responses: Sequence[str], info: object
+    ) -> list[Verdict]:
+        return await gather_or_cancel([self._score(response) for response in responses])
+
+    async def _score(self, response: str) -> Verdict:
         await asyncio.sleep(self._draw.expovariate(20.0))
         if self._draw.random() < 0.01:
             return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed="timeout")

@@ -60,3 +60,30 @@ async def async_raises(response: str) -> float:
 
 def wants_four(prompt: str, response: str, answer: str, extra: str) -> float:
     return 1.0
+
+
+def of_info(response: str, info: dict[str, Any]) -> dict[str, float]:
+    assert info["group"][info["index"]] == response
+    return {"reward": info["response_tokens"], "siblings": len(info["group"]), "cut": info["finish"] == "length"}
+
+
+def batched(responses: list[str], answers: list[str], metadata: list[dict[str, Any]]) -> list[Any]:
+    assert len(responses) == len(answers) == len(metadata)
+    return [(float(len(text)), {"rank": rank}) for rank, text in enumerate(responses)]
+
+
+def one_too_few(responses: list[str]) -> list[float]:
+    return [0.0] * (len(responses) - 1)
+
+
+_at_once: list[int] = []
+
+
+async def together(response: str) -> dict[str, float]:
+    """Says how many are under way."""
+    _at_once.append(1)
+    await asyncio.sleep(float(response))
+    most = len(_at_once)
+    await asyncio.sleep(0.05)
+    _at_once.pop()
+    return {"reward": 1.0, "at_once": most}

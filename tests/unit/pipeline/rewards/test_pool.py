@@ -15,8 +15,9 @@ import pytest
 
 from pipeline.errors import RecipeError
 from pipeline.rewards import worker_process
+from pipeline.rewards.calling.judge import judge
 from pipeline.rewards.pool import Verdict, Verifiers
-from pipeline.rewards.verifiers import TRUSTED, judge, math_verify
+from pipeline.rewards.verifiers import TRUSTED, math_verify
 from pipeline.rewards.worker_process import Sandbox
 from tests.support.sandboxes import EVERY_RUNG, sandbox_of
 
@@ -200,7 +201,8 @@ def test_any_text_reaches_the_verifier(sandbox: Sandbox | None) -> None:
 
 
 def test_judge_reports_what_was_raised() -> None:
-    judgment = judge("verifier_examples:behave", "", "raise", "")
+    sample = dict(prompt="", response="raise", answer="", metadata={}, info={})
+    judgment = judge("verifier_examples:behave", [sample])
     assert (judgment.reward, judgment.failed, judgment.detail) == (0.0, "raised", "ZeroDivisionError: by zero")
 
 

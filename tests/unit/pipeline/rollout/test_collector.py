@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -56,8 +56,9 @@ def test_every_group_is_in_one_batch_and_every_token_is_fresh(
 class Halved:
     """A second reward."""
 
-    async def score(self, *texts: object) -> Verdict:
-        return Verdict(reward=0.5)
+    async def score_group(self, prompt: str, answer: str, metadata: object, responses: list[str], info: Any) -> Any:
+        assert [sorted(one) for one in info] == [["finish", "prompt_tokens", "response_tokens"]] * len(responses)
+        return [Verdict(reward=0.5)] * len(responses)
 
 
 def test_each_source_has_its_share_and_its_own_reward(run: RunDirectory, verifiers: Verifiers) -> None:
@@ -303,14 +304,13 @@ def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers:
 
 def fail_on(monkeypatch: pytest.MonkeyPatch, verifiers: Verifiers, fails: Callable[[int], bool]) -> None:
     """Of the samples that are scored, those whose number `fails` says."""
-    score, asked = verifiers.score, iter(range(10**6))
+    score_group, asked = verifiers.score_group, iter(range(10**6))
 
-    async def maybe(prompt: str, response: str, answer: str, metadata: Mapping[str, Any]) -> Verdict:
-        if fails(next(asked)):
-            return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed="timeout")
-        return await score(prompt, response, answer)
+    async def maybe(*arguments: Any) -> list[Verdict]:
+        failed = Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed="timeout")
+        return [failed if fails(next(asked)) else verdict for verdict in await score_group(*arguments)]
 
-    monkeypatch.setattr(verifiers, "score", maybe)
+    monkeypatch.setattr(verifiers, "score_group", maybe)
 
 
 def test_nothing_is_learned_of_a_sample_without_a_reward(

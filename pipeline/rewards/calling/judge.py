@@ -1,0 +1,133 @@
+"""Reward functions are found by name, called with what they name, and what they return becomes Judgments."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+import os
+import re
+from collections.abc import Awaitable, Callable
+from functools import lru_cache
+from typing import Any
+
+from pipeline.rewards.calling.retries import retried, retried_async
+from pipeline.rewards.calling.wants import Wants, call, in_lists
+from pipeline.rewards.judgment import Judgment, failure, together
+
+_EXPECTED = 'a number, (number, {part: number}) or {"reward": number, part: number}'
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+_SHORTEST_SECRET = 8
+
+
+@lru_cache(maxsize=4)
+def resolve(reward: str) -> Callable[..., Any]:
+    """The function called `package.module:function`. Raises ImportError, AttributeError or ValueError."""
+    module, colon, name = reward.partition(":")
+    if not colon:
+        raise ValueError(f"{reward!r} is not package.module:function")
+    function = getattr(importlib.import_module(module), name)
+    if not callable(function):
+        raise ValueError(f"{reward!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def judge(reward: str, samples: list[dict[str, Any]], *, deadline_s: float = math.inf, retries: int = 0) -> Judgment:
+    """Call the reward function; whatever it does short of killing the process becomes a Judgment, of which those on the
+    samples behind the first are `rest`. `deadline_s` ends each call of an async function, with its retries."""
+    try:
+        function = resolve(reward)
+        wants = Wants.of(function)
+        if wants.batched:
+            results = _result(lambda: call(function, **in_lists(samples)), retries)
+            return _of_group(results, len(samples))
+        if wants.concurrent:
+            return together(_loop().run(_concurrent(function, samples, deadline_s, retries)))
+    except MemoryError:
+        return failure("memory", "MemoryError: not enough was left")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code: its failure costs its own sample only
+        return _raised(error)
+    return together([_one(function, sample, retries) for sample in samples])
+
+
+def _one(function: Callable[..., Any], sample: dict[str, Any], retries: int) -> Judgment:
+    try:
+        return as_judgment(_result(lambda: call(function, **sample), retries))
+    except MemoryError:
+        return failure("memory", "MemoryError: not enough was left")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code, as above
+        return _raised(error)
+
+
+def _result(made: Callable[[], Any], retries: int) -> Any:
+    """What a call returns, waited for where it is to be awaited."""
+
+    def ask() -> Any:
+        result = made()
+        return _loop().run(_awaited(result)) if inspect.isawaitable(result) else result
+
+    return retried(ask, retries)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+async def _concurrent(
+    function: Callable[..., Any], samples: list[dict[str, Any]], deadline_s: float, retries: int
+) -> list[Judgment]:
+    async def one(sample: dict[str, Any]) -> Judgment:
+        limit = asyncio.timeout(None if math.isinf(deadline_s) else deadline_s)
+        try:
+            async with limit:
+                return as_judgment(await retried_async(lambda: call(function, **sample), retries))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code, as above
+            return failure("timeout", f"no answer within {deadline_s:g} s") if limit.expired() else _raised(error)
+
+    return list(await asyncio.gather(*map(one, samples)))
+
+
+@lru_cache(maxsize=1)
+def _loop() -> asyncio.Runner:
+    """One for all samples of this process: clients that a function keeps belong to the loop in which they were made."""
+    return asyncio.Runner()
+
+
+def as_judgment(result: Any) -> Judgment:
+    """What a function returned for one sample."""
+    value, parts = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if isinstance(result, dict) and "reward" in result:
+        value, parts = result["reward"], {name: part for name, part in result.items() if name != "reward"}
+    try:
+        reward = float(value)
+        numbers = {str(name): float(part) for name, part in parts.items()}
+    except (TypeError, ValueError, AttributeError):
+        return failure("bad_result", f"returned {result!r:.200}, expected {_EXPECTED}")
+    if not all(math.isfinite(number) for number in (reward, *numbers.values())):
+        return failure("non_finite", f"returned {result!r:.200}")
+    return Judgment(reward, numbers)
+
+
+def _of_group(results: Any, count: int) -> Judgment:
+    """What a batched function returned. The order is that of the responses."""
+    try:
+        found = list(results)
+    except TypeError:
+        found = []
+    if len(found) != count:
+        return failure("bad_result", f"returned {results!r:.200}, expected a list of {count}, one for each response")
+    return together([as_judgment(result) for result in found])
+
+
+def _raised(error: BaseException) -> Judgment:
+    return failure("raised", without_secrets(f"{type(error).__name__}: {error}"))
+
+
+def without_secrets(text: str) -> str:
+    """Keys and passwords of the environment by their variables' names: errors of HTTP clients name the address with its
+    query, which goes into logs."""
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET.search(name):
+            text = text.replace(value, f"${name}")
+    return text

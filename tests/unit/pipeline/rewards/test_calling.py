@@ -1,0 +1,217 @@
+"""How reward functions are called: what they get, what they may return, and what is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.rewards import judgment as judgments
+from pipeline.rewards.calling import retries
+from pipeline.rewards.calling.judge import as_judgment, without_secrets
+from pipeline.rewards.calling.wants import Wants
+from pipeline.rewards.failure_watch import FailureWatch
+from pipeline.rewards.judgment import Judgment, decode_judgment, encode_judgment, failure, together
+from pipeline.rewards.pool import Verdict, Verifiers
+from pipeline.rewards.worker_process import Sandbox
+from tests.unit.pipeline.rewards import reward_examples
+
+PAGE = Path(__file__).parents[4] / "docs" / "rewards.md"
+INFO = [dict(prompt_tokens=3, response_tokens=n, finish="stop" if n == 1 else "length") for n in (1, 2)]
+
+
+@pytest.fixture(autouse=True)
+def examples_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+
+def verdicts(reward: str, *responses: str, info: Any = None, **settings: Any) -> list[Verdict]:
+    with Verifiers(reward, 1, settings.pop("deadline_s", 30.0), sandbox=None, **settings) as verifiers:
+        return asyncio.run(verifiers.score_group("question", "yes", {}, responses, info))
+
+
+@pytest.mark.parametrize(
+    ("result", "reward", "parts"),
+    [
+        (1, 1.0, {}),
+        (True, 1.0, {}),
+        ((0.5, {"a": 1}), 0.5, {"a": 1.0}),
+        ({"reward": 0.5, "a": True}, 0.5, {"a": 1.0}),
+    ],
+)
+def test_what_a_function_may_return(result: Any, reward: float, parts: dict[str, float]) -> None:
+    assert as_judgment(result) == Judgment(reward, parts)
+
+
+@pytest.mark.parametrize("result", [None, "x", {}, {"score": 1}, {"reward": None}, (1, 2), (1, {}, 3), {"reward": {}}])
+def test_what_it_may_not(result: Any) -> None:
+    found = as_judgment(result)
+    assert found.failed == "bad_result"
+    assert 'expected a number, (number, {part: number}) or {"reward": number' in found.detail
+
+
+def test_what_a_function_wants_is_read_from_its_names() -> None:
+    assert Wants.of(reward_examples.by_position) == Wants()
+    assert Wants.of(reward_examples.asynchronous) == Wants(concurrent=True)
+    assert Wants.of(reward_examples.batched) == Wants(batched=True)
+    for wants in (Wants.of(reward_examples.of_info), Wants.of(reward_examples.with_all_the_rest)):
+        assert wants == Wants(info=True) == Wants.from_numbers(wants.numbers())
+
+
+def test_info_tells_lengths_end_and_siblings() -> None:
+    found = verdicts("reward_examples:of_info", "a", "b", info=INFO)
+    assert [(one.reward, one.parts) for one in found] == [
+        (1.0, dict(siblings=2.0, cut=0.0)),
+        (2.0, dict(siblings=2.0, cut=1.0)),
+    ]
+
+
+def test_a_batched_function_is_called_once_for_a_group() -> None:
+    found = verdicts("reward_examples:batched", "a", "bbb", "")
+    assert [(one.reward, one.parts["rank"]) for one in found] == [(1.0, 0.0), (3.0, 1.0), (0.0, 2.0)]
+    short = verdicts("reward_examples:one_too_few", "a", "b")
+    assert [one.failed for one in short] == ["bad_result", "bad_result"]
+
+
+def test_an_async_function_has_several_samples_under_way() -> None:
+    for concurrency, least, most in ((1, 1, 1), (4, 2, 4)):
+        found = verdicts("reward_examples:together", *["0.05"] * 8, concurrency=concurrency)
+        assert {one.failed for one in found} == {None}
+        assert least <= max(one.parts["at_once"] for one in found) <= most
+
+
+def test_one_call_that_is_late_costs_its_own_sample() -> None:
+    found = verdicts("reward_examples:together", "60", "0", "0", "0", concurrency=4, deadline_s=1.0)
+    assert [one.failed for one in found] == ["timeout", None, None, None]
+
+
+def test_judgments_of_a_request() -> None:
+    several = together([Judgment(1.0, {"a": 2.0}), failure("raised", "x" * 600), Judgment(0.0, {})])
+    read = decode_judgment("k", encode_judgment("k", several))
+    assert read.of_each(3) == [Judgment(1.0, {"a": 2.0}), failure("raised", "x" * 500), Judgment(0.0, {})]
+    assert [one.failed for one in failure("timeout", "").of_each(2)] == ["timeout"] * 2
+    assert [one.failed for one in several.of_each(2)] == ["bad_result"] * 2
+    assert len(encode_judgment("k", together([Judgment(0.1, {"part": 0.1})] * 1000))) < judgments.MAX_JUDGMENT_BYTES
+
+
+def answered(status: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("POST", "http://judge")
+    return httpx.HTTPStatusError("no", request=request, response=httpx.Response(status, request=request))
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (answered(429), True),
+        (answered(503), True),
+        (answered(401), False),
+        (httpx.ConnectError("refused"), True),
+        (httpx.ReadTimeout("late"), True),
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (KeyError("score"), False),
+        (PermissionError(1, "Operation not permitted"), False),
+    ],
+)
+def test_what_may_pass_is_tried_again(error: Exception, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    calls = 0
+
+    def call() -> Any:
+        nonlocal calls
+        calls += 1
+        raise error
+
+    with pytest.raises(type(error)):
+        retries.retried(call, 3)
+    assert (calls, len(slept)) == ((4, 3) if again else (1, 0))
+    assert all(0.25 * 2**n <= pause <= 0.5 * 2**n for n, pause in enumerate(slept))
+
+
+def test_secrets_of_the_environment_are_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-0123456789")
+    assert without_secrets("401 for https://judge/?key=sk-0123456789") == "401 for https://judge/?key=$JUDGE_API_KEY"
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Of every three requests the first is refused for a moment. A question with "wrong" gets no number."""
+
+    asked: list[tuple[str, str]] = []  # noqa: RUF012 - one server at a time
+    status: Callable[[int], int] = staticmethod(lambda number: 503 if number % 3 == 0 else 200)
+
+    def do_POST(self) -> None:
+        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
+        status = type(self).status(len(self.asked))
+        self.asked.append((self.headers["Authorization"], question))
+        content = "no number" if "wrong" in question else "8"
+        body = json.dumps(dict(choices=[dict(message=dict(content=content))])).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Judge]]:
+    """The judge of docs/rewards.md, as the module `judges`, and a server that it asks."""
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "httpx" in block]
+    (tmp_path / "judges.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Judge, "asked", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-0123456789")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield Judge
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_judge_of_the_page_asks_again_and_gives_parts(judge: type[Judge], caplog: pytest.LogCaptureFixture) -> None:
+    found = verdicts("judges:judge", "right", "cut", "wrong", info=[*INFO, INFO[0]], concurrency=8, retries=5)
+    assert [(one.reward, one.parts) for one in found[:2]] == [
+        (pytest.approx(0.8), dict(rating=pytest.approx(0.8), brief=1.0)),
+        (0.0, dict(rating=pytest.approx(0.8), brief=0.0)),
+    ]
+    assert found[2].failed == "raised"
+    assert "could not convert string to float: 'no number'" in caplog.text
+    assert len(judge.asked) > 3, "what was refused was asked again"
+    assert {key for key, _ in judge.asked} == {"Bearer sk-0123456789"}
+    assert "sk-0123456789" not in caplog.text
+
+
+def test_a_key_that_is_refused_is_not_asked_again(judge: type[Judge], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "status", staticmethod(lambda number: 401))
+    told: list[str] = []
+    watch = FailureWatch("judges:judge", 1.0, tell=lambda reason, detail: told.append(detail))
+    (found,) = verdicts("judges:judge", "right", info=INFO[:1], retries=5, watch=watch)
+    assert (found.failed, len(judge.asked)) == ("raised", 1)
+    assert "401" in told[0]
+
+
+def test_in_the_sandbox_the_way_out_is_named(judge: type[Judge], tmp_path: Path) -> None:
+    code = (tmp_path / "judges.py").read_text()
+    for variable, value in (('os.environ["JUDGE_URL"]', '"http://127.0.0.1:1"'), ("os.environ['JUDGE_API_KEY']", "1")):
+        code = code.replace(variable, value)  # there is no environment
+    (tmp_path / "inside.py").write_text(code)
+    told: list[str] = []
+    watch = FailureWatch("inside:judge", 1.0, tell=lambda reason, detail: told.append(detail))
+    sandbox = Sandbox(rung="landlock")
+    with Verifiers("inside:judge", 1, 30.0, sandbox=sandbox, watch=watch, retries=3) as verifiers:
+        asyncio.run(verifiers.score_group("q", "a", {}, ["x"], INFO[:1]))
+    assert "no network: for a judge that you trust set reward.sandbox to none" in told[0]
