@@ -10,13 +10,20 @@ import typer
 from launch.recipe_options import Overrides, RecipePath
 from launch.show.output import AsJson, emit_or_print
 
+DATA_LR, TINY_MODEL_LR = 1e-5, 3e-3
+
 
 def sft(
     recipe: RecipePath,
     out: Annotated[Path, typer.Option(help="Folder for the trained HF model.", show_default=False)],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 220,
     batch_size: Annotated[int, typer.Option(min=1, help="Demonstrations a step.")] = 128,
-    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-3,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="Peak learning rate. Default: 1e-5 with --data, 3e-3 on demonstrations (tiny, random models)."
+        ),
+    ] = None,
     warmup_steps: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises linearly.")] = 50,
     data: Annotated[
         Path | None,
@@ -46,7 +53,7 @@ def sft(
         out,
         steps=steps,
         batch_size=batch_size,
-        lr=lr,
+        lr=lr if lr is not None else TINY_MODEL_LR if data is None else DATA_LR,
         warmup_steps=warmup_steps,
         data=data,
         held_out=held_out,
