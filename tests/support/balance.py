@@ -78,7 +78,7 @@ def sort_by_length(items: list[pytest.Item]) -> None:
 
 
 def unit_of(nodeid: str) -> str:
-    """What goes to one process as a whole: a file, the file that stands for those that share its engines, or one test."""
+    """What goes to one process as a whole: a file, the one that stands for those that share its engines, or a test."""
     file = nodeid.partition("::")[0]
     if file in SHARE_NOTHING:
         return nodeid
