@@ -120,13 +120,13 @@ def table(experiment: Experiment, results: Sequence[Result], clocks: Clocks) -> 
             continue
         scores = [result.pass_at(1).mean(axis=1) for result in found]
         reached = [first_at(result, target) for result in found]
-        step_s = statistics.median(clocks[arm]) if arm in clocks else float("nan")
+        step_s = [statistics.median(clocks[arm])] if arm in clocks else []
         samples = [version * found[0].samples_per_step for version in reached if version is not None]
-        seconds = [version * step_s for version in reached if version is not None]
+        seconds = [version * one for version in reached if version is not None for one in step_s]
         row = [variant.title, spread(clocks.get(arm, []), ".2f"), str(len(found))]
         row += [spread([float(one[place]) for one in scores], ".3f") for place in (0, -1)]
         missed = f"; not in {reached.count(None)} of {len(reached)}" if None in reached else ""
-        row += [spread(samples, ",.0f") + missed, spread(seconds, ".1f") + missed]
+        row += [spread(samples, ",.0f") + missed, spread(seconds, ".1f") + (missed if step_s else "")]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
