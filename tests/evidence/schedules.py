@@ -126,7 +126,7 @@ def table(experiment: Experiment, results: Sequence[Result], clocks: Clocks) -> 
         row = [variant.title, spread(clocks.get(arm, []), ".2f"), str(len(found))]
         row += [spread([float(one[place]) for one in scores], ".3f") for place in (0, -1)]
         missed = f"; not in {reached.count(None)} of {len(reached)}" if None in reached else ""
-        row += [spread(samples, ",.0f") + missed, spread(seconds, ".1f") + (missed if step_s else "")]
+        row += [spread(samples, ",.0f") + missed, spread(seconds, ".1f") + missed]
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
 
