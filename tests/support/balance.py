@@ -2,8 +2,7 @@
 
 A file goes to one process as a whole, for its fixtures' sake. A process that has two tests left gets the next file;
 with the longest first, both are busy to the end. Files that start the same engines go to one process, one after
-another, since engines are started once a process (tests.support.engines). Files whose tests share nothing, and wait
-long for a process to be called hung, are given test by test.
+another, since engines are started once a process (tests.support.engines).
 """
 
 from __future__ import annotations
@@ -22,9 +21,6 @@ SHARE_ENGINES = (
     "tests/integration/test_engine_metrics.py",
 )
 """The file that may end an engine stays last."""
-
-SHARE_NOTHING = ("tests/integration/test_hung_engines.py",)
-"""Files of which each test may go to another process."""
 
 SECONDS = {
     "tests/integration/test_hung_engines.py": 600,
@@ -71,15 +67,12 @@ def sort_by_length(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> tuple[float, str, bool]:
         unit = unit_of(item.nodeid)
-        seconds = SECONDS.get(unit) or SECONDS.get(item.nodeid.partition("::")[0]) or counts[unit] / 100
-        return -seconds, unit, item.nodeid.startswith(f"{ENGINES}::")
+        return -SECONDS.get(unit, counts[unit] / 100), unit, item.nodeid.startswith(f"{ENGINES}::")
 
     items.sort(key=place)
 
 
 def unit_of(nodeid: str) -> str:
-    """What goes to one process as a whole: a file, the one that stands for those that share its engines, or a test."""
+    """The file of a test, or the file that stands for those that share its engines."""
     file = nodeid.partition("::")[0]
-    if file in SHARE_NOTHING:
-        return nodeid
     return ENGINES if file in SHARE_ENGINES else file

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.balance import ENGINES, SECONDS, SHARE_ENGINES, SHARE_NOTHING, sort_by_length, unit_of
+from tests.support.balance import ENGINES, SECONDS, SHARE_ENGINES, sort_by_length, unit_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -16,7 +16,7 @@ def items(*nodeids: str) -> list[Any]:
 
 
 def test_every_file_that_is_named_exists() -> None:
-    assert [file for file in (*SECONDS, *SHARE_ENGINES, *SHARE_NOTHING) if not (ROOT / file).is_file()] == []
+    assert [file for file in (*SECONDS, *SHARE_ENGINES) if not (ROOT / file).is_file()] == []
 
 
 def test_long_files_come_first_and_tests_keep_their_order() -> None:
@@ -39,14 +39,3 @@ def test_files_that_share_engines_are_one_unit_and_the_one_that_ends_engines_is_
         "tests/integration/test_ipc.py",
     ]
     assert found[len(SHARE_ENGINES) - 1].nodeid.startswith(ENGINES)
-
-
-def test_tests_that_share_nothing_are_units_of_their_own_and_first() -> None:
-    frozen = SHARE_NOTHING[0]
-    found = items("tests/integration/test_loop.py::x", f"{frozen}::b", f"{frozen}::a")
-    sort_by_length(found)
-    assert [unit_of(item.nodeid) for item in found] == [
-        f"{frozen}::a",
-        f"{frozen}::b",
-        "tests/integration/test_loop.py",
-    ]
