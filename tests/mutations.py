@@ -241,8 +241,8 @@ MUTATIONS = (
     Mutation(
         "a verdict on another sample is taken",
         "pipeline/rewards/judgment.py",
-        "if named != key:",
-        "if named is None:",
+        "if fields[0] != key:",
+        "if fields[0] is None:",
         (f"{UNIT}/pipeline/rewards/test_escapes.py",),
     ),
     Mutation(

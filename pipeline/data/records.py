@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -346,7 +345,7 @@ class Batch:
         next_group: int,
         recipe_sha256: str,
         open_groups: Sequence[int] = (),
-        sources: Mapping[str, range] = MappingProxyType({}),
+        sources: Mapping[str, range] | None = None,
     ) -> Batch:
         """Flatten scored groups, in the order given. For a thread: a batch has millions of tokens."""
         rows = [(g.prompt, s, s.completion) for g in groups for s in g.samples]
@@ -383,7 +382,7 @@ class Batch:
             open_groups=tuple(open_groups),
             kept=_kept([c for _, _, c in rows]) if contract.kept_set else None,
             experts=RoutedExperts.of_all([c.experts for _, _, c in rows], lengths),
-            sources=sources,
+            sources=dict(sources or {}),
             **per_sample,
         )
 

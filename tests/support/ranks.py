@@ -58,13 +58,17 @@ class Ranks:
         self._failures: dict[int, str] = {}
         self._connections: dict[Connection, int] = {}
         self._processes: list[BaseProcess] = []
-        for rank in range(count):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_run_rank, args=(rank, count, self._folder, theirs, body, arguments))
-            process.start()
-            theirs.close()
-            self._connections[ours] = rank
-            self._processes.append(process)
+        try:
+            for rank in range(count):
+                ours, theirs = context.Pipe(duplex=False)
+                self._connections[ours] = rank
+                process = context.Process(target=_run_rank, args=(rank, count, self._folder, theirs, body, arguments))
+                with theirs:
+                    process.start()
+                self._processes.append(process)
+        except BaseException:  # arguments that cannot be pickled
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self

@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.verify.layout_ranks import TEMPERATURE, train
-from launch.verify.layouts import write_model
 from pipeline.config.recipe import LearnerSection
-from precision.supervised import Supervised
-from tests.support.learners import learner_here
 
 # Megatron-Core calls much of itself and of torch deprecated.
 pytestmark = [
@@ -21,6 +17,8 @@ pytestmark = [
 
 
 def test_a_mixture_that_was_trained_goes(tmp_path: Path) -> None:
+    from launch.verify.layouts import write_model
+
     write_model(tmp_path / "experts", experts=True)
     left = []
     for _ in range(3):
@@ -33,5 +31,9 @@ def test_a_mixture_that_was_trained_goes(tmp_path: Path) -> None:
 
 
 def _train_one(model: Path) -> None:
+    from launch.verify.layout_ranks import TEMPERATURE, train
+    from precision.supervised import Supervised
+    from tests.support.learners import learner_here
+
     with learner_here(model, LearnerSection(), Supervised(), temperature=TEMPERATURE, seed=0, total_steps=1) as made:
         train(made, 0)

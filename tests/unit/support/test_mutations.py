@@ -10,7 +10,6 @@ import pytest
 from tests.mutations import MUTATIONS, ROOT, broken, check
 
 
-@pytest.mark.slow
 def test_every_breakage_can_be_applied_and_its_tests_exist() -> None:
     check(MUTATIONS)
     assert len(MUTATIONS) >= 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -51,6 +52,12 @@ def test_an_error_reaches_the_test_with_its_traceback() -> None:
 def test_a_rank_that_dies_is_reported() -> None:
     with pytest.raises(RankFailedError, match="rank 0: died with exit code 7"):
         run_ranks(1, die, 7)
+
+
+def test_arguments_that_cannot_be_pickled_leave_nothing_behind() -> None:
+    with pytest.raises(TypeError, match="pickle"):
+        run_ranks(1, add_up, sys.stdout.buffer)
+    gc.collect()  # what is collected without having been closed warns, and a warning is an error
 
 
 def test_ranks_that_hang_show_where_and_are_killed_with_their_children() -> None:
