@@ -82,14 +82,16 @@ def train(
     """
     from launch.run.replay import replay_run
     from launch.run.train import train_run
-    from pipeline.config.loader import load_recipe
+    from pipeline.config.loader import load_recipe, taken_from
 
     if replay is not None:
         emit_or_print(replay_run(replay, overrides or []), as_json)
         return
     if recipe is None:
         raise RecipeError("give a recipe, for example `evenkeel train demo`, or --replay RUN")
-    result = train_run(load_recipe(recipe, overrides or []), metrics_port)
+    loaded = load_recipe(recipe, overrides or [])
+    print(f"recipe: {taken_from(recipe)}", file=sys.stderr)
+    result = train_run(loaded, metrics_port)
     if as_json:
         emit(result)
     elif "stopped" not in result:
@@ -102,15 +104,17 @@ def show_recipe(
     overrides: Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="List every key, its type, default and meaning.")] = False,
 ) -> None:
-    """Print a recipe with every default spelled out, or the list of known keys. Warnings go to stderr."""
+    """Print a recipe with every default spelled out, or the list of known keys. The files it was
+    read from, and warnings, go to stderr."""
     from pipeline.config.advice import advice
-    from pipeline.config.loader import load_recipe
+    from pipeline.config.loader import load_recipe, taken_from
     from pipeline.config.recipe import Recipe
 
     if schema:
         print(json.dumps(Recipe.model_json_schema(), indent=1))
     elif recipe is not None:
         resolved = load_recipe(recipe, overrides or [])
+        print(f"recipe: {taken_from(recipe)}", file=sys.stderr)
         for sentence in advice(resolved):
             print(f"warning: {sentence}", file=sys.stderr)
         print(resolved.to_yaml(), end="")

@@ -2,10 +2,10 @@
 
     load_recipe(path, overrides)     file ◀─over─ the file it `extends` …, then `--set section.key=value`
 
-A file may name another one in `extends:`, by its path relative to the file or by the name of a shipped recipe. Then it
-holds only what differs. A section picks what its keys mean by `name`, `class` or `kind` (objective, advantage, schedule
-…). One that picks another than the base replaces the base's section, in a file and by `--set` alike: settings of GRPO's
-clip mean nothing to P3O.
+A file may name another one in `extends:`, by its path relative to the file or, where no such file lies beside it, by
+the name of a shipped recipe. Then it holds only what differs. `recipe_files` says which files were taken. A section
+picks what its keys mean by `name`, `class` or `kind` (objective, advantage, schedule …). One that picks another than
+the base replaces the base's section, in a file and by `--set` alike: settings of GRPO's clip mean nothing to P3O.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TAGGED = {name for name, field in Recipe.model_fields.items() if isinstance(fie
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file, or the shipped recipe of that name (see `find_recipe`), and apply `section.key=value`
     overrides (values are YAML). Raises RecipeError."""
-    data = _read(find_recipe(path), ())
+    data = _read(find_recipe(path), ())[0]
     for override in sorted(overrides, key=lambda text: not _is_choice(text.partition("=")[0])):
         _apply_override(data, override)
     return recipe_from(data, source=str(path))
@@ -59,6 +59,17 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def find_recipe(path: Path) -> Path:
     """The path itself, or the file of a shipped recipe where `path` is only a name, such as `demo`, and no file."""
     return path if _is_file(path) else _shipped(str(path)) or path
+
+
+def recipe_files(path: Path) -> tuple[Path, ...]:
+    """The file that `load_recipe` reads for `path`, then the one that it extends, and so on. Raises RecipeError."""
+    return _read(find_recipe(path), ())[1]
+
+
+def taken_from(path: Path) -> str:
+    """Which files a recipe was read from, in one line: `mine.yaml, which extends the shipped grpo.yaml`."""
+    said = (f"the shipped {file.name}" if file.parent == SHIPPED else str(file) for file in recipe_files(path))
+    return ", which extends ".join(said)
 
 
 def _is_file(path: Path) -> bool:
@@ -94,16 +105,16 @@ def differing_keys(ours: Recipe, theirs: Recipe) -> list[str]:
     ]
 
 
-def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
-    """The data of a file over that of the file it extends."""
+def _read(path: Path, extended_by: tuple[Path, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    """The data of a file over that of the file it extends, and these files."""
     try:
         data = read_yaml(path)
     except OSError as error:
-        by = f" (extended by {extended_by[-1]})" if extended_by else ""
+        by = f" (extended by {extended_by[-1]}; no shipped recipe has that name either)" if extended_by else ""
         names = sorted(recipe.stem for recipe in SHIPPED.glob("*.yaml"))
         raise RecipeError(
             f"cannot read recipe {one_line(path, 200)}{by}: {error.strerror}; give the path of a YAML file, or the "
-            f"name of a shipped recipe ({', '.join(names)}){did_you_mean(path.name, names)}"
+            f"name of a shipped recipe ({', '.join(names)}){did_you_mean(path.name.removesuffix('.yaml'), names)}"
         ) from error
     except YamlError as error:
         raise RecipeError(f"{path}: {error}") from None
@@ -112,7 +123,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         raise RecipeError(f"{path} {held}, expected sections such as run, model and task")
     base = data.pop("extends", None)
     if base is None:
-        return data
+        return data, (path,)
     if not isinstance(base, str):
         raise RecipeError(
             f"{path}: extends is {quoted(base)}, expected another recipe: its path relative to this one, or the name "
@@ -126,7 +137,8 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         raise RecipeError(f"{path}: extends {quoted(base)}, which extends this file again; break the circle")
     if len(chain) >= _MOST_FILES:
         raise RecipeError(f"{path}: it is the {len(chain)}th recipe that extends another; put some of them into one")
-    return _merged(_read(target, chain), data)
+    below, files = _read(target, chain)
+    return _merged(below, data), (path, *files)
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

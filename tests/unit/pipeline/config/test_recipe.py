@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.config.loader import SHIPPED, differing_keys, find_recipe, load_recipe, recipe_from
+from pipeline.config.loader import (
+    SHIPPED,
+    differing_keys,
+    find_recipe,
+    load_recipe,
+    recipe_files,
+    recipe_from,
+    taken_from,
+)
 from pipeline.config.recipe import MOST_KEPT, Recipe
 from pipeline.errors import RecipeError
 
@@ -169,6 +177,26 @@ def test_a_folder_does_not_hide_the_shipped_recipe_of_its_name(tmp_path: Path, m
     (tmp_path / "mine.yaml").write_text("extends: demo\nrun: {name: mine}\n")
     assert find_recipe(Path("demo")) == SHIPPED / "demo.yaml"
     assert load_recipe(Path("mine.yaml")).rollout == load_recipe(Path("demo")).rollout
+
+
+def test_what_extends_means_is_looked_for_beside_the_file_first(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: spell.yaml\nrun: {name: mine}\n")
+    assert recipe_files(mine) == (mine, SHIPPED / "spell.yaml")
+    assert taken_from(mine) == f"{mine}, which extends the shipped spell.yaml"
+    beside = tmp_path / "spell.yaml"
+    beside.write_text("extends: demo\nrollout: {group_size: 2}\n")
+    assert recipe_files(mine) == (mine, beside, SHIPPED / "demo.yaml")
+    assert taken_from(mine) == f"{mine}, which extends {beside}, which extends the shipped demo.yaml"
+    assert load_recipe(mine).rollout.group_size == 2
+
+
+@pytest.mark.parametrize("base", ["sepll", "sepll.yaml"])
+def test_a_misspelled_extends_is_answered_by_the_recipe_that_was_meant(tmp_path: Path, base: str) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: {base}\n")
+    with pytest.raises(RecipeError, match=r"extended by .*mine\.yaml; no shipped .*; did you mean spell\?$"):
+        load_recipe(mine)
 
 
 def test_resolved_recipe_reads_back_as_itself() -> None:
