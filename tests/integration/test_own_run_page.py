@@ -1,0 +1,68 @@
+"""docs/own-run.md: from an empty folder, by the commands of the page alone, to a finished run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.data.event_log import read_events, read_metrics
+from tests.support.pages import ROOT, blocks
+
+PAGE = ROOT / "docs" / "own-run.md"
+
+pytestmark = [pytest.mark.loop, pytest.mark.slow, pytest.mark.timeout(280)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where every command of the page was run, in one shell."""
+    folder, programs = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("bin")
+    for name, arguments in (("evenkeel", f" {programs}/start.py"), ("python3", "")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{arguments} "$@"\n')
+        (programs / name).chmod(0o755)
+    (programs / "start.py").write_text("from launch.cli import main\n\nmain()\n")  # as pip installs it
+    script = "set -eu\n" + "\n".join(blocks(PAGE, "sh"))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JUDGE_")}
+    environment |= dict(PATH=f"{programs}:{os.environ['PATH']}", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    with (folder / "said.txt").open("w") as said:
+        shell = subprocess.Popen(
+            ["bash", "-c", script], cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True
+        )
+        try:
+            status = shell.wait(250)
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)  # the judge is still there
+    assert status == 0, (folder / "said.txt").read_text()[-4000:]
+    return folder
+
+
+def test_the_run_of_the_page_is_finished_and_each_source_was_rewarded(folder: Path) -> None:
+    metrics = read_metrics(folder / "runs/first")
+    assert [line["step"] for line in metrics] == [0, 1]
+    for line in metrics:
+        assert {name: found["share"] for name, found in line["sources"].items()} == {"sums": 0.75, "words": 0.25}
+        assert set(line["reward_parts"]) == {"right", "digits", "level", "tokens"}
+        assert line["verifier_failures"] == 0.0, "the judge was busy now and then, and was asked again"
+    (first, *_) = read_events(folder / "runs/first", "evaluated")
+    assert {name: found["prompts"] for name, found in first["sources"].items()} == {"sums": 3, "words": 1}
+    report = (folder / "runs/first/report.html").read_text()
+    for title in ("Reward, by source", "Reward part: digits", "Held-out pass@1, by source"):
+        assert title in report
+
+
+def test_system_prompts_are_those_of_the_sources(folder: Path) -> None:
+    shown = (folder / "said.txt").read_text()
+    assert "system: be brief; user:" in shown
+    assert "system: be kind; user:" in shown
+
+
+def test_the_key_of_the_judge_is_in_no_file_of_the_run(folder: Path) -> None:
+    files = [path for path in (folder / "runs").rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert not [path for path in files if b"a-key-of-the-judge" in path.read_bytes()]
+    assert "a-key-of-the-judge" not in (folder / "said.txt").read_text()
