@@ -26,6 +26,7 @@ SECONDS = {
     "tests/integration/test_hung_engines.py": 600,
     "tests/integration/test_loop.py": 120,
     "tests/chaos/kills/test_kills.py": 115,
+    "tests/integration/test_own_run_page.py": 80,
     "tests/integration/test_broadcast.py": 90,
     ENGINES: 60,
     "tests/integration/test_convert.py": 35,
