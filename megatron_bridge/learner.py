@@ -356,6 +356,7 @@ class MegatronLearner:
             advantages=prepared.advantages,
             sampled=sampled,
             anchor_logprobs=prepared.anchor_logprobs,
+            reference_logprobs=None if batch.reference_logprobs is None else tensor(batch.reference_logprobs),
         )
 
     def _take_step(self, grad_norm: float, lr_factor: float) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pipeline.advantages.compute import AdvantageComputer
 from pipeline.config.recipe import Recipe
 from precision.objectives.base import Objective
+from precision.reference import near
 
 
 def build_objective(recipe: Recipe) -> Objective:
-    """The recipe's objective, with its correction."""
-    return recipe.correction.applied_to(recipe.objective)
+    """The recipe's objective, with its correction, held near its reference."""
+    return near(recipe.correction.applied_to(recipe.objective), recipe.reference)
 
 
 def build_advantage_computer(recipe: Recipe) -> AdvantageComputer:

@@ -262,7 +262,7 @@ def durations(
     moved = weight_bytes(model, recipe.rollout)
     return Durations(
         rollout_s=traffic.samples * traffic.response_tokens / (rate * gpus),
-        score_s=time.score_s if build_objective(recipe).needs_scoring else 0.0,
+        score_s=time.score_s * (build_objective(recipe).needs_scoring + (recipe.reference is not None)),
         update_s=time.update_s,
         publish_s=publish_seconds(recipe, moved, assumed),
         take_s=take_seconds(recipe, moved, assumed),

@@ -94,7 +94,8 @@ def _learner(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
     """A save copies the shard of each rank to host memory before it writes it. What is published lies there too, until
     its folder is written."""
     stages = footprints(planner.config, planner.recipe.learner, planner.workload(planner.recipe.learner))
-    shard = max(one.parameters + one.optimizer for one in stages)
+    kept_near = planner.recipe.reference is not None  # a host copy of the reference's share (megatron_bridge.step)
+    shard = max(one.parameters * (1 + kept_near) + one.optimizer for one in stages)
     shm = gpus * allowed.shm_bytes_per_process
     return HostNeeds(
         cpus=gpus * allowed.cpus_per_gpu,

@@ -32,6 +32,7 @@ from launch.run.collect import build_fleet, fleet_settings
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.te_precision import Layers
+from megatron_bridge.step.reference import ReferencePolicy
 from megatron_bridge.weight_sync.deltas.channel import DeltaChannel
 from megatron_bridge.weight_sync.disk import DiskChannel
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
@@ -52,6 +53,7 @@ from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.mini_batches import dealt_together
 from pipeline.trainer.old_logprobs import OldLogprobs
+from pipeline.trainer.reference import require_same_reference
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 
 
@@ -109,6 +111,15 @@ def build_transition(run: RunDirectory, recipe: Recipe, learner: MegatronLearner
     return MapTransition(usual, disk, build_quant_map(recipe), older_maps(run, recipe, learner))
 
 
+def build_reference(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> ReferencePolicy | None:
+    """What the loss holds the policy near. Collective."""
+    if recipe.reference is None:
+        return None
+    folder = recipe.reference.path or recipe.model.path
+    require_same_reference(run, learner, folder)
+    return ReferencePolicy(learner, folder)
+
+
 def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     """Train on every batch that the newest checkpoint has not seen, or on those of the run that is replayed."""
     recipe = run.recipe()
@@ -154,6 +165,7 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         ),
         checkpoint_every=recipe.checkpoint.every,
         event_log=event_log,
+        reference=build_reference(run, recipe, learner),
         controller=build_controller(run, recipe, learner, transition, event_log, replayed),
     )
     _note_begun(learner)

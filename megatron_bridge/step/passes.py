@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -126,6 +126,8 @@ class TrainingInputs:
     """bool [predicted]; False on tokens that no engine sampled."""
     anchor_logprobs: Tensor | None = None
     """float32 [predicted]"""
+    reference_logprobs: Tensor | None = None
+    """float32 [predicted]"""
 
 
 class ObjectiveRunner:
@@ -136,6 +138,7 @@ class ObjectiveRunner:
         self._reductions: list[Tensor] = []
         nothing = torch.zeros(1, 1, device=device)
         batch = TokenBatch(rollout_logprobs=nothing, advantages=nothing, mask=nothing.bool(), anchor_logprobs=nothing)
+        batch = replace(batch, reference_logprobs=nothing)
         context = StepContext(num_tokens=1, step_ess=1.0, sum_over_ranks=self._remember)
         _, sums = objective.loss(nothing.clone().requires_grad_(), batch, context)
         self.names = sorted(sums)
@@ -190,7 +193,8 @@ def train(
             rollout_logprobs=micro_batch.scatter(inputs.rollout_logprobs),
             advantages=micro_batch.scatter(inputs.advantages),
             mask=micro_batch.scatter(inputs.sampled).bool(),
-            anchor_logprobs=None if inputs.anchor_logprobs is None else micro_batch.scatter(inputs.anchor_logprobs),
+            anchor_logprobs=_scattered(micro_batch, inputs.anchor_logprobs),
+            reference_logprobs=_scattered(micro_batch, inputs.reference_logprobs),
         )
         result = objective(logprobs, batch, num_tokens, step_ess)
         if result is None:
@@ -208,6 +212,10 @@ def train(
     _run(model, plan, loss_function, device, forward_only=False, replay=replay)
     gathered.share()
     return gathered
+
+
+def _scattered(micro_batch: MicroBatch, values: Tensor | None) -> Tensor | None:
+    return None if values is None else micro_batch.scatter(values)
 
 
 def _prepare_gradients(model: Sequence[Any]) -> None:

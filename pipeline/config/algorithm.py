@@ -14,6 +14,7 @@ from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.config.choice import Choice
 from precision.corrections.base import Correction
 from precision.objectives.base import Objective
+from precision.reference import ReferenceSection
 from precision.settings import choices_in
 
 OBJECTIVES: dict[str, type[Objective]] = choices_in("precision.objectives", Objective)
@@ -64,6 +65,21 @@ def check_overlong(overlong: OverlongPenalty | None, longest: int) -> None:
         raise ValueError(
             f"reward.overlong.buffer_tokens {overlong.buffer_tokens} exceeds rollout.max_new_tokens {longest}: every "
             f"response would be punished; lower it, DAPO has a fifth ({max(1, longest // 5)})"
+        )
+
+
+def check_reference(reference: ReferenceSection | None, advantage: Advantage, *, cut: bool) -> None:
+    """Raises ValueError where groups that the KL term is over would not be run through the model, or where it weighs by
+    stored probabilities of a vocabulary that was `cut` without a record of what was left (`check_sampler`)."""
+    if reference is not None and cut and reference.estimator == "importance":
+        raise ValueError(
+            "reference.estimator is importance, which weighs by the engine's stored probabilities, but rollout.top_p "
+            "or top_k cuts the vocabulary: set rollout.kept_set=true (SGLang 0.5.23), or use k2 or k3"
+        )
+    if reference is not None and advantage.zero_variance == "skip":
+        raise ValueError(
+            "advantage.zero_variance is skip, but the KL to the reference is over the tokens of all groups, those "
+            "without advantage too; set advantage.zero_variance to keep, or to exclude"
         )
 
 

@@ -30,6 +30,7 @@ from pipeline.config.algorithm import (
     CorrectionSection,
     ObjectiveSection,
     check_overlong,
+    check_reference,
     check_sampler,
     check_wiring,
     with_paper_aggregation,
@@ -45,6 +46,7 @@ from precision.controller.settings import ControllerSettings
 from precision.corrections.none import NoCorrection
 from precision.formats.quant_map_file import QuantMapFile
 from precision.objectives.p3o import P3O
+from precision.reference import ReferenceSection
 
 
 class RunSection(Section):
@@ -263,6 +265,7 @@ class Recipe(Section):
     objective: ObjectiveSection = Field(default_factory=P3O)
     correction: CorrectionSection = Field(default_factory=NoCorrection)
     advantage: AdvantageSection = Field(default_factory=GRPO, validate_default=True)
+    reference: ReferenceSection | None = Field(None, description="A KL term in the loss; default: none.")
     schedule: ScheduleSection = Field(default_factory=SyncSchedule)
     weights: WeightsSection = Field(default_factory=WeightsSection)
     controller: ControllerSettings | None = None
@@ -300,6 +303,9 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _choices_go_together(self) -> Self:
         check_wiring(self.objective, self.correction, self.advantage)
+        rollout = self.rollout
+        unknown_cut = not rollout.asks_for_kept_sets and (rollout.top_p < 1.0 or rollout.top_k != -1)
+        check_reference(self.reference, self.advantage, cut=unknown_cut)
         check_overlong(self.reward.overlong, self.rollout.max_new_tokens)
         check_emulation(self.learner.fp8_emulation, self.learner.precision, self.rollout.precision)
         if not self.rollout.asks_for_kept_sets:

@@ -217,6 +217,8 @@ class Batch:
     """[total] where the engines sent each token, for a learner that replays it; None: they were not asked."""
     sources: Mapping[str, range] = field(default_factory=dict)
     """Name → the problems of each source of the task; empty where there is one."""
+    reference_logprobs: NDArray[np.float32] | None = None
+    """[responses] natural log, of the reference policy; never stored."""
     share: Share | None = None
     """Whose samples are held: `tokens`, `kept` and `experts` are of these alone, one after another. All else is of all
     samples; the numbers of response tokens (PER_RESPONSE_TOKEN) are 0 for the others' until the ranks have exchanged
@@ -330,6 +332,7 @@ class Batch:
         responses = np.repeat(samples, self.response_lengths)
         return dict(
             **{name: getattr(self, name)[responses] for name in PER_RESPONSE_TOKEN},
+            reference_logprobs=None if self.reference_logprobs is None else self.reference_logprobs[responses],
             sample_offsets=np.concatenate([[0], np.cumsum(self.lengths[samples])]).astype(np.int64),
             reward_parts={name: values[samples] for name, values in self.reward_parts.items()},
             **{name: getattr(self, name)[samples] for name in (*names, "generated_s")},
@@ -388,8 +391,7 @@ class Batch:
 
 
 def _joined(dtype: type[Any], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """One after another; also where there is none."""
-    return np.concatenate([np.zeros(0, dtype), *parts])
+    return np.concatenate([np.zeros(0, dtype), *parts])  # also where there is none
 
 
 def _kept(completions: Sequence[Completion]) -> KeptSets:

@@ -41,6 +41,7 @@ from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints, Saved
 from pipeline.trainer.mini_batches import merge_updates, mini_batches
 from pipeline.trainer.old_logprobs import OldLogprobs
+from pipeline.trainer.reference import Reference, with_reference
 from pipeline.trainer.replay_effect import ReplayEffect
 
 
@@ -66,6 +67,8 @@ class Trainer:
     checkpoint_every: int
     event_log: EventLog
     controller: StepController | None = None
+    reference: Reference | None = None
+    """What the loss holds the policy near; None: nothing."""
     _saved: int = field(init=False, default=0)
     """Steps that the newest checkpoint holds."""
     _save_s: float = field(init=False, default=0.0)
@@ -166,6 +169,7 @@ class Trainer:
         """The optimizer steps of one batch."""
         with watch.phase("logprobs"):
             old_logprobs = self.old_logprobs.of(batch) if self.old_logprobs else None
+            batch = with_reference(self.reference, batch)
         scores = self.scores_step and (old_logprobs is None or self.reads_step_logprobs)
         factor = 1.0 if self.controller is None else self.controller.lr_factor(batch)
         parts, updates = mini_batches(self.advantage_computer, batch, self.updates_per_batch), []

@@ -39,6 +39,8 @@ class TokenBatch:
     """bool, True on response tokens that were sampled."""
     anchor_logprobs: Tensor | None = None
     """float32, `Prepared.anchor_logprobs`; None for objectives that prepare none."""
+    reference_logprobs: Tensor | None = None
+    """float32, of the reference policy; None where there is none (precision.reference)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of every layout."""
     folder = tmp_path_factory.mktemp("objectives")
     new_model(folder / "model", hidden=32, layers=2, head_dim=16, ffn=64, seed=1)
+    new_model(folder / "reference", hidden=32, layers=2, head_dim=16, ffn=64, seed=2)
     for ranks, layouts in LAYOUTS.items():
         run_ranks(ranks, measure, folder, layouts)
     return folder
@@ -54,6 +55,8 @@ def test_objectives_differ_and_act(folder: Path) -> None:
     assert all(np.abs(change).max() > 1e-5 for change in changes.values())
     assert not np.allclose(changes["clipped"], changes["tis"], atol=1e-6)
     assert metrics["p3o"]["num_tokens"] < 16 * 40  # tokens that were not sampled are not counted
+    assert metrics["near k3"]["kl_to_reference"] > 1e-4
+    assert not np.allclose(changes["near k3"], changes["cispo"], atol=1e-6)
     assert 0 < metrics["mu_grpo"]["veto_tokens"] < 1
 
 

@@ -15,10 +15,12 @@ from launch.build.algorithm import build_objective
 from launch.verify.layout_ranks import make_batch, weights
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
+from megatron_bridge.step.reference import ReferencePolicy
 from pipeline.config.layout_names import parse_layout
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import LearnerSection, OptimizerSection, Recipe
 from pipeline.data.records import Batch
+from pipeline.trainer.reference import with_reference
 
 OLD_ANCHOR = dict(name="clipped", anchor="old")
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -38,6 +40,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "rejection": dict(objective=OLD_ANCHOR, correction=dict(name="rejection", low=0.01, high=100.0)),
     "icepop": dict(objective=dict(name="gspo", anchor="old"), correction=dict(name="icepop")),
     "opsm": dict(objective=dict(name="cispo"), correction=dict(name="opsm")),
+    "near k3": dict(objective=dict(name="cispo"), reference=dict(coefficient=0.3)),
+    "near importance": dict(objective=OLD_ANCHOR, reference=dict(coefficient=0.3, estimator="importance")),
 }
 LEFT_OUT = ("cispo", "gspo", "tis")
 """Stepped again with a quarter of the samples left out, and with advantage 0 for those but not left out."""
@@ -60,10 +64,14 @@ def batch_with_unsampled_tokens(vocabulary: int) -> Batch:
 
 
 def step(folder: Path, section: LearnerSection, name: str, variant: str) -> tuple[dict[str, float], Any]:
-    objective = build_objective(recipe(OBJECTIVES[name]))
+    made = recipe(OBJECTIVES[name])
+    objective = build_objective(made)
     learner = MegatronLearner(folder / "model", section, objective, temperature=0.9, total_steps=1)
     batch = batch_with_unsampled_tokens(learner.model_config.vocab_size)
     before = weights(learner)
+    if made.reference is not None:
+        batch = with_reference(ReferencePolicy(learner, folder / "reference"), batch)
+        assert np.array_equal(weights(learner), before), "the policy is back"
     scored = learner.logprobs(batch)
     random = np.random.default_rng(1)
     old_logprobs = (scored + random.normal(0, 0.2, len(scored))).astype(np.float32)

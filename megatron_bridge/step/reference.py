@@ -1,0 +1,66 @@
+"""The reference policy: a host copy of this rank's share of its weights, put into the model for one scoring pass.
+
+A swap moves one parameter at a time: the model's goes to the host, the reference's into its place. So the device never
+holds more than one parameter twice, the host one copy of the share, and what comes back is what was there, bit for bit.
+Model, layout, precision and emulated formats are those of training: the log-ratio of equal weights is exactly 0, in
+every layout. Expert replay too: both take the engine's experts where a batch has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_bridge.step.fp8_emulation import weights_changed
+from megatron_bridge.weights import convert
+from pipeline.data.records import Batch
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
+
+
+class ReferencePolicy:
+    """Weights of an HF folder, of the learner's own model. Every method is collective."""
+
+    def __init__(self, learner: MegatronLearner, folder: Path) -> None:
+        """Reads the folder. Raises ModelError for one of another model."""
+        self._learner = learner
+        chunks = [chunk.module for chunk in learner.model]
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        pinned = learner.device.type == "cuda"
+        self._elsewhere = [
+            torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=pinned) for parameter in self._parameters
+        ]
+        for parameter, copy in zip(self._parameters, self._elsewhere, strict=True):
+            copy.copy_(parameter.detach())  # the policy, while the folder is read into its place
+        try:
+            convert.load_hf(chunks, learner.model_config, folder)
+        finally:
+            self._swap()
+
+    def logprobs(self, batch: Batch) -> NDArray[np.float32]:
+        """[responses] natural log-probability of every response token at the reference's weights."""
+        with self._in_place():
+            return self._learner.logprobs(batch)
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, copy in zip(self._parameters, self._elsewhere, strict=True):
+            own = parameter.detach().to("cpu", copy=True)
+            parameter.copy_(copy)
+            copy.copy_(own)
+        weights_changed(self._learner.emulation)

@@ -1,0 +1,105 @@
+"""A KL term that holds the policy near a reference, beside any objective.
+
+    loss = objective + coefficient / N sum_t K_t,    l_t = log pi(y_t) - log pi_ref(y_t)
+
+What enters the gradient differs (Tang & Munos, arXiv 2506.09477; Liu et al., arXiv 2510.01555). The gradient of
+KL(pi || pi_ref), token by token, is E_pi[l grad log pi].
+
+    estimator    value           factor of grad log pi     over samples of pi itself
+    k2           l^2 / 2         l                         the gradient of KL(pi || pi_ref)
+    k3           e^-l - 1 + l    1 - e^-l                  that of KL(pi_ref || pi): GRPO (arXiv 2402.03300, eq. 4)
+    importance   rho k3          rho l, rho = pi / pi_b    the gradient of KL(pi || pi_ref), over samples of any pi_b
+                                                           (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)
+
+k1 (l itself) has value KL and, differentiated, a gradient of mean 0: it is not offered. As a penalty in the reward it
+has the gradient of k2. The KL is that of each token given the tokens before it: how a token changes the KL of later
+ones is left out, as in all of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from precision.kl_estimators import official_kl, with_gradient
+from precision.objectives.base import Objective, Prepared, ScoredStep, StepContext, TokenBatch
+from precision.objectives.tokens import step_mean, token_sum
+from precision.ratios import masked_log_ratios
+from precision.settings import Settings
+from precision.torch_on_use import Tensor
+
+
+class ReferenceSection(Settings):
+    """What the policy is held near."""
+
+    coefficient: float = Field(gt=0.0, description="Of the KL term in the loss; GRPO's paper 0.04, often 0.001.")
+    estimator: Literal["k2", "k3", "importance"] = Field(
+        "k3",
+        description="k3: GRPO's. k2: its gradient is that of the KL where the samples are the policy's own. "
+        "importance: that too where engine and learner differ, weighed by their ratio.",
+    )
+    cap: float = Field(5.0, gt=0.0, description="importance: the largest ratio in the gradient.")
+    path: Path | None = Field(None, description="HF folder of the reference, of the same model; default: model.path.")
+
+
+class NearReference(Objective):
+    """`inner` with the KL term. Sums: those of `inner`, `kl_to_reference` (k3, whatever the estimator, so that curves
+    compare) and `reference_loss` (the term, with its coefficient)."""
+
+    name: Literal["near_reference"] = "near_reference"
+    inner: Objective
+    reference: ReferenceSection
+
+    @property
+    def needs_scoring(self) -> bool:
+        return self.inner.needs_scoring
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.inner.needs_old_logprobs
+
+    @property
+    def reads_step_logprobs(self) -> bool:
+        return self.inner.reads_step_logprobs
+
+    @property
+    def weighs_by_rollout_ratio(self) -> bool:
+        return self.inner.weighs_by_rollout_ratio or self.reference.estimator == "importance"
+
+    def prepare(self, step: ScoredStep) -> Prepared:
+        """That of `inner`."""
+        return self.inner.prepare(step)
+
+    def loss(self, logprobs: Tensor, batch: TokenBatch, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `Objective.loss`. Raises ValueError for a batch without the reference's log-probabilities."""
+        if batch.reference_logprobs is None:
+            raise ValueError("reference_logprobs is None, expected [batch, sequence]; score the reference first")
+        loss, sums = self.inner.loss(logprobs, dataclasses.replace(batch, reference_logprobs=None), context)
+        log_ratios, _ = masked_log_ratios(logprobs, batch.reference_logprobs, batch.mask)
+        _, ratios = masked_log_ratios(logprobs.detach(), batch.rollout_logprobs, batch.mask)
+        term = self.reference.coefficient * reference_kl(log_ratios, ratios, self.reference)
+        measured = {
+            "kl_to_reference": token_sum(official_kl(log_ratios), batch.mask),
+            "reference_loss": token_sum(term, batch.mask),
+        }
+        return loss + step_mean(term, batch.mask, context), sums | measured
+
+
+def reference_kl(log_ratios: Tensor, ratios: Tensor, section: ReferenceSection) -> Tensor:
+    """K of every token, in nats, shaped as `log_ratios` = log pi - log pi_ref, with its gradient; `ratios` = pi / pi_b,
+    detached."""
+    detached = log_ratios.detach()
+    if section.estimator == "k2":
+        return with_gradient(detached.square() / 2, detached, log_ratios)
+    if section.estimator == "k3":
+        return official_kl(log_ratios)
+    weighed = ratios.clamp(max=section.cap)
+    return with_gradient(weighed * official_kl(detached), weighed * detached, log_ratios)
+
+
+def near(objective: Objective, section: ReferenceSection | None) -> Objective:
+    """The objective that the learner trains with."""
+    return objective if section is None else NearReference(inner=objective, reference=section)
