@@ -52,6 +52,7 @@ def tp2(workshop: Path) -> Path:
         rollout=rollout | dict(precision="fp8_block", quant_map=str(quant_map)),
         learner=dict(tensor_parallel=2, micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
         checkpoint=dict(every=2),  # the last one may be too late to be scraped
+        reference=dict(coefficient=0.01),
     )
     port = free_run_of_ports(4)
     with Scraper([port, port + 1, port + 2]) as scraper, ListeningWatch() as watch:
@@ -87,6 +88,13 @@ def test_tp2_trains_on_fp8_rollouts(tp2: Path) -> None:
     assert shown["steps"] == 4
     assert shown["rollout_precision"] == "fp8_block"
     assert {"pass_at_1_first", "pass_at_1_last", "wall_s"} <= shown.keys()
+
+
+def test_the_policy_leaves_its_reference(tp2: Path) -> None:
+    """At the first step it is the reference, which is read into the model and out again before each."""
+    near = [line["kl_to_reference"] for line in read_metrics(tp2)]
+    assert near[0] == 0.0
+    assert near[-1] > 1e-7
 
 
 def test_a_real_run_shows_every_number_of_the_table(tp2: Path, workshop: Path) -> None:
