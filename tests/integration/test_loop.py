@@ -93,7 +93,7 @@ def test_tp2_trains_on_fp8_rollouts(tp2: Path) -> None:
 def test_the_policy_leaves_its_reference(tp2: Path) -> None:
     """At the first step it is the reference, which is read into the model and out again before each."""
     near = [line["kl_to_reference"] for line in read_metrics(tp2)]
-    assert near[0] == 0.0
+    assert 0.0 <= near[0] < 1e-9
     assert near[-1] > 1e-7
 
 
