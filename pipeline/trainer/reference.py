@@ -13,15 +13,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.files import write_atomically
 from pipeline.data.integrity.folders import fingerprints
+from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError
 from pipeline.ports.learner import Learner
 from pipeline.trainer.long_actions import tell_when_done
 
-DIGEST_FILE = "reference.sha256"
+DIGEST_FILE = "reference.json"
 
 
 class Reference(Protocol):
@@ -44,14 +44,12 @@ def require_same_reference(run: RunDirectory, learner: Learner, folder: Path) ->
 
 def _record_or_compare(run: RunDirectory, folder: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
-    found = "".join(
-        f"{one.sha256}  {file.name}\n" for file, one in zip(files, fingerprints(files), strict=True) if one is not None
-    )
+    found = {file.name: one.sha256 for file, one in zip(files, fingerprints(files), strict=True) if one is not None}
     path = run.path / DIGEST_FILE
     if not path.exists():
         run.fence()
-        write_atomically(path, found)
-    elif path.read_text() != found:
+        write_sealed_json(path, found)
+    elif read_sealed_json(path, "put back a copy, or begin another run.name") != found:
         raise RunConflictError(
             f"{folder} holds other weights than the reference that this run began with ({path}); put them back, or "
             "begin another run.name"

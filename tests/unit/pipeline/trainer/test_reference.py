@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.data.integrity.sealed import read_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError
 from pipeline.trainer.reference import DIGEST_FILE, require_same_reference
@@ -22,7 +23,7 @@ def test_other_weights_are_refused_and_the_same_ones_again_are_not(tmp_path: Pat
     for name in ("a", "b"):
         (model / f"{name}.safetensors").write_bytes(name.encode())
     require_same_reference(run, RANK_ZERO, model)
-    assert len((run.path / DIGEST_FILE).read_text().splitlines()) == 2
+    assert set(read_sealed_json(run.path / DIGEST_FILE, "")) == {"a.safetensors", "b.safetensors"}
     require_same_reference(run, RANK_ZERO, model)
     (model / "b.safetensors").write_bytes(b"B")
     with pytest.raises(RunConflictError, match=r"holds other weights than the reference.*put them back"):
