@@ -36,13 +36,14 @@ class Scraper:
         self._thread.join()
 
     def _scrape(self) -> None:
-        while not self._end.wait(PERIOD_S):
-            for place, port in enumerate(self._ports):
-                try:
-                    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5.0).text
-                except httpx.TransportError:
-                    continue  # it has not started yet, or has ended
-                self.seen[place] = sorted({*self.seen[place], *shown(text)})
+        with httpx.Client(timeout=5.0) as client:  # made once: reading certificates takes longer than a scrape
+            while not self._end.wait(PERIOD_S):
+                for place, port in enumerate(self._ports):
+                    try:
+                        text = client.get(f"http://127.0.0.1:{port}/metrics").text
+                    except httpx.TransportError:
+                        continue  # it has not started yet, or has ended
+                    self.seen[place] = sorted({*self.seen[place], *shown(text)})
 
 
 def free_run_of_ports(count: int) -> int:
