@@ -82,6 +82,7 @@ def trained(
             old_logprobs=old,
             updates_per_batch=updates,
             controller=None,
+            reference=None,
         )
     )
     return learner, loop._update(batch, Stopwatch())
