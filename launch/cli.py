@@ -89,9 +89,7 @@ def train(
         return
     if recipe is None:
         raise RecipeError("give a recipe, for example `evenkeel train demo`, or --replay RUN")
-    loaded = load_recipe(recipe, overrides or [])
-    print(f"recipe: {taken_from(recipe)}", file=sys.stderr)
-    result = train_run(loaded, metrics_port)
+    result = train_run(load_recipe(recipe, overrides or []), metrics_port, source=taken_from(recipe))
     if as_json:
         emit(result)
     elif "stopped" not in result:

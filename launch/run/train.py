@@ -31,10 +31,11 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.tasks.digest import with_digest
 
 
-def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]:
+def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = "") -> dict[str, Any]:
     """Start or resume a run; returns its summary once it is finished, or `stopped` when it was asked to end before.
-    With a `metrics_port`, the supervisor shows its metrics there, and the roles at the ports after it. Raises
-    FatalError when it cannot be finished."""
+    With a `metrics_port`, the supervisor shows its metrics there, and the roles at the ports after it. Where a
+    `source` of the recipe is given, it is said once everything was checked. Raises FatalError when it cannot be
+    finished."""
     run = RunDirectory(recipe.directory)
     recipe = with_digest(recipe, run)
     if not run.is_finished():
@@ -47,6 +48,8 @@ def train_run(recipe: Recipe, metrics_port: int | None = None) -> dict[str, Any]
         check_reward(run, recipe, task)
     with claimed(run) as epoch:
         run.freeze(recipe)
+        if source:
+            print(f"recipe: {source}", file=sys.stderr)
         for sentence in (*advice(recipe), *task.notes):
             print(f"warning: {sentence}", file=sys.stderr)
         if not run.is_finished():

@@ -20,11 +20,13 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(*arguments: str | Path, in_process: bool = True) -> str:
-    """The one line that the command says, beside warnings."""
+    """The one line that the command says, beside what was said before."""
     done = evenkeel(*arguments, in_process=in_process, timeout=100)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr + done.stdout
-    lines = [line for line in done.stderr.strip().splitlines() if line and not line.startswith("warning: ")]
+    lines = [
+        line for line in done.stderr.strip().splitlines() if line and not line.startswith(("recipe: ", "warning: "))
+    ]
     assert len(lines) == 1, done.stderr
     return lines[0].removeprefix("error: ")
 
