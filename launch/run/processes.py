@@ -47,12 +47,12 @@ def torchrun(num_processes: int, module: str, *arguments: str, options: Sequence
     """The command that runs `module` once a rank on this machine (launch.run.torchrun). `options` are torchrun's, by
     which several machines meet, too; without any the ranks meet on loopback."""
     return [
-        *(sys.executable, "-m", "launch.run.torchrun", *(options or meeting_options(0, LOOPBACK, 0, LOOPBACK))),
+        *(sys.executable, "-m", "launch.run.torchrun", *(options or rendezvous_options(0, LOOPBACK, 0, LOOPBACK))),
         *("--max-restarts", "0", "--nproc-per-node", str(num_processes), "-m", module, *arguments),
     ]
 
 
-def meeting_options(node: int, host: str, port: int, address: str, nodes: int = 1) -> list[str]:
+def rendezvous_options(node: int, host: str, port: int, address: str, nodes: int = 1) -> list[str]:
     """torchrun's options by which the agents of `nodes` machines meet at `port` of node 0, which the others know as
     `host`; `address` is that of this node. Port 0 is a free one, for one machine."""
     return [

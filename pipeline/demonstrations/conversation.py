@@ -1,8 +1,8 @@
 """Which text of a conversation, as the chat template writes it, the model itself says.
 
 A template writes a conversation as one text. What it writes before an answer is what it writes for the messages before
-it, ready for an answer: exactly what an engine reads when it is to answer. From there to the end of the answer the
-model speaks, with the mark that ends its turn. The end is found by the answer's own text.
+it, ready for an answer: exactly what an engine reads when it is to answer. From there on the
+text is the model's, up to the mark that ends its turn. The end is found by the answer's own text.
 """
 
 from __future__ import annotations

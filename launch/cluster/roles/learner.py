@@ -37,7 +37,7 @@ from launch.cluster.roles.ranks import Ranks
 from launch.cluster.roles.rendezvous import Rendezvous, raise_other_nodes
 from launch.run.begin import preflight, seed_policy
 from launch.run.fatal_notes import FatalNotes
-from launch.run.processes import child_environment, meeting_options, torchrun
+from launch.run.processes import child_environment, rendezvous_options, torchrun
 from pipeline.config.advice import advice
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
@@ -277,16 +277,16 @@ def processes_a_node(recipe: Recipe, nodes: int) -> int:
 def rank_command(own: LearnerNode, recipe: Recipe, address: str, master: Rendezvous | None) -> list[str]:
     """torchrun for this node's ranks; `master` is None on node 0."""
     if own.nodes == 1:
-        meeting = meeting_options(0, address, 0, address)
+        rendezvous = rendezvous_options(0, address, 0, address)
     else:
         host, port = (own.host, own.port) if master is None else (master.host, master.port)
-        meeting = meeting_options(own.node, host, port, address, own.nodes)
+        rendezvous = rendezvous_options(own.node, host, port, address, own.nodes)
     # Ranks ignore SIGTERM, and torchrun leaves it alone: when one of them fails, it need not wait for the others.
     return torchrun(
         processes_a_node(recipe, own.nodes),
         "launch.run.learn_rank",
         str(own.run.path),
-        options=(*meeting, "--signals-to-handle", "SIGHUP", "--shutdown-timeout", "1"),
+        options=(*rendezvous, "--signals-to-handle", "SIGHUP", "--shutdown-timeout", "1"),
     )
 
 

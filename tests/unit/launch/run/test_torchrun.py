@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.run.processes import child_environment, meeting_options, torchrun
+from launch.run.processes import child_environment, rendezvous_options, torchrun
 from launch.run.torchrun import listen
 from tests.support.listening import beyond_loopback, listening
 
@@ -41,7 +41,7 @@ def test_ranks_of_two_agents_meet_at_one_address(tmp_path: Path) -> None:
     logs = [os.open(tmp_path / f"{node}.log", os.O_WRONLY | os.O_CREAT) for node in (0, 1)]
     agents = [
         psutil.Popen(
-            torchrun(1, "met", str(tmp_path), options=meeting_options(node, "localhost", port, "127.0.0.1", 2)),
+            torchrun(1, "met", str(tmp_path), options=rendezvous_options(node, "localhost", port, "127.0.0.1", 2)),
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=log,
