@@ -14,6 +14,7 @@ from launch.cluster.commands import launch_app
 from launch.cluster.roles.commands import role_app
 from launch.convert.commands import convert_app
 from launch.endings import end_of
+from launch.export.command import export
 from launch.mismatch.command import mismatch
 from launch.program import complete_word, program
 from launch.quant_map.commands import quant_map_app
@@ -49,6 +50,7 @@ app.add_typer(trajectories_app, name="trajectories")
 app.add_typer(verify_app, name="verify")
 
 app.callback()(program)
+app.command("export")(export)
 app.command("mismatch")(mismatch)
 app.command("repair")(repair)
 app.command("sft")(sft)

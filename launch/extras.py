@@ -15,6 +15,8 @@ EXTRA_OF = {
     "sglang_router": "rollout",
     "modelopt": "convert",
     "transformer_engine": "learner-gpu",
+    "tensorboard": "export",
+    "wandb": "export",
 }
 """What a machine that only plans and reads runs need not have."""
 LEARNER = tuple(package for package, extra in EXTRA_OF.items() if extra == "learner")

@@ -30,7 +30,7 @@ ADAPTERS_MAY_USE = (
 )
 """Of `pipeline`, what a learner and an engine may know: modules, or rooms with all that is in them."""
 LOOPS = ("pipeline.rollout.collector", "pipeline.trainer.loop")
-HEAVY = {"torch", "transformers", "megatron", "sglang", "math_verify", "sympy"}
+HEAVY = {"torch", "transformers", "megatron", "sglang", "math_verify", "sympy", "tensorboard", "wandb"}
 MAX_MODULES, MAX_LINES = 14, 400
 
 

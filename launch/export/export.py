@@ -1,0 +1,112 @@
+"""`evenkeel export`: a run's metrics in the files of another tool, beside the run and without a word to it.
+
+Every step is in the destination once. What it holds is compared with the run: what is missing is added, and where it
+holds a step that a resume has taken back, it is cleared and written anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from launch.export.destination import Destination
+from launch.export.points import STEP, VERSION, Key, Point, RunPoints
+from pipeline.analysis.run_log import RunLog
+from pipeline.data.files import make_folder
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError, RunConflictError
+
+Target = Literal["tensorboard", "wandb"]
+TARGETS: tuple[str, ...] = get_args(Target)
+LOOK_S = 2.0
+
+
+def export(run: Path, target: str, out: Path | None, *, follow: bool) -> dict[str, Any]:
+    """Bring the destination up to date with a run; `follow`: until the run is finished. `out` is RUN/exports/TARGET
+    where it is None. Returns what it then holds.
+
+    Raises RecipeError (unknown target), StoreError (no run directory, a damaged log) and RunConflictError (another
+    exporter is at work there).
+    """
+    log = RunLog.read(run)  # all of it: a step of a damaged line would be missing without a word
+    if target not in TARGETS:
+        raise RecipeError(f"--to is {target!r}, expected {' or '.join(TARGETS)}")
+    folder = out or run / "exports" / target
+    directory = RunDirectory(run)
+    with _alone(folder), _opened(target, folder, log) as destination:
+        exporter = Exporter(RunPoints(run), destination)
+        while True:
+            finished = directory.is_finished()  # asked first: what was written before it is read after it
+            exporter.look()
+            if finished or not follow:
+                break
+            time.sleep(LOOK_S)
+        held = exporter.held
+        counts = {f"{kind}s": sum(key.kind == kind for key in held) for kind in (STEP, VERSION)}
+    return dict(path=str(folder), **counts, written=exporter.written, next=destination.said())
+
+
+@dataclass
+class Exporter:
+    """Keeps a destination equal to the points of a run."""
+
+    points: RunPoints
+    destination: Destination
+    written: int = 0
+
+    def __post_init__(self) -> None:
+        self.held: dict[Key, float] = dict(self.destination.held())
+
+    def look(self) -> None:
+        """Write what is new; begin again where the destination holds what the run does not."""
+        points = self.points.read()
+        if any(key not in points or points[key].time != moment for key, moment in self.held.items()):
+            self.destination.clear()
+            self.held.clear()
+        for point in _missing(points, self.held):
+            self.destination.write(point)
+            self.held[point.key] = point.time
+            self.written += 1
+        self.destination.flush()
+
+
+def _missing(points: Mapping[Key, Point], held: Mapping[Key, float]) -> list[Point]:
+    return [point for key, point in points.items() if key not in held]
+
+
+def _opened(target: str, folder: Path, log: RunLog) -> Destination:
+    if target == "tensorboard":
+        from launch.export.tensorboard import TensorBoardFiles
+
+        return TensorBoardFiles(folder)
+    from launch.export.wandb import WandbFolder
+
+    return WandbFolder(folder, log.recipe.run.name, run_id(log), log.recipe.model_dump(mode="json"))
+
+
+def run_id(log: RunLog) -> str:
+    """The same for all exports of a run, another for another run of its name: from its recipe and its first event."""
+    began = log.events[0]["time"] if log.events else 0.0
+    digest = hashlib.sha256(f"{began}\n{log.recipe.to_yaml()}".encode()).hexdigest()
+    return f"{re.sub('[^A-Za-z0-9_-]', '-', log.recipe.run.name)[:40]}-{digest[:8]}"
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Refuse a second exporter on this host: both would write each step."""
+    make_folder(folder)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunConflictError(
+                f"another exporter is at work in {folder}; wait for it, stop it, or give another --out"
+            ) from None
+        yield

@@ -1,0 +1,100 @@
+"""Weights & Biases, offline: a run folder that `wandb sync` uploads. Nothing here opens a connection.
+
+    FOLDER/wandb/offline-run-20260101_120000-NAME-1a2b3c4d/run-NAME-1a2b3c4d.wandb
+
+Its library cannot go on with an offline folder. So each start of the exporter writes all points anew, into one folder,
+under the same id. W&B's own step counts rows; charts go by `step`, and for evaluations by `version`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report its errors to its makers
+os.environ.pop("WANDB_SERVICE", None)  # a parent's: what is killed here would go on there
+
+import wandb
+
+from launch.export.destination import Config
+from launch.export.points import STEP, VERSION, Key, Point
+from pipeline.data.files import make_folder
+
+PROJECT = "evenkeel"
+
+
+class WandbFolder:
+    """A launch.export.destination.Destination."""
+
+    def __init__(self, folder: Path, name: str, run_id: str, config: Config) -> None:
+        """`run_id` stays the same for all exports of a run."""
+        self._folder, self._name, self._id, self._config = folder, name, run_id, config
+        self._run: wandb.Run | None = None
+
+    def held(self) -> Mapping[Key, float]:
+        self.clear()
+        return {}
+
+    def clear(self) -> None:
+        self._finish()
+        for path in self._folders():
+            shutil.rmtree(path)
+
+    def write(self, point: Point) -> None:
+        if self._run is None:
+            self._run = self._begun()
+        row = {point.key.kind: point.key.number, "_timestamp": point.time, **point.values}
+        self._run.log(row, commit=True)
+
+    def flush(self) -> None:
+        """W&B's process alone decides: it keeps back up to 32 KB until the exporter ends."""
+
+    def said(self) -> str:
+        [path] = self._folders() or [self._folder]
+        return f"upload it with: wandb sync {path}"
+
+    def __enter__(self) -> Self:
+        make_folder(self._folder)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finish()
+
+    def _folders(self) -> list[Path]:
+        return sorted((self._folder / "wandb").glob(f"offline-run-*-{self._id}"))
+
+    def _begun(self) -> wandb.Run:
+        machine_is_nobodys_business = dict(
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+            disable_git=True,
+            disable_code=True,
+        )
+        settings = wandb.Settings(
+            mode="offline",
+            run_id=self._id,
+            root_dir=str(self._folder),
+            console="off",
+            silent=True,
+            **machine_is_nobodys_business,
+        )
+        run = wandb.init(project=PROJECT, name=self._name, config=dict(self._config), settings=settings)
+        run.define_metric(STEP)
+        run.define_metric(VERSION)
+        run.define_metric("*", step_metric=STEP)
+        run.define_metric("evaluation/*", step_metric=VERSION)
+        return run
+
+    def _finish(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+            wandb.teardown()  # its process is awaited: the last rows may not be in the file before it has ended

@@ -1,0 +1,170 @@
+"""Every step is in the export once, as it was trained last: after a kill, a resume, a torn end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.endings import end_of
+from launch.export.export import export
+from launch.export.points import STEP, VERSION, Key, RunPoints, of_step
+from pipeline.errors import RecipeError, RunConflictError, StoreError
+from tests.support.written_runs import write_run
+from tests.unit.launch.export.growing import (
+    Rows,
+    exporter,
+    kill_after,
+    tensorboard_curve,
+    tensorboard_rows,
+    train,
+    wandb_history,
+    wandb_records,
+    wandb_rows,
+)
+
+READERS = {"tensorboard": tensorboard_rows, "wandb": wandb_rows}
+
+
+@pytest.fixture(params=READERS)
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Trained from step 0 to 7 by the first start of its learner."""
+    path = write_run(tmp_path, 0, steps=24)
+    train(path, 1, range(8))
+    return path
+
+
+def rows_of(run: Path, target: str) -> Rows:
+    return READERS[target](run / "exports" / target)
+
+
+def test_every_step_is_there_once_however_often_it_is_exported(run: Path, target: str) -> None:
+    assert export(run, target, None, follow=False)["steps"] == 8
+    train(run, 1, range(8, 10))
+    assert export(run, target, None, follow=False)["steps"] == 10
+    export(run, target, None, follow=False)
+    assert rows_of(run, target) == {step: [100.0 + step] for step in range(10)}
+
+
+def test_steps_that_a_resume_takes_back_are_there_as_they_were_trained_last(run: Path, target: str) -> None:
+    export(run, target, None, follow=False)
+    train(run, 2, range(5, 7))
+    assert export(run, target, None, follow=False)["steps"] == 7
+    trained_last = {step: [100.0 + step] for step in range(5)} | {step: [200.0 + step] for step in (5, 6)}
+    assert rows_of(run, target) == trained_last
+
+
+def test_killed_while_it_follows_then_resumed_and_exported_again(run: Path, target: str) -> None:
+    """Killed twice while it writes; then a resume of the run takes back steps that it has written."""
+    train(run, 1, range(8, 60))
+    kill_after(exporter(run, target), lambda: bool(rows_of(run, target)))
+    kill_after(exporter(run, target), lambda: 12 in rows_of(run, target))
+    train(run, 2, range(9, 33))
+    result = export(run, target, None, follow=False)
+    assert rows_of(run, target) == {step: [(100.0 if step < 9 else 200.0) + step] for step in range(33)}
+    assert (result["steps"], result["versions"]) == (33, 0)
+    if target == "tensorboard":
+        assert tensorboard_curve(run / "exports" / target) == [(s, (100 if s < 9 else 200) + s) for s in range(33)]
+
+
+def test_a_torn_end_is_passed_over_wherever_it_is_torn(run: Path) -> None:
+    folder = run / "exports" / "tensorboard"
+    export(run, "tensorboard", None, follow=False)
+    [file] = folder.glob("*tfevents*")
+    data = file.read_bytes()
+    for cut in range(0, len(data), len(data) // 12):
+        for path in folder.glob("*tfevents*"):
+            path.unlink()
+        file.write_bytes(data[:cut])
+        export(run, "tensorboard", None, follow=False)
+        assert rows_of(run, "tensorboard") == {step: [100.0 + step] for step in range(8)}, cut
+
+
+def test_what_tensorboard_holds_is_not_written_again(run: Path) -> None:
+    assert export(run, "tensorboard", None, follow=False)["written"] == 8
+    train(run, 1, range(8, 9))
+    assert export(run, "tensorboard", None, follow=False)["written"] == 1
+
+
+def test_a_run_of_weights_and_biases_has_its_recipe_and_keeps_its_id(run: Path) -> None:
+    folder = run / "exports" / "wandb"
+    ids, configs = set(), []
+    for last in (9, 10):
+        train(run, 1, range(last - 1, last))
+        export(run, "wandb", None, follow=False)
+        [record] = [one.run for one in wandb_records(folder) if one.WhichOneof("record_type") == "run"]
+        ids.add(record.run_id)
+        configs = [item.key for item in record.config.update]
+    assert len(ids) == 1
+    assert {"objective", "rollout", "learner"} <= set(configs)
+    assert [row["_timestamp"] for row in wandb_history(folder)] == sorted(
+        row["_timestamp"] for row in wandb_history(folder)
+    )
+
+
+def test_evaluations_are_points_of_their_versions(tmp_path: Path, target: str) -> None:
+    path = write_run(tmp_path, 4, steps=24)
+    assert export(path, target, None, follow=False)["versions"] == 2
+    points = RunPoints(path).read()
+    assert points[Key(VERSION, 0)].values["evaluation/pass_at_1"] == 0.125
+    assert points[Key(VERSION, 4)].values["evaluation/pass_at_k/8"] == 0.75
+    assert points[Key(STEP, 3)].values["seconds/wait"] == 1.2
+    if target == "wandb":
+        rows = wandb_history(path / "exports" / "wandb")
+        assert [row["version"] for row in rows if "version" in row] == [0, 4]
+
+
+def test_names_have_a_group_and_only_finite_numbers_are_told() -> None:
+    line = dict(
+        step=3, time=5.0, loss=1, ok=True, name="x", bins=[1.0], mismatch={"age": {"0": {"ess": 0.5, "n": None}}}
+    )
+    assert of_step(line) == {"train/loss": 1.0, "mismatch/age/0/ess": 0.5}
+
+
+def test_follow_ends_when_the_run_is_finished(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from launch.export import export as module
+    from pipeline.data.run_directory import RunDirectory
+
+    def wait(_: float) -> None:
+        train(run, 1, range(8, 24))
+        for role in ("learner", "collector"):
+            RunDirectory(run).set_finished(role)
+
+    monkeypatch.setattr(module.time, "sleep", wait)
+    assert export(run, "tensorboard", None, follow=True)["steps"] == 24
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_missing_package_is_one_line_that_says_what_to_install(
+    run: Path, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import sys
+
+    for name in [name for name in sys.modules if name.split(".")[0] == package or name == f"launch.export.{package}"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert end_of(lambda: export(run, package, None, follow=False)) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"needs {package}" in said
+    assert "pip install evenkeel[export]" in said
+
+
+def test_what_cannot_be_exported_is_refused(run: Path, tmp_path: Path) -> None:
+    from launch.export.export import _alone
+
+    with pytest.raises(RecipeError, match="--to is 'excel', expected tensorboard or wandb"):
+        export(run, "excel", None, follow=False)
+    with pytest.raises(StoreError, match="does not exist; give the folder of a run"):
+        export(tmp_path / "nothing", "wandb", None, follow=False)
+    with _alone(run / "exports" / "wandb"), pytest.raises(RunConflictError, match="another exporter is at work"):
+        export(run, "wandb", None, follow=False)
+    log = next((run / "metrics").iterdir())
+    log.write_bytes(log.read_bytes().replace(b'"step": 3', b'"step": 4'))
+    with pytest.raises(StoreError, match="line 4 is damaged"):
+        export(run, "tensorboard", None, follow=False)
