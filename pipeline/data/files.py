@@ -55,6 +55,14 @@ def slower(pause_s: float) -> float:
     return min(1.05 * pause_s, _SLOWEST_POLL_S)
 
 
+def look_anew(folder: Path) -> None:
+    """Have this host ask for what is in a folder, where it may remember a listing for up to a minute: it forgets one
+    when it changes the folder itself."""
+    probe = temporary_name(folder / "listing")
+    probe.mkdir()
+    probe.rmdir()
+
+
 def await_visible(path: Path, deadline_s: float = VISIBLE_S) -> None:
     """Wait for a file that is known to be there, but that another host made. Raises DeadlineExceededError."""
     give_up, pause_s = time.monotonic() + deadline_s, FIRST_POLL_S

@@ -73,7 +73,8 @@ class BatchStore:
 
     def lost(self, index: int) -> LostBatch | None:
         """The record of batch `index` if it was lost by damage. Raises StoreError when the record is damaged."""
-        return LostBatch.read(self.lost_path(index)) if index in self._recorded_lost() else None
+        path = self.lost_path(index)
+        return LostBatch.read(path) if path.exists() else None
 
     def all_lost(self) -> list[LostBatch]:
         """The records of all batches that were lost by damage, ascending."""

@@ -27,6 +27,7 @@ from pipeline import spans
 from pipeline.data.files import (
     await_visible,
     fsync_directory,
+    look_anew,
     make_folder,
     move_to_free_name,
     remove_leftovers,
@@ -166,6 +167,7 @@ class Checkpoints:
 
     def _newest(self) -> tuple[int, dict[str, float]] | None:
         """Step and state of the newest checkpoint, verified."""
+        look_anew(self.directory)  # an older checkpoint would do as well, for twice the work
         remove_leftovers(self.directory, self.fence)
         committed = committed_steps(self.directory)
         if not committed:

@@ -74,3 +74,8 @@ def test_metrics_stay_though_who_made_their_folder_was_killed_before_it_was_dura
     result = simulate(Plan(seed=1, steps=4, journaled=False, faults=(kill, cut)))
     assert result.happened == ("kill", "power cut")
     assert result.problems == ()
+
+
+def test_a_learner_finds_the_newest_checkpoint_though_its_host_remembers_an_older_listing() -> None:
+    """Another host had saved step 4 a second before. The learner went on from step 3, and trained one step twice."""
+    assert simulate(plan_of(900340)).problems == ()
