@@ -9,13 +9,13 @@ latest start of the learner counts, and none of an earlier start from where a la
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from launch.run.live_view import LogTail
-from pipeline.analysis.run_log import number
+from launch.show.columns import numbers
 from pipeline.data.event_log import log_files
 
 STEP: Literal["step"] = "step"
@@ -79,22 +79,13 @@ class RunPoints:
 
 def of_step(line: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a line of metrics. One without a group of its own is in `train`."""
-    found = dict(_numbers(line))
+    found = dict(numbers(line))
     return {name if "/" in name else f"train/{name}": found[name] for name in found if name not in ("step", "time")}
 
 
 def of_evaluation(event: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of an `evaluated` event, in `evaluation`."""
-    return {f"evaluation/{name}": value for name, value in _numbers(event) if name not in ("version", "time")}
-
-
-def _numbers(line: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, float]]:
-    for name in line:
-        value, key = line[name], f"{above}{name}"
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{key}/")
-        elif (found := number(line, name)) is not None:
-            yield key, found
+    return {f"evaluation/{name}": value for name, value in numbers(event) if name not in ("version", "time")}
 
 
 def _point(key: Key, line: Mapping[str, Any], values: Mapping[str, float]) -> Point:

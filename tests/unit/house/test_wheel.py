@@ -14,6 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 ROOMS = ("precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch")
+LIBRARY = ROOT / "launch" / "library"
+"""Holds what a program imports as `evenkeel`."""
 SHIPPED_SUFFIXES = (".py", ".yaml", ".json", ".j2")
 
 pytestmark = pytest.mark.slow
@@ -39,7 +41,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_wheel_holds_the_product_and_nothing_else(unpacked: Path) -> None:
     wheel = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
     product = {
-        path.relative_to(ROOT)
+        path.relative_to(LIBRARY if path.is_relative_to(LIBRARY) else ROOT)
         for room in ROOMS
         for path in (ROOT / room).rglob("*")
         if path.suffix in SHIPPED_SUFFIXES and "__pycache__" not in path.parts
@@ -47,7 +49,7 @@ def test_a_wheel_holds_the_product_and_nothing_else(unpacked: Path) -> None:
     assert {path for path in wheel if not path.parts[0].endswith(".dist-info")} == product
     assert Path("pipeline/analysis/html_report.html.j2") in wheel
     assert [path.name for path in wheel if path.parts[-2:-1] == ("licenses",)] == ["LICENSE"]
-    assert Path("pipeline/recipes/models/qwen3-32b/config.json") in wheel
+    assert {Path("pipeline/recipes/models/qwen3-32b/config.json"), Path("evenkeel/__init__.py")} <= wheel
 
 
 @pytest.mark.parametrize(
@@ -72,3 +74,11 @@ def test_commands_run_where_the_wheel_is_unpacked(
     )
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
+
+
+def test_programs_import_it_where_the_wheel_is_unpacked(unpacked: Path, tmp_path: Path) -> None:
+    code = "import evenkeel; print(evenkeel.__file__, evenkeel.load_recipe('demo').run.name)"
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(unpacked / "evenkeel" / "__init__.py"), "demo"]
