@@ -197,10 +197,17 @@ class SimulatedVerifiers:
     async def score_group(
         self, prompt: str, answer: str, metadata: Mapping[str, object], responses: Sequence[str], info: object
     ) -> list[Verdict]:
-        return await gather_or_cancel([self._score(response) for response in responses])
+        verdicts = await gather_or_cancel([self._score(response) for response in responses])
+        if all(verdict.failed for verdict in verdicts):  # of a batch that no verifier can judge, a run ends
+            verdicts[0] = _judged(responses[0])
+        return verdicts
 
     async def _score(self, response: str) -> Verdict:
         await asyncio.sleep(self._draw.expovariate(20.0))
         if self._draw.random() < 0.01:
             return Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed="timeout")
-        return Verdict(reward=float(response.split()[:1] == [str(SOLVES)]))
+        return _judged(response)
+
+
+def _judged(response: str) -> Verdict:
+    return Verdict(reward=float(response.split()[:1] == [str(SOLVES)]))
