@@ -3,6 +3,10 @@
 import os
 import warnings
 
+from megatron_bridge.megatron_imports import hide_writers
+
+hide_writers()
+
 # Megatron-Core says so on every import; `model.choose_layers` decides what is built.
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed")
 
