@@ -16,6 +16,7 @@ from launch.convert.commands import convert_app
 from launch.endings import end_of
 from launch.export.command import export
 from launch.mismatch.command import mismatch
+from launch.plugins.command import plugins
 from launch.program import complete_word, program
 from launch.quant_map.commands import quant_map_app
 from launch.recipe_options import Overrides, RecipeArgument, RecipePath
@@ -52,6 +53,7 @@ app.add_typer(verify_app, name="verify")
 app.callback()(program)
 app.command("export")(export)
 app.command("mismatch")(mismatch)
+app.command("plugins")(plugins)
 app.command("repair")(repair)
 app.command("sft")(sft)
 app.command("trace")(trace)

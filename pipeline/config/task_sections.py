@@ -50,6 +50,7 @@ class Columns(Section):
     )
 
 
+_FUNCTION = r"[\w.]+:\w+"
 _SOURCE_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 
 
@@ -63,6 +64,7 @@ class DataSource(Section):
     weight: PositiveFloat = Field(1.0, description="Prompts of it are asked in this proportion to the other sources'.")
     held_out_path: Path | None = None
     columns: Columns | None = None
+    filter: str | None = Field(None, pattern=_FUNCTION)
     reward: str | None = None
     system_prompt: str | None = Field(None, min_length=1)
 
@@ -85,6 +87,11 @@ class DataTask(Section):
     )
     held_out_path: Path | None = Field(None, description="Evaluation prompts; otherwise 1 in 16 rows is held out.")
     columns: Columns = Field(default_factory=Columns)
+    filter: str | None = Field(
+        None,
+        pattern=_FUNCTION,
+        description="package.module:function(prompt, answer, metadata): true for the rows that are problems.",
+    )
     reward: str = Field(
         "math_verify",
         description="math_verify, python_tests (answers are tests, see docs/sandbox.md), or "
@@ -121,7 +128,9 @@ class DataTask(Section):
 
     def of(self, source: DataSource) -> DataTask:
         """The task that one source alone would be."""
-        own = {key: value for key in ("columns", "reward", "system_prompt") if (value := getattr(source, key))}
+        own = {
+            key: value for key in ("columns", "filter", "reward", "system_prompt") if (value := getattr(source, key))
+        }
         paths = dict(path=source.path, held_out_path=source.held_out_path)
         return self.model_copy(update=dict(**paths, sources=(), sha256=None, **own))
 
@@ -134,7 +143,7 @@ class OwnTask(Section):
     name: Literal["own"] = "own"
     class_: str = Field(
         alias="class",
-        pattern=r"[\w.]+:\w+",
+        pattern=_FUNCTION,
         description="package.module:Class, importable where the run's processes run; made as Class(seed=…, **options).",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Plain data for the class.")

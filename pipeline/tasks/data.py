@@ -9,8 +9,7 @@ from pathlib import Path
 from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
 from pipeline.tasks.base import HELD_OUT_ONE_IN, Problem, check_index, is_held_out
-from pipeline.tasks.columns import problem_of
-from pipeline.tasks.rows import read_rows
+from pipeline.tasks.filtering import filtered
 from precision.text.short import quoted
 
 _BUILT_IN = ("math_verify", "python_tests")
@@ -30,13 +29,14 @@ class Data:
         self.reward = f"pipeline.rewards.verifiers:{section.reward}" if section.reward in _BUILT_IN else section.reward
         self.chat_template = section.chat_template
         assert section.path is not None, "of a task with sources each is asked for by itself"
-        problems = [problem_of(row, section) for row in read_rows(section.path)]
-        self.notes = _repeated(section.path, problems)
+        problems, left_out = filtered(section.path, section)
+        self.notes = (*left_out, *_repeated(section.path, problems))
         if section.held_out_path is None:
             self._training = [p for p in problems if not is_held_out(p.text)]
             self._held_out = [p for p in problems if is_held_out(p.text)]
         else:
-            held_out = [problem_of(row, section) for row in read_rows(section.held_out_path)]
+            held_out, left_out = filtered(section.held_out_path, section)
+            self.notes += left_out
             self._training, self._held_out = problems, held_out
             _refuse_overlap(section.path, problems, section.held_out_path, held_out)
         if not self._training or not self._held_out:

@@ -13,6 +13,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
+from pipeline.tasks.filtering import kept_rows
 from pipeline.tasks.rows.saved_folders import data_files, refusing_unreadable
 from precision.text.short import listed, one_line
 
@@ -36,14 +37,21 @@ def check_digest(section: DataTask) -> None:
     if section.sha256 is not None and (found := digest(section)) != section.sha256:
         paths = listed([one_line(path, 200) for path in _paths(section)], between=" or ")
         raise RecipeError(
-            f"{paths} is not the data of this run (sha256 {found[:12]}, expected {section.sha256[:12]}); put it back, "
-            "or begin another run.name with it"
+            f"{paths} is not the data of this run{_or_kept(section)} (sha256 {found[:12]}, expected "
+            f"{section.sha256[:12]}); put it back, or begin another run.name with it"
         )
 
 
+def _or_kept(section: DataTask) -> str:
+    return ", or task.filter keeps other rows of it" if any(part.filter for part in _parts(section)) else ""
+
+
 def digest(section: DataTask) -> str:
-    """Of all data of the section, training before held out. Raises RecipeError for what cannot be read."""
-    return digest_of_data(*_paths(section))
+    """Of all data of the section, training before held out, and of which rows its filters keep. Raises RecipeError for
+    what cannot be read, and as pipeline.tasks.filtering does."""
+    data = digest_of_data(*_paths(section))
+    kept = [kept_rows(path, part) for part in _parts(section) if part.filter for path in _paths(part)]
+    return data if not kept else hashlib.sha256(b"\n".join([data.encode(), *kept])).hexdigest()
 
 
 def digest_of_data(*paths: Path) -> str:
@@ -58,9 +66,12 @@ def digest_of_data(*paths: Path) -> str:
 
 def _paths(section: DataTask) -> list[Path]:
     """Of every source, training before held out."""
-    parts = [section.of(source) for source in section.sources] or [section]
-    both = [(part.path, part.held_out_path) for part in parts]
+    both = [(part.path, part.held_out_path) for part in _parts(section)]
     return [path for paths in both for path in paths if path is not None]
+
+
+def _parts(section: DataTask) -> list[DataTask]:
+    return [section.of(source) for source in section.sources] or [section]
 
 
 def _of_file(path: Path) -> bytes:

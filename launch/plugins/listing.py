@@ -1,0 +1,135 @@
+"""What a recipe can name, by kind: what comes with Even Keel, and what modules of the user's own hold."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+from pipeline.advantages.base import Advantage
+from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
+from pipeline.config.task_sections import SortDigitsTask, SpellDigitsTask
+from pipeline.errors import RecipeError
+from pipeline.rewards import verifiers
+from pipeline.tasks.base import Task
+from pipeline.tasks.data import Data
+from pipeline.tasks.filtering import GIVEN
+from precision.corrections.base import Correction
+from precision.objectives.base import Objective
+from precision.settings import Settings, name_of
+from precision.text.short import one_line
+
+Kind = Literal["objective", "correction", "advantage", "task", "reward", "filter"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+ASKED: dict[Kind, str] = {
+    "objective": "a class derived from precision.objectives.base.Objective",
+    "correction": "a class derived from precision.corrections.base.Correction",
+    "advantage": "a class derived from pipeline.advantages.base.Advantage",
+    "task": "a class with what pipeline.tasks.base.Task asks for",
+    "reward": "a function that names response, or responses of a group",
+    "filter": f"a function of some of {', '.join(GIVEN)}",
+}
+"""What a user writes."""
+
+_CHOICES: tuple[tuple[Kind, type[Settings], dict[str, Any]], ...] = (
+    ("objective", Objective, dict(OBJECTIVES)),
+    ("correction", Correction, dict(CORRECTIONS)),
+    ("advantage", Advantage, dict(ADVANTAGES)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """One thing that a recipe can name."""
+
+    kind: Kind
+    key: str
+    """The recipe's key that names it, such as `objective.name`."""
+    value: str
+    says: str
+    """The first line of its docstring."""
+    lacks: str = ""
+    """Why a recipe that names it would be refused."""
+
+
+def shipped() -> list[Plugin]:
+    """What comes with Even Keel, by kind and name."""
+    found = [
+        Plugin(kind=kind, key=f"{kind}.name", value=name, says=_says(choice))
+        for kind, _, named in _CHOICES
+        for name, choice in named.items()
+    ]
+    tasks = {"sort_digits": "Digits, to be sorted.", "spell_digits": "Digits, to be spelled.", "data": _says(Data)}
+    assert SortDigitsTask.model_fields["name"].default in tasks
+    assert get_args(SpellDigitsTask.model_fields["name"].annotation)[0] in tasks
+    found += [Plugin(kind="task", key="task.name", value=name, says=said) for name, said in tasks.items()]
+    rewards = (verifiers.math_verify, verifiers.python_tests)
+    return found + [Plugin(kind="reward", key="task.reward", value=f.__name__, says=_says(f)) for f in rewards]
+
+
+def of_modules(names: Sequence[str]) -> list[Plugin]:
+    """What modules define that a recipe can name, in their order. Raises RecipeError for a module that cannot be
+    imported, and for one that holds nothing of the kind."""
+    return [plugin for name in names for plugin in _of_module(name)]
+
+
+def _of_module(name: str) -> list[Plugin]:
+    try:
+        module = import_module(name)
+    except Exception as error:
+        raise RecipeError(
+            f"{one_line(name, 120)} cannot be imported ({type(error).__name__}: {one_line(error, 200)}); give the name "
+            "of a module, such as mypackage.rewards, and run the command where Python finds it"
+        ) from error
+    found = list(_plugins(module))
+    if not found:
+        kinds = "; ".join(f"{kind}: {asked}" for kind, asked in ASKED.items())
+        raise RecipeError(f"{name} defines nothing that a recipe can name; expected one of: {kinds}")
+    return found
+
+
+def _plugins(module: ModuleType) -> Iterator[Plugin]:
+    for name, thing in vars(module).items():
+        if name.startswith("_") or getattr(thing, "__module__", None) != module.__name__:
+            continue
+        kind = _kind_of(thing)
+        if kind is None:
+            continue
+        key = {"reward": "task.reward", "filter": "task.filter"}.get(kind, f"{kind}.class")
+        lacks = _lacks(thing) if kind in ("objective", "correction", "advantage") else ""
+        yield Plugin(kind=kind, key=key, value=f"{module.__name__}:{name}", says=_says(thing), lacks=lacks)
+
+
+def _kind_of(thing: Any) -> Kind | None:
+    if isinstance(thing, type):
+        for kind, base, _ in _CHOICES:
+            if issubclass(thing, base):
+                return kind
+        asked = (name for name in vars(Task) if not name.startswith("_"))
+        held = {*dir(thing), *(name for base in thing.__mro__ for name in vars(base).get("__annotations__", ()))}
+        return "task" if held.issuperset(asked) else None
+    if not inspect.isfunction(thing):
+        return None
+    names = {*inspect.signature(thing).parameters}
+    if names & {"response", "responses"}:
+        return "reward"
+    return "filter" if names and names <= {*GIVEN} else None
+
+
+def _lacks(own: type[Settings]) -> str:
+    if inspect.isabstract(own):
+        return f"it lacks {', '.join(sorted(own.__abstractmethods__))}"
+    try:
+        name_of(own)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _says(thing: Any) -> str:
+    lines = (inspect.cleandoc(thing.__doc__ or "") or "–").splitlines()
+    return one_line(lines[0], 200)

@@ -1,0 +1,176 @@
+"""`evenkeel plugins`: whatever it lists can be named in a recipe just so, and whatever it calls unfinished cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.plugins.listing import KINDS, Plugin, of_modules, shipped
+from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
+from pipeline.config.loader import load_recipe
+from pipeline.config.task_sections import DataTask
+from pipeline.errors import RecipeError
+from pipeline.tasks import build_task
+from tests.support.runs import evenkeel
+
+MINE = '''
+from typing import Literal
+from pydantic import BaseModel
+from pipeline.advantages.base import Advantage
+from pipeline.tasks.base import GeneratedTask, Problem
+from precision.corrections.base import Correction
+from precision.objectives.base import Objective
+
+class Plain(Objective):
+    """Plain policy gradient."""
+    name: Literal["plain"] = "plain"
+    def loss(self, logprobs, batch, context):
+        return logprobs.sum(), {}
+
+class Half(Correction):
+    """Half of everything.
+
+    And more about it."""
+    name: Literal["half"] = "half"
+    def factor(self, step):
+        return step.advantages, {}
+
+class Centered(Advantage):
+    name: Literal["centered"] = "centered"
+    def advantages(self, reward, group):
+        return reward
+
+class Nameless(Advantage):
+    def advantages(self, reward, group):
+        return reward
+
+class Lossless(Objective):
+    name: Literal["lossless"] = "lossless"
+
+class Double(GeneratedTask):
+    """Twice a number."""
+    characters, reward = "0123456789=", "pipeline.rewards.verifiers:exact_match"
+    def __init__(self, seed):
+        super().__init__(name="double", seed=seed, num_prompts=1000)
+    def draw(self, rng):
+        number = int(rng.random() * 100)
+        return Problem(text=f"{number}=", answer=str(2 * number))
+
+def length(prompt, response):
+    """How long it is."""
+    return len(response)
+
+def first(responses, **rest):
+    return [1.0] * len(responses)
+
+def short(answer):
+    """Short answers."""
+    return len(answer) < 3
+
+def helper(number): ...
+def _hidden(response): ...
+class Other(BaseModel): ...
+VALUE = 3
+'''
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "plugins_of_mine.py").write_text(MINE)
+    (tmp_path / "holds_nothing.py").write_text("VALUE = 3\n")
+    (tmp_path / "cannot_be_imported.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    import sys
+
+    sys.modules.pop("plugins_of_mine", None)
+
+
+def named_in_a_recipe(plugin: Plugin, folder: Path) -> None:
+    """Load a recipe that names it, and make its task."""
+    rows = [json.dumps(dict(prompt=f"{n}=", answer=str(n))) for n in range(400)]
+    (folder / "p.jsonl").write_text("\n".join(rows) + "\n")
+    overrides = [f"{plugin.key}={plugin.value}"]
+    if plugin.key in ("task.reward", "task.filter") or plugin.value == "data":
+        overrides += ["task.name=data", f"task.path={folder / 'p.jsonl'}"]
+    if plugin.kind == "correction":
+        overrides.append("objective.anchor=old")
+    recipe = load_recipe(Path("grpo"), list(dict.fromkeys(overrides)))
+    if plugin.kind in ("task", "filter"):
+        assert build_task(recipe.task, 0).num_prompts > 0
+
+
+def test_all_of_mine_are_found_as_a_recipe_names_them(tmp_path: Path) -> None:
+    found = {plugin.value.partition(":")[2]: plugin for plugin in of_modules(["plugins_of_mine"])}
+    assert {name: plugin.kind for name, plugin in found.items()} == {
+        "Plain": "objective",
+        "Half": "correction",
+        "Centered": "advantage",
+        "Nameless": "advantage",
+        "Lossless": "objective",
+        "Double": "task",
+        "length": "reward",
+        "first": "reward",
+        "short": "filter",
+    }
+    assert {plugin.kind for plugin in found.values()} == {*KINDS}
+    assert (found["Half"].says, found["Half"].key) == ("Half of everything.", "correction.class")
+    assert found["Lossless"].lacks == "it lacks loss"
+    assert "write in the class" in found["Nameless"].lacks
+    for plugin in found.values():
+        if plugin.lacks:
+            with pytest.raises(RecipeError):
+                named_in_a_recipe(plugin, tmp_path)
+        else:
+            named_in_a_recipe(plugin, tmp_path)
+
+
+def test_what_comes_with_it_is_listed_whole() -> None:
+    found = shipped()
+    for kind, named in (("objective", OBJECTIVES), ("correction", CORRECTIONS), ("advantage", ADVANTAGES)):
+        assert [plugin.value for plugin in found if plugin.kind == kind] == list(named)
+    assert [plugin.value for plugin in found if plugin.kind == "reward"] == ["math_verify", "python_tests"]
+    assert all(plugin.says and not plugin.lacks for plugin in found)
+
+
+def test_each_task_and_reward_of_the_list_can_be_named(tmp_path: Path) -> None:
+    for plugin in shipped():
+        if plugin.kind in ("task", "reward", "advantage", "correction"):
+            named_in_a_recipe(plugin, tmp_path)
+
+
+def test_the_command_lists_both(tmp_path: Path) -> None:
+    told = evenkeel("plugins")
+    assert told.returncode == 0
+    assert "p3o" in told.stdout
+    assert "yours: a function of some of prompt, answer, metadata" in " ".join(told.stdout.split())
+    mine = evenkeel("plugins", "plugins_of_mine")
+    assert "plugins_of_mine:Half" in mine.stdout
+    assert "NOT YET: it lacks loss" in mine.stdout
+    as_json = json.loads(evenkeel("plugins", "plugins_of_mine", "--json").stdout)
+    assert as_json["plugins"][0]["value"] == "plugins_of_mine:Plain"
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("holds_nothing", "defines nothing that a recipe can name; expected one of: objective: a class derived from"),
+        ("cannot_be_imported", "No module named 'no_such_package'"),
+        ("no_such_module", "give the name of a module"),
+        ("my/file.py", "give the name of a module"),
+    ],
+)
+def test_what_is_no_module_of_plug_ins_is_one_line(module: str, said: str) -> None:
+    done = evenkeel("plugins", module)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+def test_a_task_with_a_filter_says_so() -> None:
+    assert DataTask.model_validate(dict(name="data", path="p", filter="a.b:c")).filter == "a.b:c"
+    with pytest.raises(ValueError, match="filter"):
+        DataTask.model_validate(dict(name="data", path="p", filter="no function"))
