@@ -37,6 +37,7 @@ from rollout_sglang.protocol import (
     Checksums,
     Generated,
     ModelInfo,
+    Tokenized,
     Updated,
     claimed_version,
 )
@@ -118,6 +119,24 @@ class EngineClient:
         At temperature 1: SGLang does not scale the log-probabilities of input tokens.
         """
         return await self._prefill(rows, {}, 0, lambda number, sample: input_logprobs(rows[number], sample))
+
+    async def response_logprobs(
+        self, prompt: Sequence[int], responses: Sequence[Sequence[int]]
+    ) -> list[NDArray[np.float32]]:
+        """Prefill scoring of responses to a prompt of one token at least: for each, [tokens] log-probabilities, at
+        temperature 1. The prompt's own tokens are not scored: so the server may read it once for all of them."""
+        rows, start = [[*prompt, *response] for response in responses], len(prompt) - 1
+        return await self._prefill(
+            rows, {"logprob_start_len": start}, 0, lambda number, sample: input_logprobs(rows[number][start:], sample)
+        )
+
+    async def tokenize(self, text: str) -> list[int]:
+        """The ids that the server's own tokenizer makes of a text, without special tokens at its ends."""
+        request = {"prompt": text, "add_special_tokens": False}
+        answer = await self._transport.call(
+            "POST", "/tokenize", deadline_s=self._control_deadline_s, json=request, most_bytes=REPORT_BYTES
+        )
+        return _parse(TypeAdapter(Tokenized), answer).tokens
 
     async def tempered_prompt_logprobs(
         self,

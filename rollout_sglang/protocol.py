@@ -91,6 +91,12 @@ class ModelInfo(Answer):
     weight_version: str
 
 
+class Tokenized(Answer):
+    """POST /tokenize."""
+
+    tokens: list[int]
+
+
 class Updated(Answer):
     """POST /update_weights_from_disk, with status 200 as with 400."""
 

@@ -20,4 +20,5 @@ def build_advantage_computer(recipe: Recipe) -> AdvantageComputer:
         estimator=recipe.advantage.estimator(),
         max_new_tokens=recipe.rollout.max_new_tokens,
         overlong=recipe.reward.overlong,
+        distillation=recipe.distillation,
     )

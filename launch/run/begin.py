@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
 from launch.build.engines import check_map_dtype, engine_dtype
+from launch.build.teacher import check_teacher
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
@@ -31,6 +32,7 @@ def preflight(recipe: Recipe) -> Task:
     tokenizer = build_tokenizer(recipe)
     check_weights(recipe.model.path, ModelConfig.from_hf(config))
     verify_folder(recipe.model.path, "make or fetch the model again", required=False)
+    check_teacher(recipe, tokenizer)
     prompts = build_prompts(recipe, tokenizer)
     if recipe.evaluation.prompts > prompts.task.num_held_out:
         raise RecipeError(

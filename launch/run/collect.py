@@ -17,6 +17,7 @@ from launch.build.components import (
     build_tokenizer,
 )
 from launch.build.rewards import build_verifiers
+from launch.build.teacher import teacher_of
 from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.api_key import read_api_key
 from pipeline.beside_loop import spare_collections
@@ -111,25 +112,27 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
             recorded(run.path, epoch.name),
             build_verifiers(run, recipe, prompts.task, event_log) as verifiers,
         ):
-            collector = Collector(
-                run=run,
-                store=store,
-                schedule=recipe.build_schedule(),
-                engines=fleet,
-                prompts=prompts,
-                tokenizer=tokenizer,
-                verifiers=verifiers,
-                contract=build_contract(recipe, tokenizer),
-                event_log=event_log,
-                settings=settings(recipe, tokenizer),
-                decided_lags=lags_of(run, recipe),
-                stop=stop,
-            )
-            if metrics is not None:
-                metrics.watch_fleet(fleet.state, lambda: collector.num_waiting)
-            async with fleet.monitored(lambda: _published(run)):
-                spare_collections()
-                finished = await collector.collect()
+            async with teacher_of(run, recipe, prompts, event_log) as teacher:
+                collector = Collector(
+                    run=run,
+                    store=store,
+                    schedule=recipe.build_schedule(),
+                    engines=fleet,
+                    prompts=prompts,
+                    tokenizer=tokenizer,
+                    verifiers=verifiers,
+                    teacher=teacher,
+                    contract=build_contract(recipe, tokenizer),
+                    event_log=event_log,
+                    settings=settings(recipe, tokenizer),
+                    decided_lags=lags_of(run, recipe),
+                    stop=stop,
+                )
+                if metrics is not None:
+                    metrics.watch_fleet(fleet.state, lambda: collector.num_waiting)
+                async with fleet.monitored(lambda: _published(run)):
+                    spare_collections()
+                    finished = await collector.collect()
     finally:
         await fleet.close()
     if not finished:

@@ -24,15 +24,22 @@ from precision.objectives.base import Aggregation
 
 
 def token_advantages(
-    aggregation: Aggregation, step: Batch, values: NDArray[np.float64], *, max_new_tokens: int
+    aggregation: Aggregation,
+    step: Batch,
+    values: NDArray[np.float64],
+    of_tokens: NDArray[np.float64] | None = None,
+    *,
+    max_new_tokens: int,
 ) -> NDArray[np.float64]:
-    """[responses]: the advantages `values` [samples] of a step as its tokens get them; 0 where no engine sampled.
+    """[responses]: the advantages `values` [samples] of a step, and those that tokens have beside them `of_tokens`
+    [responses], as its tokens get them; 0 where no engine sampled.
 
     `max_new_tokens` is the length L of `constant`.
     """
     factors = _factors(aggregation, step, max_new_tokens)
     sample = np.repeat(np.arange(step.num_samples), step.response_lengths)
-    return np.where(step.loss_mask, (values * factors)[sample], 0.0)
+    advantages = values[sample] if of_tokens is None else values[sample] + of_tokens
+    return np.where(step.loss_mask, advantages * factors[sample], 0.0)
 
 
 def batch_normalized(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from pipeline.advantages.aggregation import batch_normalized, token_advantages
 from pipeline.advantages.base import Advantage, AdvantageEstimator
+from pipeline.advantages.distillation import Distillation
 from pipeline.advantages.groups import Grouped
 from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.data.records import Batch
@@ -55,6 +56,8 @@ class AdvantageComputer:
     max_new_tokens: int
     overlong: OverlongPenalty | None = None
     """What long responses lose; None: nothing."""
+    distillation: Distillation | None = None
+    """What a teacher adds to each token; None: there is none."""
 
     def compute_advantages(self, batch: Batch) -> SampleAdvantages:
         """Advantages of the samples of a whole batch. Raises NonFiniteError on a reward that is not finite."""
@@ -111,4 +114,7 @@ class AdvantageComputer:
     def by_token(self, step: Batch, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """[responses] what the tokens of one optimizer step are trained with, from `values` [samples] of the same
         samples; 0 on tokens that no engine sampled."""
-        return token_advantages(self.section.aggregation, step, values, max_new_tokens=self.max_new_tokens)
+        by_sample, by_token = values, None
+        if self.distillation is not None:
+            by_sample, by_token = self.distillation.reward_coefficient * values, self.distillation.added(step)
+        return token_advantages(self.section.aggregation, step, by_sample, by_token, max_new_tokens=self.max_new_tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from pipeline.advantages.base import Advantage
+from pipeline.advantages.distillation import Distillation
 from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.config.choice import Choice
 from precision.corrections.base import Correction
@@ -80,6 +81,37 @@ def check_reference(reference: ReferenceSection | None, advantage: Advantage, *,
         raise ValueError(
             "advantage.zero_variance is skip, but the KL to the reference is over the tokens of all groups, those "
             "without advantage too; set advantage.zero_variance to keep, or to exclude"
+        )
+
+
+def check_distillation(distillation: Distillation | None, advantage: Advantage, *, refill: bool) -> None:
+    """Raises ValueError where groups would be left out by their rewards, though a teacher judges their tokens."""
+    if distillation is None:
+        return
+    if advantage.zero_variance != "keep":
+        raise ValueError(
+            f"advantage.zero_variance is {advantage.zero_variance}, but with distillation groups of equal rewards have "
+            "an advantage, too; set it to keep"
+        )
+    if refill:
+        raise ValueError(
+            "prompts.refill drops groups of equal rewards, but with distillation these have an advantage, too; set "
+            "prompts.refill to false"
+        )
+
+
+def check_whole_distributions(sampled: float, learned: float | None, top_p: float, top_k: int) -> None:
+    """Raises ValueError where a teacher would be compared with another distribution than the one that is trained: at
+    temperature `sampled` by the engine and `learned` by the learner, or cut by the engine."""
+    if learned is not None and learned != sampled:
+        raise ValueError(
+            f"learner.temperature is {learned:g} and rollout.temperature {sampled:g}, but distillation makes the "
+            "student as it is sampled equal to the teacher; leave learner.temperature out"
+        )
+    if top_p < 1.0 or top_k != -1:
+        raise ValueError(
+            f"rollout.top_p is {top_p:g} and top_k {top_k}, but distillation compares distributions over the whole "
+            "vocabulary; leave both out"
         )
 
 

@@ -24,14 +24,17 @@ from pydantic import (
 )
 
 from pipeline.advantages.base import Advantage
+from pipeline.advantages.distillation import Distillation
 from pipeline.advantages.methods.grpo import GRPO
 from pipeline.config.algorithm import (
     AdvantageSection,
     CorrectionSection,
     ObjectiveSection,
+    check_distillation,
     check_overlong,
     check_reference,
     check_sampler,
+    check_whole_distributions,
     check_wiring,
     with_paper_aggregation,
 )
@@ -266,6 +269,7 @@ class Recipe(Section):
     correction: CorrectionSection = Field(default_factory=NoCorrection)
     advantage: AdvantageSection = Field(default_factory=GRPO, validate_default=True)
     reference: ReferenceSection | None = Field(None, description="A KL term in the loss; default: none.")
+    distillation: Distillation | None = Field(None, description="A teacher that judges each token; default: none.")
     schedule: ScheduleSection = Field(default_factory=SyncSchedule)
     weights: WeightsSection = Field(default_factory=WeightsSection)
     controller: ControllerSettings | None = None
@@ -306,6 +310,9 @@ class Recipe(Section):
         rollout = self.rollout
         unknown_cut = not rollout.asks_for_kept_sets and (rollout.top_p < 1.0 or rollout.top_k != -1)
         check_reference(self.reference, self.advantage, cut=unknown_cut)
+        check_distillation(self.distillation, self.advantage, refill=self.prompts.refill)
+        if self.distillation is not None:
+            check_whole_distributions(rollout.temperature, self.learner.temperature, rollout.top_p, rollout.top_k)
         check_overlong(self.reward.overlong, self.rollout.max_new_tokens)
         check_emulation(self.learner.fp8_emulation, self.learner.precision, self.rollout.precision)
         if not self.rollout.asks_for_kept_sets:

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.arrays.chunks import chunk_digests, chunk_rows
+from pipeline.data.dropped import DroppedGroup
 from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import FINISH_REASONS, PER_RESPONSE_TOKEN, Batch, DroppedGroup, LogprobContract
+from pipeline.data.records import FINISH_REASONS, Batch, LogprobContract
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.share import Share
 
@@ -60,6 +61,9 @@ KEPT = ("kept_offsets", "kept_tokens")
 The attribute `optional_arrays` names those that a file has."""
 EXPERTS = ("routed_experts", "routed_experts_known")
 """Optional too: `Batch.experts`, uint8 or uint16 [total, MoE layers, experts a token] and bool [total]."""
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""Optional as well: float32 [responses]."""
+OPTIONAL = (*KEPT, *EXPERTS, TEACHER_LOGPROBS)
 
 
 def attributes_of(batch: Batch) -> dict[str, Any]:
@@ -83,6 +87,8 @@ def _optional_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
         found |= zip(KEPT, (batch.kept.offsets, batch.kept.tokens), strict=True)
     if batch.experts is not None:
         found |= zip(EXPERTS, (batch.experts.ids, batch.experts.known), strict=True)
+    if batch.teacher_logprobs is not None:
+        found[TEACHER_LOGPROBS] = batch.teacher_logprobs
     return found
 
 
@@ -148,8 +154,8 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     if len(parts) != len(names):
         raise ValueError(f"reward_parts has {len(parts)} rows, expected one for each of {names}")
     optional = attributes.get("optional_arrays", ())
-    if unknown := set(optional) - {*KEPT, *EXPERTS}:
-        raise ValueError(f"optional_arrays names {sorted(unknown)}, known are {[*KEPT, *EXPERTS]}")
+    if unknown := set(optional) - {*OPTIONAL}:
+        raise ValueError(f"optional_arrays names {sorted(unknown)}, known are {list(OPTIONAL)}")
     fields: dict[str, Any] = {n: array for n, array in arrays.items() if n not in ("reward_parts", *optional)}
     dropped = attributes["dropped"]
     if attributes["schema_version"] < 3:
@@ -165,6 +171,7 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
         reward_parts=dict(zip(names, parts, strict=True)),
         kept=KeptSets(offsets=arrays[KEPT[0]], tokens=arrays[KEPT[1]]) if KEPT[0] in optional else None,
         experts=RoutedExperts(ids=arrays[EXPERTS[0]], known=arrays[EXPERTS[1]]) if EXPERTS[0] in optional else None,
+        teacher_logprobs=arrays[TEACHER_LOGPROBS] if TEACHER_LOGPROBS in optional else None,
         sources={name: range(*ends) for name, ends in attributes.get("sources", {}).items()},
         share=share,
         **fields,
@@ -237,6 +244,9 @@ def _check_optional(batch: Batch, *, written: bool) -> None:
         batch.kept.check(batch.response_tokens, batch.loss_mask[np.repeat(batch.held, batch.response_lengths)])
     if batch.experts is not None:
         batch.experts.check(len(batch.tokens), distinct=written)
+    taught = batch.teacher_logprobs
+    if taught is not None and (taught.dtype != np.float32 or taught.ndim != 1):
+        raise ValueError(f"{TEACHER_LOGPROBS} is {taught.dtype.name} with {taught.ndim} axes, expected float32 with 1")
 
 
 def _check_offsets(batch: Batch) -> None:
@@ -249,7 +259,7 @@ def _check_offsets(batch: Batch) -> None:
     if np.any(batch.prompt_lengths < 0) or np.any(batch.response_lengths < 0):
         raise ValueError("a prompt is longer than its sample")
     responses = int(batch.response_offsets[-1])
-    for name in PER_RESPONSE_TOKEN:
+    for name in batch.numbers:
         if len(getattr(batch, name)) != responses:
             raise ValueError(f"{name} has {len(getattr(batch, name))} entries, expected {responses} response tokens")
     if np.any(batch.tokens < 0):

@@ -47,6 +47,7 @@ EventKind = Literal[
     "controlled",
     "no_progress",
     "reward_failed",
+    "teacher_failed",
     "skipped",
     "finished",
 ]

@@ -13,12 +13,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.dropped import DroppedGroup
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.share import Share
 
 PER_RESPONSE_TOKEN = ("rollout_logprobs", "policy_version", "loss_mask")
 """The fields of Batch that hold one number for each response token."""
+
 
 FINISH_REASONS = ("stop", "length", "abort")
 """`Batch.finish` holds indices into this tuple."""
@@ -30,10 +32,6 @@ SOLVED_REWARD = 1.0
 
 VERIFIER_FAILED = "verifier_failed"
 """The part of the reward of a sample that has none."""
-
-DropKind = Literal["unfit", "zero_variance", "solved"]
-"""unfit: it cannot be asked. zero_variance: all its rewards are equal, and another group took its place. solved: its
-problem is solved too often to be asked again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +91,8 @@ class Completion:
     """What top-p and top-k left to choose from, for each token; None where the engine was not asked."""
     experts: RoutedExperts | None = None
     """Of the prompt's tokens and of these; None where the engines were not asked."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[tokens] natural log, of a teacher at temperature 1; None where there is none."""
 
     distinct_versions: tuple[int, ...] = field(init=False)
     """Those that there are in `versions`, ascending; worked out once, where the completion is made."""
@@ -107,6 +107,7 @@ class Completion:
             logprobs=np.zeros_like(self.logprobs),
             loss_mask=np.zeros_like(self.loss_mask),
             kept=None if self.kept is None else KeptSets.empty(len(self.tokens)),
+            teacher_logprobs=None if self.teacher_logprobs is None else np.zeros_like(self.teacher_logprobs),
         )
 
     @staticmethod
@@ -145,21 +146,6 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DroppedGroup:
-    """A group that will never be trained on, with the reason. It is recorded in the batch for which it was asked."""
-
-    group: int
-    reason: str
-    kind: DropKind = "unfit"
-    problem: int = -1
-    """As in Prompt."""
-    samples: int = 0
-    """How many were sampled and scored before it was dropped; they count for the problem's pass rate."""
-    solved: int = 0
-    """How many of them solved the problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,11 +203,13 @@ class Batch:
     """[total] where the engines sent each token, for a learner that replays it; None: they were not asked."""
     sources: Mapping[str, range] = field(default_factory=dict)
     """Name → the problems of each source of the task; empty where there is one."""
+    teacher_logprobs: NDArray[np.float32] | None = None
+    """[responses] natural log, of a teacher at temperature 1; 0.0 where `loss_mask` is False. None: there is none."""
     reference_logprobs: NDArray[np.float32] | None = None
     """[responses] natural log, of the reference policy; never stored."""
     share: Share | None = None
     """Whose samples are held: `tokens`, `kept` and `experts` are of these alone, one after another. All else is of all
-    samples; the numbers of response tokens (PER_RESPONSE_TOKEN) are 0 for the others' until the ranks have exchanged
+    samples; the numbers of response tokens (`numbers`) are 0 for the others' until the ranks have exchanged
     them. None: all are held."""
 
     @property
@@ -312,8 +300,13 @@ class Batch:
 
     def with_numbers(self, made_of: Callable[[NDArray[Any]], NDArray[Any]]) -> Batch:
         """With other numbers for the response tokens, each array `made_of` the one that is here."""
-        numbers: dict[str, Any] = {name: made_of(getattr(self, name)) for name in PER_RESPONSE_TOKEN}
+        numbers: dict[str, Any] = {name: made_of(getattr(self, name)) for name in self.numbers}
         return replace(self, **numbers)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The fields that hold one number for each response token, and are stored."""
+        return PER_RESPONSE_TOKEN + (() if self.teacher_logprobs is None else ("teacher_logprobs",))
 
     def _of_held(self, samples: NDArray[np.bool_]) -> dict[str, Any]:
         """What the model reads of those `samples` [n] that are held."""
@@ -331,7 +324,7 @@ class Batch:
         names = ("prompt_lengths", "group", "problem", "reward", "finish", "truncated", "engine", "queued_s")
         responses = np.repeat(samples, self.response_lengths)
         return dict(
-            **{name: getattr(self, name)[responses] for name in PER_RESPONSE_TOKEN},
+            **{name: getattr(self, name)[responses] for name in self.numbers},
             reference_logprobs=None if self.reference_logprobs is None else self.reference_logprobs[responses],
             sample_offsets=np.concatenate([[0], np.cumsum(self.lengths[samples])]).astype(np.int64),
             reward_parts={name: values[samples] for name, values in self.reward_parts.items()},
@@ -385,6 +378,7 @@ class Batch:
             open_groups=tuple(open_groups),
             kept=_kept([c for _, _, c in rows]) if contract.kept_set else None,
             experts=RoutedExperts.of_all([c.experts for _, _, c in rows], lengths),
+            teacher_logprobs=_taught([c for _, _, c in rows]),
             sources=dict(sources or {}),
             **per_sample,
         )
@@ -392,6 +386,12 @@ class Batch:
 
 def _joined(dtype: type[Any], parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype), *parts])  # also where there is none
+
+
+def _taught(completions: Sequence[Completion]) -> NDArray[np.float32] | None:
+    """Of all tokens; None where there is no teacher."""
+    found = [c.teacher_logprobs for c in completions if c.teacher_logprobs is not None]
+    return _joined(np.float32, found) if len(found) == len(completions) > 0 else None
 
 
 def _kept(completions: Sequence[Completion]) -> KeptSets:

@@ -23,9 +23,11 @@ class FailureWatch:
         *,
         at_least: int = _AT_LEAST,
         tell: Callable[[str, str], None] | None = None,
+        remedy: str = "correct the function",
     ) -> None:
         """`most`: share of the last samples, 0 to 1, that may fail. `at_least`: samples before that is asked. `tell`
-        gets reason and detail of the first failure of each reason."""
+        gets reason and detail of the first failure of each reason. `remedy` is what to do about them."""
+        self._remedy = remedy
         self._reward, self._most, self._at_least, self._tell = reward, most, at_least, tell
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._reasons: Counter[str] = Counter()
@@ -46,5 +48,5 @@ class FailureWatch:
         if of >= self._at_least and failed > self._most * of:
             raise RewardError(
                 f"reward {self._reward!r} failed on {failed} of {of} samples, at most a share of {self._most:g} may; "
-                f"the first, {self._first}; correct the function, or raise reward.max_failed_share"
+                f"the first, {self._first}; {self._remedy}, or raise reward.max_failed_share"
             )

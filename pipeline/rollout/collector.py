@@ -40,6 +40,7 @@ from pipeline.rollout.group_sampler import GroupSampler
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.priority_semaphore import PrioritySemaphore, gather_or_cancel
 from pipeline.rollout.solved_prompts import SolvedPromptFilter, SolvedPromptRule
+from pipeline.rollout.teacher_scores import TeacherScores, distance_from_teacher, scored_sample
 from pipeline.schedule import Schedule
 from pipeline.tasks.tokenizer import Tokenizer
 
@@ -84,6 +85,8 @@ class Collector:
     contract: LogprobContract
     event_log: EventLog
     settings: CollectorSettings
+    teacher: TeacherScores | None = None
+    """Who judges each token, beside the verifiers; None: nobody."""
     decided_lags: Callable[[int], tuple[tuple[int, int], ...]] | None = None
     """Schedule.decided_lags when a version was published; None where no controller decides any."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -289,21 +292,16 @@ class Collector:
         return batch, await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged).sum()))
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
-        """Verify every completion. Nothing is learned of a sample whose verifier fails."""
+        """Verify every completion, and have the teacher score it. Nothing is learned of a sample where either fails."""
+        if self.teacher is not None:
+            completions = await self.teacher.of(prompt, completions)
         texts = [await beside_loop(self._text, completion) for completion in completions]
         prompt_tokens = len(prompt.tokens)
         info = [dict(prompt_tokens=prompt_tokens, response_tokens=len(c.tokens), finish=c.finish) for c in completions]
         verdicts = await self.verifiers[prompt.reward].score_group(
             prompt.text, prompt.answer, prompt.metadata, texts, info
         )
-        return tuple(
-            Sample(
-                completion=completion if verdict.failed is None else completion.unlearned(),
-                reward=verdict.reward,
-                reward_parts=verdict.parts,
-            )
-            for completion, verdict in zip(completions, verdicts, strict=True)
-        )
+        return tuple(scored_sample(*each) for each in zip(completions, verdicts, strict=True))
 
     def _text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.tokens.tolist())
@@ -319,8 +317,10 @@ class Collector:
         started = time.time()
         held_out = self.prompts.held_out(self.settings.evaluation_prompts)
         samples = self.settings.evaluation_samples
-        solved = await gather_or_cancel([self._solve(prompt, samples, version, index) for prompt in held_out])
+        answers = await gather_or_cancel([self._answers(prompt, samples, version, index) for prompt in held_out])
+        solved = [sum(sample.reward >= SOLVED_REWARD for sample in each) for each in answers]
         found = dict(prompts=len(held_out), samples=samples, correct=solved, **summarize(solved, samples))
+        found |= {} if self.teacher is None else distance_from_teacher(answers)
         if self.prompts.sources:
             found["sources"] = by_source([prompt.source for prompt in held_out], solved, samples)
         self.run.fence()
@@ -328,9 +328,8 @@ class Collector:
         self.event_log.event("evaluated", version=version, seconds=time.time() - started, started=started, **found)
         self.run.write_evaluation(version, found)
 
-    async def _solve(self, prompt: Prompt, samples: int, version: int, index: int) -> int:
-        """How many of `samples` attempts of `version` at a held-out prompt are right; in the order of batch `index` at
-        the engines."""
+    async def _answers(self, prompt: Prompt, samples: int, version: int, index: int) -> tuple[Sample, ...]:
+        """`samples` attempts of `version` at a held-out prompt; in the order of batch `index` at the engines."""
         answers = await self._sampler.sample(
             prompt,
             samples,
@@ -338,7 +337,7 @@ class Collector:
             priority=(index, prompt.group),
             allowed=lambda answered: answered == version,
         )
-        return sum(sample.reward >= SOLVED_REWARD for sample in await self._score(prompt, answers))
+        return await self._score(prompt, answers)
 
     async def _wait_for_turn(self, index: int) -> int:
         """Wait for the version that the batch may start with. Whatever was decided about its lag was decided before the

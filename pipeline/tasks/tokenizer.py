@@ -88,6 +88,11 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=not special)
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, special ones too, and its id."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
+    @property
     def eos_token(self) -> str:
         """Text of the end-of-sequence token."""
         return str(self._backend.id_to_token(self.eos_token_id) or "")

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.advantages.distillation import mean_reverse_kl
 from pipeline.data.records import SOLVED_REWARD, VERIFIER_FAILED, Batch
 
 
 def describe(batch: Batch, step: int) -> dict[str, Any]:
     """Reward, staleness in versions, lengths, failed verifiers; means of the parts of the reward, over the samples that
-    have them; share, reward and solve rate of each source, where the task has several."""
+    have them; share, reward and solve rate of each source, where the task has several; the distance from a teacher."""
     lag = step - batch.policy_version
     judged = batch.judged
     parts = {name: _mean(part[~np.isnan(part)]) for name, part in batch.reward_parts.items() if name != VERIFIER_FAILED}
@@ -27,6 +28,7 @@ def describe(batch: Batch, step: int) -> dict[str, Any]:
         verifier_failures=float((~judged).sum()),
         **({"reward_parts": parts} if parts else {}),
         **({"sources": sources} if sources else {}),
+        **({} if batch.teacher_logprobs is None else {"reverse_kl": mean_reverse_kl(batch)}),
     )
 
 

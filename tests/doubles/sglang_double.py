@@ -148,6 +148,8 @@ class EngineDouble(_Double):
         self.quantization: str | None = None
         self.version = str(version)
         self.model_path = "/initial"
+        self.shifted_ids = 0
+        """What is added to each id of its tokenizer, which knows characters."""
         self.token_s = 0.0
         self.spans = sglang != "0.5.17"
         self.experts: ExpertShape | None = None
@@ -203,6 +205,9 @@ class EngineDouble(_Double):
             return 200, {}
         if path == "/model_info":
             return 200, {"model_path": self.model_path, "weight_version": self.version, "is_generation": True}
+        if path == "/tokenize":
+            ids = [ord(character) + self.shifted_ids for character in request["prompt"]]
+            return 200, {"tokens": ids, "count": len(ids), "max_model_len": 512}
         if path == "/server_info":
             return 200, {"version": self.sglang, "quantization": self.quantization}
         if path == "/generate":
@@ -308,9 +313,9 @@ class EngineDouble(_Double):
     ) -> dict[str, Any]:
         tokens = [(index + place) % 512 for place in range(len(versions))]
         scored: list[list[Any]] = []
-        if request.get("logprob_start_len") == 0:
-            wrong = -0.5 if self.damage == "answers" else 0.0
-            scored = [[wrong - (token + 1) / 8 if place else None, token, None] for place, token in enumerate(row)]
+        if (start := request.get("logprob_start_len")) is not None:
+            wrong, asked = -0.5 if self.damage == "answers" else 0.0, row[start:]
+            scored = [[wrong - (token + 1) / 8 if place else None, token, None] for place, token in enumerate(asked)]
         wanted = request["sampling_params"]["max_new_tokens"]
         meta = {
             "id": f"{index}",

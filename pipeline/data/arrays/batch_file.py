@@ -20,6 +20,7 @@ from pipeline.data.batch_format import (
     FIRST_SEALED,
     KEPT,
     PER_TOKEN,
+    TEACHER_LOGPROBS,
     array_names,
     attributes_sha256,
     batch_from,
@@ -36,7 +37,8 @@ Choose = Callable[[Batch], Share]
 
 Runs = Sequence[tuple[int, int]]
 
-_COUNTED_IN_TOKENS = (*PER_TOKEN, *KEPT, *EXPERTS)
+_OF_RESPONSES = (*PER_RESPONSE_TOKEN, TEACHER_LOGPROBS)
+_COUNTED_IN_TOKENS = (*PER_TOKEN, *KEPT, *EXPERTS, TEACHER_LOGPROBS)
 
 
 def read_batch(file: ZarrFile) -> Batch:
@@ -86,7 +88,7 @@ def _of_tokens(
     of_tokens, of_responses = (_runs(held, starts) for starts in (offsets, responses))
     found = {name: file.rows(name, of_tokens, digests[name]) for name in names if name in ("tokens", *EXPERTS)}
     own = np.repeat(held, np.diff(responses))
-    for name in PER_RESPONSE_TOKEN:
+    for name in [name for name in _OF_RESPONSES if name in names]:
         found[name] = np.zeros(len(own), file.arrays[name].dtype)
         found[name][own] = file.rows(name, of_responses, digests[name])
     return found | (_kept(file, of_responses, digests) if KEPT[0] in names else {})
@@ -124,7 +126,7 @@ def _digests(file: ZarrFile, names: Sequence[str], described: Mapping[str, Any])
 def _require_totals(file: ZarrFile, names: Sequence[str], *, tokens: int, responses: int) -> None:
     """Every sample is somewhere in the file, whoever reads it."""
     wanted = dict.fromkeys(("tokens", *EXPERTS), tokens)
-    wanted |= dict.fromkeys(PER_RESPONSE_TOKEN, responses) | {KEPT[0]: responses + 1}
+    wanted |= dict.fromkeys(_OF_RESPONSES, responses) | {KEPT[0]: responses + 1}
     for name in names:
         rows = file.arrays[name].shape[0]
         if wanted.get(name, rows) != rows:

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.border.values import (
+    HIGHEST_LOGPROB,
+    LOWEST_LOGPROB,
     MOST_TOKENS,
     UNKNOWN,
     Fault,
@@ -30,6 +32,7 @@ def batch_faults(batch: Batch, limits: Limits = UNKNOWN) -> Iterator[Fault]:
         yield from (Fault(int(numbers[fault.sample]), fault.what) for fault in batch_faults(batch.alone(), limits))
         return
     yield from response_faults(_responses(batch), limits)
+    yield from _teacher_faults(batch)
     yield from _prompt_faults(batch, limits)
     yield from _of_samples(batch.finish == _ABORT, "it was aborted, expected samples that ended")
     yield from _of_samples(~np.isfinite(batch.reward), "its reward is no finite number")
@@ -63,6 +66,16 @@ def _responses(batch: Batch) -> Responses:
         generated_s=batch.generated_s,
         kept=batch.kept,
     )
+
+
+def _teacher_faults(batch: Batch) -> Iterator[Fault]:
+    if (taught := batch.teacher_logprobs) is None:
+        return
+    possible = np.isfinite(taught) & (taught >= LOWEST_LOGPROB) & (taught <= HIGHEST_LOGPROB)
+    bad = np.where(batch.loss_mask, ~possible, taught != 0.0)
+    for place in np.flatnonzero(bad)[:1].tolist():
+        sample = int(np.searchsorted(batch.response_offsets, place, side="right")) - 1
+        yield Fault(sample, f"the teacher gave a token {taught[place]:g}, expected a log-probability, 0 if not sampled")
 
 
 def _prompt_faults(batch: Batch, limits: Limits) -> Iterator[Fault]:

@@ -18,7 +18,7 @@ from ops.docs.hooks import DOCS, FROM_REPOSITORY, MADE, extra_pages, in_site, re
 from pipeline.config.loader import SHIPPED, load_recipe
 from pipeline.config.meant_keys import known_keys
 from pipeline.config.recipe import Recipe
-from pipeline.data.batch_format import EXPERTS, KEPT, PER_SAMPLE, PER_TOKEN, SCHEMA_VERSION
+from pipeline.data.batch_format import OPTIONAL, PER_SAMPLE, PER_TOKEN, SCHEMA_VERSION
 from pipeline.data.event_log import EVENT_KINDS
 from pipeline.data.store import BatchStore
 from tests.support.batches import batch_of_rewards
@@ -135,7 +135,7 @@ def test_every_kind_of_event_is_explained() -> None:
 
 def test_every_array_of_a_batch_is_explained() -> None:
     page = (DOCS / "file-formats.md").read_text()
-    arrays = (*PER_TOKEN, *PER_SAMPLE, *KEPT, *EXPERTS, "reward_parts")
+    arrays = (*PER_TOKEN, *PER_SAMPLE, *OPTIONAL, "reward_parts")
     assert [name for name in arrays if f"`{name}`" not in page] == []
 
 

@@ -163,6 +163,13 @@ def test_prefill_scores_leave_out_the_first_token(engine: EngineDouble) -> None:
     assert scored[1].shape == (0,)
 
 
+def test_responses_are_scored_without_their_prompt(engine: EngineDouble) -> None:
+    """The answer begins at the prompt's last token, whose own score nobody needs."""
+    client = client_of(engine)
+    scored = run(client, client.response_logprobs([9, 8, 7], [[1, 3], [2]]))
+    assert [each.tolist() for each in scored] == [[-2 / 8, -4 / 8], [-3 / 8]]
+
+
 def test_prefill_scores_at_another_temperature(engine: EngineDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang scores input at temperature 1 alone; the whole distribution says what it is at another."""
     logits, temperature = np.array([0.3, -1.2, 2.0]), 1.7

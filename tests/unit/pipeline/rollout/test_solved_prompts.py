@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.records import Batch, DroppedGroup
+from pipeline.data.dropped import DroppedGroup
+from pipeline.data.records import Batch
 from pipeline.rollout.solved_prompts import Attempts, SolvedPromptFilter, SolvedPromptRule, attempts
 
 MakeBatch = Callable[..., Batch]

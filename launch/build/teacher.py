@@ -1,0 +1,102 @@
+"""The teacher of a run that distills: its servers, found or started, and whether it has the student's tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from launch.build.components import TaskPrompts
+from launch.build.engines import engine_dtype
+from megatron_bridge.hf.model_config import read_hf_config, size_of
+from pipeline.config.recipe import Recipe
+from pipeline.data.event_log import EventLog
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import EngineUnavailableError, RecipeError
+from pipeline.rewards.failure_watch import FailureWatch
+from pipeline.rollout.teacher_scores import TeacherScores
+from pipeline.tasks.tokenizer import Tokenizer
+from rollout_sglang.server.process import ServerProcess, free_port
+from rollout_sglang.server.start import EngineSpec, start
+from rollout_sglang.teacher import TeacherServers
+
+API_KEY_VARIABLE = "EVENKEEL_TEACHER_API_KEY"
+"""Of the servers that distillation.urls names; without it, they are asked without a key."""
+_TRIED_PROMPTS = 4
+
+
+def check_teacher(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Before anything is started. Raises RecipeError for a folder whose tokens have other ids than the student's, and
+    ModelError for one that is no model."""
+    if recipe.distillation is None or (folder := recipe.distillation.path) is None:
+        return
+    rows = size_of(read_hf_config(folder), "vocab_size")
+    theirs, ours = Tokenizer.load(folder, vocab_size=rows).vocabulary, tokenizer.vocabulary
+    if theirs == ours:
+        return
+    token = min(theirs.items() ^ ours.items())[0]
+    raise RecipeError(
+        f"distillation.path {folder} has another tokenizer than model.path {recipe.model.path}: token {token!r} is "
+        f"{theirs.get(token, 'missing')} there and {ours.get(token, 'missing')} here; distill from a model of the same "
+        "tokenizer"
+    )
+
+
+@asynccontextmanager
+async def teacher_of(
+    run: RunDirectory, recipe: Recipe, prompts: TaskPrompts, event_log: EventLog
+) -> AsyncIterator[TeacherScores | None]:
+    """Who judges the tokens of a run, while it is needed; None: nobody. A server that is started dies with the calling
+    thread. Raises EngineStartError, RecipeError for servers of another tokenizer, EngineUnavailableError."""
+    section = recipe.distillation
+    if section is None:
+        yield None
+        return
+    async with AsyncExitStack() as stack:
+        process, urls, key = None, section.urls, os.environ.get(API_KEY_VARIABLE)
+        if section.path is not None:
+            spec = _spec(run, recipe, section.path)
+            process, urls, key = start(spec), (spec.url,), spec.api_key
+            stack.callback(process.stop)
+            await asyncio.to_thread(process.wait_ready, recipe.rollout.start_deadline_s)
+        servers = TeacherServers(urls, key, request_deadline_s=recipe.rollout.request_deadline_s)
+        stack.push_async_callback(servers.close)
+        tried = [prompts.prompt(group) for group in range(min(_TRIED_PROMPTS, prompts.num_problems))]
+        texts = {prompts.tokenizer.decode(prompt.tokens, special=True): prompt.tokens for prompt in tried}
+        await servers.require_same_tokenizer(texts)
+        yield TeacherScores(
+            teacher=servers,
+            retries=recipe.reward.retries,
+            watch=FailureWatch(
+                "distillation",
+                recipe.reward.max_failed_share,
+                tell=lambda reason, detail: event_log.event("teacher_failed", reason=reason, detail=detail),
+                remedy="look at the teacher's servers",
+            ),
+            require_alive=lambda: _require_alive(process),
+        )
+
+
+def _spec(run: RunDirectory, recipe: Recipe, folder: Path) -> EngineSpec:
+    section, dtype = recipe.distillation, engine_dtype(recipe)
+    assert section is not None
+    return EngineSpec(
+        model=folder,
+        port=free_port(),
+        precision="fp32" if dtype == "float32" else "bf16",
+        dtype=dtype,
+        log=run.logs / "teacher.log",
+        version=0,
+        api_key=secrets.token_hex(16),
+        tensor_parallel=section.tensor_parallel,
+        context_tokens=recipe.rollout.context_tokens,
+        extra_args=section.extra_args,
+    )
+
+
+def _require_alive(process: ServerProcess | None) -> None:
+    if process is not None and process.poll() is not None:
+        raise EngineUnavailableError(f"the teacher's server {process.how_it_ended()}; {process.why()}")

@@ -1,0 +1,111 @@
+"""A teacher in the collector: its log-probabilities are stored; what it does not score is left out of the loss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pipeline.advantages.distillation import mean_reverse_kl
+from pipeline.data.border.values import LOWEST_LOGPROB
+from pipeline.data.event_log import read_events
+from pipeline.data.records import Completion, Prompt
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import EngineUnavailableError, EvenKeelError, RewardError
+from pipeline.rewards.failure_watch import FailureWatch
+from pipeline.rewards.pool import Verifiers
+from pipeline.rollout.teacher_scores import TeacherScores
+from pipeline.schedule import Schedule
+from pipeline.trainer.batch_figures import describe
+from tests.support.collecting import GROUP, PROMPTS, batches, build, collect
+
+PROMPT = Prompt(group=0, text="1=", answer="1", tokens=(1, 2))
+COMPLETIONS = [Completion.given([3, 4], [-0.5, -0.5]), Completion.given([5], [-0.5])]
+
+
+@dataclass
+class PretendTeacher:
+    """Finds every token as likely as `logprob` says, after `faults`, one a call."""
+
+    logprob: float = -1.25
+    faults: list[Exception] = field(default_factory=list)
+    refuses: tuple[int, ...] = ()
+    """First tokens of prompts that it never scores."""
+    calls: int = 0
+
+    async def logprobs(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        self.calls += 1
+        if self.faults:
+            raise self.faults.pop(0)
+        if prompt[0] in self.refuses:
+            raise EngineUnavailableError("no")
+        return [np.full(len(response), self.logprob, np.float32) for response in responses]
+
+
+def scores(teacher: PretendTeacher, *, most: float = 1.0, **options: Any) -> TeacherScores:
+    watch = FailureWatch("distillation", most, at_least=1, remedy="look at the teacher's servers")
+    return TeacherScores(teacher=teacher, retries=2, watch=watch, first_pause_s=0.0, **options)
+
+
+def test_it_is_asked_again() -> None:
+    teacher = PretendTeacher(faults=[EngineUnavailableError("once"), EngineUnavailableError("twice")])
+    found = asyncio.run(scores(teacher).of(PROMPT, COMPLETIONS))
+    said = [one.teacher_logprobs for one in found]
+    assert [each.tolist() for each in said if each is not None] == [[-1.25] * 2, [-1.25]]
+    assert teacher.calls == 3
+
+
+def test_after_the_last_attempt_nothing_is_learned_from_the_group() -> None:
+    found = asyncio.run(scores(PretendTeacher(refuses=(1,))).of(PROMPT, COMPLETIONS))
+    assert [one.loss_mask.any() for one in found] == [False, False]
+    with pytest.raises(RewardError, match=r"'distillation' failed on 1 of 1 samples.*look at the teacher's servers"):
+        asyncio.run(scores(PretendTeacher(refuses=(1,)), most=0.0).of(PROMPT, COMPLETIONS))
+
+
+def test_a_server_that_never_comes_back_ends_the_collector() -> None:
+    def gone() -> None:
+        raise EngineUnavailableError("the teacher's server was killed")
+
+    with pytest.raises(EvenKeelError, match="was killed"):
+        asyncio.run(scores(PretendTeacher(refuses=(1,)), require_alive=gone).of(PROMPT, COMPLETIONS))
+
+
+def test_what_it_finds_impossible_stays_a_number() -> None:
+    (found, _) = asyncio.run(scores(PretendTeacher(logprob=-3.4e38)).of(PROMPT, COMPLETIONS))
+    assert found.teacher_logprobs is not None
+    assert found.teacher_logprobs.tolist() == [LOWEST_LOGPROB] * 2
+
+
+def test_batches_and_evaluations_know_the_distance(run: RunDirectory, verifiers: Verifiers) -> None:
+    """The engines say -0.5 of every token, the teacher -1.25: three quarters of a nat."""
+    collector = build(run, verifiers, Schedule(kind="sync", steps=2))
+    collector.teacher = scores(PretendTeacher())
+    stored = batches(collect(collector))
+    for batch in stored:
+        assert batch.teacher_logprobs is not None
+        assert mean_reverse_kl(batch) == 0.75
+        assert describe(batch, 0)["reverse_kl"] == 0.75
+    evaluated = read_events(run.path, "evaluated")
+    assert [event["reverse_kl"] for event in evaluated] == [0.75] * len(evaluated)
+
+
+def test_a_group_that_it_does_not_score_is_stored_without_reward(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1))
+    first = collector.prompts.prompt(0).tokens[0]
+    asked = [collector.prompts.prompt(group).tokens[0] for group in range(PROMPTS)]
+    collector.teacher = scores(PretendTeacher(refuses=(first,)))
+    (batch,) = batches(collect(collector))
+    lost = np.repeat([token == first for token in asked], GROUP)
+    assert 0 < lost.sum() < PROMPTS * GROUP
+    assert batch.judged.tolist() == (~lost).tolist()
+    assert batch.teacher_logprobs is not None
+    masked = np.repeat(lost, batch.response_lengths)
+    assert not batch.loss_mask[masked].any()
+    assert not batch.teacher_logprobs[masked].any()
+    assert describe(batch, 0)["verifier_failures"] == lost.sum()
+    assert mean_reverse_kl(batch) == 0.75
