@@ -11,11 +11,11 @@ from pathlib import Path
 
 from launch.build.components import TaskPrompts
 from launch.build.engines import engine_dtype
-from megatron_bridge.hf.model_config import read_hf_config, size_of
+from megatron_bridge.hf.model_config import read_config, size_of
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineUnavailableError, RecipeError
+from pipeline.errors import EngineUnavailableError, ModelError, RecipeError
 from pipeline.rewards.failure_watch import FailureWatch
 from pipeline.rollout.teacher_scores import TeacherScores
 from pipeline.tasks.tokenizer import Tokenizer
@@ -33,7 +33,12 @@ def check_teacher(recipe: Recipe, tokenizer: Tokenizer) -> None:
     ModelError for one that is no model."""
     if recipe.distillation is None or (folder := recipe.distillation.path) is None:
         return
-    rows = size_of(read_hf_config(folder), "vocab_size")
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"distillation.path {folder} has no config.json; give the folder of a Hugging Face model, or the servers of "
+            "one as distillation.urls"
+        )
+    rows = size_of(read_config(folder), "vocab_size")
     theirs, ours = Tokenizer.load(folder, vocab_size=rows).vocabulary, tokenizer.vocabulary
     if theirs == ours:
         return

@@ -38,5 +38,5 @@ def test_other_tokens_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     student = folder_of(tmp_path / "student", "0123=")
-    with pytest.raises(ModelError, match=r"config\.json"):
+    with pytest.raises(ModelError, match=r"distillation\.path .*nothing has no config\.json"):
         check_teacher(recipe_of(student, tmp_path / "nothing"), Tokenizer.load(student))
