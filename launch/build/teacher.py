@@ -35,8 +35,8 @@ def check_teacher(recipe: Recipe, tokenizer: Tokenizer) -> None:
         return
     if not (folder / "config.json").is_file():
         raise ModelError(
-            f"distillation.path {folder} has no config.json; give the folder of a Hugging Face model, or the servers of "
-            "one as distillation.urls"
+            f"distillation.path {folder} has no config.json; give the folder of a Hugging Face model, or the servers "
+            "of one as distillation.urls"
         )
     rows = size_of(read_config(folder), "vocab_size")
     theirs, ours = Tokenizer.load(folder, vocab_size=rows).vocabulary, tokenizer.vocabulary
