@@ -133,15 +133,15 @@ def test_an_evaluation_is_answered_by_one_version(
     held_out = {prompt.text.removesuffix("=") for prompt in collector.prompts.held_out(2)}
     engines.latency_s = lambda digits: 0.1 if digits in held_out else 0.01
     answered: list[set[int]] = []
-    solve = collector._solve
+    ask = collector._answers
 
-    async def noted(*arguments: Any) -> int:
+    async def noted(*arguments: Any) -> Any:
         before = run.published_version()
-        solved = await solve(*arguments)
+        samples = await ask(*arguments)
         answered.append({before, run.published_version(), arguments[2]})
-        return solved
+        return samples
 
-    monkeypatch.setattr(collector, "_solve", noted)
+    monkeypatch.setattr(collector, "_answers", noted)
     collect(collector)
     assert [len(versions) for versions in answered] == [1] * len(answered)
     assert not read_events(run.path, "retried")
