@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.arrays.chunks import chunk_digests, chunk_rows
-from pipeline.data.dropped import DroppedGroup
 from pipeline.data.kept_sets import KeptSets
+from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.records import FINISH_REASONS, Batch, LogprobContract
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.share import Share

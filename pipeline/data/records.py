@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.dropped import DroppedGroup
 from pipeline.data.kept_sets import KeptSets
+from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.share import Share
 

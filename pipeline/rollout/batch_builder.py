@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pipeline.data.dropped import DroppedGroup
+from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.records import SOLVED_REWARD, Group, Prompt
 from pipeline.rollout.group_allocator import Allocator
 from pipeline.rollout.solved_prompts import Attempts

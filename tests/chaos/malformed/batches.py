@@ -20,8 +20,8 @@ from pipeline.analysis.audit import verify_history
 from pipeline.data.arrays.zarr_writer import sealed_zip, write_zarr_zip
 from pipeline.data.batch_format import arrays_of, attributes_of, with_digests
 from pipeline.data.border.values import Limits
-from pipeline.data.dropped import DroppedGroup
 from pipeline.data.kept_sets import KeptSets
+from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.store import BatchStore

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.analysis.trajectories import render_batch, visible
-from pipeline.data.dropped import DroppedGroup
+from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.records import Batch
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer

@@ -28,8 +28,8 @@ from zarr.storage import ZipStore
 from pipeline.data.arrays.zarr_writer import sealed_zip
 from pipeline.data.batch_format import PER_SAMPLE, PER_TOKEN, arrays_of, attributes_of, with_digests
 from pipeline.data.border.attributes import check_attributes
-from pipeline.data.dropped import DroppedGroup
 from pipeline.data.epochs import claim
+from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.share import Share
@@ -569,7 +569,7 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 import pipeline.data.store
-from pipeline.data.dropped import DroppedGroup
+from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.records import Batch, LogprobContract
 from pipeline.data.epochs import claim
 from pipeline.data.store import BatchStore

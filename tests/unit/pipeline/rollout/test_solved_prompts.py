@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.dropped import DroppedGroup
+from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.records import Batch
 from pipeline.rollout.solved_prompts import Attempts, SolvedPromptFilter, SolvedPromptRule, attempts
 
