@@ -34,6 +34,8 @@ class WandbFolder:
         """`run_id` stays the same for all exports of a run."""
         self._folder, self._name, self._id, self._config = folder, name, run_id, config
         self._run: wandb.Run | None = None
+        self._defined: set[str] = set()
+        """Names of which the run in progress knows the x axis."""
 
     def held(self) -> Mapping[Key, float]:
         self.clear()
@@ -47,6 +49,7 @@ class WandbFolder:
     def write(self, point: Point) -> None:
         if self._run is None:
             self._run = self._begun()
+        self._define(self._run, point)
         row = {point.key.kind: point.key.number, "_timestamp": point.time, **point.values}
         self._run.log(row, commit=True)
 
@@ -87,11 +90,17 @@ class WandbFolder:
             **machine_is_nobodys_business,
         )
         run = wandb.init(project=PROJECT, name=self._name, config=dict(self._config), settings=settings)
-        run.define_metric(STEP)
-        run.define_metric(VERSION)
-        run.define_metric("*", step_metric=STEP)
-        run.define_metric("evaluation/*", step_metric=VERSION)
+        self._defined = {STEP, VERSION}
+        for name in self._defined:
+            run.define_metric(name)
         return run
+
+    def _define(self, run: wandb.Run, point: Point) -> None:
+        """Say what the x axis of each number is. One by one: of two patterns that fit, W&B takes either. Without
+        `step_sync`: it would write the last step into the rows of evaluations, which are of none."""
+        for name in point.values.keys() - self._defined:
+            run.define_metric(name, step_metric=point.key.kind, step_sync=False)
+            self._defined.add(name)
 
     def _finish(self) -> None:
         if self._run is not None:

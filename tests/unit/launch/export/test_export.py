@@ -117,6 +117,14 @@ def test_evaluations_are_points_of_their_versions(tmp_path: Path, target: str) -
     if target == "wandb":
         rows = wandb_history(path / "exports" / "wandb")
         assert [row["version"] for row in rows if "version" in row] == [0, 4]
+        assert [row["step"] for row in rows if "step" in row] == [0, 1, 2, 3]
+        records = (one.metric for one in wandb_records(path / "exports" / "wandb") if one.HasField("metric"))
+        axes = {metric.name: metric.step_metric for metric in records}
+        assert {name: axes[name] for name in ("evaluation/pass_at_k/8", "train/ess", "seconds/wait")} == {
+            "evaluation/pass_at_k/8": "version",
+            "train/ess": "step",
+            "seconds/wait": "step",
+        }
 
 
 def test_names_have_a_group_and_only_finite_numbers_are_told() -> None:
