@@ -15,11 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 
+from launch.export.event_records import record, records
 from launch.export.points import STEP, VERSION, Key, Point
 from pipeline.data.files import fsync_directory, make_folder
 
@@ -38,7 +37,7 @@ class TensorBoardFiles:
         return {
             Key(VERSION if event.summary.value[0].tag.startswith("evaluation/") else STEP, event.step): event.wall_time
             for path in self._files()
-            for event in EventFileLoader(str(path)).Load()
+            for event in map(Event.FromString, records(path.read_bytes()))
             if event.summary.value
         }
 
@@ -80,7 +79,7 @@ class TensorBoardFiles:
             self._file = (self._folder / _NAMED.replace("*", str(time.time_ns()))).open("xb")
             fsync_directory(self._folder)
             self._write(Event(wall_time=time.time(), file_version=_FORMAT))
-        RecordWriter(self._file).write(event.SerializeToString())
+        self._file.write(record(event.SerializeToString()))
 
     def _close(self) -> None:
         if self._file is not None:
