@@ -138,6 +138,7 @@ def learner_section(
 ) -> LearnerSection:
     """The smallest layout with these sizes. Raises LayoutError."""
     section = LearnerSection(
+        precision="fp32",
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
         expert_parallel=expert,

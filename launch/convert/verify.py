@@ -92,7 +92,9 @@ def _learner(hf: Path) -> Any:
     from megatron_bridge.learner import MegatronLearner
     from precision.supervised import Supervised
 
-    return MegatronLearner.create(hf, LearnerSection(), Supervised(), temperature=1.0, seed=0, total_steps=1)
+    return MegatronLearner.create(
+        hf, LearnerSection(precision="fp32"), Supervised(), temperature=1.0, seed=0, total_steps=1
+    )
 
 
 def _score_megatron(learner: Any, hf: Path, checkpoint: Path, rows: list[list[int]]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from rollout_sglang.server.rollout_python import require_sglang
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 16, 24, 24, 2
+CONTEXT_TOKENS = 512
 FP8_FORMATS = ("fp8_tensor", "fp8_block")
 
 
@@ -148,8 +149,14 @@ def parity_recipe(folder: Path, name: str, model: Path, precision: str, sizes: d
         run=dict(name=name, root=str(folder), steps=1),
         model=dict(path=str(model)),
         task=dict(name="sort_digits"),
-        rollout=dict(precision=precision, prompts_per_batch=NUM_PROMPTS, group_size=SAMPLES, max_new_tokens=NEW_TOKENS),
-        learner=sizes,
+        rollout=dict(
+            precision=precision,
+            prompts_per_batch=NUM_PROMPTS,
+            group_size=SAMPLES,
+            max_new_tokens=NEW_TOKENS,
+            context_tokens=CONTEXT_TOKENS,
+        ),
+        learner=dict(precision="fp32") | sizes,
     )
     return recipe_from(data, source="verify parity")
 

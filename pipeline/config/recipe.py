@@ -82,9 +82,10 @@ class RolloutSection(Section):
     engines: PositiveInt = Field(1, description="SGLang servers; more than one get SGLang's router in front.")
     tensor_parallel: PositiveInt = Field(1, description="GPUs of one engine.")
     precision: RolloutPrecision = Field(
-        "fp32",
-        description="fp8_block: e4m3 weights with a scale for each 128×128 block, made by the learner; activations in "
-        "1×128 groups. fp8_tensor: SGLang quantizes the weights; one scale a matrix on a CPU, one a row on a GPU.",
+        "bf16",
+        description="fp32 is for a CPU and for exact comparisons. fp8_block: e4m3 weights with a scale for each "
+        "128×128 block, made by the learner; activations in 1×128 groups. fp8_tensor: SGLang quantizes the weights; "
+        "one scale a matrix on a CPU, one a row on a GPU.",
     )
     quant_map: QuantMapFile | None = Field(
         None,
@@ -93,7 +94,7 @@ class RolloutSection(Section):
     )
     prompts_per_batch: PositiveInt = 32
     group_size: PositiveInt = Field(8, description="Samples of a prompt.")
-    max_new_tokens: PositiveInt = 22
+    max_new_tokens: PositiveInt = 2048
     temperature: PositiveFloat = 1.0
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = -1
@@ -107,7 +108,7 @@ class RolloutSection(Section):
         description="Mixtures of experts only: engines (SGLang 0.5.23) say which experts each token went to, and the "
         "learner sends it to the same ones. Where they cannot know any more, the learner's own routers choose.",
     )
-    context_tokens: PositiveInt = Field(512, description="Longest prompt + response that an engine accepts.")
+    context_tokens: PositiveInt = Field(4096, description="Longest prompt + response that an engine accepts.")
     concurrent_prompts: PositiveInt = Field(64, description="Prompts under way at once over all engines.")
     urls: tuple[str, ...] = Field(
         (), description="Engines that exist already, by whomever they were started: http://HOST:PORT of each."
@@ -115,7 +116,7 @@ class RolloutSection(Section):
     port: int | None = Field(
         None, ge=1, le=HIGHEST_PORT, description="First engine's port; the next ones follow. Default: any free."
     )
-    request_deadline_s: PositiveFloat = 300.0
+    request_deadline_s: PositiveFloat = 1800.0
     start_deadline_s: PositiveFloat = Field(600.0, description="An engine that is not up by then ends the run.")
     interruption: InterruptionSection | None = None
     extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are.")
@@ -175,10 +176,10 @@ class RolloutSection(Section):
 
 
 class OptimizerSection(Section):
-    lr: PositiveFloat = 4e-4
+    lr: PositiveFloat = 1e-6
     min_lr: float = Field(0.0, ge=0.0)
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = Field(5, description="Optimizer steps of linear warm-up.")
+    warmup_steps: NonNegativeInt = Field(10, description="Optimizer steps of linear warm-up.")
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(0.01, ge=0.0)
@@ -210,10 +211,10 @@ class LearnerSection(Section):
         "Another value makes sampling itself off-policy, as in P3O's experiment (rollouts at 1.2, learner at 1).",
     )
     precision: LearnerPrecision = Field(
-        "fp32",
-        description="fp8_*: BF16 parameters, matrix products of layers in FP8 by Transformer Engine, on a GPU only. "
-        "Scales: fp8_tensor one a tensor; fp8_block 128×128 for weights, 1×128 for activations, as engines have them; "
-        "fp8_delayed one a tensor, from earlier micro-batches.",
+        "bf16",
+        description="bf16: the optimizer's weights stay in float32. fp8_*: BF16 parameters, matrix products of layers "
+        "in FP8 by Transformer Engine, on a GPU only. Scales: fp8_tensor one a tensor; fp8_block 128×128 for weights, "
+        "1×128 for activations, as engines have them; fp8_delayed one a tensor, from earlier micro-batches.",
     )
     fp8_emulation: bool = Field(
         False,

@@ -66,7 +66,7 @@ def make_batch(vocabulary: int, prompts: int, lengths: tuple[int, int], seed: in
 def build(folder: Path, characters: int, micro_batch_tokens: int = 4096, **sizes: int) -> MegatronLearner:
     """One process, float32; `characters` sets the vocabulary."""
     new_model(folder, characters="".join(chr(0x4E00 + i) for i in range(characters)), **sizes)
-    section = LearnerSection(micro_batch_tokens=micro_batch_tokens)
+    section = LearnerSection(precision="fp32", micro_batch_tokens=micro_batch_tokens)
     return MegatronLearner.create(folder, section, P3O(), temperature=1.0, seed=0, total_steps=100)
 
 

@@ -92,9 +92,13 @@ def recipe_of(folder: Path, model: Path, row: Row, schedule: str, steps: int) ->
         model=dict(path=str(model)),
         task=dict(name="jsonl", path=str(folder.parent / PROMPTS), reward="tests.support.rewards:digit_share"),
         rollout=dict(
-            prompts_per_batch=row.prompts, group_size=GROUP, max_new_tokens=longest, context_tokens=longest + 64
+            precision="fp32",
+            prompts_per_batch=row.prompts,
+            group_size=GROUP,
+            max_new_tokens=longest,
+            context_tokens=longest + 64,
         ),
-        learner=dict(data_parallel=os.cpu_count(), micro_batch_tokens=8192, optimizer=dict(lr=1e-6)),
+        learner=dict(precision="fp32", data_parallel=os.cpu_count(), micro_batch_tokens=8192, optimizer=dict(lr=1e-6)),
         objective=dict(name="clipped"),
         schedule=SCHEDULES[schedule],
         checkpoint=dict(every=10_000),

@@ -109,11 +109,14 @@ class ClusterRun:
             model=dict(path=str(self._shared_model())),
             task=dict(name="sort_digits", min_digits=2, max_digits=4),
             rollout=dict(
-                engines=len(self.layout.engines), prompts_per_batch=8, group_size=4, max_new_tokens=8,
+                precision="fp32", engines=len(self.layout.engines), prompts_per_batch=8, group_size=4,
+                max_new_tokens=8,
                 context_tokens=64, request_deadline_s=20, start_deadline_s=180,
             ),
             learner=dict(
-                pipeline_parallel=len(self.layout.learner), micro_batch_tokens=512, step_deadline_s=60,
+                precision="fp32", pipeline_parallel=len(self.layout.learner), micro_batch_tokens=512,
+                step_deadline_s=60,
+                optimizer=dict(lr=4e-4, warmup_steps=5),
             ),
             weights=dict(channel="broadcast", publish_deadline_s=8),
             checkpoint=dict(every=5),

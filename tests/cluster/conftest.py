@@ -74,8 +74,8 @@ def trained_model(folder: Path, *new_options: str, steps: int = 150) -> Path:
                 run=dict(name="sft", root=str(folder), steps=1),
                 model=dict(path=str(folder / "base")),
                 task=dict(name="sort_digits", min_digits=2, max_digits=4),
-                rollout=dict(max_new_tokens=8, context_tokens=64),
-                learner=dict(micro_batch_tokens=512),
+                rollout=dict(precision="fp32", max_new_tokens=8, context_tokens=64),
+                learner=dict(precision="fp32", micro_batch_tokens=512, optimizer=dict(lr=4e-4, warmup_steps=5)),
             )
         )
     )

@@ -257,7 +257,7 @@ def scorer(recipe: Recipe, objective: Any = None, **section: Any) -> Iterator[An
         try:
             yield MegatronLearner.create(
                 recipe.model.path,
-                LearnerSection(**section),
+                LearnerSection(**dict(precision="fp32") | section),
                 Supervised(),
                 temperature=1.0,
                 seed=0,

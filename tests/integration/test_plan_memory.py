@@ -42,6 +42,7 @@ class Case:
     @property
     def section(self) -> LearnerSection:
         return LearnerSection(
+            precision="fp32",
             micro_batch_tokens=self.rows * self.width,
             distributed_optimizer=self.distributed,
             overlap_grad_reduce=self.distributed,

@@ -20,8 +20,8 @@ def test_own_conversations_are_learned(tmp_path: Path) -> None:
         run=dict(name="own", root=str(tmp_path), steps=1),
         model=dict(path=str(base)),
         task=dict(name="sort_digits", min_digits=2, max_digits=4),
-        rollout=dict(max_new_tokens=8, context_tokens=24),
-        learner=dict(micro_batch_tokens=512),
+        rollout=dict(precision="fp32", max_new_tokens=8, context_tokens=24),
+        learner=dict(precision="fp32", micro_batch_tokens=512),
     )
     recipe.write_text(yaml.safe_dump(sections))
     assert evenkeel("model", "new", base, "--layers", "1", in_process=False).returncode == 0

@@ -49,8 +49,15 @@ def make_recipe(folder: Path, model: Path, name: str, **sections: dict[str, Any]
             path=str(make_prompts(folder / "prompts.jsonl")),
             reward="tests.support.rewards:digit_share",
         ),
-        rollout=dict(prompts_per_batch=4, group_size=4, max_new_tokens=12, context_tokens=64),
-        learner=dict(micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
+        rollout=dict(
+            precision="fp32",
+            prompts_per_batch=4,
+            group_size=4,
+            max_new_tokens=12,
+            context_tokens=64,
+            request_deadline_s=300,
+        ),
+        learner=dict(precision="fp32", micro_batch_tokens=256, optimizer=dict(lr=1e-3, warmup_steps=0)),
         checkpoint=dict(every=2),
         evaluation=dict(every=100, prompts=4, samples=2),
     )

@@ -40,7 +40,7 @@ def recipe_of(folder: Path, *, schedule: Mapping[str, Any], steps: int, controll
         model=dict(path="m"),
         task=dict(name="sort_digits"),
         schedule=dict(schedule),
-        rollout=dict(prompts_per_batch=GROUPS, group_size=2),
+        rollout=dict(precision="fp32", prompts_per_batch=GROUPS, group_size=2),
         evaluation=dict(every=2, prompts=2),
     )
     return Recipe.model_validate(data | (dict(controller=dict()) if controlled else {}))

@@ -56,7 +56,12 @@ class Rank:
         self.task = task
         self.here = dist.get_rank() == 0
         section = LearnerSection(
-            tensor_parallel=2, pipeline_parallel=2, micro_batch_tokens=256, step_deadline_s=240, data_parallel=1
+            precision="fp32",
+            tensor_parallel=2,
+            pipeline_parallel=2,
+            micro_batch_tokens=256,
+            step_deadline_s=240,
+            data_parallel=1,
         )
         initialize(Layout.of(section), seed=0, deadline_s=240)
         self.learner = MegatronLearner(Path(task["model"]), section, P3O(), temperature=1.0, total_steps=10)

@@ -57,6 +57,7 @@ class Worker:
 
     def learner(self, model: str = "untied", objective: Any = None, **changes: Any) -> MegatronLearner:
         section = LearnerSection(
+            precision="fp32",
             tensor_parallel=self.layout.tensor,
             pipeline_parallel=self.layout.pipeline,
             data_parallel=self.layout.data,

@@ -124,6 +124,7 @@ def measure(folder: Path, layouts: list[str]) -> None:
     """Write LAYOUT.npz: for each case how far the weights moved and how many steps that took, and a resumed run."""
     for layout in layouts:
         base = LearnerSection(
+            precision="fp32",
             micro_batch_tokens=48,
             step_deadline_s=240,
             # Adam divides by the gradient's own size: a small eps would blow rounding differences up to whole steps.

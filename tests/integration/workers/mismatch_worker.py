@@ -31,7 +31,7 @@ def compare(folder: Path, layouts: list[str]) -> list[dict[str, float]]:
 
 
 def in_layout(folder: Path, layout: str) -> dict[str, float]:
-    section = LearnerSection(**parse_layout(layout), micro_batch_tokens=64)
+    section = LearnerSection(**parse_layout(layout), precision="fp32", micro_batch_tokens=64)
     initialize(Layout.of(section), seed=0, deadline_s=240)
     learner = MegatronLearner(folder, section, P3O(), temperature=1.0, total_steps=1)
     batch = aged_batch(learner.model_config.vocab_size)

@@ -92,6 +92,7 @@ def measure(folder: Path, layouts: list[str]) -> None:
     """Write LAYOUT.npz: one row of metrics and one change of the weights for each objective."""
     for layout in layouts:
         base = LearnerSection(
+            precision="fp32",
             micro_batch_tokens=48,
             step_deadline_s=240,
             # Adam divides by the gradient's own size: a small eps would blow rounding differences up to whole steps.

@@ -26,7 +26,12 @@ def score(
 ) -> dict[str, Scores]:
     """`plain` and each of `formats` → the scores of all rows."""
     learner = MegatronLearner.create(
-        model, LearnerSection(step_deadline_s=240), Supervised(), temperature=temperature, seed=0, total_steps=1
+        model,
+        LearnerSection(precision="fp32", step_deadline_s=240),
+        Supervised(),
+        temperature=temperature,
+        seed=0,
+        total_steps=1,
     )
     found = {"plain": list(learner.score_tokens(rows))}
     for name in formats:
@@ -42,7 +47,12 @@ def score_batches(models: Sequence[Path], batches: Sequence[Batch], temperature:
 
 def _score_batches(model: Path, batches: Sequence[Batch], temperature: float) -> list[FlatScores]:
     learner = MegatronLearner.create(
-        model, LearnerSection(step_deadline_s=240), Supervised(), temperature=temperature, seed=0, total_steps=1
+        model,
+        LearnerSection(precision="fp32", step_deadline_s=240),
+        Supervised(),
+        temperature=temperature,
+        seed=0,
+        total_steps=1,
     )
     found = [learner.logprobs(batch) for batch in batches]
     leave_layout()

@@ -35,6 +35,7 @@ ROWS = [[1, 5, 9, 2, 40, 33, 8, 60], [3, 3, 7, 21], [50, 2, 2, 14, 9, 11], [6, 1
 def scores(layout: Layout, folder: Path) -> dict[str, list[float]]:
     """Log-probabilities of ROWS without and with the rollout's formats, row after row."""
     section = LearnerSection(
+        precision="fp32",
         tensor_parallel=layout.tensor,
         sequence_parallel=layout.sequence,
         pipeline_parallel=layout.pipeline,

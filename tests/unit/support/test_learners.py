@@ -35,5 +35,7 @@ def _train_one(model: Path) -> None:
     from precision.supervised import Supervised
     from tests.support.learners import learner_here
 
-    with learner_here(model, LearnerSection(), Supervised(), temperature=TEMPERATURE, seed=0, total_steps=1) as made:
+    with learner_here(
+        model, LearnerSection(precision="fp32"), Supervised(), temperature=TEMPERATURE, seed=0, total_steps=1
+    ) as made:
         train(made, 0)

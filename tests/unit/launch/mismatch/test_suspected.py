@@ -42,7 +42,12 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronLearne
     model = tmp_path_factory.mktemp("models") / "tiny"
     write_model(model, experts=False)
     with learner_here(
-        model, LearnerSection(step_deadline_s=60), Supervised(), temperature=1.0, seed=0, total_steps=1
+        model,
+        LearnerSection(precision="fp32", step_deadline_s=60),
+        Supervised(),
+        temperature=1.0,
+        seed=0,
+        total_steps=1,
     ) as created:
         yield created
 

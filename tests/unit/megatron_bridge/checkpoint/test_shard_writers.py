@@ -29,6 +29,7 @@ def learner(folder: Path, distributed: bool = True) -> AbstractContextManager[Me
     if not folder.exists():
         write_model(folder, experts=False)
     section = LearnerSection(
+        precision="fp32",
         micro_batch_tokens=256,
         distributed_optimizer=distributed,
         optimizer=OptimizerSection(lr=1e-3, warmup_steps=0),

@@ -44,7 +44,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def learner(model: Path, **section: Any) -> Iterator[MegatronLearner]:
-    settings = dict(micro_batch_tokens=192, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4))
+    settings = dict(
+        precision="fp32", micro_batch_tokens=192, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4)
+    )
     with learner_here(
         model, LearnerSection(**settings | section), Supervised(), temperature=TEMPERATURE, seed=0, total_steps=3
     ) as created:

@@ -53,7 +53,9 @@ def learner(
     model: Path, emulate: QuantMap | None, optimizer: OptimizerSection | None = None, **section: Any
 ) -> Iterator[MegatronLearner]:
     usual = OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4, clip_grad=0.0)
-    settings = dict(micro_batch_tokens=192, optimizer=optimizer or usual, fp8_emulation=emulate is not None)
+    settings = dict(
+        precision="fp32", micro_batch_tokens=192, optimizer=optimizer or usual, fp8_emulation=emulate is not None
+    )
     with learner_here(
         model,
         LearnerSection(**settings | section),

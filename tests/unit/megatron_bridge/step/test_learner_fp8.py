@@ -44,7 +44,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learner(model: Path, **section: Any) -> Iterator[MegatronLearner]:
     # A large eps, so that the step is a smooth function of the gradient.
     settings = dict(
-        micro_batch_tokens=MICRO_BATCH_TOKENS, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4)
+        precision="fp32",
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+        optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4),
     )
     with learner_here(
         model, LearnerSection(**settings | section), P3O(), temperature=TEMPERATURE, seed=0, total_steps=3

@@ -29,7 +29,12 @@ pytestmark = [
 def learner(tmp_path: Path) -> Iterator[MegatronLearner]:
     write_model(tmp_path / "model", experts=True)
     with learner_here(
-        tmp_path / "model", LearnerSection(), Supervised(), temperature=TEMPERATURE, seed=0, total_steps=1
+        tmp_path / "model",
+        LearnerSection(precision="fp32"),
+        Supervised(),
+        temperature=TEMPERATURE,
+        seed=0,
+        total_steps=1,
     ) as created:
         yield created
 

@@ -39,7 +39,9 @@ def failed(batch: Batch, samples: np.ndarray[Any, Any]) -> Batch:
 
 
 def metrics(model: Path, batch: Batch) -> dict[str, float]:
-    section = LearnerSection(micro_batch_tokens=192, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0))
+    section = LearnerSection(
+        precision="fp32", micro_batch_tokens=192, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0)
+    )
     settings = DrGRPO.model_validate(dict(aggregation="token"))
     computer = AdvantageComputer(section=settings, estimator=settings.estimator(), max_new_tokens=9)
     with learner_here(model, section, P3O(), temperature=TEMPERATURE, seed=0, total_steps=2) as learner:

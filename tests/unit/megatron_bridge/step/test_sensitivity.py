@@ -33,7 +33,12 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronLearne
     write_model(model, experts=False)
     plant_outlier_channels(model, layer=2)
     with learner_here(
-        model, LearnerSection(step_deadline_s=60), Supervised(), temperature=1.0, seed=0, total_steps=1
+        model,
+        LearnerSection(precision="fp32", step_deadline_s=60),
+        Supervised(),
+        temperature=1.0,
+        seed=0,
+        total_steps=1,
     ) as created:
         yield created
 

@@ -53,7 +53,9 @@ def copies_to_host(least: int) -> Iterator[list[str]]:
 @pytest.mark.parametrize("updates", [1, 2])
 def test_a_step_copies_no_log_probabilities_to_the_host(tmp_path: Path, updates: int) -> None:
     write_model(tmp_path / "model", experts=False)
-    section = LearnerSection(micro_batch_tokens=192, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0))
+    section = LearnerSection(
+        precision="fp32", micro_batch_tokens=192, optimizer=OptimizerSection(lr=1e-3, warmup_steps=0)
+    )
     settings = DrGRPO.model_validate(dict(aggregation="token"))
     computer = AdvantageComputer(section=settings, estimator=settings.estimator(), max_new_tokens=9)
     with learner_here(tmp_path / "model", section, P4O(), temperature=TEMPERATURE, seed=0, total_steps=2) as learner:
