@@ -39,8 +39,8 @@ def data(**changes: Any) -> dict[str, Any]:
         (dict(task=dict(min_digits=9, max_digits=4)), ["min_digits 9", "max_digits 4"]),
         (dict(rollout=dict(group_size=1)), ["group_size is 1", "at least 2"]),
         (dict(rollout=dict(prompts_per_batch=1, group_size=2), learner=dict(data_parallel=4)), ["data_parallel 4"]),
-        (dict(rollout=dict(context_tokens=512), learner=dict(micro_batch_tokens=256)), ["256", "512"]),
-        (dict(rollout=dict(max_new_tokens=512)), ["max_new_tokens 512", "context_tokens"]),
+        (dict(learner=dict(micro_batch_tokens=256)), ["256", "4096"]),
+        (dict(rollout=dict(max_new_tokens=4096)), ["max_new_tokens 4096", "context_tokens"]),
         (dict(learner=dict(updates_per_batch=5)), ["prompts_per_batch 32", "updates_per_batch 5"]),
         (
             dict(rollout=dict(prompts_per_batch=4, group_size=2), learner=dict(data_parallel=4, updates_per_batch=4)),
@@ -66,7 +66,7 @@ def data(**changes: Any) -> dict[str, Any]:
             dict(objective=dict(name="gspo", anchor="old"), correction=dict(name="icepop", low=5.0)),
             ["low 5.0", "high 5.0"],
         ),
-        (dict(learner=dict(fp8_emulation=True)), ["rollout.precision is fp32", "rollout.precision to fp8_block"]),
+        (dict(learner=dict(fp8_emulation=True)), ["rollout.precision is bf16", "rollout.precision to fp8_block"]),
         (
             dict(learner=dict(fp8_emulation=True, precision="fp8_block"), rollout=dict(precision="fp8_block")),
             ["learner.precision is fp8_block", "learner.precision to bf16 or fp32"],
