@@ -82,7 +82,8 @@ def recipe_of(source: Path, run: RunDirectory | None, precision: str | None, ove
         recipe = run.recipe()
     elif is_model:
         scratch = dict(name="quant-map", root=tempfile.gettempdir(), steps=1)
-        data = dict(model=dict(path=str(source.resolve())), run=scratch, task=dict(name="sort_digits"))
+        model, learner = dict(path=str(source.resolve())), dict(precision="fp32")
+        data = dict(model=model, run=scratch, task=dict(name="sort_digits"), learner=learner)
         recipe = recipe_from(data, source="quant-map suggest")
     else:
         recipe = load_recipe(source, overrides)

@@ -57,13 +57,12 @@ class Worker:
 
     def learner(self, model: str = "untied", objective: Any = None, **changes: Any) -> MegatronLearner:
         section = LearnerSection(
-            precision="fp32",
             tensor_parallel=self.layout.tensor,
             pipeline_parallel=self.layout.pipeline,
             data_parallel=self.layout.data,
             # Adam divides by the gradient's own size: a small eps would blow rounding differences up to whole steps.
             optimizer=OptimizerSection(lr=1e-3, warmup_steps=0, eps=1e-4),
-            **{"micro_batch_tokens": 64, "step_deadline_s": 240, **changes},
+            **{"precision": "fp32", "micro_batch_tokens": 64, "step_deadline_s": 240, **changes},
         )
         return MegatronLearner(
             self.models / model, section, objective or P3O(), temperature=TEMPERATURE, total_steps=10
