@@ -23,7 +23,7 @@ def servers_of(*doubles: EngineDouble) -> TeacherServers:
 
 
 def test_one_that_fails_is_followed_by_another(pair: tuple[EngineDouble, EngineDouble]) -> None:
-    pair[0].generate_faults = ["error"]
+    pair[0].generate_faults = ["500"]
 
     async def ask() -> list[list[float]]:
         servers = servers_of(*pair)
