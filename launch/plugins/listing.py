@@ -51,7 +51,7 @@ class Plugin:
     """The recipe's key that names it, such as `objective.name`."""
     value: str
     says: str
-    """The first line of its docstring."""
+    """How its docstring begins, or its module's where it has a module of its own."""
     lacks: str = ""
     """Why a recipe that names it would be refused."""
 
@@ -59,7 +59,7 @@ class Plugin:
 def shipped() -> list[Plugin]:
     """What comes with Even Keel, by kind and name."""
     found = [
-        Plugin(kind=kind, key=f"{kind}.name", value=name, says=_says(choice))
+        Plugin(kind=kind, key=f"{kind}.name", value=name, says=_says(import_module(choice.__module__)))
         for kind, _, named in _CHOICES
         for name, choice in named.items()
     ]
@@ -131,5 +131,5 @@ def _lacks(own: type[Settings]) -> str:
 
 
 def _says(thing: Any) -> str:
-    lines = (inspect.cleandoc(thing.__doc__ or "") or "–").splitlines()
-    return one_line(lines[0], 200)
+    paragraph = inspect.cleandoc(thing.__doc__ or "–").partition("\n\n")[0]
+    return one_line(paragraph.replace("\n", " "), 160)
