@@ -52,6 +52,9 @@ def runs_list(
 @runs_app.command("compare")
 def runs_compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.", show_default=False)],
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with curves over steps, samples and seconds.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the headline numbers of several runs side by side, and the recipe keys in which they differ.
@@ -61,6 +64,10 @@ def runs_compare(
     from pipeline.analysis.run_list import compare_runs
 
     result = compare_runs(runs)
+    if html is not None:
+        from pipeline.analysis.pages.comparison import write_comparison
+
+        result["page"] = str(write_comparison(runs, html))
     if as_json:
         emit(result)
         return
@@ -69,3 +76,5 @@ def runs_compare(
     from launch.show.runs import render_comparison
 
     Console().print(render_comparison(result))
+    if html is not None:
+        print(f"page: {html}")

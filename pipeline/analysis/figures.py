@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pipeline.analysis.flight.timeline import COLLECTOR, LEARNER_PHASES, RANK_ZERO, STEP, Span
 from pipeline.analysis.flight.timeline import timeline as spans_of
+from pipeline.analysis.pages.hover import add_values, with_titles
 from pipeline.analysis.run_log import RunLog, number
 from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 
@@ -97,6 +98,7 @@ def render(name: str, size: tuple[float, float], draw: Callable[[Axes], None]) -
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
+    svg = with_titles(svg)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
     for color, placeholder in COLORS.items():
         svg = svg.replace(placeholder, f"var(--{color})")
@@ -154,6 +156,7 @@ def held_out(run_log: RunLog) -> str | None:
         if k > 1 and known:
             axes.plot(*zip(*known, strict=True), color=COLORS["teal"], marker="o", markersize=3, label=f"pass@{k}")
         first = [float(event["pass_at_1"]) for event in events]
+        add_values(axes, versions, first, "pass@1", COLORS["blue"])
         axes.plot(versions, first, color=COLORS["blue"], marker="o", markersize=4, label="pass@1")
         axes.annotate(
             _percent(round(first[-1], 3)),
@@ -307,7 +310,8 @@ def _lane_label(lane: str, lanes: Sequence[str]) -> str:
 
 
 def _line(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str, color: str) -> None:
-    """A line, or for a long run a faint line under its running mean; a single step is a dot."""
+    """A line, or for a long run a faint line under its running mean; a single step is a dot. Points tell values."""
+    add_values(axes, steps, values, label, COLORS[color])
     if len(steps) < SMOOTH_FROM_STEPS:
         axes.plot(steps, values, color=COLORS[color], label=label, marker="o" if len(steps) == 1 else "")
         return
@@ -326,7 +330,20 @@ def _running_mean(values: Sequence[float], window: int) -> NDArray[np.float64]:
 def _steps_axis(axes: Axes, label: str = "step") -> None:
     axes.set_xlabel(label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    plain_values(axes)
+
+
+def plain_values(axes: Axes) -> None:
+    """A linear y axis of at most six digits a label, and no exponent beside the axis, where legends are.
+
+    A range that six digits cannot tell apart is widened: a curve that differs by rounding is drawn flat.
+    """
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: re.sub(r"e([+-])0", r"e\1", f"{value:.6g}")))
+    low, high = axes.get_ylim()
+    least = 2e-4 * max(abs(low), abs(high))
+    if high - low < least:
+        axes.set_ylim((low + high - least) / 2, (low + high + least) / 2)
 
 
 def _mark_restarts(axes: Axes, run_log: RunLog) -> None:

@@ -58,6 +58,7 @@ def render_page(run_log: RunLog) -> str:
     template = environment.from_string(resources.files("pipeline.analysis").joinpath("html_report.html.j2").read_text())
     listed = event_rows(run_log)
     return template.render(
+        style=page_style(),
         summary=summarize(run_log),
         sections=sections(run_log),
         shares=figures.share_bar(phase_shares(timeline(run_log))),
@@ -67,6 +68,11 @@ def render_page(run_log: RunLog) -> str:
         recipe=run_log.recipe.to_yaml(),
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
+
+
+def page_style() -> str:
+    """The CSS of every page: colors for light and dark, cards, tables, figures; wide and narrow."""
+    return resources.files("pipeline.analysis").joinpath("page.css").read_text()
 
 
 def sections(run_log: RunLog) -> list[dict[str, Any]]:

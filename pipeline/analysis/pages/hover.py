@@ -1,0 +1,47 @@
+"""Values that a figure tells where the pointer rests: titles of points in its SVG, without a script."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape, unescape
+
+import numpy as np
+from matplotlib.axes import Axes
+
+_MARK, _BETWEEN = "hover|", "|"
+_MOST_POINTS = 150
+"""Of a line that tell their values: a page stays small, and a finger's width has one."""
+
+
+def add_values(axes: Axes, xs: Sequence[float], ys: Sequence[float], label: str, color: str) -> None:
+    """Points over a line that cannot be seen and say `label`, x and y."""
+    chosen = np.unique(np.linspace(0, len(xs) - 1, min(len(xs), _MOST_POINTS)).astype(int)).tolist()
+    said = [f"{label.replace(_BETWEEN, ' ')}, {xs[i]:.6g}: {ys[i]:.5g}" for i in chosen]
+    axes.plot(
+        [xs[i] for i in chosen],
+        [ys[i] for i in chosen],
+        linestyle="",
+        marker="o",
+        markersize=9,
+        markeredgewidth=0,
+        color=color,
+        alpha=0.0,
+        gid=_MARK + _BETWEEN.join(said),
+        label="_nolegend_",
+    )
+
+
+def with_titles(svg: str) -> str:
+    """The SVG that matplotlib wrote, with a <title> in each point of `add_values`."""
+    return re.sub(rf'<g id="{re.escape(_MARK)}([^"]*)">(.*?</g>)\s*</g>', _titled, svg, flags=re.DOTALL)
+
+
+def _titled(found: re.Match[str]) -> str:
+    said = unescape(found[1]).split(_BETWEEN)
+    points = re.findall(r"<use [^>]*/>", found[2])
+    if len(points) != len(said):  # some lie outside the picture: it cannot be told which
+        return ""
+    titles = iter(said)
+    body = re.sub(r"<use ([^>]*)/>", lambda use: f"<use {use[1]}><title>{escape(next(titles))}</title></use>", found[2])
+    return f'<g class="values">{body}</g>'

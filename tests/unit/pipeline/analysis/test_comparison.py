@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from pipeline.analysis.figures import plain_values
+from pipeline.analysis.pages.comparison import AXES, series, write_comparison
+from pipeline.analysis.run_log import RunLog
+from pipeline.errors import RecipeError
+from tests.support.written_runs import write_run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The second has one step, and lies in a folder whose name would be a tag."""
+    root = tmp_path_factory.mktemp("compared")
+    moved = write_run(root, 1, name="b", overrides=dict(schedule=dict(kind="async", lag=3)))
+    return [write_run(root, 24, name="a"), moved.rename(root / "<b>")]
+
+
+@pytest.fixture(scope="module")
+def page(runs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_comparison(runs, tmp_path_factory.mktemp("page") / "page.html").read_text()
+
+
+def test_the_page_is_one_file_that_fetches_nothing_and_escapes_names(page: str) -> None:
+    assert "http" not in page
+    assert not re.search(r"<script|<link|<img|@import|(src|href)=\"(?!#)", page)
+    assert "<b>" not in page
+    assert "&lt;b&gt;" in page
+    assert "schedule.lag" in page
+    assert not re.search(r"#fe00\w\w", page)
+
+
+def test_every_axis_has_curves_and_a_point_says_its_value(runs: list[Path], page: str) -> None:
+    for over in AXES:
+        assert f'aria-label="reward_mean over {over}"' in page
+    assert f"<title>{runs[0]}, 2: 0.22</title>" in page  # two steps trained; step 1 has reward 0.2 + 0.02
+    assert f"<title>{runs[0]}, 512: 0.22</title>" in page
+    assert page.count("<title>") > 100
+
+
+@pytest.mark.parametrize("values", [(1 / 3, 1 / 3 + 1e-12), (1.1e-6, 3.7e-6), (0.0, 0.0), (2e9, 2.5e9)])
+def test_labels_of_an_axis_are_short_differ_and_have_no_exponent_beside_them(values: tuple[float, float]) -> None:
+    figure = Figure()
+    axes = figure.add_subplot()
+    axes.plot([0, 1], values)
+    plain_values(axes)
+    figure.draw_without_rendering()
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert max(map(len, labels)) <= 9
+    assert len(set(labels)) == len(labels) > 1
+    assert axes.yaxis.get_offset_text().get_text() == ""
+
+
+def test_places_on_each_axis(runs: list[Path]) -> None:
+    run_log = RunLog.read(runs[0])
+    assert series(run_log, "reward_mean", "steps")[0][:3] == [1.0, 2.0, 3.0]
+    assert series(run_log, "reward_mean", "samples")[0][:3] == [256.0, 512.0, 768.0]
+    assert series(run_log, "reward_mean", "seconds")[0][:3] == [12.0, 14.0, 16.0]
+    assert series(run_log, "pass_at_1", "steps") == ([0.0, 24.0], [0.125, 0.5])
+
+
+def test_one_run_is_refused(runs: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="expected at least two"):
+        write_comparison(runs[:1], tmp_path / "page.html")
