@@ -15,6 +15,7 @@ from launch.cluster.roles.commands import role_app
 from launch.convert.commands import convert_app
 from launch.endings import end_of
 from launch.export.command import export
+from launch.fork.command import fork
 from launch.mismatch.command import mismatch
 from launch.plugins.command import plugins
 from launch.program import complete_word, program
@@ -52,6 +53,7 @@ app.add_typer(verify_app, name="verify")
 
 app.callback()(program)
 app.command("export")(export)
+app.command("fork")(fork)
 app.command("mismatch")(mismatch)
 app.command("plugins")(plugins)
 app.command("repair")(repair)

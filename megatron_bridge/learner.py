@@ -33,10 +33,10 @@ from megatron_bridge.parallel.rank_sync import RankZero
 from megatron_bridge.step import passes
 from megatron_bridge.step.expert_replay import replayer
 from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulating, require_emulation, weights_changed
+from megatron_bridge.step.learning_rate import LearningRates
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches
 from megatron_bridge.step.mismatch import MismatchMeter
 from megatron_bridge.step.optimizer import (
-    learning_rate,
     reduced_gradient_norm,
     set_learning_rate,
     step_with_clipping,
@@ -109,7 +109,8 @@ class MegatronLearner:
         self._replaying = replayer(self.model, self.model_config, self.layout, self.device)
         self.step = 0
         """Optimizer steps taken."""
-        self._total_steps = total_steps
+        self.rates = LearningRates.of(learner.optimizer, total_steps)
+        """A run whose recipe was changed sets its own."""
         self._objective = objective
         self._rank_zero = RankZero(learner.step_deadline_s)
         self._runner = passes.ObjectiveRunner(objective, self.device)
@@ -235,7 +236,7 @@ class MegatronLearner:
         grad_norm = self._finite_gradient_norm(gathered, batch.index)
         seen = seen_tokens(batch, trained).to(self.device)
         mismatch = _finite_or_refused(lambda: self._meter(gathered, batch, advantages, seen, step=self.step), batch)
-        lr = self._take_step(grad_norm, lr_factor)
+        lr = self._take_step(batch.index, grad_norm, lr_factor)
         measured = {"grad_norm": grad_norm, "lr": lr, "padding_share": plan.padding_share, **prepared.measured}
         measured |= asdict(replay.found) if replay and replay.found else {}
         return Update(
@@ -359,10 +360,10 @@ class MegatronLearner:
             reference_logprobs=None if batch.reference_logprobs is None else tensor(batch.reference_logprobs),
         )
 
-    def _take_step(self, grad_norm: float, lr_factor: float) -> float:
+    def _take_step(self, batch: int, grad_norm: float, lr_factor: float) -> float:
         """One step of the optimizer, on clipped gradients. Returns its learning rate."""
         section = self.section.optimizer
-        lr = lr_factor * learning_rate(self.step, section, self._total_steps)
+        lr = lr_factor * self.rates.at(batch, self.step)
         set_learning_rate(self.optimizer, lr, section.weight_decay)
         step_with_clipping(self.optimizer, grad_norm, section.clip_grad)
         weights_changed(self.emulation)

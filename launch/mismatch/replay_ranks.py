@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 
-from launch.build.algorithm import build_advantage_computer, build_objective
 from launch.build.components import build_contract, build_limits, build_tokenizer
 from launch.build.control import build_controller
+from launch.build.trainer import build_rates, build_trainer
 from launch.run.learn import build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
@@ -21,11 +20,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
 from pipeline.data.run_directory import RunDirectory, numbered, numbered_folders
 from pipeline.data.store import BatchStore
-from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import COMMIT, Checkpoints
-from pipeline.trainer.loop import Trainer
-from pipeline.trainer.mini_batches import dealt_together
-from pipeline.trainer.old_logprobs import OldLogprobs
 
 
 class AllExportedError(Exception):
@@ -66,43 +61,26 @@ def replay(run: RunDirectory, source: RunDirectory, wanted: set[int]) -> None:
     """Export the versions into RUN/weights. Collective. Raises StoreError and what training raises."""
     recipe = run.recipe()
     learner = build_learner(recipe)
+    learner.rates = build_rates(source)
     checkpoints = Checkpoints(run.checkpoints, recipe.checkpoint.keep)
     learner.tell(lambda: _bring_checkpoint(source, run, min(wanted)))
     channel = ExportChannel(learner, run.path / "weights", wanted)
-    objective, schedule = build_objective(recipe), recipe.build_schedule()
-    advantages = build_advantage_computer(recipe)
-    batches = BatchSource(
-        run=run,
-        store=BatchStore(source.batches, limits=build_limits(recipe)),
-        learner=learner,
+    event_log, store = EventLog(run.path, "replay"), BatchStore(source.batches, limits=build_limits(recipe))
+    trainer = build_trainer(
+        run,
+        recipe,
+        learner,
+        store=store,
         contract=build_contract(recipe, build_tokenizer(recipe)),
-        wait_deadline_s=recipe.run.wait_deadline_s,
-        together=partial(dealt_together, advantages, recipe.learner.updates_per_batch),
-    )
-    updates, event_log = recipe.learner.updates_per_batch, EventLog(run.path, "replay")
-    trainer = Trainer(
-        run=run,
-        batches=batches,
-        learner=learner,
-        schedule=schedule,
-        updates_per_batch=updates,
-        old_logprobs=OldLogprobs(
-            run=run, batches=batches, learner=learner, schedule=schedule, updates_per_batch=updates
-        )
-        if objective.needs_old_logprobs
-        else None,
-        advantage_computer=advantages,
-        scores_step=objective.needs_scoring,
-        reads_step_logprobs=objective.reads_step_logprobs,
-        channel=channel,
         checkpoints=checkpoints,
-        checkpoint_every=schedule.steps + 1,
         event_log=event_log,
+        channel=channel,
+        checkpoint_every=recipe.run.steps + 1,
         controller=build_controller(run, recipe, learner, None, event_log, source),  # it set learning rates
     )
     try:
         restored, _ = checkpoints.restore(learner)
-        learner.tell(lambda: refuse_to_pass_lost(source, batches.store.all_lost(), restored, max(wanted)))
+        learner.tell(lambda: refuse_to_pass_lost(source, store.all_lost(), restored, max(wanted)))
         channel.publish(restored)  # a checkpoint holds the version of its own number
         trainer.train()
     except AllExportedError:

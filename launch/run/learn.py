@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from launch.build.algorithm import build_advantage_computer, build_objective
+from launch.build.algorithm import build_objective
 from launch.build.components import (
     build_contract,
     build_limits,
@@ -23,6 +22,7 @@ from launch.build.components import (
     require_engines_here,
 )
 from launch.build.control import build_controller, older_maps
+from launch.build.trainer import build_rates, build_trainer
 from launch.build.weight_checks import build_weight_check_plan
 from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.base import EPOCH_VARIABLE, Stop, rank_epoch, wait_for_engines
@@ -45,14 +45,10 @@ from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.patience import noted_in
 from pipeline.ports.weight_update import WeightChannel
 from pipeline.spans import recorded
-from pipeline.trainer.batch_source import STOP_FILE_VARIABLE, BatchSource, waiting_for_batches
+from pipeline.trainer.batch_source import STOP_FILE_VARIABLE
 from pipeline.trainer.checkpoints import Checkpoints
-from pipeline.trainer.loop import Trainer
-from pipeline.trainer.mini_batches import dealt_together
-from pipeline.trainer.old_logprobs import OldLogprobs
 from pipeline.trainer.reference import require_same_reference
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 
@@ -124,6 +120,7 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     """Train on every batch that the newest checkpoint has not seen, or on those of the run that is replayed."""
     recipe = run.recipe()
     learner = build_learner(recipe)
+    learner.rates = build_rates(run)
     epoch = epoch_of(run, learner)
     run = run.under(epoch)
     channel: WeightChannel | None = None
@@ -136,36 +133,18 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         channel = transition or build_channel(run, recipe, learner, epoch)
     metrics = metrics_of("learner", run.path) if learner.is_rank_zero else None
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
-    advantages = build_advantage_computer(recipe)
-    shared: dict[str, Any] = dict(
-        run=run,
-        batches=BatchSource(
-            run=run,
-            store=BatchStore((replayed or run).batches, limits=build_limits(recipe)),
-            learner=learner,
-            contract=build_contract(recipe, build_tokenizer(recipe)),
-            wait_deadline_s=recipe.run.wait_deadline_s,
-            together=partial(dealt_together, advantages, recipe.learner.updates_per_batch),
-            patience=waiting_for_batches(noted_in(event_log.event)),
-        ),
-        learner=learner,
-        schedule=recipe.build_schedule(),
-        updates_per_batch=recipe.learner.updates_per_batch,
-    )
-    objective = build_objective(recipe)
-    trainer = Trainer(
-        **shared,
-        old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
-        advantage_computer=advantages,
-        scores_step=objective.needs_scoring,
-        reads_step_logprobs=objective.reads_step_logprobs,
-        channel=channel,
+    trainer = build_trainer(
+        run,
+        recipe,
+        learner,
+        store=BatchStore((replayed or run).batches, limits=build_limits(recipe)),
+        contract=build_contract(recipe, build_tokenizer(recipe)),
         checkpoints=Checkpoints(
             run.checkpoints, recipe.checkpoint.keep, run.fence, checkpoint_bytes(learner.model_config, recipe)
         ),
-        checkpoint_every=recipe.checkpoint.every,
         event_log=event_log,
         reference=build_reference(run, recipe, learner),
+        channel=channel,
         controller=build_controller(run, recipe, learner, transition, event_log, replayed),
     )
     _note_begun(learner)

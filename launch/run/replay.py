@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from launch.run.live_view import LiveView
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.config.loader import load_recipe
+from pipeline.data.frozen.recipes import adopt_recipes, all_recipes
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
 from pipeline.data.run_directory import RunDirectory
@@ -29,9 +31,12 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     original.recipe()  # which also says when SOURCE is no run, or one of another version
     wanted = manifest(original)
     refuse_to_pass_lost(original, BatchStore(original.batches).all_lost(), 0, original.recipe().run.steps)
-    recipe = load_recipe(source / "recipe.yaml", [f"run.name={source.name}-replay", *overrides])
+    overrides = [f"run.name={source.name}-replay", *overrides]
+    recipes = [replace(one, recipe=load_recipe(one.path, overrides)) for one in all_recipes(source)]
+    recipe = recipes[-1].recipe
     run = RunDirectory(source.parent / f"{source.name}-replay")
     with claimed(run):
+        adopt_recipes(run.path, recipes)  # steps keep the learning rates that they had
         run.freeze(recipe)
         command = torchrun(
             recipe.learner.num_processes, "launch.run.learn_rank", str(run.path), "--replay", str(source)

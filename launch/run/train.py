@@ -28,6 +28,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
+from pipeline.resume.resume import changes_to, go_on_with, nothing_left, said
 from pipeline.tasks.digest import with_digest
 
 
@@ -38,16 +39,17 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
     finished."""
     run = RunDirectory(recipe.directory)
     recipe = with_digest(recipe, run)
-    if not run.is_finished():
+    changes_to(run, recipe)  # what is refused is refused at once
+    if not nothing_left(run, recipe):
         check_learner_here(recipe)
         check_engines(recipe)
         check_ports(recipe, metrics_port)
         check_room(recipe)
     task = preflight(recipe)
-    if not run.is_finished():
+    if not nothing_left(run, recipe):
         check_reward(run, recipe, task)
     with claimed(run) as epoch:
-        run.freeze(recipe)
+        _go_on(run.under(epoch), recipe, epoch)
         if source:
             print(f"recipe: {source}", file=sys.stderr)
         for sentence in (*advice(recipe), *task.notes):
@@ -60,6 +62,12 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
                 print(f"stopped; {what_is_saved(run, recipe.run.steps)}", file=sys.stderr)
                 return dict(run=str(run.path), stopped=True)
     return {**summary(run.path), "report": str(write_report(run.path))}
+
+
+def _go_on(run: RunDirectory, recipe: Recipe, epoch: Epoch) -> None:
+    if changes := go_on_with(run, recipe):
+        EventLog(run.path, epoch.name).event("recipe_changed", changes=changes, step=run.num_learned())
+        print(said(run, changes), file=sys.stderr)
 
 
 def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: int | None) -> Outcome:

@@ -9,10 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+from numpy.typing import NDArray
+
 from launch.build.components import build_tokenizer
 from launch.progress import counted
 from pipeline.analysis.trajectories import SAMPLE_COLUMNS, render_batch, sample_rows
 from pipeline.data.files import replacing
+from pipeline.data.frozen.recipes import shown_recipe
+from pipeline.data.frozen.run_format import is_sealed
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import MachineError, RecipeError, StoreError
@@ -61,20 +66,25 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self.run = RunDirectory(self.path)
-        self.tokenizer = build_tokenizer(self.run.recipe())
+        self.tokenizer = build_tokenizer(shown_recipe(self.path))
         self.store = BatchStore(self.run.batches)
 
     def rows(self, index: int) -> Iterator[dict[str, Any]]:
         batch = self.store.read(index, None)
-        learner_logprobs = self.run.learner_logprobs(index, len(batch.rollout_logprobs))
+        learner_logprobs = logprobs_of(self.run, index, len(batch.rollout_logprobs))
         return sample_rows(batch, self.tokenizer, learner_logprobs=learner_logprobs)
+
+
+def logprobs_of(run: RunDirectory, index: int, responses: int) -> NDArray[np.float32] | None:
+    """The learner's, [responses]; None before it met the batch, and of a run whose files have no checksums."""
+    return run.learner_logprobs(index, responses) if is_sealed(run.path) else None
 
 
 def show(path: Path, index: int, limit: int) -> None:
     """Print the first `limit` samples of a batch; with logprob gaps once the learner has met the batch."""
     reader = _Reader(path)
     batch = reader.store.read(index, None)
-    learner_logprobs = reader.run.learner_logprobs(index, len(batch.rollout_logprobs))
+    learner_logprobs = logprobs_of(reader.run, index, len(batch.rollout_logprobs))
     if learner_logprobs is None:
         print(f"batch {index} is not trained yet: no learner logprobs to compare with")
     samples = range(min(limit, batch.num_samples))

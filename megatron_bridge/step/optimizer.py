@@ -1,8 +1,7 @@
-"""AdamW over Megatron's buffers, the learning-rate schedule, and one guarded step."""
+"""AdamW over Megatron's buffers, and one guarded step."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from pipeline.config.recipe import LearnerSection, OptimizerSection
+from pipeline.config.recipe import LearnerSection
 
 
 def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[list[DistributedDataParallel], Any]:
@@ -56,24 +55,6 @@ def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
         if len(model) == 1:
             config.no_sync_func, config.grad_sync_func = config.no_sync_func[0], config.grad_sync_func[0]
     return model, optimizer
-
-
-def learning_rate(step: int, section: OptimizerSection, total_steps: int) -> float:
-    """The rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine decay to `min_lr`.
-
-    The rate is a function of the step alone, so a resumed run needs no other state. Megatron's OptimizerParamScheduler
-    is not used, for three reasons. It refuses a run that is not longer than its warm-up. It takes the first step after
-    the warm-up at a decayed rate, never at `lr`. It counts steps by itself, and a checkpoint would have to keep its
-    count equal to the learner's.
-    """
-    if step < section.warmup_steps:
-        return section.lr * (step + 1) / section.warmup_steps
-    if section.decay == "constant":
-        return section.lr
-    span = max(1, total_steps - 1 - section.warmup_steps)
-    done = min(1.0, (step - section.warmup_steps) / span)
-    left = 1.0 - done if section.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return section.min_lr + (section.lr - section.min_lr) * left
 
 
 def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:

@@ -70,13 +70,15 @@ def verify_history(
     steps: int,
     solved_rule: SolvedPromptRule | None = None,
     limits: Limits = UNKNOWN,
+    first: int = 0,
 ) -> Audit:
-    """Read and verify the first `steps` batches of a run. Raises CorruptBatchError."""
+    """Read and verify the first `steps` batches of a run. Batches before `first` are those of the run that it was
+    forked from, which may have had another schedule and other rules. Raises CorruptBatchError."""
     store = BatchStore(RunDirectory(run_dir).batches)
     damaged = {batch.index: batch for batch in store.all_lost() if batch.index < steps}
     there = set(store.committed()) - damaged.keys()
     present = [index for index in range(steps) if index in there]
-    found = _Tally(schedule, limits, SolvedPromptFilter(solved_rule), min(damaged, default=steps))
+    found = _Tally(schedule, limits, SolvedPromptFilter(solved_rule), min(damaged, default=steps), first)
     for index in sorted({*present, *damaged}):
         if index in damaged:
             found.skip(damaged[index])
@@ -113,6 +115,8 @@ class _Tally:
     solved: SolvedPromptFilter
     first_damaged: int
     """The first batch that was lost by damage."""
+    first: int
+    """The first batch that the run has sampled itself."""
     seen: Counter[int] = field(default_factory=Counter)
     lags: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -135,12 +139,13 @@ class _Tally:
         self.seen.update(drop.group for drop in batch.dropped)
         counts = _tokens_by_version(batch)
         self.lags.update({index - version: count for version, count in counts.items()})
-        self.violations += sum(count for version, count in counts.items() if not self.schedule.allows(index, version))
+        stale = (count for version, count in counts.items() if not self.schedule.allows(index, version))
+        self.violations += sum(stale) if index >= self.first else 0
         self.tokens += batch.num_response_tokens
         self.kinds.update(drop.kind for drop in batch.dropped)
         required = self.schedule.required_version(index)
         known = self.solved.solved(required)
-        if self.first_damaged >= required:  # else its pass rates rest on samples that are lost
+        if index >= self.first and self.first_damaged >= required:  # else its pass rates rest on samples that are lost
             self.misjudged |= _misjudged(batch, known)
         self.solved.record(batch)
         self.groups_to_ask = batch.next_group, batch.open_groups

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import read_events, read_metrics
+from pipeline.data.frozen.recipes import all_recipes, recipe_of_batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 
@@ -46,7 +47,7 @@ def find_gaps(run: RunDirectory, recipe: Recipe, repaired: Iterable[str]) -> Gap
 
     noted = {int(line["step"]) for line in read_metrics(run.path)}
     measures = any(run.mismatch.glob("*.zarr.zip"))
-    due = _due(run, recipe)
+    due = _due(run)
     evaluated = {int(event["version"]) for event in read_events(run.path, "evaluated")}
     return Gaps(
         metrics=tuple(step for step in trained if step not in noted),
@@ -57,11 +58,14 @@ def find_gaps(run: RunDirectory, recipe: Recipe, repaired: Iterable[str]) -> Gap
     )
 
 
-def _due(run: RunDirectory, recipe: Recipe) -> list[int]:
-    """Versions that must have been evaluated by now: before their batch was committed, or the collector ended."""
-    schedule = recipe.build_schedule()
+def _due(run: RunDirectory) -> list[int]:
+    """Versions that must have been evaluated by now: before their batch was committed, or the collector ended. Which
+    were due says the recipe that the batch was sampled by."""
+    recipes = all_recipes(run.path, lambda _: None)  # what is unknown has been said
+    schedule = recipes[-1].recipe.build_schedule()
     batches = range(BatchStore(run.batches).next_index)
-    due = {schedule.published_before(index) for index in batches if index % recipe.evaluation.every == 0}
+    every = [recipe_of_batch(recipes, index).evaluation.every for index in batches]
+    due = {schedule.published_before(index) for index in batches if index % every[index] == 0}
     if (run.path / "finished" / "collector").exists():
         due.add(schedule.published_before(schedule.steps))
     return sorted(due)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.frozen.recipes import shown_recipe
 from pipeline.errors import StoreError
 
 
@@ -29,7 +29,7 @@ class RunLog:
         if not run_dir.is_dir():
             what = "is no folder" if run_dir.exists() else "does not exist"
             raise StoreError(f"{run_dir} {what}; give the folder of a run, for example runs/NAME")
-        recipe = RunDirectory(run_dir).recipe()
+        recipe = shown_recipe(run_dir)
         return RunLog(run_dir=run_dir, recipe=recipe, metrics=read_metrics(run_dir), events=read_events(run_dir))
 
     def series(self, key: str) -> tuple[list[int], list[float]]:

@@ -180,6 +180,9 @@ class OptimizerSection(Section):
     min_lr: float = Field(0.0, ge=0.0)
     decay: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = Field(10, description="Optimizer steps of linear warm-up.")
+    decay_steps: PositiveInt | None = Field(
+        None, description="Optimizer step at which the decay has reached min_lr; default: the run's last one."
+    )
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(0.01, ge=0.0)

@@ -1,8 +1,9 @@
 """Where everything of a run lies, and the few small files that processes share.
 
     runs/NAME/
-      FORMAT                   which layout of the directory this is (RUN_FORMAT); written before the recipe
+      FORMAT                   which layout of the directory this is (pipeline.data.frozen.run_format)
       recipe.yaml              resolved and frozen at the first start
+      recipes/000001.yaml      what a later start changed it to, from the step in its first line (pipeline.data.frozen)
       batches/000012.zarr.zip  one committed batch, one file (pipeline.data.store)
       policy/000012/           version 12, HF safetensors or a delta (docs/delta.md); policy/PUBLISHED/000012: served
       logprobs/000012.npy      the learner's log-probabilities of batch 12 before it trained on it (float32 [responses])
@@ -32,7 +33,6 @@ What others could see is written under a fence: a process that a later start has
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -44,35 +44,22 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.loader import differing_keys, recipe_from
+from pipeline.config.loader import differing_keys
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.files import NUMBER, fsync_present, make_folder, write_atomically
-from pipeline.data.integrity.regular import read_at_most
+from pipeline.data.frozen.recipes import begin_recipe, newest_recipe
 from pipeline.data.integrity.sealed import (
-    checksum_line,
-    create_sealed,
     read_sealed,
     read_sealed_array,
-    reason,
-    seal,
-    unseal,
     write_sealed,
     write_sealed_array,
     write_sealed_json,
 )
 from pipeline.data.ledger.published import announce, announced, highest
 from pipeline.data.membership import Membership
-from pipeline.errors import RecipeError, RunConflictError, StoreError
-from precision.text.short import one_line
-from precision.text.yaml_data import MOST_BYTES, YamlError, parse_yaml
+from pipeline.errors import RunConflictError, StoreError
 
-RUN_FORMAT = 5
-"""Raise it when recipe keys, metrics or files change their names, so that a run that was begun before cannot go on.
-Runs of format 1 have no FORMAT file. Batch files have a schema version of their own (pipeline.data.batch_format)."""
-
-_FIRST_SEALED_FORMAT = 5
-_FORMAT_BYTES = 1000
 _NUMBER = re.compile(rf"(?:{NUMBER})")
 _FINISHED = "nothing is left to do\n"
 
@@ -228,6 +215,17 @@ class RunDirectory:
         """Steps of the checkpoints that have their COMMIT, ascending (pipeline.trainer.checkpoints checks the rest)."""
         return committed_steps(self.checkpoints) if self.checkpoints.is_dir() else []
 
+    def num_settled(self) -> int:
+        """Steps that are sampled, trained or published: from 1 on, the run is bound to its recipe."""
+        batches = [*numbered_files(self.batches, ".zarr.zip"), *numbered_files(self.batches, ".lost.json")]
+        sampled = 1 + max(batches, default=-1)
+        return max(sampled, self.num_learned())
+
+    def num_learned(self) -> int:
+        """Steps that a checkpoint, or the version that engines serve, has learned from."""
+        published = self.published_version() if self.is_published() else 0
+        return max(published, *self.saved_steps(), 0)
+
     def why_not_sampled(self, index: int) -> str | None:
         """Why batch `index` cannot be sampled now, or again: a checkpoint has learned from one, or engines serve a
         version that has, and the schedule allows no answer of it. None where it can."""
@@ -288,14 +286,9 @@ class RunDirectory:
             make_folder(folder)
 
     def freeze(self, recipe: Recipe) -> Recipe:
-        """Store the recipe at the first start; refuse another one later (RunConflictError names the keys)."""
-        make_folder(self.path)
-        frozen = self.path / "recipe.yaml"
-        if not frozen.exists():
-            with suppress(FileExistsError):
-                create_sealed(self._format, f"{RUN_FORMAT}\n")  # first: a recipe without it is of format 1
-            with suppress(FileExistsError):  # of two that start at once, one wins and the other compares
-                create_sealed(frozen, recipe.to_yaml())
+        """Store the recipe at the first start; refuse another one later (RunConflictError names the keys). Where some
+        keys may change: pipeline.resume.resume."""
+        begin_recipe(self.path, recipe)
         if difference := differing_keys(self.recipe(), recipe):
             raise RunConflictError(
                 f"{self.path} was started with another recipe ({'; '.join(difference)}); "
@@ -305,48 +298,9 @@ class RunDirectory:
         return recipe
 
     def recipe(self) -> Recipe:
-        """The frozen recipe. Raises StoreError when there is none or when another version of Even Keel made the run,
-        RecipeError when the file was damaged."""
-        frozen = self.path / "recipe.yaml"
-        if not os.path.lexists(frozen):
-            named = one_line(self.path, 300)
-            raise StoreError(f"{named} is not a run directory: it has no recipe.yaml; give one such as runs/NAME")
-        self.check_format()
-        text = read_sealed(
-            frozen,
-            "a run goes by the recipe that it began with: put back a copy, or start a new run; if it was changed on "
-            f"purpose, its last line must be: {_checksum_line(frozen)}",
-        )
-        try:
-            data = parse_yaml(text)
-        except YamlError as error:
-            raise RecipeError(f"{frozen} is damaged ({error}); put back a copy of it, or start a new run") from None
-        return recipe_from(data, source=str(frozen))
-
-    def check_format(self) -> None:
-        """Raises StoreError unless this version of Even Keel made the run, or one with the same RUN_FORMAT."""
-        found = self._found_format()
-        if found != RUN_FORMAT:
-            origin = "an earlier" if found < RUN_FORMAT else "a later"
-            raise StoreError(
-                f"{self.path} was made by {origin} version of Even Keel (run format {found}, this version reads "
-                f"{RUN_FORMAT}); go on with that version, or start a new run under another run.name. Its batches can "
-                "still be read, by pipeline.data.store.BatchStore"
-            )
-
-    def _found_format(self) -> int:
-        if not os.path.lexists(self._format):
-            return 1
-        try:
-            data = read_at_most(self._format, _FORMAT_BYTES)
-            if data in [b"%d\n" % number for number in range(2, _FIRST_SEALED_FORMAT)]:
-                return int(data)
-            return int(unseal(data))
-        except ValueError as error:
-            raise StoreError(
-                f"{self._format} is damaged ({reason(error)}); if this version of Even Keel made the run, write "
-                f"{json.dumps(seal(f'{RUN_FORMAT}' + chr(10)))[1:-1]} into it, or else start a new run"
-            ) from error
+        """The recipe that the run goes by. Raises StoreError when there is none or when another version of Even Keel
+        made the run, RecipeError when the file was damaged."""
+        return newest_recipe(self.path)
 
     @property
     def shared_folders(self) -> list[Path]:
@@ -354,10 +308,6 @@ class RunDirectory:
         epochs = self.path / "epochs"
         named = (self.path, self.path / "finished", self.path / "engines", self.logs / "fatal")
         return [*named, self.updates, self.published, *(epochs.iterdir() if epochs.is_dir() else ())]
-
-    @property
-    def _format(self) -> Path:
-        return self.path / "FORMAT"
 
 
 def _of_length(
@@ -390,11 +340,3 @@ def numbered_files(directory: Path, ending: str) -> dict[int, Path]:
 def numbered_folders(directory: Path) -> list[int]:
     """The numbers that name folders, or files, of `directory`, ascending."""
     return sorted(int(path.name) for path in directory.iterdir() if _NUMBER.fullmatch(path.name))
-
-
-def _checksum_line(path: Path) -> str:
-    """The last line that a text should have, for a message; empty where it is no text."""
-    try:
-        return checksum_line(read_at_most(path, MOST_BYTES))
-    except (OSError, ValueError):
-        return ""

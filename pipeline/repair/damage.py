@@ -51,6 +51,7 @@ _FOLDERS = (
         "evaluations",
         "control",
         "quant_maps",
+        "recipes",
         "epochs",
         "engines",
     ),

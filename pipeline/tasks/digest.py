@@ -24,7 +24,7 @@ def with_digest(recipe: Recipe, run: RunDirectory) -> Recipe:
     task = recipe.task
     if not isinstance(task, DataTask) or task.sha256 is not None:
         return recipe
-    if os.path.lexists(run.path / "recipe.yaml"):
+    if os.path.lexists(run.path / "recipe.yaml") and run.num_settled():
         frozen = run.recipe().task
         sha256 = frozen.sha256 if isinstance(frozen, DataTask) else None
     else:

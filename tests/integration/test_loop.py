@@ -206,10 +206,11 @@ def test_a_resumed_replay_equals_one_that_was_not_interrupted(tp2: Path) -> None
 
 
 def test_resume_with_another_recipe_names_the_key(tp2: Path, workshop: Path) -> None:
-    done = evenkeel("train", workshop / "tp2.yaml", "--set", "learner.optimizer.lr=0.5")
+    done = evenkeel("train", workshop / "tp2.yaml", "--set", "learner.optimizer.eps=0.5")
     assert done.returncode != 0
     assert done.stderr.strip().splitlines()[-1].startswith("error: ")
-    assert "learner.optimizer.lr: 0.001 → 0.5" in done.stderr
+    assert "learner.optimizer.eps: 1e-08 → 0.5" in done.stderr
+    assert "evenkeel fork" in done.stderr
     assert "Traceback" not in done.stderr
 
 

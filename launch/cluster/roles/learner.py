@@ -42,6 +42,7 @@ from pipeline.config.advice import advice
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
+from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_old_leftovers
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import (
@@ -54,6 +55,7 @@ from pipeline.errors import (
     SupersededError,
 )
 from pipeline.process_log import log_tail
+from pipeline.resume.resume import go_on_with, said
 from pipeline.tasks.digest import with_digest
 
 DEFAULT_PORT = 29500
@@ -103,8 +105,11 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     processes_a_node(recipe, own.nodes)
     key = read_api_key()
     address = bind_address(own.host, key, stop.check)
-    own.run.freeze(recipe)  # first: who comes with another recipe is refused, and takes over from nobody
+    changes = go_on_with(own.run, recipe)  # first: who comes with another run's recipe takes over from nobody
     epoch = claim(own.run.path, "learner")
+    if changes:
+        EventLog(own.run.path, epoch.name).event("recipe_changed", changes=changes, step=own.run.num_learned())
+        print(said(own.run, changes), flush=True)
     with epoch.superseded_said():
         return _lead_start(own, recipe, address, epoch, stop, key)
 
@@ -158,6 +163,7 @@ def follow(own: LearnerNode, stop: Stop) -> Verdict:
     address, seen = bind_address(own.host, read_api_key(), stop.check), 0
     while True:
         rendezvous, peer = _join(own, recipe, seen, stop)
+        recipe = own.run.recipe()  # a start may have changed it
         with peer:
             verdict = _follow_one(own, recipe, address, rendezvous, stop, peer)
         if verdict.status in (0, FATAL_EXIT_CODE) or (stop.asked and verdict.status == STOPPED_EXIT_CODE):

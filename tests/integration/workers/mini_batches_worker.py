@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from launch.build.algorithm import build_advantage_computer, build_objective
+from launch.build.algorithm import build_objective
+from launch.build.trainer import build_trainer
 from launch.verify.layout_ranks import CONTRACT, make_batch, weights
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize, leave_layout
@@ -22,11 +22,7 @@ from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoppedError
-from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints
-from pipeline.trainer.loop import Trainer
-from pipeline.trainer.mini_batches import dealt_together
-from pipeline.trainer.old_logprobs import OldLogprobs
 
 STEPS, UPDATES = 3, 4
 GRPO: dict[str, Any] = dict(
@@ -84,33 +80,16 @@ def train(
     before = weights(learner)
     run, store = RunDirectory(folder), recorded(folder.parent / "batches", learner.model_config.vocab_size)
     run.make_folders()
-    advantages = build_advantage_computer(chosen)
-    shared: dict[str, Any] = dict(
-        run=run,
-        batches=BatchSource(
-            run=run,
-            store=store,
-            learner=learner,
-            contract=CONTRACT,
-            wait_deadline_s=60.0,
-            together=partial(dealt_together, advantages, updates),
-            stop_requested=lambda: learner.is_rank_zero and learner.step >= stop_after * updates,
-        ),
-        learner=learner,
-        schedule=chosen.build_schedule(),
-        updates_per_batch=updates,
-    )
-    objective = build_objective(chosen)
-    trainer = Trainer(
-        **shared,
-        old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
-        advantage_computer=advantages,
-        scores_step=objective.needs_scoring,
-        reads_step_logprobs=objective.reads_step_logprobs,
-        channel=None,
+    trainer = build_trainer(
+        run,
+        chosen,
+        learner,
+        store=store,
+        contract=CONTRACT,
         checkpoints=Checkpoints(run.checkpoints, keep=2),
         checkpoint_every=every,
         event_log=EventLog(run.path, "learner-000001"),
+        stop_requested=lambda: learner.is_rank_zero and learner.step >= stop_after * updates,
     )
     try:
         trainer.train()

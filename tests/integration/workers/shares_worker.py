@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from launch.build.algorithm import build_advantage_computer, build_objective
+from launch.build.algorithm import build_objective
+from launch.build.trainer import build_trainer
 from launch.verify.layout_ranks import CONTRACT, random_experts, weights
 from launch.verify.layouts import section
 from megatron_bridge.hf.model_config import ModelConfig
@@ -22,11 +22,7 @@ from pipeline.data.given_batch import Response, given_batch
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints
-from pipeline.trainer.loop import Trainer
-from pipeline.trainer.mini_batches import dealt_together
-from pipeline.trainer.old_logprobs import OldLogprobs
 from tests.support.counted_file import CountedFile
 
 CASES: dict[str, dict[str, Any]] = {
@@ -59,33 +55,18 @@ def measure(folder: Path, name: str, case: str, steps: int) -> dict[str, Any]:
     )
     run, before, seen = RunDirectory(folder / f"{name} {case}"), weights(learner), []
     run.make_folders()
-    store, advantages = BatchStore(folder / "batches"), build_advantage_computer(recipe)
+    store = BatchStore(folder / "batches")
     contract = store.read(0, None).contract
-    shared: dict[str, Any] = dict(
-        run=run,
-        batches=BatchSource(
-            run=run,
-            store=store,
-            learner=learner,
-            contract=contract,
-            wait_deadline_s=60.0,
-            together=partial(dealt_together, advantages, updates),
-            stop_requested=lambda: False,
-        ),
-        learner=learner,
-        schedule=recipe.build_schedule(),
-        updates_per_batch=updates,
-    )
-    trainer = Trainer(
-        **shared,
-        old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
-        advantage_computer=advantages,
-        scores_step=objective.needs_scoring,
-        reads_step_logprobs=objective.reads_step_logprobs,
-        channel=None,
+    trainer = build_trainer(
+        run,
+        recipe,
+        learner,
+        store=store,
+        contract=contract,
         checkpoints=Checkpoints(run.checkpoints, keep=1),
         checkpoint_every=steps,
         event_log=EventLog(run.path, "learner-000001"),
+        stop_requested=lambda: False,
     )
 
     def noted(batch: Batch, *arguments: Any, **named: Any) -> Any:

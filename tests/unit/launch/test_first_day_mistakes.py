@@ -58,9 +58,10 @@ class Workshop:
         return self.train()
 
     def begun(self, *sets: str) -> list[str]:
-        """… of a run that has begun, with other values."""
-        command = self.train()
-        RunDirectory(self.folder / "runs/day").freeze(load_recipe(Path(command[1])))
+        """… of a run that has a batch, with other values."""
+        command, run = self.train(), RunDirectory(self.folder / "runs/day")
+        run.freeze(load_recipe(Path(command[1])))
+        (run.batches / "000000.zarr.zip").touch()
         return [*command, *(word for one in sets for word in ("--set", one))]
 
 
@@ -179,6 +180,7 @@ def changed_data(shop: Workshop) -> list[str]:
     command = shop.train_on(GOOD_LINES)
     run = RunDirectory(shop.folder / "runs/day")
     run.freeze(with_digest(load_recipe(Path(command[1])), run))
+    (run.batches / "000000.zarr.zip").touch()
     return shop.train_on("".join(reversed(GOOD_LINES.splitlines(True))))
 
 

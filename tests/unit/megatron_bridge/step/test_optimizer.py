@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_bridge.step.optimizer import learning_rate, set_learning_rate
+from megatron_bridge.step.learning_rate import LearningRates, RateSpan, learning_rate
+from megatron_bridge.step.optimizer import set_learning_rate
 from pipeline.config.recipe import OptimizerSection
 
 
@@ -23,6 +24,23 @@ def test_linear_decay_ends_at_the_minimum() -> None:
 
 def test_cosine_decay_is_half_way_in_the_middle() -> None:
     assert rates(5, warmup_steps=2, decay="cosine") == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+
+
+def test_a_decay_that_ends_where_it_says_does_not_depend_on_the_steps_of_the_run() -> None:
+    short, long = (rates(steps, warmup_steps=1, decay="cosine", decay_steps=8) for steps in (5, 10))
+    assert short == long[:5]
+    assert long[7:] == [0.0] * 3
+
+
+def test_steps_keep_their_rates_when_the_settings_change() -> None:
+    sections = [OptimizerSection(lr=lr, warmup_steps=0, decay="linear") for lr in (1.0, 0.5)]
+    spans = LearningRates((RateSpan(0, sections[0], 5), RateSpan(3, sections[1], 9)))
+    assert [spans.at(batch, batch) for batch in range(9)] == [
+        1.0,
+        0.75,
+        0.5,
+        *(0.5 * (1.0 - step / 8) for step in range(3, 9)),
+    ]
 
 
 def test_a_run_that_is_all_warm_up() -> None:

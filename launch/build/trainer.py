@@ -1,0 +1,91 @@
+"""The learner's loop from a recipe: one place for training, replays, tools and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from launch.build.algorithm import build_advantage_computer, build_objective
+from megatron_bridge.step.learning_rate import LearningRates, RateSpan
+from pipeline.config.recipe import Recipe
+from pipeline.control.loop import StepController
+from pipeline.data.event_log import EventLog
+from pipeline.data.frozen.recipes import all_recipes
+from pipeline.data.records import LogprobContract
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.patience import noted_in
+from pipeline.ports.weight_update import WeightChannel
+from pipeline.trainer.batch_source import BatchSource, waiting_for_batches
+from pipeline.trainer.checkpoints import Checkpoints
+from pipeline.trainer.loop import Trainer
+from pipeline.trainer.mini_batches import dealt_together
+from pipeline.trainer.old_logprobs import OldLogprobs
+from pipeline.trainer.reference import Reference
+
+if TYPE_CHECKING:
+    from megatron_bridge.learner import MegatronLearner
+
+
+def build_trainer(
+    run: RunDirectory,
+    recipe: Recipe,
+    learner: MegatronLearner,
+    *,
+    store: BatchStore,
+    contract: LogprobContract,
+    checkpoints: Checkpoints,
+    event_log: EventLog,
+    channel: WeightChannel | None = None,
+    checkpoint_every: int | None = None,
+    reference: Reference | None = None,
+    controller: StepController | None = None,
+    stop_requested: Callable[[], bool] | None = None,
+) -> Trainer:
+    """A Trainer over the batches of `store`. `checkpoint_every` is the recipe's by default."""
+    advantages, objective = build_advantage_computer(recipe), build_objective(recipe)
+    stops: dict[str, Any] = {} if stop_requested is None else dict(stop_requested=stop_requested)
+    shared: dict[str, Any] = dict(
+        run=run,
+        batches=BatchSource(
+            run=run,
+            store=store,
+            learner=learner,
+            contract=contract,
+            wait_deadline_s=recipe.run.wait_deadline_s,
+            together=partial(dealt_together, advantages, recipe.learner.updates_per_batch),
+            patience=waiting_for_batches(noted_in(event_log.event)),
+            **stops,
+        ),
+        learner=learner,
+        schedule=recipe.build_schedule(),
+        updates_per_batch=recipe.learner.updates_per_batch,
+    )
+    return Trainer(
+        **shared,
+        old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
+        advantage_computer=advantages,
+        scores_step=objective.needs_scoring,
+        reads_step_logprobs=objective.reads_step_logprobs,
+        channel=channel,
+        checkpoints=checkpoints,
+        checkpoint_every=checkpoint_every or recipe.checkpoint.every,
+        event_log=event_log,
+        reference=reference,
+        controller=controller,
+    )
+
+
+def build_rates(run: RunDirectory) -> LearningRates:
+    """The learning rate of every step of a run, as the recipes say that it went by."""
+    return LearningRates(
+        tuple(
+            RateSpan(
+                one.first_step,
+                one.recipe.learner.optimizer,
+                one.recipe.run.steps * one.recipe.learner.updates_per_batch,
+            )
+            for one in all_recipes(run.path)
+        )
+    )

@@ -1,0 +1,1 @@
+"""`evenkeel fork`: a new run from a checkpoint of an old one."""

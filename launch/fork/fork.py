@@ -1,0 +1,172 @@
+"""A new run from a checkpoint of an old one: what is taken over, and that it is whole.
+
+    checkpoints/STEP      weights, optimizer, random numbers, the loop's state
+    batches before STEP   with their kept sets, and with the order of prompts that they hold
+    logprobs, mismatch, control, quant_maps, skipped, evaluations
+    metrics and events of those steps, rewritten          recipe.yaml, recipes/: what the steps went by
+    parent.json           which run, which step
+
+Nothing is published: the learner publishes its checkpoint's version at its first start, as after any loss of policies.
+All of it is made under a temporary name, compared with its checksums there, and gets its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.loader import changed_keys, load_recipe
+from pipeline.config.recipe import Recipe
+from pipeline.config.task_sections import DataTask
+from pipeline.data.event_log import read_events, read_metrics
+from pipeline.data.files import fsync_directory, make_folder, move_to_free_name, temporary_name
+from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file
+from pipeline.data.integrity.sealed import seal, write_sealed_json
+from pipeline.data.integrity.walk import damaged_files
+from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, numbered_folders
+from pipeline.data.store import BatchStore
+from pipeline.errors import RunConflictError, StoreError
+from pipeline.resume.rules import refuse_what_no_checkpoint_carries
+from pipeline.tasks.digest import digest
+from pipeline.trainer.checkpoints import verify
+from precision.text.short import listed
+
+PARENT = "parent.json"
+
+
+def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Make the run and say where it is. Raises StoreError or RunConflictError; then there is none."""
+    target = source.parent / new if new == Path(new.name) else new
+    run = RunDirectory(source)
+    before = run.recipe()
+    named = [f"run.name={target.name}", f"run.root={target.parent}"]
+    recipe = _with_own_digest(before, load_recipe(newest_recipe_file(source), [*overrides, *named]))
+    _refuse(run, before, recipe, target, step)
+    make_folder(target.parent)
+    folder = temporary_name(target)
+    try:
+        _fill(run, folder, recipe, step)
+        if damaged := damaged_files(folder, lambda one: verify(one, step)):
+            raise StoreError(
+                f"{source} cannot be forked at step {step}: {listed(damaged, most=2)}; `evenkeel repair {source}` first"
+            )
+        if not move_to_free_name(folder, target):
+            raise RunConflictError(f"{target} was made by another process meanwhile; choose another name")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    changes = {
+        key: change for key, change in changed_keys(before, recipe).items() if key not in ("run.name", "run.root")
+    }
+    return dict(run=str(target), parent=str(source), step=step, changes=changes, recipe=str(newest_recipe_file(target)))
+
+
+def forked_at(run: Path) -> int:
+    """The step at which a run begins; 0 for one that is no fork."""
+    try:
+        return int(json.loads((run / PARENT).read_text())["step"])
+    except FileNotFoundError:
+        return 0
+
+
+def _with_own_digest(before: Recipe, recipe: Recipe) -> Recipe:
+    if before.task == recipe.task or not isinstance(recipe.task, DataTask):
+        return recipe
+    unread = recipe.task.model_copy(update=dict(sha256=None))
+    return recipe.model_copy(update=dict(task=unread.model_copy(update=dict(sha256=digest(unread)))))
+
+
+def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, step: int) -> None:
+    if target.exists():
+        raise RunConflictError(f"{target} exists already; name another folder")
+    if step not in run.saved_steps():
+        saved = ", ".join(map(str, run.saved_steps())) or "none"
+        raise StoreError(f"{run.path} has no checkpoint of step {step}; there are: {saved} (checkpoint.keep)")
+    refuse_what_no_checkpoint_carries(str(run.path), changed_keys(before, recipe))
+    if recipe.run.steps < step:
+        raise RunConflictError(f"run.steps is {recipe.run.steps}, but the fork begins at step {step}; raise it")
+    if recipe.schedule.kind == "staged" and step % recipe.schedule.updates_per_stage:
+        raise RunConflictError(
+            f"step {step} is within a stage of {recipe.schedule.updates_per_stage} updates, whose beginning no "
+            "checkpoint holds; fork at a multiple of schedule.updates_per_stage"
+        )
+    if recipe.task != before.task and recipe.prompts.solved_pass_rate is not None:
+        raise RunConflictError(
+            "the task changes, but prompts.solved_pass_rate counts how often problems of the old one were solved; set "
+            "prompts.solved_pass_rate=null"
+        )
+    if missing := sorted({*range(step)} - {*BatchStore(run.batches).settled()}):
+        raise StoreError(
+            f"{run.path} lacks batch {missing[0]}, which the checkpoint has learned from; `evenkeel repair`"
+        )
+
+
+def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
+    recipes = all_recipes(run.path)
+    taken = [one for one in recipes if one.first_step < step] or recipes[:1]
+    adopt_recipes(folder, [replace(one, recipe=_renamed(one.recipe, recipe)) for one in taken])
+    if changed_keys(_renamed(taken[-1].recipe, recipe), recipe):
+        add_recipe(folder, recipe, first_step=step, first_batch=step)
+    made = RunDirectory(folder)
+    made.make_folders()
+    for old in _files(run, step):
+        _link(old, folder / old.relative_to(run.path))
+    _write_lines(folder / "metrics" / "parent.jsonl", [line for line in read_metrics(run.path) if line["step"] < step])
+    _write_lines(folder / "events" / "parent.jsonl", [event for event in read_events(run.path) if _is_of(event, step)])
+    write_sealed_json(folder / PARENT, dict(run=str(run.path.resolve()), step=step))
+    for path in [folder, *(one for one in folder.rglob("*") if one.is_dir())]:
+        fsync_directory(path)
+
+
+def _renamed(recipe: Recipe, new: Recipe) -> Recipe:
+    return recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(name=new.run.name, root=new.run.root))))
+
+
+def _files(run: RunDirectory, step: int) -> Iterator[Path]:
+    """What is linked."""
+    yield from (one for one in (run.checkpoints / numbered(step)).rglob("*") if one.is_file())
+    for folder, endings, last in (
+        (run.batches, (".zarr.zip", ".lost.json"), step - 1),
+        (run.logprobs, (".npy", "-old.npy"), step - 1),
+        (run.mismatch, (".zarr.zip",), step - 1),
+        (run.control, (".json",), step - 1),
+        (run.evaluations, (".json",), step),
+    ):
+        for ending in endings:
+            yield from (path for number, path in numbered_files(folder, ending).items() if number <= last)
+    yield from numbered_files(run.quant_maps, ".yaml").values()
+    if run.skipped.is_dir():
+        yield from (run.skipped / numbered(one) for one in numbered_folders(run.skipped) if one < step)
+
+
+def _is_of(event: dict[str, Any], step: int) -> bool:
+    """Whether an event is of a batch or step before `step`, or of a version or checkpoint up to it."""
+    last = {"batch": step - 1, "version": step, "step": step if event["kind"] == "saved" else step - 1}
+    found = [int(event[key]) <= most for key, most in last.items() if isinstance(event.get(key), int)]
+    return bool(found) and all(found)
+
+
+def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    make_folder(path.parent)
+    _durably(
+        path, lambda: path.write_text("".join(seal(json.dumps(line, ensure_ascii=False) + "\n") for line in lines))
+    )
+
+
+def _link(old: Path, new: Path) -> None:
+    make_folder(new.parent)
+    try:
+        os.link(old, new)
+    except OSError:  # another file system, or one without hard links
+        _durably(new, lambda: shutil.copyfile(old, new))
+
+
+def _durably(path: Path, write: Callable[[], object]) -> None:
+    write()
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

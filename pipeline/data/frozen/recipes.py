@@ -1,0 +1,160 @@
+"""Which recipe a run goes by, and which step went by which.
+
+    RUN/recipe.yaml            what the run began with, every default spelled out; never rewritten
+    RUN/recipes/000001.yaml    what a later start changed it to, whole; its first line says from where on
+
+The newest file is the recipe that the run goes by. A file is created exclusively, with its checksum, so a start that is
+killed has changed everything or nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config.loader import recipe_from, recipe_to_show
+from pipeline.config.recipe import Recipe
+from pipeline.data.files import NUMBER, make_folder
+from pipeline.data.frozen.run_format import begin_format, check_format, is_sealed, known_in_part
+from pipeline.data.integrity.regular import read_at_most
+from pipeline.data.integrity.sealed import checksum_line, create_sealed, read_sealed
+from pipeline.errors import RecipeError, RunConflictError, StoreError
+from precision.text.short import one_line
+from precision.text.yaml_data import MOST_BYTES, YamlError, parse_yaml
+
+Say = Callable[[str], None]
+_FILE = re.compile(rf"({NUMBER})\.yaml")
+_HEAD = re.compile(r"# from step (\d{1,9}), batch (\d{1,9})\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeInForce:
+    """A recipe that a run went by."""
+
+    first_step: int
+    """Steps from it on are trained by it: no checkpoint and no published version has learned from them before."""
+    first_batch: int
+    """Batches from it on are sampled by it, and evaluations before them are due by it."""
+    recipe: Recipe
+    path: Path
+
+
+def recipe_file(run: Path) -> Path:
+    """The recipe that the run began with."""
+    return run / "recipe.yaml"
+
+
+def newest_recipe_file(run: Path) -> Path:
+    """The recipe that the run goes by."""
+    return [recipe_file(run), *_later(run)][-1]
+
+
+def newest_recipe(run: Path) -> Recipe:
+    """The recipe that the run goes by. Raises StoreError when there is none or when another version of Even Keel made
+    the run, RecipeError when a file was damaged."""
+    return _read(run, newest_recipe_file(run)).recipe
+
+
+def all_recipes(run: Path, say: Say | None = None) -> list[RecipeInForce]:
+    """Every recipe that the run went by, in order. Raises as `newest_recipe` does. With `say`, which is told of it,
+    those of a run that another version of Even Keel made, as far as this one knows them."""
+    if say is not None and (notice := known_in_part(run)) is not None:
+        say(notice)
+    return [_read(run, path, say) for path in (recipe_file(run), *_later(run))]
+
+
+def shown_recipe(run: Path) -> Recipe:
+    """The recipe that the run goes by, for whoever shows it. What this version of Even Keel does not know is said to
+    stderr and left out."""
+    return all_recipes(run, print_notice)[-1].recipe
+
+
+def print_notice(text: str) -> None:
+    """To stderr, as a warning."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def recipe_of_batch(recipes: Sequence[RecipeInForce], index: int) -> Recipe:
+    """The one of `all_recipes` that batch `index` was sampled by."""
+    return [one.recipe for one in recipes if one.first_batch <= index][-1]
+
+
+def begin_recipe(run: Path, recipe: Recipe) -> None:
+    """Store the recipe that a run begins with, unless it has one: of two that start at once, one wins."""
+    make_folder(run)
+    if not recipe_file(run).exists():
+        begin_format(run)  # first: a recipe without it is of format 1
+        with suppress(FileExistsError):
+            create_sealed(recipe_file(run), recipe.to_yaml())
+
+
+def add_recipe(run: Path, recipe: Recipe, *, first_step: int, first_batch: int) -> Path:
+    """Store the recipe that the run goes by from now on. Raises RunConflictError when another start was first."""
+    path = run / "recipes" / f"{len(_later(run)) + 1:06d}.yaml"
+    make_folder(path.parent)
+    try:
+        create_sealed(path, f"# from step {first_step}, batch {first_batch}\n{recipe.to_yaml()}")
+    except FileExistsError:
+        raise RunConflictError(f"another start of {run} has just written {path}; give the command again") from None
+    return path
+
+
+def adopt_recipes(run: Path, recipes: Sequence[RecipeInForce]) -> None:
+    """Give a run the recipes that another one went by. What it has of them stays."""
+    begin_recipe(run, recipes[0].recipe)
+    for one in recipes[1 + len(_later(run)) :]:
+        add_recipe(run, one.recipe, first_step=one.first_step, first_batch=one.first_batch)
+
+
+def _later(run: Path) -> list[Path]:
+    folder = run / "recipes"
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    found = {int(match[1]): folder / name for name in names if (match := _FILE.fullmatch(name))}
+    if sorted(found) != [*range(1, len(found) + 1)]:
+        raise StoreError(
+            f"{folder} holds {', '.join(path.name for _, path in sorted(found.items()))}, expected no gap from "
+            "000001.yaml on; put back a copy of what is missing"
+        )
+    return [found[number] for number in sorted(found)]
+
+
+def _read(run: Path, path: Path, say: Say | None = None) -> RecipeInForce:
+    if not os.path.lexists(recipe_file(run)):
+        raise StoreError(
+            f"{one_line(run, 300)} is not a run directory: it has no recipe.yaml; give one such as runs/NAME"
+        )
+    if say is None:
+        check_format(run)
+    text = _text(path) if is_sealed(run) else path.read_text(errors="replace")
+    try:
+        data = parse_yaml(text)
+    except YamlError as error:
+        raise RecipeError(f"{path} is damaged ({error}); put back a copy of it, or start a new run") from None
+    head = _HEAD.match(text)
+    first_step, first_batch = map(int, head.groups()) if head else (0, 0)
+    if say is not None and isinstance(data, dict):
+        recipe = recipe_to_show(data, source=str(path), say=say)
+    else:
+        recipe = recipe_from(data, source=str(path))
+    return RecipeInForce(first_step=first_step, first_batch=first_batch, recipe=recipe, path=path)
+
+
+def _text(path: Path) -> str:
+    return read_sealed(
+        path,
+        "a run goes by its recipe: put back a copy, or start a new run; if it was changed on purpose, its last line "
+        f"must be: {_checksum_line(path)}",
+    )
+
+
+def _checksum_line(path: Path) -> str:
+    """The last line that a text should have, for a message; empty where it is no text."""
+    try:
+        return checksum_line(read_at_most(path, MOST_BYTES))
+    except (OSError, ValueError):
+        return ""

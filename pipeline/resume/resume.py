@@ -1,0 +1,92 @@
+"""Going on with a run, with the recipe that it has or with one that changes what is safe.
+
+    look       which keys differ, and whether a run that holds what this one holds may change them
+    fence      whoever still works by the old recipe is superseded: the next start of each role reads the new one
+    clear      marks that nothing is left to do, where steps were added; what was made for version 0, where the run has
+               no batch and may change everything
+    record     one file, created exclusively: recipes/000001.yaml (pipeline.data.frozen.recipes)
+
+A start that is killed between two of these leaves a run that goes on with either recipe.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.config.loader import changed_keys
+from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import ROLES, claim
+from pipeline.data.files import fsync_present
+from pipeline.data.frozen.recipes import add_recipe, begin_recipe, recipe_file
+from pipeline.data.run_directory import RunDirectory
+from pipeline.resume.rules import RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
+
+
+def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
+    """What the recipe would change of the run, key → `old → new`; nothing for a run that has not begun. Raises
+    RunConflictError for what the run cannot go on with."""
+    if not recipe_file(run.path).exists():
+        return {}
+    before = run.recipe()
+    changes = changed_keys(before, recipe)
+    if settled := run.num_settled():
+        refuse_unsafe(str(run.path), changes)
+        published = run.published_version() if run.is_published() else 0
+        refuse_impossible(before, recipe, run=str(run.path), settled=settled, published=published)
+    return changes
+
+
+def nothing_left(run: RunDirectory, recipe: Recipe) -> bool:
+    """Whether the run is finished, and the recipe adds nothing to it."""
+    return run.is_finished() and run.recipe().run.steps == recipe.run.steps
+
+
+def go_on_with(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
+    """Begin the run with the recipe, or go on with it; returns what it changes. Raises as `changes_to` does."""
+    begin_recipe(run.path, recipe)
+    if changes := changes_to(run, recipe):
+        run.fence()
+        _end_other_starts(run.path)
+        changes_to(run, recipe)  # again: one of them may have committed the first batch meanwhile
+        _clear(run, recipe, changes)
+        learned, settled = run.num_learned(), run.num_settled()
+        add_recipe(run.path, recipe, first_step=learned, first_batch=settled)
+        _end_other_starts(run.path)  # those that began meanwhile, and read the old one
+    run.make_folders()
+    return changes
+
+
+def said(run: RunDirectory, changes: Mapping[str, str]) -> str:
+    """The changes in one line, for whoever started the run."""
+    listed = "; ".join(f"{key}: {change}" for key, change in changes.items())
+    return f"{run.path} goes on from step {run.num_learned()} with {listed}"
+
+
+def _end_other_starts(run: Path) -> None:
+    """Whoever samples, serves or learns by the old recipe is superseded, and started again by whom it was started."""
+    epochs = run / "epochs"
+    for folder in sorted(epochs.iterdir()) if epochs.is_dir() else ():
+        role, _, index = folder.name.partition("-")
+        for known in ROLES:
+            if role == known != "supervisor":
+                claim(run, known, int(index) if index else None)
+
+
+def _clear(run: RunDirectory, recipe: Recipe, changes: Mapping[str, str]) -> None:
+    if run.recipe().run.steps != recipe.run.steps:
+        _remove_files(run.path / "finished")
+    if run.num_settled() == 0 and any(RULES[rule_of(key)] is not SAFE for key in changes):
+        _remove_files(run.published)  # first: what is announced must be there
+        _remove_files(run.evaluations)
+        run.sandbox_file.unlink(missing_ok=True)
+        if run.policy_directory(0).is_dir():
+            shutil.rmtree(run.policy_directory(0))
+        fsync_present(run.policies, run.path)
+
+
+def _remove_files(folder: Path) -> None:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        path.unlink()
+    fsync_present(folder)

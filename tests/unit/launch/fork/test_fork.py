@@ -1,0 +1,103 @@
+"""A fork has what its checkpoint needs, whole, and nothing later; the run it comes from is not touched."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.fork.fork import fork_run, forked_at
+from launch.verify.history import check_history
+from pipeline.data.event_log import read_events, read_metrics
+from pipeline.data.frozen.recipes import all_recipes
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.errors import RunConflictError, StoreError
+from tests.support.runs import evenkeel
+from tests.support.whole_runs import damage, whole_run
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_fork_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    source = whole_run(tmp_path)
+    before = content(source.path)
+    made = fork_run(source.path, Path("new"), 4, ["rollout.group_size=4", "learner.optimizer.lr=0.5"])
+    assert content(source.path) == before
+    run = RunDirectory(tmp_path / "new")
+    assert made["changes"].keys() == {"rollout.group_size", "learner.optimizer.lr"}
+    assert json.loads((run.path / "parent.json").read_text())["run"] == str(source.path)
+    assert forked_at(run.path) == 4
+    assert (run.saved_steps(), BatchStore(run.batches).committed()) == ([4], [0, 1, 2, 3])
+    assert BatchStore(run.batches).groups_to_ask() == (8, ()), "prompts go on where they were"
+    assert not run.is_published()
+    assert [line["step"] for line in read_metrics(run.path)] == [0, 1, 2, 3]
+    assert {event["version"] for event in read_events(run.path, "evaluated")} == {0, 2, 4} == run.evaluated_versions()
+    recipes = all_recipes(run.path)
+    assert [(one.first_step, one.recipe.rollout.group_size) for one in recipes] == [(0, 2), (4, 4)]
+    assert {one.recipe.directory for one in recipes} == {run.path}
+    history = check_history(run.path)
+    assert (history["damaged"], history["lost"], history["duplicated"]) == ([], 0, 0)
+    assert history["without_record"] == {}
+
+
+def test_a_schedule_that_allows_less_judges_what_the_fork_samples_itself(tmp_path: Path) -> None:
+    source = whole_run(tmp_path, schedule=dict(kind="async", lag=2))
+    fork_run(source.path, Path("new"), 4, ["schedule.kind=sync"])
+    assert check_history(tmp_path / "new")["version_violations"] == 0
+
+
+@pytest.mark.parametrize("kind", ["batches/000001.zarr.zip", "checkpoints/000004", "logprobs/000002.npy"])
+def test_what_is_damaged_is_not_taken_over(tmp_path: Path, kind: str) -> None:
+    source = whole_run(tmp_path)
+    damage(source.path / kind)
+    with pytest.raises(StoreError, match="cannot be forked at step 4"):
+        fork_run(source.path, Path("new"), 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_without_hard_links_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, link = whole_run(tmp_path), os.link
+
+    def refuses(old: Path, new: Path) -> None:
+        if str(source.path) in str(old):
+            raise OSError(errno.EXDEV, "another device")
+        link(old, new)
+
+    monkeypatch.setattr(os, "link", refuses)
+    fork_run(source.path, Path("new"), 4)
+    assert (tmp_path / "new/batches/000001.zarr.zip").stat().st_nlink == 1
+    assert check_history(tmp_path / "new")["damaged"] == []
+
+
+@pytest.mark.parametrize(
+    ("step", "overrides", "error", "said"),
+    [
+        (3, [], StoreError, "has no checkpoint of step 3; there are: 2, 4"),
+        (4, ["model.path=other"], RunConflictError, "model.path: m → other"),
+        (4, ["run.steps=3"], RunConflictError, "raise it"),
+        (2, ["schedule.kind=staged", "schedule.updates_per_stage=4"], RunConflictError, "within a stage of 4 updates"),
+        (4, ["task.min_digits=5", "prompts.solved_pass_rate=0.9"], RunConflictError, "solved_pass_rate=null"),
+    ],
+)
+def test_what_no_checkpoint_carries_is_refused(
+    tmp_path: Path, step: int, overrides: list[str], error: type[Exception], said: str
+) -> None:
+    source = whole_run(tmp_path)
+    with pytest.raises(error, match=said) as refused:
+        fork_run(source.path, Path("new"), step, overrides)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(RunConflictError, match="exists already"):
+        fork_run(source.path, source.path, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_command_says_how_to_go_on(tmp_path: Path) -> None:
+    source = whole_run(tmp_path)
+    done = evenkeel("fork", source.path, tmp_path / "new", "--at", "2", "--set", "rollout.group_size=4")
+    assert done.stdout.strip().endswith(f"go on with `evenkeel train {tmp_path}/new/recipes/000001.yaml`")

@@ -1,0 +1,152 @@
+"""A start that changes the recipe: what it leaves behind, whom it ends, and what a kill in between does."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.build.trainer import build_rates
+from launch.verify.history import check_history
+from pipeline.config.recipe import Recipe
+from pipeline.data.epochs import claim
+from pipeline.data.frozen.recipes import adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RunConflictError, StoreError, SupersededError
+from pipeline.resume import resume
+from pipeline.resume.resume import changes_to, go_on_with, nothing_left, said
+from tests.support.whole_runs import finish, whole_run
+
+
+def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
+    data = recipe.model_dump(mode="json")
+    for name, values in sections.items():
+        data[name] = {**data[name], **values}
+    return Recipe.model_validate(data)
+
+
+def with_lr(recipe: Recipe, lr: float, **run: Any) -> Recipe:
+    optimizer = recipe.learner.optimizer.model_dump() | dict(lr=lr)
+    return changed(recipe, learner=dict(optimizer=optimizer), run=run)
+
+
+def test_what_is_safe_is_recorded_with_the_step_and_the_batch_from_which_it_holds(tmp_path: Path) -> None:
+    run = whole_run(tmp_path, committed=6, published=5, saved=(2, 4))
+    first = run.recipe()
+    second = changed(first, evaluation=dict(every=3), learner=dict(pipeline_parallel=2))
+    changes = go_on_with(run, second)
+    assert changes == {"evaluation.every": "2 → 3", "learner.pipeline_parallel": "1 → 2"}
+    assert said(run, changes).endswith(
+        "goes on from step 5 with evaluation.every: 2 → 3; learner.pipeline_parallel: 1 → 2"
+    )
+    assert run.recipe() == second
+    text = newest_recipe_file(run.path).read_text()
+    assert text.startswith("# from step 5, batch 6\n"), "5 is published, 6 are sampled"
+    assert go_on_with(run, second) == {}
+    third = with_lr(second, 1.0)
+    go_on_with(run, third)
+    recipes = all_recipes(run.path)
+    assert [one.recipe for one in recipes] == [first, second, third]
+    assert [recipe_of_batch(recipes, index).evaluation.every for index in (0, 5, 6)] == [2, 2, 3]
+    assert check_history(run.path)["damaged"] == []
+
+
+def test_a_step_keeps_the_learning_rate_that_it_had(tmp_path: Path) -> None:
+    run = whole_run(tmp_path, committed=6, published=5, saved=(2, 4), steps=8)
+    old = run.recipe().learner.optimizer
+    go_on_with(run, with_lr(run.recipe(), 0.25, steps=16))
+    rates = build_rates(run)
+    assert [span.total_steps for span in rates.spans] == [8, 16]
+    assert [rates.at(step, step + old.warmup_steps) for step in range(7)] == [old.lr] * 5 + [0.25] * 2
+    replay = RunDirectory(tmp_path / "replay")
+    for _ in range(2):
+        adopt_recipes(replay.path, all_recipes(run.path))
+    assert build_rates(replay) == rates
+
+
+def test_what_is_not_safe_changes_nothing(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    before = sorted(run.path.rglob("*"))
+    with pytest.raises(RunConflictError, match=r"rollout.group_size: 2 → 4 .*evenkeel fork"):
+        go_on_with(run, changed(run.recipe(), rollout=dict(group_size=4), checkpoint=dict(every=7)))
+    assert sorted(run.path.rglob("*")) == before
+
+
+def test_a_finished_run_with_more_steps_is_not_finished(tmp_path: Path) -> None:
+    run = whole_run(tmp_path, committed=8, published=8, saved=(8,), policies=(8,))
+    finish(run)
+    assert nothing_left(run, run.recipe())
+    longer = changed(run.recipe(), run=dict(steps=16))
+    assert not nothing_left(run, longer)
+    go_on_with(run, longer)
+    assert not run.is_finished()
+    assert run.recipe().run.steps == 16
+
+
+def test_who_works_by_the_old_recipe_is_superseded(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    at_work = [claim(run.path, "collector"), claim(run.path, "learner"), claim(run.path, "engine", 3)]
+    supervisor = claim(run.path, "supervisor")
+    go_on_with(run.under(supervisor), changed(run.recipe(), checkpoint=dict(every=7)))
+    for epoch in at_work:
+        with pytest.raises(SupersededError):
+            epoch.check()
+    supervisor.check()
+
+
+def test_a_run_without_a_batch_is_not_bound(tmp_path: Path) -> None:
+    run = whole_run(tmp_path, committed=0, published=0, saved=(), policies=(0,))
+    run.write_evaluation(0, dict(pass_at_1=0.5))
+    other = changed(run.recipe(), model=dict(path="another"), rollout=dict(group_size=4))
+    assert set(go_on_with(run, other)) == {"model.path", "rollout.group_size"}
+    assert run.recipe() == other
+    assert not run.is_published(), "version 0 was made of the other model"
+    assert not run.policy_directory(0).exists()
+    assert not run.evaluated_versions()
+
+
+def test_a_batch_that_is_committed_meanwhile_binds_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, run = (
+        whole_run(tmp_path / "a"),
+        whole_run(tmp_path / "b", committed=0, published=0, saved=(), policies=(0,)),
+    )
+
+    def commits(_: Path) -> None:
+        shutil.copy(source.batches / "000000.zarr.zip", run.batches)
+
+    monkeypatch.setattr(resume, "_end_other_starts", commits)
+    with pytest.raises(RunConflictError, match=r"model.path"):
+        go_on_with(run, changed(run.recipe(), model=dict(path="another")))
+    assert run.policy_directory(0).exists()
+
+
+@pytest.mark.parametrize("dies_in", ["_clear", "add_recipe"])
+def test_a_start_that_is_killed_changed_everything_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_in: str
+) -> None:
+    run = whole_run(tmp_path, committed=8, published=8, saved=(8,), policies=(8,))
+    finish(run)
+    before, longer = run.recipe(), changed(run.recipe(), run=dict(steps=16))
+
+    def dies(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resume, dies_in, dies)
+        with pytest.raises(KeyboardInterrupt):
+            go_on_with(run, longer)
+    assert run.recipe() == before
+    assert changes_to(run, longer) == {"run.steps": "8 → 16"}
+    go_on_with(run, longer)
+    assert [one.recipe.run.steps for one in all_recipes(run.path)] == [8, 16]
+
+
+def test_a_gap_in_the_recipes_is_said(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    for every in (7, 9):
+        go_on_with(run, changed(run.recipe(), checkpoint=dict(every=every)))
+    (run.path / "recipes" / "000001.yaml").unlink()
+    with pytest.raises(StoreError, match=r"holds 000002.yaml, expected no gap"):
+        run.recipe()
