@@ -109,8 +109,7 @@ class MegatronLearner:
         self._replaying = replayer(self.model, self.model_config, self.layout, self.device)
         self.step = 0
         """Optimizer steps taken."""
-        self.rates = LearningRates.of(learner.optimizer, total_steps)
-        """A run whose recipe was changed sets its own."""
+        self.rates = LearningRates.of(learner.optimizer, total_steps)  # a run whose recipe was changed sets its own
         self._objective = objective
         self._rank_zero = RankZero(learner.step_deadline_s)
         self._runner = passes.ObjectiveRunner(objective, self.device)

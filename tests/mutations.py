@@ -331,7 +331,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the first step of the warm-up has no learning rate",
-        "megatron_bridge/step/optimizer.py",
+        "megatron_bridge/step/learning_rate.py",
         "return section.lr * (step + 1) / section.warmup_steps",
         "return section.lr * step / section.warmup_steps",
         (f"{UNIT}/megatron_bridge/step/test_optimizer.py",),

@@ -35,7 +35,9 @@ def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def test_every_key_of_the_recipe_has_a_rule_and_every_rule_a_key() -> None:
-    assert sorted(RULES.keys() - OF_THE_TEACHERS_SERVERS) == sorted(keys(Recipe)), "decide whether a run may go on with another value of a new key"
+    assert sorted(RULES.keys() - OF_THE_TEACHERS_SERVERS) == sorted(keys(Recipe)), (
+        "decide whether a run may go on with another value of a new key"
+    )
     assert NOT_IN_A_CHECKPOINT.keys() - {"model.path"} < RULES.keys()
     assert all(reason is SAFE or ("\n" not in reason and len(reason) < 90) for reason in RULES.values())
 
