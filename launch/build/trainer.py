@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.build.algorithm import build_advantage_computer, build_objective
 from megatron_bridge.step.learning_rate import LearningRates, RateSpan
+from megatron_bridge.step.reference import ReferencePolicy
 from pipeline.config.recipe import Recipe
 from pipeline.control.loop import StepController
 from pipeline.data.event_log import EventLog
@@ -22,7 +23,7 @@ from pipeline.trainer.checkpoints import Checkpoints
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.mini_batches import dealt_together
 from pipeline.trainer.old_logprobs import OldLogprobs
-from pipeline.trainer.reference import Reference
+from pipeline.trainer.reference import require_same_reference
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
@@ -39,11 +40,10 @@ def build_trainer(
     event_log: EventLog,
     channel: WeightChannel | None = None,
     checkpoint_every: int | None = None,
-    reference: Reference | None = None,
     controller: StepController | None = None,
     stop_requested: Callable[[], bool] | None = None,
 ) -> Trainer:
-    """A Trainer over the batches of `store`. `checkpoint_every` is the recipe's by default."""
+    """A Trainer over the batches of `store`. Collective. `checkpoint_every` is the recipe's by default."""
     advantages, objective = build_advantage_computer(recipe), build_objective(recipe)
     stops: dict[str, Any] = {} if stop_requested is None else dict(stop_requested=stop_requested)
     shared: dict[str, Any] = dict(
@@ -72,9 +72,18 @@ def build_trainer(
         checkpoints=checkpoints,
         checkpoint_every=checkpoint_every or recipe.checkpoint.every,
         event_log=event_log,
-        reference=reference,
+        reference=build_reference(run, recipe, learner),
         controller=controller,
     )
+
+
+def build_reference(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> ReferencePolicy | None:
+    """What the loss holds the policy near. Collective."""
+    if recipe.reference is None:
+        return None
+    folder = recipe.reference.path or recipe.model.path
+    require_same_reference(run, learner, folder)
+    return ReferencePolicy(learner, folder)
 
 
 def build_rates(run: RunDirectory) -> LearningRates:

@@ -32,7 +32,6 @@ from launch.run.collect import build_fleet, fleet_settings
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.model.te_precision import Layers
-from megatron_bridge.step.reference import ReferencePolicy
 from megatron_bridge.weight_sync.deltas.channel import DeltaChannel
 from megatron_bridge.weight_sync.disk import DiskChannel
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
@@ -49,7 +48,6 @@ from pipeline.ports.weight_update import WeightChannel
 from pipeline.spans import recorded
 from pipeline.trainer.batch_source import STOP_FILE_VARIABLE
 from pipeline.trainer.checkpoints import Checkpoints
-from pipeline.trainer.reference import require_same_reference
 from rollout_sglang.weights.weight_update import FleetUpdateSession
 
 
@@ -107,15 +105,6 @@ def build_transition(run: RunDirectory, recipe: Recipe, learner: MegatronLearner
     return MapTransition(usual, disk, build_quant_map(recipe), older_maps(run, recipe, learner))
 
 
-def build_reference(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> ReferencePolicy | None:
-    """What the loss holds the policy near. Collective."""
-    if recipe.reference is None:
-        return None
-    folder = recipe.reference.path or recipe.model.path
-    require_same_reference(run, learner, folder)
-    return ReferencePolicy(learner, folder)
-
-
 def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
     """Train on every batch that the newest checkpoint has not seen, or on those of the run that is replayed."""
     recipe = run.recipe()
@@ -143,7 +132,6 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
             run.checkpoints, recipe.checkpoint.keep, run.fence, checkpoint_bytes(learner.model_config, recipe)
         ),
         event_log=event_log,
-        reference=build_reference(run, recipe, learner),
         channel=channel,
         controller=build_controller(run, recipe, learner, transition, event_log, replayed),
     )

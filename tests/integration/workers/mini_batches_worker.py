@@ -60,8 +60,9 @@ def recorded(directory: Path, vocabulary: int) -> BatchStore:
 
 
 def recipe(case: str) -> Recipe:
+    updates, algorithm = CASES[case]
     base = dict(run=dict(name="r", steps=STEPS), model=dict(path="m"), task=dict(name="sort_digits"))
-    return recipe_from(base | CASES[case][1], source="test")
+    return recipe_from(base | dict(learner=dict(updates_per_batch=updates)) | algorithm, source="test")
 
 
 def train(

@@ -46,19 +46,12 @@ def test_batches_of_changed_formats_are_refused(tmp_path: Path, step: int, refus
 
 def test_training_again_repeats_the_controllers_decisions(tmp_path: Path) -> None:
     source, run = RunDirectory(tmp_path / "source"), MagicMock()
-    names = (
-        "build_learner",
-        "build_objective",
-        "build_contract",
-        "build_limits",
-        "build_tokenizer",
-        "build_advantage_computer",
-    )
-    classes = ("Checkpoints", "BatchSource", "BatchStore", "OldLogprobs", "EventLog", "ExportChannel", "Trainer")
+    names = ("build_learner", "build_rates", "build_contract", "build_limits", "build_tokenizer", "build_trainer")
+    classes = ("Checkpoints", "BatchStore", "EventLog", "ExportChannel")
     with patch.multiple(replay_ranks, build_controller=DEFAULT, **dict.fromkeys((*names, *classes), DEFAULT)) as made:
         made["Checkpoints"].return_value.restore.return_value = (0, None)
         replay_ranks.replay(run, source, {2})
-    assert made["Trainer"].call_args.kwargs["controller"] is made["build_controller"].return_value
+    assert made["build_trainer"].call_args.kwargs["controller"] is made["build_controller"].return_value
     assert made["build_controller"].call_args.args[-1] is source
 
 
