@@ -49,7 +49,7 @@ def test_headline_numbers_verdict_and_recipe(full_page: str) -> None:
         "12.5 % →</small> 50.0 %",
         "95 % interval 43.8 % to 56.2 %",
         "37.5 % → 75.0 %",
-        "one process, fp32",
+        "one process, bf16",
         "48\u2009000",
         "6\u2009144 samples",
         "0.976",

@@ -135,7 +135,7 @@ def test_table_shows_the_numbers(write_run: Callable[..., Path]) -> None:
         "37.5 % → 75.0 %",
         "24 of 24",
         "58 s",
-        "one process, fp32",
+        "one process, bf16",
     ):
         assert expected in text
 
