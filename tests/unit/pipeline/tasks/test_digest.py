@@ -37,6 +37,13 @@ def begin(recipe: Recipe) -> Recipe:
     return run.freeze(recipe)
 
 
+def begin_and_sample(recipe: Recipe) -> Recipe:
+    """A run of one batch: from then on it is bound to its data."""
+    frozen = begin(recipe)
+    (RunDirectory(recipe.model.path / "run").batches / "000000.zarr.zip").touch()
+    return frozen
+
+
 def test_of_one_file_it_is_what_sha256sum_gives(path: Path) -> None:
     assert isinstance(task := recipe_of(path).task, DataTask)
     assert digest(task) == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -56,7 +63,7 @@ def test_the_same_data_goes_on(path: Path) -> None:
     ids=["turned round", "cut", "longer", "other answers"],
 )
 def test_other_data_is_refused(path: Path, lines: list[str]) -> None:
-    begin(recipe_of(path))
+    begin_and_sample(recipe_of(path))
     path.write_text("".join(lines))
     with pytest.raises(RecipeError, match=r"p\.jsonl is not the data of this run \(sha256 .*; put it back"):
         begin(recipe_of(path))
@@ -67,7 +74,7 @@ def test_other_data_is_refused(path: Path, lines: list[str]) -> None:
 def test_a_held_out_file_belongs_to_it(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "h.jsonl"
     other.write_text('{"prompt": "x", "answer": "1"}\n')
-    begin(recipe_of(path, held_out_path=other))
+    begin_and_sample(recipe_of(path, held_out_path=other))
     other.write_text('{"prompt": "y", "answer": "1"}\n')
     with pytest.raises(RecipeError, match=r"p\.jsonl or .*h\.jsonl is not the data"):
         begin(recipe_of(path, held_out_path=other))
@@ -83,7 +90,9 @@ def test_a_digest_in_the_recipe_holds_from_the_first_start_on(path: Path) -> Non
 
 
 def test_a_run_of_before_goes_on_without(path: Path) -> None:
-    RunDirectory(path.parent / "run").freeze(recipe_of(path))
+    run = RunDirectory(path.parent / "run")
+    run.freeze(recipe_of(path))
+    (run.batches / "000000.zarr.zip").touch()
     path.write_text("".join(LINES[::-1]))
     assert begin(recipe_of(path)) == recipe_of(path)
 
