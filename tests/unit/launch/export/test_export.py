@@ -59,6 +59,7 @@ def test_steps_that_a_resume_takes_back_are_there_as_they_were_trained_last(run:
     assert rows_of(run, target) == trained_last
 
 
+@pytest.mark.slow
 def test_killed_while_it_follows_then_resumed_and_exported_again(run: Path, target: str) -> None:
     """Killed twice while it writes; then a resume of the run takes back steps that it has written."""
     train(run, 1, range(8, 60))
