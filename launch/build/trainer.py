@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from launch.build.algorithm import build_advantage_computer, build_objective
 from megatron_bridge.step.learning_rate import LearningRates, RateSpan
-from megatron_bridge.step.reference import ReferencePolicy
 from pipeline.config.recipe import Recipe
 from pipeline.control.loop import StepController
 from pipeline.data.event_log import EventLog
@@ -27,6 +26,7 @@ from pipeline.trainer.reference import require_same_reference
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
+    from megatron_bridge.step.reference import ReferencePolicy
 
 
 def build_trainer(
@@ -81,6 +81,8 @@ def build_reference(run: RunDirectory, recipe: Recipe, learner: MegatronLearner)
     """What the loss holds the policy near. Collective."""
     if recipe.reference is None:
         return None
+    from megatron_bridge.step.reference import ReferencePolicy  # which brings Megatron-Core
+
     folder = recipe.reference.path or recipe.model.path
     require_same_reference(run, learner, folder)
     return ReferencePolicy(learner, folder)

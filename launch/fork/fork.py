@@ -2,12 +2,13 @@
 
     checkpoints/STEP      weights, optimizer, random numbers, the loop's state
     batches before STEP   with their kept sets, and with the order of prompts that they hold
-    logprobs, mismatch, control, quant_maps, skipped, evaluations
+    logprobs, mismatch, control, quant_maps, skipped, evaluations, reference.json
     metrics and events of those steps, rewritten          recipe.yaml, recipes/: what the steps went by
     parent.json           which run, which step
 
 Nothing is published: the learner publishes its checkpoint's version at its first start, as after any loss of policies.
-All of it is made under a temporary name, compared with its checksums there, and gets its name when it is complete.
+All of it is made under a temporary name, compared with its checksums there, and gets its name when it is complete. What
+a fork leaves that is killed is removed by the next one into the same folder.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +25,16 @@ from typing import Any
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask
+from pipeline.control.files import ControlFiles
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.files import fsync_directory, make_folder, move_to_free_name, temporary_name
+from pipeline.data.files import (
+    NO_HARD_LINKS,
+    fsync_directory,
+    make_folder,
+    move_to_free_name,
+    remove_leftovers_of,
+    temporary_name,
+)
 from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file
 from pipeline.data.integrity.sealed import seal, write_sealed_json
 from pipeline.data.integrity.walk import damaged_files
@@ -44,12 +54,14 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
     target = source.parent / new if new == Path(new.name) else new
     run = RunDirectory(source)
     before = run.recipe()
-    named = [f"run.name={target.name}", f"run.root={target.parent}"]
+    named = [f"run.name={json.dumps(target.name)}", f"run.root={json.dumps(str(target.parent))}"]
     recipe = _with_own_digest(before, load_recipe(newest_recipe_file(source), [*overrides, *named]))
     _refuse(run, before, recipe, target, step)
     make_folder(target.parent)
+    remove_leftovers_of(target)
     folder = temporary_name(target)
     try:
+        print(f"{target}: linking {source} up to step {step}, then comparing all with its checksums", file=sys.stderr)
         _fill(run, folder, recipe, step)
         if damaged := damaged_files(folder, lambda one: verify(one, step)):
             raise StoreError(
@@ -114,6 +126,8 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
         add_recipe(folder, recipe, first_step=step, first_batch=step)
     made = RunDirectory(folder)
     made.make_folders()
+    if recipe.reference is not None and recipe.reference == run.recipe().reference and run.reference_file.exists():
+        _link(run.reference_file, made.reference_file)
     for old in _files(run, step):
         _link(old, folder / old.relative_to(run.path))
     _write_lines(folder / "metrics" / "parent.jsonl", [line for line in read_metrics(run.path) if line["step"] < step])
@@ -139,7 +153,9 @@ def _files(run: RunDirectory, step: int) -> Iterator[Path]:
     ):
         for ending in endings:
             yield from (path for number, path in numbered_files(folder, ending).items() if number <= last)
-    yield from numbered_files(run.quant_maps, ".yaml").values()
+    decided = ControlFiles(run.control, run.fence).read(step - 1)
+    last_map = 0 if decided is None else decided.state.quant_map  # later ones are decided anew
+    yield from (path for number, path in numbered_files(run.quant_maps, ".yaml").items() if number <= last_map)
     if run.skipped.is_dir():
         yield from (run.skipped / numbered(one) for one in numbered_folders(run.skipped) if one < step)
 
@@ -162,7 +178,9 @@ def _link(old: Path, new: Path) -> None:
     make_folder(new.parent)
     try:
         os.link(old, new)
-    except OSError:  # another file system, or one without hard links
+    except OSError as error:
+        if error.errno not in NO_HARD_LINKS:  # such as another file system
+            raise
         _durably(new, lambda: shutil.copyfile(old, new))
 
 

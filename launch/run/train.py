@@ -28,7 +28,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
-from pipeline.resume.resume import changes_to, go_on_with, nothing_left, said
+from pipeline.resume.resume import changes_to, go_on_with, note_changes, nothing_left, said
 from pipeline.tasks.digest import with_digest
 
 
@@ -66,8 +66,8 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
 
 def _go_on(run: RunDirectory, recipe: Recipe, epoch: Epoch) -> None:
     if changes := go_on_with(run, recipe):
-        EventLog(run.path, epoch.name).event("recipe_changed", changes=changes, step=run.num_learned())
         print(said(run, changes), file=sys.stderr)
+    note_changes(run, EventLog(run.path, epoch.name))
 
 
 def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: int | None) -> Outcome:

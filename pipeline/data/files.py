@@ -28,7 +28,7 @@ _SLOWEST_POLL_S = 1.0
 VISIBLE_S = 90.0
 """Longest time, with margin, until a file that one host made is seen by another: attributes are cached up to 60 s."""
 OLD_S = 300.0
-_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 """What file systems answer that have none. Other errors, such as a full disk, say themselves what is wrong."""
 _TEMPORARY = re.compile(r"\..+\.[\w-]+-[0-9a-f]{12}\.tmp")
 
@@ -88,6 +88,14 @@ def remove_leftovers(folder: Path, fence: Callable[[], None]) -> list[str]:
     for name in names:
         _remove(folder / name)
     return names
+
+
+def remove_leftovers_of(path: Path) -> None:
+    """Delete what killed processes left under temporary names of `path`. Who is still at work on one fails."""
+    ours = re.compile(rf"\.{re.escape(path.name)}\.[\w-]+\.tmp")
+    for name in os.listdir(path.parent) if path.parent.is_dir() else []:
+        if ours.fullmatch(name) and is_temporary(name):
+            _remove(path.with_name(name))
 
 
 def remove_old_leftovers(folders: Iterable[Path]) -> None:
@@ -171,7 +179,7 @@ def _link(temporary: Path, path: Path) -> None:
         if temporary.stat().st_nlink != 2:
             raise
     except OSError as error:
-        if error.errno not in _NO_HARD_LINKS:
+        if error.errno not in NO_HARD_LINKS:
             raise
         raise StoreError(
             f"{path} cannot be created by a hard link ({error.strerror}); put the run on a file system that has them "

@@ -21,6 +21,8 @@
       batches/000012.lost.json batch 12 was lost by damage (pipeline.data.ledger.lost_batches)
       skipped/000012           its step was skipped: made by the learner
       SANDBOX                  the sandbox that the run's reward code began in (launch.build.rewards)
+      reference.json           digests of the reference policy that the run began with (pipeline.trainer.reference)
+      parent.json              of which run, and which of its steps, this one is a fork (launch.fork)
       damaged/000001/          what a repair has set aside; repairs/000001.json says why (pipeline.repair.apply)
       finished/ROLE            made by the learner and by the collector, once each has nothing left to do
       metrics/SOURCE.jsonl  events/SOURCE.jsonl  spans/SOURCE.jsonl  logs/  report.html  trace.json  exports/
@@ -132,6 +134,11 @@ class RunDirectory:
     def sandbox_file(self) -> Path:
         """Names the sandbox that the run's reward code began in."""
         return self.path / "SANDBOX"
+
+    @property
+    def reference_file(self) -> Path:
+        """Digests of the reference policy's files."""
+        return self.path / "reference.json"
 
     def sandbox(self) -> str | None:
         """The sandbox that the run's reward code began in; None before, or where there is none."""

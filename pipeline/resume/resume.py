@@ -5,22 +5,27 @@
     clear      marks that nothing is left to do, where steps were added; what was made for version 0, where the run has
                no batch and may change everything
     record     one file, created exclusively: recipes/000001.yaml (pipeline.data.frozen.recipes)
+    note       one event a change, for people
 
-A start that is killed between two of these leaves a run that goes on with either recipe.
+A start that is killed between two of these leaves a run that goes on with either recipe; the next one notes its change.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import ROLES, claim
+from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.files import fsync_present
-from pipeline.data.frozen.recipes import add_recipe, begin_recipe, recipe_file
+from pipeline.data.frozen.recipes import add_recipe, all_recipes, begin_recipe, recipe_file
 from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import StoreError
 from pipeline.resume.rules import RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
 
 
@@ -58,6 +63,21 @@ def go_on_with(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
     return changes
 
 
+def note_changes(run: RunDirectory, event_log: EventLog) -> None:
+    """An event for every change of the recipe that has none: a start that was killed after its change wrote none."""
+    recipes, noted = all_recipes(run.path), set[str]()
+    if len(recipes) == 1:
+        return
+    with suppress(
+        StoreError
+    ):  # a line that is damaged: nothing goes by events, and one that is there twice does no harm
+        noted = {str(event.get("recipe")) for event in read_events(run.path, "recipe_changed")}
+    for before, after in pairwise(recipes):
+        if after.path.name not in noted:
+            changes = changed_keys(before.recipe, after.recipe)
+            event_log.event("recipe_changed", recipe=after.path.name, step=after.first_step, changes=changes)
+
+
 def said(run: RunDirectory, changes: Mapping[str, str]) -> str:
     """The changes in one line, for whoever started the run."""
     listed = "; ".join(f"{key}: {change}" for key, change in changes.items())
@@ -80,7 +100,8 @@ def _clear(run: RunDirectory, recipe: Recipe, changes: Mapping[str, str]) -> Non
     if run.num_settled() == 0 and any(RULES[rule_of(key)] is not SAFE for key in changes):
         _remove_files(run.published)  # first: what is announced must be there
         _remove_files(run.evaluations)
-        run.sandbox_file.unlink(missing_ok=True)
+        for began_with in (run.sandbox_file, run.reference_file):
+            began_with.unlink(missing_ok=True)
         if run.policy_directory(0).is_dir():
             shutil.rmtree(run.policy_directory(0))
         fsync_present(run.policies, run.path)

@@ -21,8 +21,6 @@ from pipeline.errors import RunConflictError
 from pipeline.ports.learner import Learner
 from pipeline.trainer.long_actions import tell_when_done
 
-DIGEST_FILE = "reference.json"
-
 
 class Reference(Protocol):
     """A frozen policy; implemented by megatron_bridge.step.reference."""
@@ -45,7 +43,7 @@ def require_same_reference(run: RunDirectory, learner: Learner, folder: Path) ->
 def _record_or_compare(run: RunDirectory, folder: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     found = {file.name: one.sha256 for file, one in zip(files, fingerprints(files), strict=True) if one is not None}
-    path = run.path / DIGEST_FILE
+    path = run.reference_file
     if not path.exists():
         run.fence()
         write_sealed_json(path, found)

@@ -55,7 +55,7 @@ from pipeline.errors import (
     SupersededError,
 )
 from pipeline.process_log import log_tail
-from pipeline.resume.resume import go_on_with, said
+from pipeline.resume.resume import go_on_with, note_changes, said
 from pipeline.tasks.digest import with_digest
 
 DEFAULT_PORT = 29500
@@ -108,8 +108,8 @@ def lead(own: LearnerNode, stop: Stop) -> Verdict:
     changes = go_on_with(own.run, recipe)  # first: who comes with another run's recipe takes over from nobody
     epoch = claim(own.run.path, "learner")
     if changes:
-        EventLog(own.run.path, epoch.name).event("recipe_changed", changes=changes, step=own.run.num_learned())
         print(said(own.run, changes), flush=True)
+    note_changes(own.run, EventLog(own.run.path, epoch.name))
     with epoch.superseded_said():
         return _lead_start(own, recipe, address, epoch, stop, key)
 

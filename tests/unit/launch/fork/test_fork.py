@@ -11,11 +11,16 @@ import pytest
 
 from launch.fork.fork import fork_run, forked_at
 from launch.verify.history import check_history
+from pipeline.control.files import ControlFiles
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.frozen.recipes import all_recipes
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.files import temporary_name
+from pipeline.data.frozen.recipes import add_recipe, all_recipes
+from pipeline.data.integrity.sealed import write_sealed, write_sealed_json
+from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
+from precision.controller.records import State
+from precision.reference import ReferenceSection
 from tests.support.runs import evenkeel
 from tests.support.whole_runs import damage, whole_run
 
@@ -44,6 +49,47 @@ def test_a_fork_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     history = check_history(run.path)
     assert (history["damaged"], history["lost"], history["duplicated"]) == ([], 0, 0)
     assert history["without_record"] == {}
+
+
+def test_what_a_killed_fork_left_goes_with_the_next_one_into_the_same_folder(tmp_path: Path) -> None:
+    source = whole_run(tmp_path)
+    killed, others = temporary_name(tmp_path / "new"), temporary_name(tmp_path / "new.er")
+    for folder in (killed, others):
+        (folder / "checkpoints").mkdir(parents=True)
+    fork_run(source.path, Path("new"), 4)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "new", others.name}
+
+
+def test_a_name_that_looks_like_a_number_is_a_name(tmp_path: Path) -> None:
+    source = whole_run(tmp_path)
+    fork_run(source.path, Path("42"), 4)
+    assert RunDirectory(tmp_path / "42").recipe().run.name == "42"
+
+
+def test_what_is_decided_after_the_step_is_decided_anew(tmp_path: Path) -> None:
+    source = whole_run(tmp_path, controlled=True)
+    files = ControlFiles(source.control, unfenced)
+    for step, number in ((3, 1), (4, 2)):
+        record = files.read(step)
+        assert record is not None
+        (source.control / f"{step:06d}.json").unlink()
+        files.create(record.model_copy(update=dict(state=State(quant_map=number))))
+        source.quant_maps.mkdir(exist_ok=True)
+        write_sealed(source.quant_maps / f"{number:06d}.yaml", "a map\n")
+    fork_run(source.path, Path("new"), 4)
+    run = RunDirectory(tmp_path / "new")
+    assert [path.name for path in sorted(run.control.iterdir())] == [f"{step:06d}.json" for step in range(4)]
+    assert [path.name for path in run.quant_maps.iterdir()] == ["000001.yaml"]
+
+
+@pytest.mark.parametrize(("overrides", "taken"), [([], True), (["reference.path=another"], False)])
+def test_the_reference_stays_the_one_that_the_run_began_with(tmp_path: Path, overrides: list[str], taken: bool) -> None:
+    source = whole_run(tmp_path)
+    go_on = source.recipe().model_copy(update=dict(reference=ReferenceSection(path=Path("other"), coefficient=0.1)))
+    add_recipe(source.path, go_on, first_step=0, first_batch=0)
+    write_sealed_json(source.reference_file, {"a.safetensors": "0"})
+    fork_run(source.path, Path("new"), 4, overrides)
+    assert RunDirectory(tmp_path / "new").reference_file.exists() == taken
 
 
 def test_a_schedule_that_allows_less_judges_what_the_fork_samples_itself(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from launch.build.trainer import build_rates
 from launch.verify.history import check_history
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import claim
+from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.frozen.recipes import adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
+from pipeline.data.integrity.sealed import write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError, StoreError, SupersededError
 from pipeline.resume import resume
-from pipeline.resume.resume import changes_to, go_on_with, nothing_left, said
-from tests.support.whole_runs import finish, whole_run
+from pipeline.resume.resume import changes_to, go_on_with, note_changes, nothing_left, said
+from tests.support.whole_runs import damage, finish, whole_run
 
 
 def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
@@ -51,6 +53,30 @@ def test_what_is_safe_is_recorded_with_the_step_and_the_batch_from_which_it_hold
     assert [one.recipe for one in recipes] == [first, second, third]
     assert [recipe_of_batch(recipes, index).evaluation.every for index in (0, 5, 6)] == [2, 2, 3]
     assert check_history(run.path)["damaged"] == []
+
+
+def test_every_change_has_one_event_also_when_its_start_was_killed(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    log = EventLog(run.path, "supervisor-000001")
+    note_changes(run, log)
+    go_on_with(run, changed(run.recipe(), checkpoint=dict(every=7)))  # killed here
+    for every in (7, 9, 9):
+        go_on_with(run, changed(run.recipe(), checkpoint=dict(every=every)))
+        note_changes(run, log)
+    assert [
+        (event["recipe"], event["step"], event["changes"]) for event in read_events(run.path, "recipe_changed")
+    ] == [
+        ("000001.yaml", 5, {"checkpoint.every": "20 → 7"}),
+        ("000002.yaml", 5, {"checkpoint.every": "7 → 9"}),
+    ]
+
+
+def test_a_damaged_log_of_events_stops_no_start(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    go_on_with(run, changed(run.recipe(), checkpoint=dict(every=7)))
+    damage(run.path / "events")
+    note_changes(run, EventLog(run.path, "supervisor-000001"))
+    assert "000001.yaml" in (run.path / "events" / "supervisor-000001.jsonl").read_text()
 
 
 def test_a_step_keeps_the_learning_rate_that_it_had(tmp_path: Path) -> None:
@@ -99,12 +125,14 @@ def test_who_works_by_the_old_recipe_is_superseded(tmp_path: Path) -> None:
 def test_a_run_without_a_batch_is_not_bound(tmp_path: Path) -> None:
     run = whole_run(tmp_path, committed=0, published=0, saved=(), policies=(0,))
     run.write_evaluation(0, dict(pass_at_1=0.5))
+    write_sealed_json(run.reference_file, dict(weights="of the other model"))
     other = changed(run.recipe(), model=dict(path="another"), rollout=dict(group_size=4))
     assert set(go_on_with(run, other)) == {"model.path", "rollout.group_size"}
     assert run.recipe() == other
     assert not run.is_published(), "version 0 was made of the other model"
     assert not run.policy_directory(0).exists()
     assert not run.evaluated_versions()
+    assert not run.reference_file.exists()
 
 
 def test_a_batch_that_is_committed_meanwhile_binds_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

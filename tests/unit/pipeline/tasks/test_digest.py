@@ -12,6 +12,7 @@ from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
+from pipeline.resume.resume import go_on_with
 from pipeline.tasks import build_task
 from pipeline.tasks.digest import digest, with_digest
 
@@ -69,6 +70,15 @@ def test_other_data_is_refused(path: Path, lines: list[str]) -> None:
         begin(recipe_of(path))
     path.write_text("".join(LINES))
     begin(recipe_of(path))
+
+
+def test_a_run_without_a_batch_takes_the_data_as_it_is_now(path: Path) -> None:
+    begin(recipe_of(path))
+    path.write_text("".join(LINES[::-1]))
+    run = RunDirectory(path.parent / "run")
+    go_on_with(run, with_digest(recipe_of(path), run))
+    assert isinstance(task := run.recipe().task, DataTask)
+    assert task.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_held_out_file_belongs_to_it(path: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from pipeline.data.integrity.sealed import read_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError
-from pipeline.trainer.reference import DIGEST_FILE, require_same_reference
+from pipeline.trainer.reference import require_same_reference
 
 RANK_ZERO: Any = SimpleNamespace(is_rank_zero=True, tell=lambda action: action())
 
@@ -23,7 +23,7 @@ def test_other_weights_are_refused_and_the_same_ones_again_are_not(tmp_path: Pat
     for name in ("a", "b"):
         (model / f"{name}.safetensors").write_bytes(name.encode())
     require_same_reference(run, RANK_ZERO, model)
-    assert set(read_sealed_json(run.path / DIGEST_FILE, "")) == {"a.safetensors", "b.safetensors"}
+    assert set(read_sealed_json(run.reference_file, "")) == {"a.safetensors", "b.safetensors"}
     require_same_reference(run, RANK_ZERO, model)
     (model / "b.safetensors").write_bytes(b"B")
     with pytest.raises(RunConflictError, match=r"holds other weights than the reference.*put them back"):
