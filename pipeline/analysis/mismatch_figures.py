@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from pipeline.analysis import figures
 from pipeline.analysis.run_log import RunLog, number
@@ -106,6 +105,7 @@ def _quantiles(run_log: RunLog) -> str | None:
         axes.plot(steps, median, color=figures.COLORS["ink"], linewidth=1.0, label="median")
         widest = max(map(abs, (*run_log.series("log_ratio_p1")[1], *run_log.series("log_ratio_p99")[1])))
         axes.set_ylim(-2.5 * widest - 1e-6, 2.5 * widest + 1e-6)  # one odd step must not flatten the rest
+        figures.plain_values(axes)
         axes.set_xlabel("step")
         axes.legend(loc="upper left", fontsize=7, ncols=2)
 
@@ -169,4 +169,4 @@ def _tick(bucket: Bucket) -> str:
 
 def _legend(axes: Axes) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=5, columnspacing=1.1, fontsize=8, borderaxespad=0.2)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    figures.plain_values(axes)
