@@ -11,7 +11,7 @@ class Measure:
 
     title: str
     lines: tuple[tuple[str, str, str], ...]
-    """(metric, label, color); colors are the names of `pipeline.analysis.figures.COLORS`."""
+    """(metric, label, color); colors are the names of `pipeline.analysis.figures.drawing.COLORS`."""
     percent: bool = False
     """Whether the metrics are shares, of 1."""
     log: bool = False

@@ -13,16 +13,18 @@ from typing import Any
 
 import jinja2
 
-from pipeline.analysis import figures
 from pipeline.analysis.alarm_history import alarm_history
-from pipeline.analysis.control_figures import TITLE as CONTROL_TITLE
-from pipeline.analysis.control_figures import control_figures, control_text
+from pipeline.analysis.figures.control import TITLE as CONTROL_TITLE
+from pipeline.analysis.figures.control import control_figures, control_text
+from pipeline.analysis.figures.drawing import Named
+from pipeline.analysis.figures.learning import held_out, learning_figures
+from pipeline.analysis.figures.mismatch import HISTOGRAM_TITLE, WIDE_TITLES, mismatch_figures
+from pipeline.analysis.figures.objective import advantage_figures, advantage_text, objective_figures
+from pipeline.analysis.figures.reward import REWARDS_TEXT, reward_figures
+from pipeline.analysis.figures.routing import ROUTING_TEXT, routing_figures
+from pipeline.analysis.figures.timing import PHASES_TITLE, TIMELINE_TITLE, share_bar, timing_figures
 from pipeline.analysis.flight.bottleneck import phase_shares
 from pipeline.analysis.flight.timeline import timeline
-from pipeline.analysis.mismatch_figures import WIDE_TITLES, mismatch_figures
-from pipeline.analysis.objective_figures import advantage_figures, advantage_text, objective_figures
-from pipeline.analysis.reward_figures import REWARDS_TEXT, reward_figures
-from pipeline.analysis.routing_figures import ROUTING_TEXT, routing_figures
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
 from pipeline.data.files import write_atomically
@@ -32,14 +34,7 @@ NOTEWORTHY = ("restarted", "dropped", "retried")
 
 MAX_LISTED_EVENTS = 200
 
-WIDE = (
-    "",
-    "Log-ratio of a token",
-    *WIDE_TITLES,
-    CONTROL_TITLE,
-    "Timeline of the last steps",
-    "Learner, seconds a step",
-)
+WIDE = ("", HISTOGRAM_TITLE, *WIDE_TITLES, CONTROL_TITLE, TIMELINE_TITLE, PHASES_TITLE)
 """Titles of the figures that take the whole width."""
 
 
@@ -61,7 +56,7 @@ def render_page(run_log: RunLog) -> str:
         style=page_style(),
         summary=summarize(run_log),
         sections=sections(run_log),
-        shares=figures.share_bar(phase_shares(timeline(run_log))),
+        shares=share_bar(phase_shares(timeline(run_log))),
         alarms=alarm_rows(run_log),
         events=listed[-MAX_LISTED_EVENTS:],
         num_events=len(listed),
@@ -77,19 +72,14 @@ def page_style() -> str:
 
 def sections(run_log: RunLog) -> list[dict[str, Any]]:
     """Title, explanation and figures of each part of the page; parts without any figure are left out."""
-    mismatch = [
-        ("Effective sample size", _ess(run_log)),
-        ("KL from engine to learner, nats a token", figures.curve(run_log, "k3 KL", _KL, log=True)),
-        ("Staleness, versions", figures.curve(run_log, "lag", _LAG, floor=0.0)),
-    ]
-    parts: list[tuple[str, str, list[tuple[str, str | None]]]] = [
-        ("Held-out prompts", "Never trained on. The band is the 95 % interval of pass@1.", [("", _held_out(run_log))]),
-        ("Learning", "", _learning(run_log)),
-        ("Sources and parts of the reward", REWARDS_TEXT, reward_figures(run_log)),
+    parts: list[tuple[str, str, list[Named]]] = [
+        ("Held-out prompts", "Never trained on. The band is the 95 % interval of pass@1.", [("", held_out(run_log))]),
+        ("Learning", "", learning_figures(run_log)),
+        ("Rewards", REWARDS_TEXT, reward_figures(run_log)),
         (
             "Mismatch between engine and learner",
             "Every token is scored again by the learner before it is trained on. Equal policies would have ESS 1.",
-            [*mismatch, *mismatch_figures(run_log), ("Log-ratio of a token", figures.log_ratio_histogram(run_log))],
+            mismatch_figures(run_log),
         ),
         ("Controller", control_text(run_log), control_figures(run_log)),
         ("Experts", ROUTING_TEXT, routing_figures(run_log)),
@@ -99,14 +89,7 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
             objective_figures(run_log),
         ),
         ("Advantage", advantage_text(run_log), advantage_figures(run_log)),
-        (
-            "Where the time goes",
-            "Numbers in the bars are steps, batches and versions.",
-            [
-                ("Timeline of the last steps", figures.timeline(run_log)),
-                ("Learner, seconds a step", figures.phase_seconds(run_log)),
-            ],
-        ),
+        ("Where the time goes", "Numbers in the bars are steps, batches and versions.", timing_figures(run_log)),
     ]
     return [
         dict(
@@ -116,34 +99,6 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
         )
         for title, text, drawn in parts
         if any(svg is not None for _, svg in drawn)
-    ]
-
-
-_KL = [("k3_kl", "k3", "blue"), ("k2_kl", "k2", "teal")]
-_LAG = [("lag_max", "oldest token", "orange"), ("lag_mean", "mean", "blue")]
-
-
-def _held_out(run_log: RunLog) -> str | None:
-    return figures.held_out(run_log)
-
-
-def _ess(run_log: RunLog) -> str | None:
-    return figures.ess(run_log, shows_kl_weight=run_log.recipe.objective.weighs_kl_by_step_ess)
-
-
-def _learning(run_log: RunLog) -> list[tuple[str, str | None]]:
-    reward = [("reward_mean", "mean reward", "blue"), ("solve_rate", "solved", "teal")]
-
-    def share(name: str, metric: str, color: str) -> str | None:
-        return figures.curve(run_log, name, [(metric, "share", color)], percent=True, floor=0.0)
-
-    return [
-        ("Training reward", figures.curve(run_log, "training reward", reward)),
-        ("Entropy, nats a token", figures.curve(run_log, "entropy", [("entropy", "entropy", "violet")])),
-        ("Gradient norm", figures.curve(run_log, "gradient norm", [("grad_norm", "norm", "orange")], log=True)),
-        ("Response length, tokens", figures.curve(run_log, "length", [("response_tokens_mean", "mean", "teal")])),
-        ("Truncated responses", share("truncated", "truncated_share", "pink")),
-        ("Padding in micro-batches", share("padding", "padding_share", "gray")),
     ]
 
 

@@ -12,7 +12,7 @@ import jinja2
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.analysis import figures
+from pipeline.analysis.figures import drawing
 from pipeline.analysis.html_report import count, decimal, duration, page_style, percent
 from pipeline.analysis.pages.hover import add_values
 from pipeline.analysis.run_list import compare_runs
@@ -99,12 +99,12 @@ def _figure(logs: Sequence[RunLog], runs: Sequence[Mapping[str, str]], metric: s
 
     def draw(axes: Axes) -> None:
         for xs, ys, run in lines:
-            color = figures.COLORS[run["color"]]
+            color = drawing.COLORS[run["color"]]
             dotted = len(xs) <= 12 or metric == "pass_at_1"
             axes.plot(xs, ys, color=color, linestyle=run["dashes"], marker="o" if dotted else "", markersize=3)
             add_values(axes, xs, ys, run["path"], color)
         axes.set_xlabel(AXES[over])
         axes.xaxis.set_major_locator(MaxNLocator(integer=over != "seconds", nbins=5))
-        figures.plain_values(axes)
+        drawing.plain_values(axes)
 
-    return figures.render(f"{metric} over {over}", figures.SMALL, draw)
+    return drawing.render(f"{metric} over {over}", drawing.SMALL, draw)

@@ -14,10 +14,13 @@ _MOST_POINTS = 150
 """Of a line that tell their values: a page stays small, and a finger's width has one."""
 
 
-def add_values(axes: Axes, xs: Sequence[float], ys: Sequence[float], label: str, color: str) -> None:
-    """Points over a line that cannot be seen and say `label`, x and y."""
+def add_values(
+    axes: Axes, xs: Sequence[float], ys: Sequence[float], label: str, color: str, *, said: Sequence[float] | None = None
+) -> None:
+    """Points over a line that cannot be seen and say `label`, x and y, or what is `said` instead of y."""
+    values = ys if said is None else said
     chosen = np.unique(np.linspace(0, len(xs) - 1, min(len(xs), _MOST_POINTS)).astype(int)).tolist()
-    said = [f"{label.replace(_BETWEEN, ' ')}, {xs[i]:.6g}: {ys[i]:.5g}" for i in chosen]
+    titles = [f"{label.replace(_BETWEEN, ' ')}, {xs[i]:.6g}: {values[i]:.5g}" for i in chosen]
     axes.plot(
         [xs[i] for i in chosen],
         [ys[i] for i in chosen],
@@ -27,7 +30,7 @@ def add_values(axes: Axes, xs: Sequence[float], ys: Sequence[float], label: str,
         markeredgewidth=0,
         color=color,
         alpha=0.0,
-        gid=_MARK + _BETWEEN.join(said),
+        gid=_MARK + _BETWEEN.join(titles),
         label="_nolegend_",
     )
 

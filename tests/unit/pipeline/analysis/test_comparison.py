@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from pipeline.analysis.figures import plain_values
+from pipeline.analysis.figures.drawing import plain_values
 from pipeline.analysis.pages.comparison import AXES, series, write_comparison
 from pipeline.analysis.run_log import RunLog
 from pipeline.errors import RecipeError

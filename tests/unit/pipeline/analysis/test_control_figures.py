@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.run.live_view import event_line
-from pipeline.analysis.control_figures import control_figures, control_text, decisions
+from pipeline.analysis.figures.control import control_figures, control_text, decisions
 from pipeline.analysis.run_log import RunLog
 from pipeline.config.loader import recipe_from
 from pipeline.control.files import ControlFiles, ControlRecord

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.analysis import figures
-from pipeline.analysis.html_report import _ess, count, decimal, duration, percent, write_report
+from pipeline.analysis.figures import drawing, mismatch, timing
+from pipeline.analysis.html_report import count, decimal, duration, percent, write_report
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import EventLog
 
@@ -83,12 +83,13 @@ def test_every_figure_is_there_for_a_full_run(full_page: str) -> None:
     names = set(re.findall(r'<svg role="img" aria-label="([^"]*)"', full_page))
     assert names == {
         "held-out pass@1",
-        "training reward",
-        "entropy",
-        "gradient norm",
-        "length",
-        "truncated",
-        "padding",
+        "Training reward",
+        "Entropy, nats a token",
+        "Gradient norm",
+        "Learning rate",
+        "Response length, tokens",
+        "Truncated responses",
+        "Padding in micro-batches",
         "effective sample size",
         "k3 KL",
         "lag",
@@ -108,7 +109,7 @@ def test_every_figure_is_there_for_a_full_run(full_page: str) -> None:
 
 
 def test_histogram_names_first_middle_and_last_step_with_their_ess(write_run: WriteRun) -> None:
-    svg = figures.log_ratio_histogram(RunLog.read(write_run(24)))
+    svg = mismatch.log_ratio_histogram(RunLog.read(write_run(24)))
     assert svg is not None
     for label in ("step 0, ESS 0.9990", "step 11, ESS 0.9880", "step 23, ESS 0.9760"):
         assert label in svg
@@ -127,11 +128,12 @@ def test_kl_weight_is_shaded_only_where_it_is_one_minus_the_drawn_ess(
     write_run: WriteRun, objective: dict[str, str], shaded: bool
 ) -> None:
     run_log = RunLog.read(write_run(3, overrides=dict(objective=objective)))
-    assert ("KL weight" in str(_ess(run_log))) == shaded
+    drawn = dict(mismatch.mismatch_figures(run_log))
+    assert ("KL weight" in str(drawn["Effective sample size"])) == shaded
 
 
 def test_timeline_shows_the_last_steps_and_lanes(write_run: WriteRun) -> None:
-    svg = figures.timeline(RunLog.read(write_run(24)))
+    svg = timing.timeline_of_last(RunLog.read(write_run(24)))
     assert svg is not None
     numbers = {int(found) for found in re.findall(r">(\d+)</text>", svg)}
     assert {12, 23} <= numbers  # steps 12 to 23, and their batches
@@ -160,7 +162,7 @@ def test_a_step_without_the_optional_metrics(write_run: WriteRun) -> None:
     run = write_run(0)
     EventLog(run, "learner-000001").metrics(0, reward_mean=0.5)
     page = page_of(run)
-    assert 'aria-label="training reward"' in page
+    assert 'aria-label="Training reward"' in page
     assert 'aria-label="timeline"' not in page
 
 
@@ -187,7 +189,7 @@ def test_long_runs_are_smoothed_and_stay_small(write_run: WriteRun) -> None:
 
 
 def test_running_mean_by_hand() -> None:
-    assert figures._running_mean([2.0, 4.0, 6.0, 8.0], 2) == pytest.approx([2.0, 3.0, 5.0, 7.0])
+    assert drawing.running_mean([2.0, 4.0, 6.0, 8.0], 2) == pytest.approx([2.0, 3.0, 5.0, 7.0])
 
 
 def test_numbers_in_words() -> None:

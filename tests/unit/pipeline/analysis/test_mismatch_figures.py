@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.analysis.mismatch_figures import LAST_STEPS, buckets, mismatch_figures
+from pipeline.analysis.figures.mismatch import LAST_STEPS, buckets, mismatch_figures
 from pipeline.analysis.run_log import RunLog
 
 WriteRun = Callable[..., Path]

@@ -13,7 +13,7 @@ import pytest
 from launch.build.algorithm import build_objective
 from pipeline.advantages.base import Advantage, Groups, Rewards
 from pipeline.advantages.methods.power import Power
-from pipeline.analysis import objective_figures
+from pipeline.analysis.figures import objective
 from pipeline.analysis.html_report import render_page
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
@@ -108,19 +108,19 @@ def test_fade_is_drawn_as_the_power_that_it_was_last(write_run: WriteRun) -> Non
     EventLog(path, "learner-000001").metrics(4, advantage_alpha=2.5, advantage_delta=0.75)
     run_log = RunLog.read(path)
     assert run_log.recipe.advantage.at_last(run_log.last) == Power(alpha=2.5, delta=0.75)
-    assert "newest alpha and delta" in objective_figures.advantage_text(run_log)
-    svg = str(objective_figures.weight_curve_points(run_log))
+    assert "newest alpha and delta" in objective.advantage_text(run_log)
+    svg = str(objective.weight_curve_points(run_log))
     assert ">successes</text>" in svg
     assert ">failures</text>" in svg
 
 
 def test_a_symmetric_advantage_has_one_line_and_no_schedule(write_run: WriteRun) -> None:
     run_log = RunLog.read(write_run(3, overrides=dict(advantage=dict(name="maxrl"), rollout=dict(group_size=4))))
-    svg = str(objective_figures.weight_curve_points(run_log))
+    svg = str(objective.weight_curve_points(run_log))
     assert ">both</text>" in svg
     assert ">failures</text>" not in svg
-    assert "groups of 4." in objective_figures.advantage_text(run_log)
-    assert [title for title, _ in objective_figures.advantage_figures(run_log)] == ["Weight by solve rate"]
+    assert "groups of 4." in objective.advantage_text(run_log)
+    assert [title for title, _ in objective.advantage_figures(run_log)] == ["Weight by solve rate"]
 
 
 def test_a_user_s_own_class_has_its_name_and_its_figure(
@@ -149,6 +149,6 @@ class Halves(Advantage):
 
 def test_an_advantage_without_a_closed_form_is_drawn_for_the_run_s_groups(write_run: WriteRun) -> None:
     history = RunLog.read(write_run(3, overrides=dict(advantage={"class": f"{__name__}:Halves"})))
-    svg = str(objective_figures.weight_curve_points(history))
+    svg = str(objective.weight_curve_points(history))
     assert ">successes</text>" in svg
     assert ">failures</text>" in svg

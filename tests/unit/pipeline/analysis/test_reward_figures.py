@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.analysis.figures.reward import reward_figures
 from pipeline.analysis.html_report import write_report
-from pipeline.analysis.reward_figures import reward_figures
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import EventLog
 

@@ -6,7 +6,8 @@ own (pipeline.trainer.replay_effect).
 
 from __future__ import annotations
 
-from pipeline.analysis import figures
+from pipeline.analysis.figures import drawing
+from pipeline.analysis.figures.drawing import Named
 from pipeline.analysis.run_log import RunLog
 
 ROUTING_TEXT = (
@@ -16,12 +17,12 @@ ROUTING_TEXT = (
 )
 
 
-def routing_figures(run_log: RunLog) -> list[tuple[str, str | None]]:
+def routing_figures(run_log: RunLog) -> list[Named]:
     """Title and <svg>; None where a run replays no experts."""
 
-    def pair(title: str, metric: str, *, log: bool = False) -> tuple[str, str | None]:
+    def pair(title: str, metric: str, *, log: bool = False) -> Named:
         lines = [(f"{metric}_with_replay", "replayed", "blue"), (f"{metric}_without_replay", "own experts", "orange")]
-        return title, figures.curve(run_log, title, lines, log=log)
+        return title, drawing.curve(run_log, title, lines, log=log)
 
     shares = [
         ("experts_known_share", "known", "gray"),
@@ -32,5 +33,5 @@ def routing_figures(run_log: RunLog) -> list[tuple[str, str | None]]:
         pair("ESS with the engine's experts, and with the learner's", "ess"),
         pair("k3 KL to the engine, of the same tokens", "k3_kl", log=True),
         pair("Mean absolute log-ratio, of the same tokens", "log_ratio_abs_mean", log=True),
-        ("Experts of tokens", figures.curve(run_log, "experts of tokens", shares, percent=True, floor=0.0)),
+        ("Experts of tokens", drawing.curve(run_log, "experts of tokens", shares, percent=True, floor=0.0)),
     ]

@@ -9,12 +9,10 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pipeline.advantages.weight_curves import WeightCurves, binomial_weight_curves, weight_curves
-from pipeline.analysis import figures
+from pipeline.analysis.figures import drawing
+from pipeline.analysis.figures.drawing import Named
 from pipeline.analysis.run_log import RunLog
 from precision.measures import Measure
-
-Named = tuple[str, str | None]
-"""Title and <svg>, None without data."""
 
 NUM_POINTS = 201
 """Solve rates at which weight_curves are drawn."""
@@ -33,7 +31,7 @@ def objective_figures(run_log: RunLog) -> list[Named]:
 
 def _drawn(run_log: RunLog, measures: Iterable[Measure]) -> list[Named]:
     return [
-        (m.title, figures.curve(run_log, m.title, m.lines, percent=m.percent, log=m.log, floor=m.floor))
+        (m.title, drawing.curve(run_log, m.title, m.lines, percent=m.percent, log=m.log, floor=m.floor))
         for m in measures
     ]
 
@@ -65,7 +63,7 @@ def weight_curve_points(run_log: RunLog) -> str | None:
         axes.set_ylim(bottom=0.0)
         axes.legend(loc="best", fontsize=8)
 
-    return figures.render("weight_curves", figures.SMALL, draw)
+    return drawing.render("weight_curves", drawing.SMALL, draw)
 
 
 def _draw_weight_curves(axes: Axes, found: WeightCurves, *, dashed: bool) -> None:
@@ -80,4 +78,4 @@ def _draw_weight_curves(axes: Axes, found: WeightCurves, *, dashed: bool) -> Non
         ]
     )
     for label, weight, color in lines:
-        axes.plot(found.p, weight, color=figures.COLORS[color], label="" if dashed else label, **style)  # type: ignore[arg-type]
+        axes.plot(found.p, weight, color=drawing.COLORS[color], label="" if dashed else label, **style)  # type: ignore[arg-type]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 
-from pipeline.analysis import figures
+from pipeline.analysis.figures import drawing
+from pipeline.analysis.figures.drawing import Named
+from pipeline.analysis.pages.hover import add_values
 from pipeline.analysis.run_log import RunLog, number
+from precision.histogram import LOG_RATIO_EDGES, NUM_LOG_RATIO_BINS
 from precision.mismatch.splits import SPLITS, Split
-
-Named = tuple[str, str | None]
-"""Title and <svg>, None without data."""
 
 LAST_STEPS = 10
 """Over which the tokens of a bucket are counted together."""
@@ -20,6 +22,7 @@ WIDE_TITLES = (
     f"Mean gap of a token, nats, by what the token is (last {LAST_STEPS} steps)",
     f"1 − effective sample size, by what the token is (last {LAST_STEPS} steps; numbers are shares of the tokens)",
 )
+HISTOGRAM_TITLE = "Log-ratio of a token"
 SPLIT_COLORS = dict(zip((split.name for split in SPLITS), ("violet", "blue", "teal", "orange"), strict=True))
 BANDS = (
     ("log_ratio_p0_1", "log_ratio_p99_9", 0.12, "all but 0.2 %"),
@@ -44,25 +47,31 @@ class Bucket:
 
 
 def mismatch_figures(run_log: RunLog) -> list[Named]:
-    """Small ones first, then the two that show all buckets."""
+    """Small ones first, then those that show all buckets."""
 
-    def curve(name: str, lines: Sequence[tuple[str, str, str]], *, percent: bool = False) -> str | None:
-        return figures.curve(run_log, name, lines, percent=percent)
+    def curve(name: str, lines: Sequence[tuple[str, str, str]], **how: Any) -> str | None:
+        return drawing.curve(run_log, name, lines, **how)
 
     signs = [(f"mismatch/advantage/{sign}/ess", f"A {mark} 0", color) for sign, mark, color in _SIGNS]
     found = buckets(run_log)
     return [
-        ("Effective sample size of sequences", curve("sequence ESS", _SEQUENCES)),
-        ("Effective sample size by sign of A", curve("ESS by sign", signs)),
+        ("Effective sample size", ess(run_log, shows_kl_weight=run_log.recipe.objective.weighs_kl_by_step_ess)),
+        ("KL from engine to learner, nats a token", curve("k3 KL", _KL, log=True)),
+        ("Staleness, versions", curve("lag", _LAG, floor=0.0)),
+        ("Effective sample size of sequences", curve("sequence ESS", _SEQUENCES, ceiling=1.0)),
+        ("Effective sample size by sign of A", curve("ESS by sign", signs, ceiling=1.0)),
         ("Log-ratio of a token, nats", _quantiles(run_log)),
         ("Mean log-ratio, nats", curve("mean log-ratio", _GAPS)),
-        ("Tokens beyond a factor of 2", curve("tails", _TAILS, percent=True)),
-        ("Correlation of the two sides", curve("Pearson", _PEARSON)),
+        ("Tokens beyond a factor of 2", curve("tails", _TAILS, percent=True, floor=0.0)),
+        ("Correlation of the two sides", curve("Pearson", _PEARSON, ceiling=1.0)),
         (WIDE_TITLES[0], _gap_bars(found)),
         (WIDE_TITLES[1], _ess_bars(found)),
+        (HISTOGRAM_TITLE, log_ratio_histogram(run_log)),
     ]
 
 
+_KL = [("k3_kl", "k3", "blue"), ("k2_kl", "k2", "teal")]
+_LAG = [("lag_max", "oldest token", "orange"), ("lag_mean", "mean", "blue")]
 _SIGNS = (("positive", ">", "teal"), ("negative", "<", "orange"))
 _SEQUENCES = [
     ("sequence_ess", "product of the ratios", "blue"),
@@ -101,26 +110,38 @@ def _quantiles(run_log: RunLog) -> str | None:
     def draw(axes: Axes) -> None:
         for low, high, alpha, label in BANDS:
             ends = run_log.series(low)[1], run_log.series(high)[1]
-            axes.fill_between(steps, *ends, color=figures.COLORS["blue"], alpha=alpha, linewidth=0, label=label)
-        axes.plot(steps, median, color=figures.COLORS["ink"], linewidth=1.0, label="median")
+            _band(axes, steps, *ends, alpha=alpha, label=label)
+        marker = "_" if len(steps) == 1 else ""
+        axes.plot(steps, median, color=drawing.COLORS["ink"], linewidth=1.0, marker=marker, label="median")
+        add_values(axes, steps, median, "median", drawing.COLORS["ink"])
         widest = max(map(abs, (*run_log.series("log_ratio_p1")[1], *run_log.series("log_ratio_p99")[1])))
         axes.set_ylim(-2.5 * widest - 1e-6, 2.5 * widest + 1e-6)  # one odd step must not flatten the rest
-        figures.plain_values(axes)
-        axes.set_xlabel("step")
+        drawing.steps_axis(axes)
         axes.legend(loc="upper left", fontsize=7, ncols=2)
 
-    return figures.render("log-ratio quantiles", figures.SMALL, draw)
+    return drawing.render("log-ratio quantiles", drawing.SMALL, draw)
+
+
+def _band(
+    axes: Axes, steps: Sequence[int], low: Sequence[float], high: Sequence[float], *, alpha: float, label: str
+) -> None:
+    """Between two quantiles; a single step is a bar."""
+    color = drawing.COLORS["blue"]
+    if len(steps) == 1:
+        axes.bar(steps, high[0] - low[0], 0.12, low[0], color=color, alpha=alpha, linewidth=0, label=label)
+    else:
+        axes.fill_between(steps, low, high, color=color, alpha=alpha, linewidth=0, label=label)
 
 
 def _gap_bars(found: Sequence[Bucket]) -> str | None:
     def draw(axes: Axes) -> None:
         places = _bars(axes, found, [bucket.abs_gap for bucket in found])
         gaps = [bucket.gap for bucket in found]
-        axes.plot(places, gaps, "D", color=figures.COLORS["ink"], markersize=3.5, label="signed mean")
-        axes.axhline(0.0, color=figures.COLORS["muted"], linewidth=0.7)
+        axes.plot(places, gaps, "D", color=drawing.COLORS["ink"], markersize=3.5, label="signed mean")
+        axes.axhline(0.0, color=drawing.COLORS["muted"], linewidth=0.7)
         _legend(axes)
 
-    return figures.render("gap by bucket", figures.WIDE, draw) if found else None
+    return drawing.render("gap by bucket", drawing.WIDE, draw) if found else None
 
 
 def _ess_bars(found: Sequence[Bucket]) -> str | None:
@@ -134,12 +155,12 @@ def _ess_bars(found: Sequence[Bucket]) -> str | None:
                 textcoords="offset points",
                 ha="center",
                 fontsize=7,
-                color=figures.COLORS["muted"],
+                color=drawing.COLORS["muted"],
             )
         axes.set_ylim(bottom=0.0, top=1.15 * max(1e-9, *(1.0 - bucket.ess for bucket in found)))
         _legend(axes)
 
-    return figures.render("ESS by bucket", figures.WIDE, draw) if found else None
+    return drawing.render("ESS by bucket", drawing.WIDE, draw) if found else None
 
 
 def _bars(axes: Axes, found: Sequence[Bucket], heights: Sequence[float]) -> list[float]:
@@ -147,7 +168,7 @@ def _bars(axes: Axes, found: Sequence[Bucket], heights: Sequence[float]) -> list
     places = [place + 0.8 * SPLITS.index(bucket.split) for place, bucket in enumerate(found)]
     for split in SPLITS:
         mine = [number for number, bucket in enumerate(found) if bucket.split is split]
-        color = figures.COLORS[SPLIT_COLORS[split.name]]
+        color = drawing.COLORS[SPLIT_COLORS[split.name]]
         axes.bar(
             [places[number] for number in mine],
             [heights[number] for number in mine],
@@ -169,4 +190,68 @@ def _tick(bucket: Bucket) -> str:
 
 def _legend(axes: Axes) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=5, columnspacing=1.1, fontsize=8, borderaxespad=0.2)
-    figures.plain_values(axes)
+    drawing.plain_values(axes)
+
+
+def ess(run_log: RunLog, *, shows_kl_weight: bool) -> str | None:
+    """ESS over steps; with P3O the gap to 1 is the weight that its KL term gets."""
+    steps, values = run_log.series("ess")
+    if not steps:
+        return None
+
+    def draw(axes: Axes) -> None:
+        drawing.draw_line(axes, steps, values, "ESS / tokens", "blue")
+        if shows_kl_weight:
+            axes.fill_between(
+                steps, values, 1.0, color=drawing.COLORS["orange"], alpha=0.25, linewidth=0, label="KL weight, 1 − ESS"
+            )
+        drawing.steps_axis(axes, ceiling=1.0)
+        axes.legend(loc="lower left", fontsize=8)
+        drawing.mark_restarts(axes, run_log)
+
+    return drawing.render("effective sample size", drawing.SMALL, draw)
+
+
+def log_ratio_histogram(run_log: RunLog) -> str | None:
+    """Share of tokens in each log-ratio bin for the first, middle and last step that counted them.
+
+    Bins are drawn equally wide, so the x axis is logarithmic on both sides of zero; the y axis is logarithmic too.
+    """
+    lines = [line for line in run_log.metrics if len(line.get("log_ratio_histogram") or ()) == NUM_LOG_RATIO_BINS]
+    lines = [line for line in lines if sum(line["log_ratio_histogram"]) > 0]
+    if not lines:
+        return None
+    chosen = sorted({0, (len(lines) - 1) // 2, len(lines) - 1})
+
+    def draw(axes: Axes) -> None:
+        used = []
+        for position, color in zip(chosen, ("orange", "teal", "blue")[-len(chosen) :], strict=True):
+            line = lines[position]
+            counts = np.asarray(line["log_ratio_histogram"], float)
+            used += list(np.flatnonzero(counts))
+            value = number(line, "ess")
+            label = f"step {line['step']}" + (f", ESS {value:.4f}" if value is not None else "")
+            share = np.where(counts > 0, counts / counts.sum(), np.nan)
+            axes.stairs(share, color=drawing.COLORS[color], label=label, linewidth=1.6, baseline=None)
+        axes.set_yscale("log")
+        ticks = [(edge + 1.0, _nats(value)) for edge, value in enumerate(LOG_RATIO_EDGES) if _is_tick(value)]
+        ticks.append((NUM_LOG_RATIO_BINS / 2, "0"))
+        axes.set_xticks([at for at, _ in ticks], [text for _, text in ticks])
+        axes.set_xlim(min(used) - 0.5, max(used) + 1.5)
+        axes.set_xlabel("log π(learner) − log π(engine) of a token, nats")
+        axes.set_ylabel("share of tokens")
+        drawing.legend_above(axes)
+
+    return drawing.render("log-ratio histogram", drawing.WIDE, draw)
+
+
+def _is_tick(edge: float) -> bool:
+    """A power of ten; the smallest would run into the 0."""
+    if abs(edge) < 2.0 * min(map(abs, LOG_RATIO_EDGES)):
+        return False
+    decade = np.log10(abs(edge))
+    return bool(abs(decade - round(decade)) < 1e-6)
+
+
+def _nats(edge: float) -> str:
+    return f"{edge:.0e}".replace("e-0", "e-") if abs(edge) < 0.01 else f"{edge:g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.axes import Axes
 
-from pipeline.analysis.figures import COLORS, WIDE, render
+from pipeline.analysis.figures.drawing import COLORS, WIDE, Named, draw_line, render, steps_axis
 from pipeline.analysis.run_log import RunLog
 from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.run_directory import RunDirectory, unfenced
@@ -36,7 +36,7 @@ def control_text(run_log: RunLog) -> str:
     return " ".join(told) or f"The ESS has needed no decision; its floor is {settings.ess_floor:g}."
 
 
-def control_figures(run_log: RunLog) -> list[tuple[str, str | None]]:
+def control_figures(run_log: RunLog) -> list[Named]:
     """One wide figure; none without a controller."""
     settings = run_log.recipe.controller
     steps, values = run_log.series("ess")
@@ -45,10 +45,9 @@ def control_figures(run_log: RunLog) -> list[tuple[str, str | None]]:
     found = decisions(run_log)
 
     def draw(axes: Axes) -> None:
-        axes.plot(steps, values, color=COLORS["blue"], label="ESS / tokens")
+        draw_line(axes, steps, values, "ESS / tokens", "blue")
         axes.axhline(settings.ess_floor, color=COLORS["muted"], linewidth=1.0, linestyle="--", label="floor")
-        low = min(*values, settings.ess_floor)
-        axes.set_ylim(max(0.0, low - 0.1 * (1.0 - low)), 1.0 + 0.12 * (1.0 - low))
+        steps_axis(axes, ceiling=1.0)
         for number, record in enumerate(found, start=1):
             down = record.decision is not None and record.decision.action == "descend"
             color = COLORS["teal" if down else "orange"]
@@ -56,7 +55,6 @@ def control_figures(run_log: RunLog) -> list[tuple[str, str | None]]:
             axes.annotate(
                 str(number), (record.step, axes.get_ylim()[1]), (2, -9), textcoords="offset points", color=color
             )
-        axes.set_xlabel("step")
         axes.legend(loc="lower left", fontsize=8)
 
     return [(TITLE, render("ESS under control", WIDE, draw))]

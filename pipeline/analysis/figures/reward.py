@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pipeline.analysis import figures
+from pipeline.analysis.figures import drawing
+from pipeline.analysis.figures.drawing import Named
 from pipeline.analysis.run_log import RunLog
 
 REWARDS_TEXT = (
@@ -18,7 +19,7 @@ _MOST_PARTS = 12
 """Drawn; the others are in the metrics."""
 
 
-def reward_figures(run_log: RunLog) -> list[tuple[str, str | None]]:
+def reward_figures(run_log: RunLog) -> list[Named]:
     """Title and <svg>; None where the task has one source, or the reward no parts."""
     evaluated = [{**found, "step": found["version"]} for found in run_log.evaluations]
     return [
@@ -35,12 +36,12 @@ def _by_source(run_log: RunLog, metric: str, *, percent: bool = False) -> str | 
     keys = {name: f"source {i}" for i, name in enumerate(names)}
     own = _reduced(run_log, lambda line: {key: _within(line, "sources", name, metric) for name, key in keys.items()})
     lines = [(key, name, _COLORS[i % len(_COLORS)]) for i, (name, key) in enumerate(keys.items())]
-    return figures.curve(own, f"{metric} by source", lines, percent=percent, floor=0.0 if percent else None)
+    return drawing.curve(own, f"{metric} by source", lines, percent=percent, floor=0.0 if percent else None)
 
 
-def _of_part(run_log: RunLog, name: str) -> tuple[str, str | None]:
+def _of_part(run_log: RunLog, name: str) -> Named:
     own = _reduced(run_log, lambda line: {"part": _within(line, "reward_parts", name)})
-    return f"Reward part: {name}", figures.curve(own, f"reward part {name}", [("part", name, "teal")])
+    return f"Reward part: {name}", drawing.curve(own, f"reward part {name}", [("part", name, "teal")])
 
 
 def _reduced(run_log: RunLog, values: Callable[[dict[str, Any]], dict[str, Any]]) -> RunLog:
