@@ -67,6 +67,7 @@ def build_trainer(
         old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
         advantage_computer=advantages,
         scores_step=objective.needs_scoring,
+        lr_by_lag=recipe.learner.optimizer.lr_by_lag,
         reads_step_logprobs=objective.reads_step_logprobs,
         channel=channel,
         checkpoints=checkpoints,

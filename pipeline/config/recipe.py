@@ -50,6 +50,7 @@ from precision.corrections.none import NoCorrection
 from precision.formats.quant_map_file import QuantMapFile
 from precision.objectives.p3o import P3O
 from precision.reference import ReferenceSection
+from precision.step_size import LrByLag
 
 
 class RunSection(Section):
@@ -182,6 +183,11 @@ class OptimizerSection(Section):
     warmup_steps: NonNegativeInt = Field(10, description="Optimizer steps of linear warm-up.")
     decay_steps: PositiveInt | None = Field(
         None, description="Optimizer step at which the decay has reached min_lr; default: the run's last one."
+    )
+    lr_by_lag: LrByLag = Field(
+        "none",
+        description="sqrt: a batch whose tokens were sampled `age` optimizer steps ago in the mean is learned from at "
+        "lr / √(1 + age). With the ESS controller, the smaller of both factors holds.",
     )
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8

@@ -25,11 +25,12 @@ from pipeline.data.records import Batch
 from pipeline.errors import StoreError
 from pipeline.ports.learner import Learner, Update
 from pipeline.ports.quantization import QuantizationMeter
-from precision.controller.ladder import Ladder, lr_factor
+from precision.controller.ladder import Ladder
 from precision.controller.policy import decide
 from precision.controller.records import Decision, EngineEvidence, Evidence, Outcome, State
 from precision.controller.settings import ControllerSettings
 from precision.ess import ess_from_sums, loss_of
+from precision.step_size import lr_factor
 
 MIN_ENGINE_TOKENS = 64
 """Tokens of an engine, and of all others, below which a batch says nothing about it alone."""

@@ -76,6 +76,7 @@ RULES: dict[str, str | None] = {
     "learner.optimizer.min_lr": SAFE,
     "learner.optimizer.decay": SAFE,
     "learner.optimizer.decay_steps": SAFE,
+    "learner.optimizer.lr_by_lag": _LEARNED,
     "learner.optimizer.warmup_steps": SAFE,
     "learner.optimizer.betas": _OPTIMIZER,
     "learner.optimizer.eps": _OPTIMIZER,

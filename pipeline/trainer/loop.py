@@ -25,7 +25,7 @@ from typing import Any
 
 from pipeline import spans
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.control.loop import StepController
+from pipeline.control.loop import StepController, mean_age
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
 from pipeline.data.mismatch_files import write_mismatch
@@ -43,6 +43,7 @@ from pipeline.trainer.mini_batches import merge_updates, mini_batches
 from pipeline.trainer.old_logprobs import OldLogprobs
 from pipeline.trainer.reference import Reference, with_reference
 from pipeline.trainer.replay_effect import ReplayEffect
+from precision.step_size import LrByLag, lr_factor
 
 
 @dataclass
@@ -67,6 +68,8 @@ class Trainer:
     checkpoint_every: int
     event_log: EventLog
     controller: StepController | None = None
+    lr_by_lag: LrByLag = "none"
+    """Whether older batches are learned from by smaller steps."""
     reference: Reference | None = None
     """What the loss holds the policy near; None: nothing."""
     _saved: int = field(init=False, default=0)
@@ -171,7 +174,7 @@ class Trainer:
             old_logprobs = self.old_logprobs.of(batch) if self.old_logprobs else None
             batch = with_reference(self.reference, batch)
         scores = self.scores_step and (old_logprobs is None or self.reads_step_logprobs)
-        factor = 1.0 if self.controller is None else self.controller.lr_factor(batch)
+        factor = self._lr_factor(batch)
         parts, updates = mini_batches(self.advantage_computer, batch, self.updates_per_batch), []
         with watch.phase("logprobs"):
             effect = ReplayEffect.before_step(self.learner, parts[0].batch)
@@ -186,7 +189,12 @@ class Trainer:
                 updates.append(update)
         measured = {} if effect is None else effect.measured(parts[0].batch, updates[0].device_logprobs)
         merged = merge_updates(parts, updates)
-        return replace(merged, metrics=merged.metrics | measured)
+        return replace(merged, metrics=merged.metrics | measured | {"lr_factor": factor})
+
+    def _lr_factor(self, batch: Batch) -> float:
+        """On the learning rate of every optimizer step on the batch: the recipe's, or the controller's if less."""
+        own = lr_factor(mean_age(batch, self.updates_per_batch)) if self.lr_by_lag == "sqrt" else 1.0
+        return own if self.controller is None else min(own, self.controller.lr_factor(batch))
 
     def _publish(self, step: int) -> None:
         """Give version `step + 1` to the engines when the schedule says so and it is not published already. The last

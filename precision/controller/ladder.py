@@ -64,8 +64,3 @@ class Ladder:
             whole = len(state.promoted) == len(self.groups)
             names.append("unquantized rollouts" if whole else f"{len(state.promoted)} groups promoted")
         return tuple(names)
-
-
-def lr_factor(age: float) -> float:
-    """(1 + age)^(-1/2) for a batch whose tokens were sampled `age` optimizer steps ago in the mean."""
-    return float((1.0 + age) ** -0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,7 @@ class Learner:
         self.calls.append("update")
         number = len(self.given)
         given = dict(batch=batch, advantages=advantages, scored=scored, old_logprobs=old_logprobs, trained=trained)
+        given["lr_factor"] = lr_factor
         self.given.append(given)
         metrics = dict(
             loss=1.0 + number,
@@ -68,7 +70,15 @@ class Learner:
 
 
 def trained(
-    batch: Batch, updates: int, *, scores: bool = True, reads: bool = True, old: Any = None, **options: Any
+    batch: Batch,
+    updates: int,
+    *,
+    scores: bool = True,
+    reads: bool = True,
+    old: Any = None,
+    controller: Any = None,
+    lr_by_lag: str = "none",
+    **options: Any,
 ) -> Any:
     learner, unused = Learner(), SimpleNamespace()
     fields: dict[str, Any] = {name: unused for name, field in Trainer.__dataclass_fields__.items() if field.init}
@@ -81,7 +91,8 @@ def trained(
             reads_step_logprobs=reads,
             old_logprobs=old,
             updates_per_batch=updates,
-            controller=None,
+            controller=controller,
+            lr_by_lag=lr_by_lag,
             reference=None,
         )
     )
@@ -124,7 +135,7 @@ def test_what_is_prepared_from_old_logprobs_alone_is_not_scored_again() -> None:
 def test_metrics_are_means_but_for_totals_and_extremes() -> None:
     _, update = trained(batch_of_rewards([MIXED] * 4), 4)
     assert update.metrics == dict(
-        loss=2.5, num_tokens=40.0, ratio_max=5.0, ratio_max_negative=4.0, ratio_min=pytest.approx(0.2)
+        loss=2.5, num_tokens=40.0, ratio_max=5.0, ratio_max_negative=4.0, ratio_min=pytest.approx(0.2), lr_factor=1.0
     )
     assert update.histogram == [4.0, 6.0]
 
@@ -214,3 +225,17 @@ def test_what_runs_through_the_model_together_is_dealt_out_together(
             for ran in (part.samples, trained):
                 inside = ran[members]
                 assert inside.all() or not inside.any()
+
+
+@pytest.mark.parametrize(
+    ("lr_by_lag", "controllers", "expected"),
+    [("none", None, 1.0), ("sqrt", None, 0.5), ("none", 0.25, 0.25), ("sqrt", 0.25, 0.25), ("sqrt", 1.0, 0.5)],
+)
+def test_older_batches_are_learned_from_by_smaller_steps(
+    lr_by_lag: str, controllers: float | None, expected: float
+) -> None:
+    batch = batch_of_rewards([MIXED, EQUAL, MIXED])
+    batch = replace(batch, index=3, policy_version=np.zeros_like(batch.policy_version))
+    controller = None if controllers is None else SimpleNamespace(lr_factor=lambda _: controllers)
+    learner, update = trained(batch, 1, controller=controller, lr_by_lag=lr_by_lag)
+    assert learner.given[0]["lr_factor"] == update.metrics["lr_factor"] == expected

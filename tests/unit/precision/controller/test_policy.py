@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from precision.controller.ladder import Ladder, lr_factor
+from precision.controller.ladder import Ladder
 from precision.controller.policy import WINDOW, decide
 from precision.controller.records import EngineEvidence, Evidence, Outcome, State
 from precision.controller.settings import ControllerSettings
+from precision.step_size import lr_factor
 
 FLOOR = ControllerSettings(ess_floor=math.exp(-0.05), cooldown_steps=4, headroom=0.4)  # allowed .05, comfortable .03
 GROUPS = ("a", "b", "c", "d")
