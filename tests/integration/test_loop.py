@@ -255,7 +255,10 @@ def test_async_lag_2_with_pp2(workshop: Path) -> None:
         7,
         schedule=dict(kind="async", lag=2),
         learner=dict(
-            pipeline_parallel=2, micro_batch_tokens=128, updates_per_batch=2, optimizer=dict(lr=1e-3, warmup_steps=0)
+            pipeline_parallel=2,
+            micro_batch_tokens=128,
+            updates_per_batch=2,
+            optimizer=dict(lr=1e-3, warmup_steps=0, lr_by_lag="sqrt"),
         ),
         evaluation=dict(every=3, prompts=4, samples=2),
         objective=dict(name="clipped", clip_high=0.28),
@@ -279,6 +282,12 @@ def test_async_lag_2_with_pp2(workshop: Path) -> None:
     assert metrics[0]["advantage_target_entropy"] == pytest.approx(metrics[0]["entropy"] / 2)
     newest = max((run / "checkpoints").glob("0*"))
     assert json.loads((newest / "loop_state.json").read_text())["advantage_solve_rate"] == rates[-1]
+    # Each version is two optimizer steps, and the second step on a batch is one step later than the first.
+    batches = [BatchStore(run / "batches").read(index, None) for index in range(7)]
+    ages = [2 * (batch.index - batch.policy_version[batch.loss_mask]).mean() + 0.5 for batch in batches]
+    assert [line["lr_factor"] for line in metrics] == pytest.approx([(1 + age) ** -0.5 for age in ages])
+    assert [line["lr"] for line in metrics] == pytest.approx([1e-3 * line["lr_factor"] for line in metrics])
+    assert min(line["lr_factor"] for line in metrics) < 0.8 * metrics[0]["lr_factor"], "some batch was a version old"
 
 
 @pytest.mark.slow
