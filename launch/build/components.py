@@ -192,14 +192,14 @@ def build_expert_shape(recipe: Recipe) -> ExpertShape | None:
 
 
 def build_quant_map(recipe: Recipe) -> QuantMap | None:
-    """Which weights the engines of a run hold in FP8 when it begins, or None for unquantized rollouts.
+    """In which formats the engines of a run hold their weights when it begins, or None for unquantized rollouts.
 
     Raises RecipeError when rollout.quant_map names layers that the model does not have.
     """
     rollout = recipe.rollout
-    if rollout.precision not in ("fp8_tensor", "fp8_block"):
+    if rollout.quantized_format is None:
         return None
-    return quant_map_of(recipe, rollout.quant_map or QuantMapFile(base=rollout.precision))
+    return quant_map_of(recipe, rollout.quant_map or QuantMapFile(base=rollout.quantized_format.value))
 
 
 def quant_map_of(recipe: Recipe, file: QuantMapFile) -> QuantMap:

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.build.components import build_expert_shape, quant_map_of
+from pipeline.config.formats import check_gpu_serves
 from pipeline.config.recipe import Recipe
 from pipeline.data.quant_maps import read_quant_map
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.server.capacity import option
 from rollout_sglang.server.rollout_python import require_sglang
 from rollout_sglang.server.sglang_compat import ServerInfo, dialect_of
@@ -24,7 +26,10 @@ _ON_CPU = {"--attention-backend": "torch_native", "--device": "cpu", "--fp8-gemm
 def check_engines(recipe: Recipe) -> None:
     """Raises EngineStartError when there is no SGLang to start, RecipeError when that release or this machine cannot do
     what the recipe asks."""
-    quantization = "fp8" if recipe.rollout.precision == "fp8_tensor" else None
+    rollout_format = recipe.rollout.quantized_format
+    if has_cuda():
+        check_gpu_serves(rollout_format)
+    quantization = "fp8" if rollout_format is RolloutFormat.FP8_TENSOR else None
     dialect = dialect_of(ServerInfo(version=require_sglang(), quantization=quantization))
     if recipe.weights.channel not in ("disk", "delta") and dialect.no_tensors:
         raise RecipeError(f"weights.channel is {recipe.weights.channel}: {dialect.no_tensors}")

@@ -167,7 +167,7 @@ def _dequantized_model(hf_config: Any, folder: Path, quant: Any) -> Any:
 
 
 def _quantize_input(rollout_format: Any) -> Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]:
-    from precision.formats.formats import fake_quantize_activation_as
+    from precision.formats.by_format import fake_quantize_activation_as
 
     return lambda _, inputs: (fake_quantize_activation_as(inputs[0], rollout_format), *inputs[1:])
 

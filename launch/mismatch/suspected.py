@@ -86,7 +86,7 @@ def _other_maps(quant: QuantMap, usual: RolloutFormat) -> Iterator[tuple[str, Qu
         else:
             yield f"quantized:{name}", quant.promoted(modules, to=usual)
     for other in RolloutFormat:  # in one order on all ranks: a set has another in each process
-        if other.is_served and other is not usual:
+        if other.is_served and not other.is_emulated and other is not usual:
             yield f"format:{other}", quant.promoted(quant.formats, to=other)
 
 

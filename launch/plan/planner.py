@@ -29,6 +29,7 @@ from launch.plan.layouts import Search, Verdict, shortage
 from launch.plan.simulation import Durations, Simulated, simulate, steady_seconds_per_step
 from megatron_bridge.hf.model_config import ModelConfig, read_config
 from megatron_bridge.parallel.layout_checks import check_layout
+from pipeline.config.formats import check_gpu_serves
 from pipeline.config.layout_names import layout_name
 from pipeline.config.loader import SHIPPED, find_recipe, load_recipe
 from pipeline.config.recipe import LearnerSection, Recipe
@@ -77,6 +78,7 @@ class Planner:
         Raises ModelError, LayoutError (the recipe's own layout does not divide the model) or RecipeError.
         """
         self.recipe, self.machine, self.assumed = recipe, machine, assumed
+        check_gpu_serves(recipe.rollout.quantized_format)
         self.hf_config = read_config(sizes) if sizes else config_for(recipe_path, recipe.model.path)
         check_layout(self.hf_config, recipe.learner)
         self.config = ModelConfig.from_hf(self.hf_config)
@@ -192,7 +194,7 @@ class Planner:
     def _unquantized_kv_tokens(self) -> int:
         """kv_tokens of an engine with the largest quant map that the ESS controller may give it."""
         rollout = self.recipe.rollout
-        if self.recipe.controller is not None and rollout.precision.startswith("fp8") and not rollout.urls:
+        if self.recipe.controller is not None and rollout.quantized_format is not None and not rollout.urls:
             rollout = rollout.model_copy(update=dict(precision="bf16"))
         return engine_capacity(self.engine_model, rollout, self.machine.gpu_gib * GIB).kv_tokens
 

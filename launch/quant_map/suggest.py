@@ -87,8 +87,8 @@ def recipe_of(source: Path, run: RunDirectory | None, precision: str | None, ove
         recipe = recipe_from(data, source="quant-map suggest")
     else:
         recipe = load_recipe(source, overrides)
-    quantized = recipe.rollout.precision in ("fp8_tensor", "fp8_block")
-    chosen = precision or (recipe.rollout.precision if quantized else "fp8_block")
+    own = recipe.rollout.quantized_format
+    chosen = precision or ("fp8_block" if own is None else own.value)
     rollout = recipe.rollout.model_copy(update=dict(precision=chosen, quant_map=None))
     # The reference is the learner without FP8 of its own.
     plain = dict(fp8_emulation=False, precision="fp32" if recipe.learner.precision == "fp32" else "bf16")

@@ -8,6 +8,7 @@ from launch.build.teacher import check_teacher
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
+from pipeline.config.formats import check_mixture
 from pipeline.config.recipe import Recipe
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory
@@ -26,11 +27,13 @@ def preflight(recipe: Recipe) -> Task:
     check_longest_sample(recipe.learner, recipe.rollout.context_tokens)
     if recipe.rollout.precision == "fp8_block":
         check_block_shapes(config, recipe.rollout.tensor_parallel)
+    shape = ModelConfig.from_hf(config)
+    check_mixture(recipe.rollout.quantized_format, experts=shape.experts is not None)
     build_quant_map(recipe)
     if recipe.rollout.quant_map is not None:
         check_map_dtype(recipe, recipe.rollout.quant_map)
     tokenizer = build_tokenizer(recipe)
-    check_weights(recipe.model.path, ModelConfig.from_hf(config))
+    check_weights(recipe.model.path, shape)
     verify_folder(recipe.model.path, "make or fetch the model again", required=False)
     check_teacher(recipe, tokenizer)
     prompts = build_prompts(recipe, tokenizer)

@@ -1,9 +1,10 @@
-"""The rollout's FP8 in the learner, emulated: what the learner computes when its linears round as the engine's do.
+"""The rollout's formats in the learner, emulated: what the learner computes when its linears round as the engine's do.
 
-    weights       the values that e4m3 and its scales can hold, made once for each state of the weights (an optimizer
+    weights       the values that the format and its scales can hold, made once for each state of the weights (an optimizer
                   step, not a micro-batch), in copies that take the parameters' place during a pass
-    activations   inputs of the quantized linears, rounded in every pass: one scale a token (fp8_tensor) or a token and
-                  128 channels (fp8_block), over the whole input dimension, whatever the tensor parallel size
+    activations   inputs of the quantized linears, rounded in every pass: one scale a token (fp8_tensor, emulated_fp6,
+                  emulated_fp4) or a token and some channels (fp8_block: 128; emulated_mxfp4: 32; emulated_nvfp4: 16),
+                  over the whole input dimension, whatever the tensor parallel size
 
 Gradients pass straight through both roundings (Bengio et al. 2013, arXiv 1308.3432): with y = Q(x) Q(W)ᵀ, the gradient
 of x is g Q(W), that of W is gᵀ Q(x), and the optimizer changes the weights as they are, unrounded. Products stay in the
@@ -33,7 +34,8 @@ from megatron_bridge.weights.convert import gather_shards, join_slices
 from megatron_bridge.weights.name_map import NameMap, ShardCoords, TensorSlice, layers_of, parameter_names
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import ModelError, NonFiniteError
-from precision.formats.formats import fake_quantize_activation_as, straight_through
+from precision.formats.by_format import fake_quantize_activation_as
+from precision.formats.formats import straight_through
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.formats.streams import fake_quantize_state

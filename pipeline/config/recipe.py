@@ -48,6 +48,7 @@ from pipeline.schedule import Schedule
 from precision.controller.settings import ControllerSettings
 from precision.corrections.none import NoCorrection
 from precision.formats.quant_map_file import QuantMapFile
+from precision.formats.rollout_format import RolloutFormat
 from precision.objectives.p3o import P3O
 from precision.reference import ReferenceSection
 from precision.step_size import LrByLag
@@ -72,7 +73,16 @@ class ModelSection(Section):
 
 
 HIGHEST_PORT = 65_535
-RolloutPrecision = Literal["fp32", "bf16", "fp8_tensor", "fp8_block"]
+RolloutPrecision = Literal[
+    "fp32",
+    "bf16",
+    "fp8_tensor",
+    "fp8_block",
+    "emulated_fp6",
+    "emulated_fp4",
+    "emulated_nvfp4",
+    "emulated_mxfp4",
+]
 MOST_KEPT = 3072
 """Largest top_k with kept sets. SGLang names at most 4096 tokens and ends a request that keeps more; tokens exactly as
 likely as the last one are kept too, however many they are."""
@@ -86,7 +96,8 @@ class RolloutSection(Section):
         "bf16",
         description="fp32 is for a CPU and for exact comparisons. fp8_block: e4m3 weights with a scale for each "
         "128×128 block, made by the learner; activations in 1×128 groups. fp8_tensor: SGLang quantizes the weights; "
-        "one scale a matrix on a CPU, one a row on a GPU.",
+        "one scale a matrix on a CPU, one a row on a GPU. emulated_fp6 (e3m2), emulated_fp4 (e2m1), emulated_nvfp4 and "
+        "emulated_mxfp4 put learning under stress: engines on CPUs emulate them, engines on GPUs refuse them.",
     )
     quant_map: QuantMapFile | None = Field(
         None,
@@ -123,6 +134,11 @@ class RolloutSection(Section):
     extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are.")
 
     @property
+    def quantized_format(self) -> RolloutFormat | None:
+        """The format of what engines quantize; None for fp32 and bf16."""
+        return None if self.precision in ("fp32", "bf16") else RolloutFormat(self.precision)
+
+    @property
     def asks_for_kept_sets(self) -> bool:
         """Whether there is a cut, and engines are to say what it left."""
         return self.kept_set and (self.top_p < 1.0 or self.top_k != -1)
@@ -136,7 +152,7 @@ class RolloutSection(Section):
     @model_validator(mode="after")
     def _one_quantized_format(self) -> Self:
         if self.quant_map is not None:
-            mine = {self.precision} if self.precision in ("fp8_tensor", "fp8_block") else set()
+            mine = set() if self.quantized_format is None else {self.quantized_format}
             if (named := self.quant_map.rollout_formats()) != mine:
                 raise ValueError(
                     f"quant_map names {', '.join(sorted(named)) or 'no quantized format'}, but precision is "
@@ -227,7 +243,7 @@ class LearnerSection(Section):
     )
     fp8_emulation: bool = Field(
         False,
-        description="Score and train with the rollout's FP8 formats emulated, on a CPU or with Megatron's own layers: "
+        description="Score and train with the rollout's formats emulated, on a CPU or with Megatron's own layers: "
         "weights and activations are rounded as the engines round them, gradients pass straight through, and the "
         "optimizer's weights keep their precision. On GPUs that have FP8, learner.precision fp8_* does it in hardware.",
     )
@@ -324,7 +340,7 @@ class Recipe(Section):
         if self.distillation is not None:
             check_whole_distributions(rollout.temperature, self.learner.temperature, rollout.top_p, rollout.top_k)
         check_overlong(self.reward.overlong, self.rollout.max_new_tokens)
-        check_emulation(self.learner.fp8_emulation, self.learner.precision, self.rollout.precision)
+        check_emulation(self.learner.fp8_emulation, self.learner.precision, rollout.precision, rollout.quantized_format)
         if not self.rollout.asks_for_kept_sets:
             check_sampler(self.objective, self.correction, top_p=self.rollout.top_p, top_k=self.rollout.top_k)
         return self

@@ -60,7 +60,7 @@ class Held:
     """What one rank of an engine holds of a module, or what is expected of a whole engine."""
 
     layout: str
-    """full, fp8_tensor, fp8_channel, fp8_block, mxfp8, or the name of another method of SGLang."""
+    """full, a RolloutFormat, or the name of another method of SGLang."""
     dtype: str
     """In which the weight is stored, as torch names it without its prefix."""
     num_values: int

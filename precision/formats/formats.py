@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precision.formats.rollout_format import BLOCK, MX_GROUP, RolloutFormat
+from precision.formats.rollout_format import BLOCK, MX_GROUP
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -33,20 +33,21 @@ def to_e4m3(values: Tensor) -> Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
-def scale_of(amax: Tensor) -> Tensor:
-    """float32 scale(s) for the largest magnitude(s) `amax`. Raises FloatingPointError when one is not finite."""
+def scale_of(amax: Tensor, largest: float = E4M3_MAX) -> Tensor:
+    """float32 scale(s) that map the largest magnitude(s) `amax` to `largest`, the largest value of the format. Raises
+    FloatingPointError when one is not finite."""
     amax = amax.float()
     require_finite(amax)
     # By a tensor: CUDA divides by a number by multiplying with its reciprocal, a bit off what a CPU makes of it.
-    return (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=SCALE_FLOOR)
+    return (amax / torch.full_like(amax, largest)).clamp(min=SCALE_FLOOR)
 
 
 def require_finite(amax: Tensor) -> None:
     """Raises FloatingPointError unless all largest magnitudes are finite. On a GPU, waits for them."""
     if not bool(amax.isfinite().all()):
         raise FloatingPointError(
-            f"largest magnitude to quantize is {float(amax.max())}, expected finite values; e4m3 would hide it as 448 "
-            "or NaN; look for the overflow before this layer"
+            f"largest magnitude to quantize is {float(amax.max())}, expected finite values; a cast would hide it as its "
+            "largest value or NaN; look for the overflow before this layer"
         )
 
 
@@ -137,17 +138,10 @@ def fake_quantize_activation(activation: Tensor, group: int | None = None) -> Te
     channels = activation.shape[-1]
     if not activation.numel():
         return activation
-    groups = _groups(activation, channels if group is None else group)
+    groups = groups_of(activation, channels if group is None else group)
     scale = scale_of(groups.abs().amax(dim=-1, keepdim=True))
     restored = (to_e4m3(groups / scale).float() * scale).flatten(-2)[..., :channels]
     return straight_through(activation, restored)
-
-
-def fake_quantize_activation_as(activation: Tensor, rollout_format: RolloutFormat) -> Tensor:
-    """`activation` [..., channels] as the matrix product of an engine with that format sees it, same dtype."""
-    if rollout_format is RolloutFormat.MXFP8:
-        return fake_quantize_mxfp8(activation)
-    return fake_quantize_activation(activation, rollout_format.activation_group)
 
 
 def quantize_mxfp8(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,9 +152,8 @@ def quantize_mxfp8(values: Tensor) -> tuple[Tensor, Tensor]:
     non-finite input, ValueError for an empty tensor.
     """
     require_values(values)
-    groups, columns = _groups(values, MX_GROUP), values.shape[-1]
-    exponent = _mx_exponent(groups.abs().amax(dim=-1, keepdim=True))
-    scale = ((exponent + 127) << 23).view(torch.float32)  # by its bits: exact on every device
+    groups, columns = groups_of(values, MX_GROUP), values.shape[-1]
+    scale = mx_scale(groups.abs().amax(dim=-1, keepdim=True), E4M3_MAX)
     quantized = to_e4m3(groups / scale).flatten(-2)[..., :columns]
     return quantized, scale.squeeze(-1).to(E8M0)
 
@@ -175,18 +168,20 @@ def fake_quantize_mxfp8(values: Tensor) -> Tensor:
     return straight_through(values, dequantize_mxfp8(*quantize_mxfp8(values))) if values.numel() else values
 
 
-def _groups(values: Tensor, size: int) -> Tensor:
+def groups_of(values: Tensor, size: int) -> Tensor:
     """float32 [..., ceil(K / size), size] of `values` [..., K]; what is missing in the last group is zero."""
     padded = F.pad(values.detach().float(), (0, -values.shape[-1] % size))
     return padded.reshape(*padded.shape[:-1], padded.shape[-1] // size, size)
 
 
-def _mx_exponent(amax: Tensor) -> Tensor:
-    """int32 exponents, at least -126: a smaller scale is no normal float32, and some devices make zero of it."""
+def mx_scale(amax: Tensor, largest: float) -> Tensor:
+    """float32 powers of two: amax / `largest`, the largest value of the format, rounded up. At least 2^-126: a smaller
+    scale is no normal float32, and some devices make zero of it. Raises FloatingPointError as `scale_of`."""
     require_finite(amax)
-    mantissa, exponent = torch.frexp(amax / torch.full_like(amax, E4M3_MAX))  # mantissa in [0.5, 1)
+    mantissa, exponent = torch.frexp(amax / torch.full_like(amax, largest))  # mantissa in [0.5, 1)
     rounded_up = torch.where(mantissa > 0.5, exponent, exponent - 1)
-    return torch.where(amax > 0, rounded_up, -126).clamp(-126, 127).int()
+    exponent = torch.where(amax > 0, rounded_up, -126).clamp(-126, 127).int()
+    return ((exponent + 127) << 23).view(torch.float32)  # by its bits: exact on every device
 
 
 def straight_through(original: Tensor, quantized: Tensor) -> Tensor:

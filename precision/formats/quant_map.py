@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from precision.formats.quant_map_file import ModuleFormat, QuantMapFile, rollout_format_of
-from precision.formats.rollout_format import BLOCK, RolloutFormat
+from precision.formats.rollout_format import BLOCK, EMULATED_METHOD, RolloutFormat
 from precision.formats.stacks import STACKS
 
 FUSED_ATTENTION = (tuple(f"self_attn.{part}" for part in STACKS["qkv_proj"]), ("self_attn.o_proj",))
@@ -168,20 +168,23 @@ class QuantMap:
         """`quantization_config` for config.json, next to what `quantize_state` yields.
 
         None for fp8_tensor: the folder holds plain weights, and SGLang quantizes them on loading (--quantization fp8).
-        None as well when nothing is quantized. Raises ValueError when the map mixes formats, which no such config can
-        say, and for formats that are not served.
+        None as well when nothing is quantized. An emulated format names a method that stock SGLang does not know:
+        only our CPU engine loads such a folder (rollout_sglang.cpu.emulated). Raises ValueError when the map mixes
+        formats, which no such config can say, and for formats that are not served.
         """
         rollout_format = self.rollout_format
         if rollout_format is not None and not rollout_format.is_served:
             raise ValueError(f"{rollout_format} is emulated by the learner only; serve fp8_block or fp8_tensor")
-        if rollout_format is not RolloutFormat.FP8_BLOCK:
+        if rollout_format is None or rollout_format is RolloutFormat.FP8_TENSOR:
             return None
-        config = {
+        config: dict[str, Any] = {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
             "weight_block_size": list(BLOCK),
         }
+        if rollout_format.is_emulated:
+            config = {"quant_method": EMULATED_METHOD, "format": rollout_format.value}
         ignored = list(self.ignored_layers())
         # SGLang and vLLM read the first of the two, transformers the second.
         return config | ({"ignored_layers": ignored, "modules_to_not_convert": ignored} if ignored else {})

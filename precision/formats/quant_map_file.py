@@ -7,8 +7,8 @@
 
 Names are exact Hugging Face names of linear layers; the experts of a mixture, which have one format together, may be
 named as one. `full` is the dtype in which the engine computes. bf16, fp16 and fp32 are the same, and are refused when
-the engine computes in another one. fp8_channel and mxfp8 are for studies: the learner emulates them, and a recipe does
-not take them.
+the engine computes in another one. The emulated formats are for studies: engines on CPUs and the learner emulate
+them. So are fp8_channel and mxfp8, which the learner alone emulates, and a recipe does not take.
 """
 
 from __future__ import annotations
@@ -25,7 +25,20 @@ from precision.settings import Settings
 from precision.text.short import listed, one_line
 from precision.text.yaml_data import YamlError, parse_yaml, read_yaml
 
-ModuleFormat = Literal["full", "bf16", "fp16", "fp32", "fp8_tensor", "fp8_block", "fp8_channel", "mxfp8"]
+ModuleFormat = Literal[
+    "full",
+    "bf16",
+    "fp16",
+    "fp32",
+    "fp8_tensor",
+    "fp8_block",
+    "fp8_channel",
+    "mxfp8",
+    "emulated_fp6",
+    "emulated_fp4",
+    "emulated_nvfp4",
+    "emulated_mxfp4",
+]
 ENGINE_DTYPES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """The formats that name a dtype, and that dtype as SGLang calls it."""
 

@@ -9,34 +9,60 @@ BLOCK = (128, 128)
 ACTIVATION_GROUP = 128
 """Channels of a token that share an activation scale in fp8_block."""
 MX_GROUP = 32
-"""Columns of a row, or channels of a token, that share a scale in mxfp8 (OCP Microscaling Formats 1.0)."""
+"""Columns of a row, or channels of a token, that share a scale in mxfp8 and emulated_mxfp4 (OCP Microscaling Formats
+1.0)."""
+NV_GROUP = 16
+"""Columns of a row, or channels of a token, that share an e4m3 scale in emulated_nvfp4."""
+EMULATED_METHOD = "evenkeel_emulated"
+"""The `quant_method` in the config.json of a policy in an emulated format; SGLang has none of that name."""
 
 
 class RolloutFormat(StrEnum):
-    """How an engine stores and multiplies a linear layer. Values are e4m3.
+    """How an engine stores and multiplies a linear layer. Values of the first four are e4m3.
 
     fp8_tensor: one weight scale for each matrix the engine multiplies by, one activation scale a token.
     fp8_block: one weight scale a 128x128 block, one activation scale a token and 128 channels.
     fp8_channel: one weight scale a row, one activation scale a token; what SGLang makes of fp8_tensor on a GPU.
     mxfp8: one scale, a power of two, a row and 32 columns of the weight, and a token and 32 channels of the activation.
 
-    A recipe can ask engines for the first two. The others are emulated by the learner.
+    emulated_fp6: e3m2 values; one weight scale for each matrix of the checkpoint, one activation scale a token.
+    emulated_fp4: the same with e2m1 values.
+    emulated_nvfp4: e2m1 values; an e4m3 scale for 16 columns of a row, times one float32 scale for each matrix of the
+    checkpoint; for activations, for 16 channels, times one a token.
+    emulated_mxfp4: as mxfp8, with e2m1 values.
+
+    A recipe can ask engines for fp8_tensor and fp8_block. It can ask engines on CPUs for those that are called emulated,
+    which exist to put learning under stress: no GPU path serves them. fp8_channel and mxfp8 are emulated by the learner
+    alone.
     """
 
     FP8_TENSOR = "fp8_tensor"
     FP8_BLOCK = "fp8_block"
     FP8_CHANNEL = "fp8_channel"
     MXFP8 = "mxfp8"
+    EMULATED_FP6 = "emulated_fp6"
+    EMULATED_FP4 = "emulated_fp4"
+    EMULATED_NVFP4 = "emulated_nvfp4"
+    EMULATED_MXFP4 = "emulated_mxfp4"
 
     @property
     def is_served(self) -> bool:
-        """Whether a recipe can ask engines for it (rollout.precision)."""
-        return self in (RolloutFormat.FP8_TENSOR, RolloutFormat.FP8_BLOCK)
+        """Whether a recipe can ask engines for it (rollout.precision), on CPUs at least."""
+        return self not in (RolloutFormat.FP8_CHANNEL, RolloutFormat.MXFP8)
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether engines on CPUs emulate it, and no other engine has it. The learner sends the rounded values."""
+        return self.value.startswith("emulated_")
 
     @property
     def activation_group(self) -> int | None:
-        """Channels that share an activation scale; None: all channels of a token."""
-        return {RolloutFormat.FP8_BLOCK: ACTIVATION_GROUP, RolloutFormat.MXFP8: MX_GROUP}.get(self)
+        """Channels whose rounding depends on nothing outside them; None: all channels of a token."""
+        return {
+            RolloutFormat.FP8_BLOCK: ACTIVATION_GROUP,
+            RolloutFormat.MXFP8: MX_GROUP,
+            RolloutFormat.EMULATED_MXFP4: MX_GROUP,
+        }.get(self)
 
     @classmethod
     def named(cls, name: RolloutFormat | str) -> RolloutFormat:

@@ -18,25 +18,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from precision.formats.formats import (
-    fake_quantize_block,
-    fake_quantize_channel,
-    fake_quantize_mxfp8,
-    fake_quantize_tensor,
-    quantize_block,
-    scale_of,
-)
+from precision.formats.by_format import FAKE_QUANTIZE
+from precision.formats.formats import fake_quantize_tensor, quantize_block, scale_of
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 
 _WEIGHT = ".weight"
-_FAKE_QUANTIZE: Mapping[RolloutFormat, Callable[[Tensor], Tensor]] = {
-    RolloutFormat.FP8_BLOCK: fake_quantize_block,
-    RolloutFormat.FP8_CHANNEL: fake_quantize_channel,
-    RolloutFormat.MXFP8: fake_quantize_mxfp8,
-}
-"""Of formats in which each matrix is quantized for itself, stacked or not."""
-
 BlockQuantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
 """An implementation of `precision.formats.formats.quantize_block` for 128x128 blocks, the same bit for bit."""
 
@@ -46,22 +33,28 @@ def quantize_state(
 ) -> Iterator[tuple[str, Tensor]]:
     """Stream HF (name, tensor) pairs into what the engine loads, in the same order.
 
-    fp8_block modules yield `<module>.weight` (e4m3) and `<module>.weight_scale_inv` (f32); everything else, fp8_tensor
-    weights included, passes unchanged. Raises FloatingPointError naming a non-finite weight, ValueError for a format
-    that engines are not sent, and at the end when a module of the map never came.
+    fp8_block modules yield `<module>.weight` (e4m3) and `<module>.weight_scale_inv` (f32), those of an emulated format
+    the rounded values in the weight's own dtype; everything else, fp8_tensor weights included, passes unchanged. Raises
+    FloatingPointError naming a non-finite weight, ValueError for a format that engines are not sent, and at the end
+    when a module of the map never came.
     """
-    if emulated := sorted({name for name in quant_map.formats.values() if not name.is_served}):
-        raise ValueError(f"{', '.join(emulated)} is emulated by the learner only; send engines fp8_block or fp8_tensor")
+    if unserved := sorted({name for name in quant_map.formats.values() if not name.is_served}):
+        raise ValueError(f"{', '.join(unserved)} is emulated by the learner only; send engines fp8_block or fp8_tensor")
     missing = {module for group in quant_map.fused_groups for module in group}
     for name, tensor in named_tensors:
         module = name.removesuffix(_WEIGHT)
         if name.endswith(_WEIGHT):
             missing.discard(module)
-        if name.endswith(_WEIGHT) and quant_map.formats.get(module) is RolloutFormat.FP8_BLOCK:
+        rollout_format = quant_map.formats.get(module) if name.endswith(_WEIGHT) else None
+        if rollout_format is RolloutFormat.FP8_BLOCK:
             with _naming(name):
                 quantized, scale_inv = quantizer(tensor)
             yield name, quantized
             yield f"{module}.weight_scale_inv", scale_inv
+        elif rollout_format is not None and rollout_format.is_emulated:
+            with _naming(name):
+                rounded = FAKE_QUANTIZE[rollout_format](tensor)
+            yield name, rounded
         else:
             yield name, tensor
     _require_all(missing)
@@ -88,7 +81,7 @@ def fake_quantize_state(
             continue
         if rollout_format is not RolloutFormat.FP8_TENSOR:
             with _naming(name):
-                quantized = _FAKE_QUANTIZE[rollout_format](tensor)
+                quantized = FAKE_QUANTIZE[rollout_format](tensor)
             yield name, quantized
             continue
         waiting[module] = tensor

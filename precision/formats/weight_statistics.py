@@ -56,7 +56,10 @@ def published_modules(named_tensors: Iterable[tuple[str, Tensor]], quant_map: Qu
         module, _, kind = name.rpartition(".")
         if module not in modules or kind not in ("weight", "weight_scale_inv"):
             continue
-        if quant_map.formats.get(module) is not RolloutFormat.FP8_BLOCK:
+        rollout_format = quant_map.formats.get(module)
+        if rollout_format is not None and rollout_format.is_emulated:  # sent as they are multiplied by
+            _add(found, module, _values_module(tensor, rollout_format))
+        elif rollout_format is not RolloutFormat.FP8_BLOCK:
             plain[name] = tensor
         elif module in waiting:
             pair = {"weight": tensor, "weight_scale_inv": waiting.pop(module)}
@@ -76,14 +79,17 @@ def emulated_modules(named_tensors: Iterable[tuple[str, Tensor]], quant_map: Qua
     for name, values in fake_quantize_state(named_tensors, quant_map):
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module in modules:
-            held = Held(
-                layout=str(quant_map.formats.get(module, "full")),
-                dtype=str(values.dtype).removeprefix("torch."),
-                num_values=values.numel(),
-                squares=sum_of_squares(values),
-            )
-            _add(found, module, held)
+            _add(found, module, _values_module(values, quant_map.formats.get(module)))
     return found
+
+
+def _values_module(values: Tensor, rollout_format: RolloutFormat | None) -> Held:
+    return Held(
+        layout=str(rollout_format or "full"),
+        dtype=str(values.dtype).removeprefix("torch."),
+        num_values=values.numel(),
+        squares=sum_of_squares(values),
+    )
 
 
 def _block_module(tensors: Mapping[str, Tensor]) -> Held:

@@ -91,7 +91,7 @@ RULES = (
         bound=1e-3,
         bound_if_quantized=1e-2,
         to_do="the engines compute otherwise than the learner: run `evenkeel verify parity`; sample in a higher "
-        "rollout.precision, set model.fp32_lm_head, or learner.fp8_emulation with FP8 rollouts",
+        "rollout.precision, set model.fp32_lm_head, or learner.fp8_emulation with quantized rollouts",
         source="NeMo-RL calls gen_kl_error below 1e-3 acceptable (guides/grpo); verl's rejection by k3 begins at 1e-2, "
         "which is the bound where rollouts are quantized",
     ),

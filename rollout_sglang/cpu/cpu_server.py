@@ -1,7 +1,7 @@
 """Start stock SGLang on a machine without CUDA: `python -m rollout_sglang.cpu.cpu_server <SGLang's own arguments>`.
 
-What a CPU without SGLang's kernels needs: settings of the environment, stubs for missing GPU packages, FP8 linear
-layers emulated, and memory for the record of routed experts. All of it happens while this module is run, so that a
+What a CPU without SGLang's kernels needs: settings of the environment, stubs for missing GPU packages, quantized
+linear layers emulated, and memory for the record of routed experts. All of it happens while this module is run, so that a
 child that re-imports it (multiprocessing's `spawn` runs the module again as `__mp_main__`) is equipped like its parent.
 """
 
@@ -34,10 +34,11 @@ def prepare() -> None:
     install_stubs()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from rollout_sglang.cpu import attention, dense_decode, fp8, routed_experts, staging
+    from rollout_sglang.cpu import attention, dense_decode, emulated, fp8, routed_experts, staging
 
     register_hooks()
     fp8.register_hooks()
+    emulated.register_hooks()
     attention.register_hooks()
     dense_decode.register_hooks()
     routed_experts.register_hooks()

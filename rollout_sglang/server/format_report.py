@@ -131,6 +131,8 @@ def _held(method: Any, values: _Values, statistics: bool) -> Held:
 def _layout(method: Any, weight: Tensor, scales: Tensor | None) -> str:
     """The name of the format, or of SGLang's method where it is none of ours."""
     kind = type(method).__name__
+    if kind == "EmulatedLinearMethod":  # rollout_sglang.cpu.emulated_layers
+        return str(method.rollout_format)
     if kind.startswith("Unquantized"):
         return "full"
     if kind not in ("Fp8LinearMethod", "Fp8MoEMethod"):

@@ -17,12 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from precision.formats.formats import (
-    fake_quantize_activation_as,
-    fake_quantize_block,
-    fake_quantize_tensor,
-    quantize_block,
-)
+from precision.formats.by_format import FAKE_QUANTIZE, fake_quantize_activation_as
+from precision.formats.formats import fake_quantize_tensor, quantize_block
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 
@@ -101,7 +97,7 @@ def _quantize(layers: Sequence[Any], rollout_format: RolloutFormat) -> None:
         if rollout_format is RolloutFormat.FP8_TENSOR:
             layer.weight.data = fake_quantize_tensor(weight, amax)
         else:
-            layer.weight.data = fake_quantize_block(weight)
+            layer.weight.data = FAKE_QUANTIZE[rollout_format](weight)
         layer.forward = _QuantizedForward(layer, rollout_format)
 
 

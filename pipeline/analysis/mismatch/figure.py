@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from precision.formats.rollout_format import RolloutFormat
 from precision.mismatch.attribution import TERMS
 
 # A machine without TeX-like fonts is told so for each of them, though nothing here is set in one.
@@ -131,7 +132,8 @@ def _layers(axes: Axes, result: Mapping[str, Any]) -> None:
     axes.set_title("Quantization, layer by layer")
     layers = result["layers"]
     if not layers:
-        why = "nothing is quantized" if not result["rollout_precision"].startswith("fp8") else "formats not emulated"
+        quantized = result["rollout_precision"] in tuple(RolloutFormat)
+        why = "formats not emulated" if quantized else "nothing is quantized"
         axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color="#777777")
         axes.set_axis_off()
         return

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from precision.formats.rollout_format import RolloutFormat
+
 ROUNDING_NATS = {"float32": 1e-4, "bfloat16": 2e-2}
 """Mean |term| that the rounding of two implementations may cause, by the coarser dtype of activations."""
 ROUNDING_LUCK = 0.25
@@ -136,7 +138,7 @@ def _kernels(result: Mapping[str, Any]) -> list[Finding]:
         "The kernels term is larger than rounding explains, and no fault of a single module has its pattern: compare "
         "what all layers share, such as config.json, RoPE, the norms' epsilon and the attention kernel."
     )
-    if not result["measured"]["quantization"] and result["rollout_precision"].startswith("fp8"):
+    if not result["measured"]["quantization"] and result["rollout_precision"] in tuple(RolloutFormat):
         text = "The formats could not be emulated here: the kernels term holds them too."
     return [Finding(term="kernels", kind="fault", cause="kernels", where=(), text=text)]
 
@@ -249,7 +251,7 @@ def _together(result: Mapping[str, Any]) -> list[Finding]:
         "explains, and no fault that was tried has its pattern. Kernels and decoding cannot be told apart here: "
         "compare config.json, RoPE and the attention kernel, and look at the KV cache."
     )
-    if not result["measured"]["quantization"] and result["rollout_precision"].startswith("fp8"):
+    if not result["measured"]["quantization"] and result["rollout_precision"] in tuple(RolloutFormat):
         text = "The formats could not be emulated here: the term of kernels and decoding together holds them too."
     return [Finding(term="decoding", kind="fault", cause="kernels or decoding", where=(), text=text)]
 

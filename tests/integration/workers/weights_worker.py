@@ -18,7 +18,7 @@ from megatron_bridge.step.fp8_emulation import _quantize_input, emulated
 from megatron_bridge.weights.convert import export_hf, export_stage, load_hf, load_named, stage_tensors
 from megatron_bridge.weights.name_map import NameMap, ShardCoords, parameter_names
 from pipeline.config.recipe import LearnerSection
-from precision.formats.formats import fake_quantize_activation_as
+from precision.formats.by_format import fake_quantize_activation_as
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
 from precision.supervised import Supervised

@@ -17,6 +17,7 @@ from pipeline.config.loader import recipe_from
         ("fp8_block", dict(precision="bf16", fp8_emulation=True), "bf16"),
         ("fp8_block", dict(precision="fp32", fp8_emulation=True), "bf16"),
         ("fp8_tensor", dict(precision="bf16", fp8_emulation=True), "fp8_tensor"),
+        ("emulated_fp4", dict(precision="fp32"), "emulated_fp4"),
     ],
 )
 def test_emulated_block_fp8_is_held_to_the_bound_of_bf16(

@@ -273,6 +273,26 @@ def test_a_non_finite_weight_is_named(rollout_format: RolloutFormat) -> None:
         list(fake_quantize_state(broken.items(), QuantMap.for_decoder(1, rollout_format)))
 
 
+@pytest.mark.parametrize("rollout_format", [name for name in RolloutFormat if name.is_emulated])
+def test_engines_are_sent_what_the_learner_emulates_bit_for_bit(rollout_format: RolloutFormat) -> None:
+    full = ["model.layers.1.self_attn.qkv_proj"]
+    quant_map = QuantMap.for_decoder(2, rollout_format).promoted(full)
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = {name: weight.to(dtype) for name, weight in state().items()}
+        sent = dict(quantize_state(weights.items(), quant_map))
+        emulated = dict(fake_quantize_state(weights.items(), quant_map))
+        assert sent.keys() == emulated.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert sent[name].dtype is dtype
+            assert torch.equal(sent[name], emulated[name])
+            assert torch.equal(sent[name], weight) != (name.removesuffix(".weight") in quant_map.formats)
+    config = quant_map.to_hf_quantization_config()
+    ignored = [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"]
+    assert config == dict(
+        quant_method="evenkeel_emulated", format=rollout_format, ignored_layers=ignored, modules_to_not_convert=ignored
+    )
+
+
 @pytest.mark.parametrize("rollout_format", [RolloutFormat.FP8_CHANNEL, RolloutFormat.MXFP8])
 def test_formats_that_are_not_served_are_emulated_and_not_sent(rollout_format: RolloutFormat) -> None:
     quant_map = QuantMap.for_decoder(2, rollout_format)

@@ -1,0 +1,189 @@
+"""e3m2, e2m1, and the scales of FP6, FP4, NVFP4 and MXFP4, against enumeration, exact fractions and ModelOpt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from precision.formats.by_format import FAKE_QUANTIZE, fake_quantize_activation_as
+from precision.formats.formats import SCALE_FLOOR
+from precision.formats.rollout_format import RolloutFormat
+from precision.formats.small_floats import (
+    E2M1,
+    E3M2,
+    SmallFloat,
+    fake_quantize_matrix,
+    fake_quantize_mxfp4,
+    fake_quantize_nvfp4_matrix,
+    fake_quantize_nvfp4_tokens,
+    fake_quantize_tokens,
+)
+from tests.support.examples import examples
+
+EMULATED = [name for name in RolloutFormat if name.is_emulated]
+
+
+def enumerated(exponent_bits: int, mantissa_bits: int) -> list[Fraction]:
+    """Every non-negative value of a format without infinities and NaN, in the order of its codes."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    steps = 2**mantissa_bits
+    found = []
+    for code in range(2 ** (exponent_bits + mantissa_bits)):
+        exponent, mantissa = divmod(code, steps)
+        normal = exponent > 0
+        found.append(Fraction(mantissa + steps * normal, steps) * Fraction(2) ** (max(exponent, 1) - bias))
+    return found
+
+
+VALUES = {E3M2: enumerated(3, 2), E2M1: enumerated(2, 1)}
+kinds = pytest.mark.parametrize("kind", [E3M2, E2M1])
+
+
+def nearest(value: Fraction, kind: SmallFloat) -> Fraction:
+    """By comparison with every value; of two that are as near the one whose code, and so whose mantissa, is even."""
+    values = VALUES[kind]
+    code = min(range(len(values)), key=lambda code: (abs(values[code] - abs(value)), code % 2))
+    return values[code] if value >= 0 else -values[code]
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_values_are_those_of_the_standard() -> None:
+    assert [float(value) for value in VALUES[E2M1]] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert [float(value) for value in VALUES[E3M2][:8]] == [0, 0.0625, 0.125, 0.1875, 0.25, 0.3125, 0.375, 0.4375]
+    assert [float(value) for value in VALUES[E3M2][-4:]] == [16, 20, 24, 28]
+    assert [kind.largest for kind in VALUES] == [float(values[-1]) for values in VALUES.values()]
+
+
+@kinds
+def test_values_stay_ties_go_to_the_even_one_and_signs_stay(kind: SmallFloat) -> None:
+    grid = torch.tensor([float(value) for value in VALUES[kind]])
+    between = (grid[:-1] + grid[1:]) / 2
+    even = torch.where(torch.arange(len(between)) % 2 == 0, grid[:-1], grid[1:])
+    for sign in (1, -1):
+        assert torch.equal(kind.rounded(sign * grid), sign * grid)
+        assert torch.equal(kind.rounded(sign * between), sign * even)
+        for beside, expected in ((torch.inf, grid[1:]), (-torch.inf, grid[:-1])):  # a bit above, a bit below a tie
+            moved = torch.nextafter(between, torch.tensor(beside))
+            assert torch.equal(kind.rounded(sign * moved), sign * expected)
+        zeros = kind.rounded(torch.tensor([0.0, 1e-30]) * sign)
+        assert zeros.tolist() == [0, 0]
+        assert zeros.signbit().tolist() == [sign < 0] * 2
+
+
+@kinds
+def test_what_is_too_large_saturates(kind: SmallFloat) -> None:
+    for value in (kind.largest * 1.01, kind.largest * 2, 3e38):
+        assert kind.rounded(torch.tensor([value, -value])).tolist() == [kind.largest, -kind.largest]
+
+
+@settings(max_examples=examples(100))
+@given(st.sampled_from([E3M2, E2M1]), st.lists(st.floats(-64, 64, width=32), min_size=1, max_size=30))
+def test_rounding_is_to_the_nearest_in_exact_arithmetic(kind: SmallFloat, values: list[float]) -> None:
+    found = kind.rounded(torch.tensor(values))
+    assert found.tolist() == [float(nearest(Fraction(value), kind)) for value in values]
+
+
+def test_one_scale_for_a_matrix_and_one_a_token() -> None:
+    weight = torch.tensor([[12.0, 5.0], [-0.9, 0.4]])  # amax 12: scale 2, so 5 → 2.5 → 2 (even), .9 → .45 → .5
+    assert fake_quantize_matrix(weight, E2M1).tolist() == [[12.0, 4.0], [-1.0, 0.0]]
+    tokens = torch.tensor([[12.0, 5.0], [-0.9, 0.4]])  # the second token has a scale of .15: .4 → 2.67 → 3
+    rounded = fake_quantize_tokens(tokens, E2M1)
+    torch.testing.assert_close(rounded, torch.tensor([[12.0, 4.0], [-0.9, 0.45]]))
+    assert torch.equal(rounded[1:], fake_quantize_matrix(tokens[1:], E2M1))
+
+
+def modelopt_nvfp4(weight: Tensor) -> Tensor:
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
+
+    stored, scale, whole = NVFP4QTensor.quantize(weight.clone(), 16)
+    found: Tensor = stored.dequantize(scale=scale, double_scale=whole, block_sizes={-1: 16}, dtype=torch.float32)
+    return found
+
+
+def modelopt_mxfp4(weight: Tensor) -> Tensor:
+    from modelopt.torch.quantization.qtensor.mxfp4_tensor import MXFP4QTensor
+
+    stored, scale = MXFP4QTensor.quantize(weight.clone(), 32)
+    found: Tensor = stored.dequantize(scale=scale, block_sizes={-1: 32}, dtype=torch.float32)
+    return found
+
+
+@pytest.mark.slow  # importing ModelOpt takes seconds
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(fake_quantize_nvfp4_matrix, modelopt_nvfp4), (fake_quantize_mxfp4, modelopt_mxfp4)]
+)
+@pytest.mark.parametrize("spread", [0.0, 3.0])
+def test_block_formats_are_modelopts(
+    ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], spread: float
+) -> None:
+    pytest.importorskip("modelopt")
+    weight = 0.02 * gaussian(48, 96) * torch.logspace(-spread, spread, 96)[torch.randperm(96)]
+    weight[3, 32:64] = 0.0
+    assert torch.equal(ours(weight), theirs(weight))
+
+
+def test_a_tie_of_mxfp4_goes_to_the_even_value() -> None:
+    """Where ModelOpt's takes the lower one."""
+    row = torch.zeros(1, 32)
+    row[0, :4] = torch.tensor([6.0, 0.75, 1.75, 3.5])
+    assert fake_quantize_mxfp4(row)[0, :4].tolist() == [6.0, 1.0, 2.0, 4.0]
+
+
+def test_scales_of_nvfp4_by_hand() -> None:
+    weight = torch.zeros(1, 48)
+    weight[0, 0] = 2688.0  # 6 · 448: the float32 scale is 1, that of the first 16 is 448
+    weight[0, 16:18] = torch.tensor([6.0, 2.6])  # scale 1: 2.6 → 3
+    weight[0, 32] = 0.01  # .01 / 6 is below the smallest e4m3 scale 2^-9, which makes 5.12 of it: 6
+    found = fake_quantize_nvfp4_matrix(weight)
+    assert found[0, [0, 16, 17, 32]].tolist() == [2688.0, 6.0, 3.0, 6 * 2.0**-9]
+
+
+def test_a_token_is_rounded_alone_and_a_short_last_group_as_if_zeros_followed() -> None:
+    tokens = gaussian(5, 40) * torch.logspace(-3, 3, 5)[:, None]
+    whole = torch.nn.functional.pad(tokens, (0, 24))
+    for name in EMULATED:
+        rounded = fake_quantize_activation_as(tokens, name)
+        for token in range(5):
+            assert torch.equal(rounded[token], fake_quantize_activation_as(tokens[token], name))
+        assert torch.equal(rounded, fake_quantize_activation_as(whole, name)[:, :40])
+    assert torch.equal(fake_quantize_nvfp4_tokens(tokens[2:3]), fake_quantize_nvfp4_matrix(tokens[2:3]))
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_finite_values_of_any_size_stay_finite_and_others_are_refused(name: RolloutFormat) -> None:
+    for rounding in (FAKE_QUANTIZE[name], lambda values: fake_quantize_activation_as(values, name)):
+        for size in (0.0, 1e-45, 1e-38, SCALE_FLOOR, 1e20, 1e38):
+            assert bool(rounding(torch.full((2, 33), size)).isfinite().all())
+        for wrong in (torch.inf, -torch.inf, torch.nan):
+            with pytest.raises(FloatingPointError, match="largest magnitude to quantize"):
+                rounding(torch.tensor([[1.0, wrong]]))
+        assert rounding(gaussian(4, 48).bfloat16()).dtype is torch.bfloat16
+    assert fake_quantize_activation_as(torch.zeros(0, 8), name).shape == (0, 8)
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_gradients_pass_straight_through(name: RolloutFormat) -> None:
+    for rounding in (FAKE_QUANTIZE[name], lambda values: fake_quantize_activation_as(values, name)):
+        weight = gaussian(3, 32).requires_grad_()
+        slopes = gaussian(3, 32, seed=1)
+        (rounding(weight) * slopes).sum().backward()
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, slopes)
+
+
+def test_fewer_bits_lose_more() -> None:
+    weight = gaussian(256, 256)
+    lost = {name: float((FAKE_QUANTIZE[name](weight) - weight).norm() / weight.norm()) for name in FAKE_QUANTIZE}
+    order = [RolloutFormat.FP8_BLOCK, RolloutFormat.EMULATED_FP6, RolloutFormat.EMULATED_NVFP4]
+    assert lost[order[0]] < lost[order[1]] < lost[order[2]] < lost[RolloutFormat.EMULATED_MXFP4]
+    assert lost[RolloutFormat.EMULATED_NVFP4] < lost[RolloutFormat.EMULATED_FP4]
