@@ -1,7 +1,7 @@
 """The rollout's formats in the learner, emulated: what the learner computes when its linears round as the engine's do.
 
-    weights       the values that the format and its scales can hold, made once for each state of the weights (an optimizer
-                  step, not a micro-batch), in copies that take the parameters' place during a pass
+    weights       the values that the format and its scales can hold, made once for each state of the weights (an
+                  optimizer step, not a micro-batch), in copies that take the parameters' place during a pass
     activations   inputs of the quantized linears, rounded in every pass: one scale a token (fp8_tensor, emulated_fp6,
                   emulated_fp4) or a token and some channels (fp8_block: 128; emulated_mxfp4: 32; emulated_nvfp4: 16),
                   over the whole input dimension, whatever the tensor parallel size

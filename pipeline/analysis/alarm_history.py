@@ -41,7 +41,8 @@ class AlarmHistory:
 
 
 def samples_coarser(recipe: Recipe) -> bool:
-    """Whether engines sample in a quantized format while the learner trains in none: what the bounds of some alarms depend on."""
+    """Whether engines sample in a quantized format while the learner trains in none: the bounds of some alarms depend
+    on it."""
     learner = recipe.learner
     trains_in_fp8 = learner.fp8_emulation or learner.precision.startswith("fp8")
     return recipe.rollout.quantized_format is not None and not trains_in_fp8

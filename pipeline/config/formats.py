@@ -38,6 +38,6 @@ def check_mixture(rollout_format: RolloutFormat | None, *, experts: bool) -> Non
     """Raises RecipeError for a format that has no mixture of experts."""
     if experts and rollout_format is not None and rollout_format.is_emulated:
         raise RecipeError(
-            f"rollout.precision is {rollout_format}, which is emulated in dense models only, but the model has experts; "
-            "set bf16 or fp32, or take a dense model"
+            f"rollout.precision is {rollout_format}, which is emulated in dense models only, but the model has "
+            "experts; set bf16 or fp32, or take a dense model"
         )

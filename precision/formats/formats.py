@@ -46,8 +46,8 @@ def require_finite(amax: Tensor) -> None:
     """Raises FloatingPointError unless all largest magnitudes are finite. On a GPU, waits for them."""
     if not bool(amax.isfinite().all()):
         raise FloatingPointError(
-            f"largest magnitude to quantize is {float(amax.max())}, expected finite values; a cast would hide it as its "
-            "largest value or NaN; look for the overflow before this layer"
+            f"largest magnitude to quantize is {float(amax.max())}, expected finite values; a cast would hide it as "
+            "its largest value or NaN; look for the overflow before this layer"
         )
 
 

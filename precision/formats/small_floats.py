@@ -53,8 +53,8 @@ class SmallFloat:
     largest: float
 
     def rounded(self, values: Tensor) -> Tensor:
-        """float32, the nearest values of the format, ties to even, saturating; the sign of a zero stays. Finite input is
-        the caller's duty."""
+        """float32, the nearest values of the format, ties to even, saturating; the sign of a zero stays. Finite input
+        is the caller's duty."""
         clamped = values.float().clamp(-self.largest, self.largest)
         binade = (clamped.view(torch.int32) & _EXPONENT).view(torch.float32)  # 2^⌊log2 |x|⌋
         step = binade.clamp(min=2.0**self.smallest_exponent) * 2.0**-self.mantissa_bits

@@ -1,5 +1,5 @@
-"""SGLang's classes for a policy in an emulated format (rollout_sglang.cpu.emulated). Imports SGLang: a server does, once
-it is equipped."""
+"""SGLang's classes for a policy in an emulated format (rollout_sglang.cpu.emulated). Imports SGLang: a server does,
+once it is equipped."""
 
 from __future__ import annotations
 
