@@ -2,7 +2,8 @@
 
 What a CPU without SGLang's kernels needs: settings of the environment, stubs for missing GPU packages, quantized
 linear layers emulated, and memory for the record of routed experts. All of it happens while this module is run, so that
-a child that re-imports it (multiprocessing's `spawn` runs the module again as `__mp_main__`) is equipped like its parent.
+a child that re-imports it (multiprocessing's `spawn` runs the module again as `__mp_main__`) is equipped like its
+parent.
 """
 
 from __future__ import annotations

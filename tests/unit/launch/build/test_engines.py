@@ -142,6 +142,7 @@ def mapped(tmp_path: Path, precision: str, quant_map: QuantMapFile) -> Recipe:
         model=dict(path=str(tmp_path / "model")),
         task=dict(name="sort_digits"),
         rollout=dict(precision=precision, quant_map=quant_map.model_dump()),
+        learner=dict(precision="fp32"),
     )
     return recipe_from(data, source="test")
 
