@@ -74,14 +74,7 @@ class ModelSection(Section):
 
 HIGHEST_PORT = 65_535
 RolloutPrecision = Literal[
-    "fp32",
-    "bf16",
-    "fp8_tensor",
-    "fp8_block",
-    "emulated_fp6",
-    "emulated_fp4",
-    "emulated_nvfp4",
-    "emulated_mxfp4",
+    "fp32", "bf16", "fp8_tensor", "fp8_block", "emulated_fp6", "emulated_fp4", "emulated_nvfp4", "emulated_mxfp4"
 ]
 MOST_KEPT = 3072
 """Largest top_k with kept sets. SGLang names at most 4096 tokens and ends a request that keeps more; tokens exactly as
