@@ -20,11 +20,15 @@ from pipeline.analysis.figures.drawing import Named
 from pipeline.analysis.figures.learning import held_out, learning_figures
 from pipeline.analysis.figures.mismatch import HISTOGRAM_TITLE, WIDE_TITLES, mismatch_figures
 from pipeline.analysis.figures.objective import advantage_figures, advantage_text, objective_figures
+from pipeline.analysis.figures.reward import HISTOGRAM_TITLE as REWARDS_TITLE
 from pipeline.analysis.figures.reward import REWARDS_TEXT, reward_figures
 from pipeline.analysis.figures.routing import ROUTING_TEXT, routing_figures
+from pipeline.analysis.figures.throughput import throughput_figures, throughput_text
 from pipeline.analysis.figures.timing import PHASES_TITLE, TIMELINE_TITLE, share_bar, timing_figures
 from pipeline.analysis.flight.bottleneck import phase_shares
 from pipeline.analysis.flight.timeline import timeline
+from pipeline.analysis.guides import reading_of
+from pipeline.analysis.run_environment import environment_rows
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
 from pipeline.data.files import write_atomically
@@ -34,7 +38,7 @@ NOTEWORTHY = ("restarted", "dropped", "retried")
 
 MAX_LISTED_EVENTS = 200
 
-WIDE = ("", HISTOGRAM_TITLE, *WIDE_TITLES, CONTROL_TITLE, TIMELINE_TITLE, PHASES_TITLE)
+WIDE = ("", HISTOGRAM_TITLE, REWARDS_TITLE, *WIDE_TITLES, CONTROL_TITLE, TIMELINE_TITLE, PHASES_TITLE)
 """Titles of the figures that take the whole width."""
 
 
@@ -60,6 +64,7 @@ def render_page(run_log: RunLog) -> str:
         alarms=alarm_rows(run_log),
         events=listed[-MAX_LISTED_EVENTS:],
         num_events=len(listed),
+        environment=environment_rows(run_log),
         recipe=run_log.recipe.to_yaml(),
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
@@ -90,12 +95,17 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
         ),
         ("Advantage", advantage_text(run_log), advantage_figures(run_log)),
         ("Where the time goes", "Numbers in the bars are steps, batches and versions.", timing_figures(run_log)),
+        ("Throughput", throughput_text(run_log), throughput_figures(run_log)),
     ]
     return [
         dict(
             title=title,
             text=text,
-            figures=[dict(title=name, svg=svg, wide=name in WIDE) for name, svg in drawn if svg is not None],
+            figures=[
+                dict(title=name, svg=svg, wide=name in WIDE, reading=reading_of(name, run_log))
+                for name, svg in drawn
+                if svg is not None
+            ],
         )
         for title, text, drawn in parts
         if any(svg is not None for _, svg in drawn)

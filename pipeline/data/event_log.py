@@ -39,6 +39,7 @@ EventKind = Literal[
     "saved",
     "evaluated",
     "started",
+    "environment",
     "recipe_changed",
     "sandbox",
     "restarted",

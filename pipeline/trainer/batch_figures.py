@@ -25,6 +25,7 @@ def describe(batch: Batch, step: int) -> dict[str, Any]:
         lag_max=float(lag.max()),
         truncated_share=float(batch.truncated.mean()),
         response_tokens_mean=float(batch.response_lengths.mean()),
+        prompt_tokens_mean=float(batch.prompt_lengths.mean()),
         verifier_failures=float((~judged).sum()),
         **({"reward_parts": parts} if parts else {}),
         **({"sources": sources} if sources else {}),

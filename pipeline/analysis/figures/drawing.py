@@ -125,7 +125,7 @@ def curve(
         if lowest is not None:
             axes.set_yscale("log")
         elif floor is not None:
-            axes.set_ylim(bottom=floor)
+            begin_at(axes, floor)
         if percent:
             axes.yaxis.set_major_formatter(FuncFormatter(percent_label))
         if len(known) > 1 or len(shown) == 1:
@@ -232,6 +232,13 @@ def mark_restarts(axes: Axes, run_log: RunLog) -> None:
         after = next((line["step"] for line in run_log.metrics if line["time"] > event["time"]), None)
         if after is not None:
             axes.axvline(after, color=COLORS["muted"], linestyle=":", linewidth=0.9)
+
+
+def begin_at(axes: Axes, floor: float) -> None:
+    """The y axis begins there; a line at the floor is as thick as elsewhere."""
+    high = axes.get_ylim()[1]
+    axes.set_yticks([tick for tick in MaxNLocator(nbins=5).tick_values(floor, high) if floor <= tick <= high])
+    axes.set_ylim(floor - 0.02 * (high - floor), high)
 
 
 def legend_above(axes: Axes) -> None:

@@ -41,6 +41,8 @@ def held_out(run_log: RunLog) -> str | None:
         low = [number(event, "pass_at_1_low") for event in events]
         high = [number(event, "pass_at_1_high") for event in events]
         if all(value is not None for value in (*low, *high)):
+            if len(versions) == 1:
+                axes.vlines(versions, low, high, color=COLORS["blue"], alpha=0.3, linewidth=5)  # type: ignore[arg-type]
             axes.fill_between(versions, low, high, color=COLORS["blue"], alpha=0.15, linewidth=0)  # type: ignore[arg-type]
         many = [(v, number(event.get("pass_at_k") or {}, str(k))) for v, event in zip(versions, events, strict=True)]
         known = [(v, value) for v, value in many if value is not None]

@@ -70,7 +70,7 @@ def mismatch_figures(run_log: RunLog) -> list[Named]:
     ]
 
 
-_KL = [("k3_kl", "k3", "blue"), ("k2_kl", "k2", "teal")]
+_KL = [("k3_kl", "k3", "blue"), ("k2_kl", "k2", "orange")]
 _LAG = [("lag_max", "oldest token", "orange"), ("lag_mean", "mean", "blue")]
 _SIGNS = (("positive", ">", "teal"), ("negative", "<", "orange"))
 _SEQUENCES = [

@@ -14,6 +14,9 @@ from pipeline.analysis.figures.drawing import Named
 from pipeline.analysis.run_log import RunLog
 from precision.measures import Measure
 
+KL_TO_REFERENCE = Measure("KL to the reference, nats a token", (("kl_to_reference", "k3", "violet"),), floor=0.0)
+"""Of a run with `reference`."""
+
 NUM_POINTS = 201
 """Solve rates at which weight_curves are drawn."""
 
@@ -26,7 +29,8 @@ def advantage_figures(run_log: RunLog) -> list[Named]:
 
 def objective_figures(run_log: RunLog) -> list[Named]:
     """What the objective clipped, capped, vetoed and anchored to, and what the correction took away."""
-    return _drawn(run_log, (*run_log.recipe.objective.measures, *run_log.recipe.correction.measures))
+    own = (*run_log.recipe.objective.measures, *run_log.recipe.correction.measures)
+    return _drawn(run_log, (*own, KL_TO_REFERENCE))
 
 
 def _drawn(run_log: RunLog, measures: Iterable[Measure]) -> list[Named]:

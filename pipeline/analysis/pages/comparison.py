@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from pipeline.analysis.figures import drawing
 from pipeline.analysis.html_report import count, decimal, duration, page_style, percent
@@ -98,13 +98,20 @@ def _figure(logs: Sequence[RunLog], runs: Sequence[Mapping[str, str]], metric: s
         return None
 
     def draw(axes: Axes) -> None:
+        overlaps = drawing.Overlaps(np.concatenate([ys for _, ys, _ in lines]))
         for xs, ys, run in lines:
+            dashes = overlaps.dashes(xs, ys)
             color = drawing.COLORS[run["color"]]
             dotted = len(xs) <= 12 or metric == "pass_at_1"
-            axes.plot(xs, ys, color=color, linestyle=run["dashes"], marker="o" if dotted else "", markersize=3)
+            axes.plot(
+                xs,
+                ys,
+                color=color,
+                linestyle=run["dashes"] if dashes == "-" else dashes,
+                marker="o" if dotted else "",
+                markersize=3,
+            )
             add_values(axes, xs, ys, run["path"], color)
-        axes.set_xlabel(AXES[over])
-        axes.xaxis.set_major_locator(MaxNLocator(integer=over != "seconds", nbins=5))
-        drawing.plain_values(axes)
+        drawing.steps_axis(axes, AXES[over], ceiling=1.0 if metric in ("ess", "pass_at_1") else None)
 
     return drawing.render(f"{metric} over {over}", drawing.SMALL, draw)

@@ -20,10 +20,20 @@ def add_values(
     """Points over a line that cannot be seen and say `label`, x and y, or what is `said` instead of y."""
     values = ys if said is None else said
     chosen = np.unique(np.linspace(0, len(xs) - 1, min(len(xs), _MOST_POINTS)).astype(int)).tolist()
-    titles = [f"{label.replace(_BETWEEN, ' ')}, {xs[i]:.6g}: {values[i]:.5g}" for i in chosen]
+    places = [f"{label.replace(_BETWEEN, ' ')}, {xs[i]:.6g}" for i in chosen]
+    titles = [f"{place}: {values[i]:.5g}" for place, i in zip(places, chosen, strict=True)]
+    _add(axes, [xs[i] for i in chosen], [ys[i] for i in chosen], titles, color)
+
+
+def add_named_values(axes: Axes, xs: Sequence[float], ys: Sequence[float], names: Sequence[str], color: str) -> None:
+    """The same where each point, such as the top of a bar, has a name of its own, which is said instead of x."""
+    _add(axes, xs, ys, [f"{name}: {y:.5g}" for name, y in zip(names, ys, strict=True)], color)
+
+
+def _add(axes: Axes, xs: Sequence[float], ys: Sequence[float], titles: Sequence[str], color: str) -> None:
     axes.plot(
-        [xs[i] for i in chosen],
-        [ys[i] for i in chosen],
+        xs,
+        ys,
         linestyle="",
         marker="o",
         markersize=9,

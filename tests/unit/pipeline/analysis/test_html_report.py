@@ -105,6 +105,8 @@ def test_every_figure_is_there_for_a_full_run(full_page: str) -> None:
         "weight_curves",
         "timeline",
         "seconds of each phase",
+        "Response tokens a second",
+        "Samples without a reward",
     }
 
 

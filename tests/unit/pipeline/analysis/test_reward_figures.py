@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from pipeline.analysis.figures.reward import reward_figures
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import EventLog
+from pipeline.data.store import BatchStore
+from tests.support.batches import batch_of_rewards
 
 WriteRun = Callable[..., Path]
 
@@ -40,4 +43,48 @@ def test_each_source_is_a_line_and_each_part_a_figure(write_run: WriteRun) -> No
 
 
 def test_a_run_of_one_source_without_parts_has_none_of_them(write_run: WriteRun) -> None:
-    assert drawn(write_run(3)) == {}
+    assert list(drawn(write_run(3))) == ["Samples without a reward"]
+
+
+def with_batches(run: Path, *rewards: list[list[float]]) -> str:
+    """The histogram of a run that has these batches."""
+    store = BatchStore(run / "batches")
+    for index, each in enumerate(rewards):
+        store.commit(batch_of_rewards(each, index=index))
+    return drawn(run)["Rewards of the samples"]
+
+
+def test_rewards_of_the_first_middle_and_newest_trained_batch_are_counted(write_run: WriteRun) -> None:
+    batches = [[[0.0, 1.0], [0.0, 0.0]], [[1.0, 1.0]], [[0.5, 1.0]], [[0.0, 0.0]]]
+    svg = with_batches(write_run(3), *batches)  # batch 3 is not trained yet
+    titles = re.findall(r"<title>([^<]*)</title>", svg)
+    assert "batch 0, reward 0: 0.75" in titles
+    assert "batch 0, reward 1: 0.25" in titles
+    assert "batch 2, reward 0.5: 0.5" in titles
+    assert "batch 0, mean 0.25" in svg
+    assert not any("batch 3" in title for title in titles)
+
+
+def test_many_rewards_are_binned_and_a_damaged_batch_is_passed_over(write_run: WriteRun) -> None:
+    run = write_run(2)
+    many = [[number / 40 for number in range(40)]]
+    with_batches(run, many, many)
+    damaged = run / "batches" / "000000.zarr.zip"
+    damaged.write_bytes(damaged.read_bytes()[:-7])
+    svg = drawn(run)["Rewards of the samples"]
+    titles = re.findall(r"<title>([^<]*)</title>", svg)
+    assert 20 <= len(titles) <= 25
+    assert all(title.startswith("batch 1, ") for title in titles)
+
+
+def test_failures_penalties_and_the_distance_from_a_teacher_have_figures(write_run: WriteRun) -> None:
+    run = write_run(0)
+    log = EventLog(run, "learner-000009")
+    for step in range(2):
+        log.metrics(step, verifier_failures=3.0 - step, overlong_penalty=-0.5, reverse_kl=0.25)
+    log.event("evaluated", version=2, reverse_kl=0.125, pass_at_1=0.5)
+    found = drawn(run)
+    assert "<title>samples, 0: 3</title>" in found["Samples without a reward"]
+    assert "<title>samples, 1: -0.5</title>" in found["Penalty for overlong responses"]
+    assert "<title>trained on, 1: 0.25</title>" in found["Reverse KL to the teacher, nats a token"]
+    assert "held out, by version 0.125" in found["Reverse KL to the teacher, nats a token"]

@@ -1,0 +1,102 @@
+"""The figures of a report that say how fast a run is: tokens a second on both sides, and the use of the learner's GPUs.
+
+generated    response tokens of a batch ÷ seconds in which the collector generated it
+updated      response tokens of a step ÷ seconds of its log-probabilities and updates
+trained      the same ÷ seconds of the whole step, waiting and publishing included
+MFU          6 · parameters · tokens, prompts included ÷ (seconds of the updates · ranks · peak of a GPU)
+
+MFU is that of PaLM (arXiv 2204.02311, appendix B) without the products of attention, which makes it a little too low.
+Of a mixture, parameters are those that a token visits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pipeline.analysis.figures.drawing import Named, curve
+from pipeline.analysis.run_log import RunLog, number
+
+MFU_TITLE = "Model FLOPs utilization (MFU)"
+_LINES = [
+    ("generated", "generated", "blue"),
+    ("updated", "trained, of the updates", "violet"),
+    ("trained", "trained, of the whole step", "gray"),
+]
+
+
+def throughput_figures(run_log: RunLog) -> list[Named]:
+    """Tokens a second, and MFU where it can be known."""
+    own = replace(run_log, metrics=speeds(run_log))
+    return [
+        ("Response tokens a second", curve(own, "Response tokens a second", _LINES, log=True, floor=0.0)),
+        (MFU_TITLE, curve(own, MFU_TITLE, [("mfu", "MFU", "teal")], percent=True, floor=0.0)),
+    ]
+
+
+def throughput_text(run_log: RunLog) -> str:
+    """What the speeds are of, and why there is no MFU where there is none."""
+    if not run_log.metrics:
+        return ""
+    said = "Tokens that are trained are counted against the seconds of the updates, and of the whole step."
+    reason = why_no_mfu(run_log)
+    return f"{said} There is no MFU: {reason}." if reason else said
+
+
+def why_no_mfu(run_log: RunLog) -> str:
+    """Empty where the newest step has one."""
+    known = learner_environment(run_log, float(run_log.metrics[-1]["time"])) if run_log.metrics else None
+    if known is None:
+        return "an earlier version of Even Keel did not note what the learner ran on"
+    if not known.get("gpus"):
+        return "the learner ran on a CPU, whose peak is not known"
+    if number(known, "peak_tflops") is None:
+        return f"the peak of {' and '.join(sorted(set(known['gpus'])))} is not known"
+    if number(run_log.metrics[-1], "prompt_tokens_mean") is None:
+        return "an earlier version of Even Keel did not note the length of prompts"
+    return ""
+
+
+def speeds(run_log: RunLog) -> list[dict[str, Any]]:
+    """Of each step `generated`, `updated` and `trained`, response tokens a second, and `mfu`; what is not known is
+    missing."""
+    committed = {int(event["batch"]): event for event in run_log.of_kind("committed")}
+    return [_speed(run_log, line, committed.get(int(line["step"]), {})) for line in run_log.metrics]
+
+
+def _speed(run_log: RunLog, line: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
+    seconds = line.get("seconds") or {}
+    update_s = sum(number(seconds, phase) or 0.0 for phase in ("logprobs", "update"))
+    samples = number(batch, "samples")
+    mean, tokens = number(line, "response_tokens_mean"), number(line, "num_tokens")
+    sampled = None if samples is None or mean is None else samples * mean
+    found = dict(
+        generated=_over(sampled, number(batch.get("seconds") or {}, "generate")),
+        updated=_over(tokens, update_s),
+        trained=_over(tokens, sum(number(seconds, phase) or 0.0 for phase in seconds)),
+        mfu=_mfu(line, samples, learner_environment(run_log, float(line["time"])) or {}),
+    )
+    return {"step": line["step"], "time": line["time"], **found}
+
+
+def _mfu(line: Mapping[str, Any], samples: float | None, known: Mapping[str, Any]) -> float | None:
+    """Share of the peak, 0 to 1."""
+    lengths = [number(line, name) for name in ("prompt_tokens_mean", "response_tokens_mean")]
+    machine = [number(known, name) for name in ("active_parameters", "ranks", "peak_tflops")]
+    update_s = number(line.get("seconds") or {}, "update")
+    if samples is None or update_s is None or any(value is None for value in (*lengths, *machine)):
+        return None
+    parameters, ranks, peak = (value or 0.0 for value in machine)
+    tokens = samples * sum(value or 0.0 for value in lengths)
+    return _over(6.0 * parameters * tokens, update_s * ranks * peak * 1e12)
+
+
+def learner_environment(run_log: RunLog, at: float) -> dict[str, Any] | None:
+    """What the learner's start noted that trained at the time `at`; None where nothing was noted."""
+    noted = [event for event in run_log.of_kind("environment") if event["role"] == "learner" and event["time"] <= at]
+    return noted[-1] if noted else None
+
+
+def _over(amount: float | None, seconds: float | None) -> float | None:
+    return None if amount is None or not seconds else amount / seconds
