@@ -20,6 +20,7 @@ from launch.build.rewards import build_verifiers
 from launch.build.teacher import teacher_of
 from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.api_key import read_api_key
+from launch.cluster.roles.environment import environment
 from pipeline.beside_loop import spare_collections
 from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
@@ -106,6 +107,7 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
     remove_leftovers(run.evaluations, run.fence)
     metrics = metrics_of("collector", run.path)
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
+    event_log.event("environment", role="collector", **environment())
     fleet = build_fleet(run, recipe, epoch, event_log.event)
     try:
         with (

@@ -26,6 +26,7 @@ from launch.build.trainer import build_rates, build_trainer
 from launch.build.weight_checks import build_weight_check_plan
 from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.base import EPOCH_VARIABLE, Stop, rank_epoch, wait_for_engines
+from launch.cluster.roles.environment import environment, learner_facts
 from launch.cluster.roles.ranks import BEGUN
 from launch.plan.grace import checkpoint_bytes
 from launch.run.collect import build_fleet, fleet_settings
@@ -135,11 +136,21 @@ def learn(run: RunDirectory, replayed: RunDirectory | None) -> None:
         channel=channel,
         controller=build_controller(run, recipe, learner, transition, event_log, replayed),
     )
+    _note_environment(run, epoch, learner)
     _note_begun(learner)
     with recorded(run.path, f"{epoch.name}.rank-{dist.get_rank():04}"):
         trainer.train()
         if channel is not None:
             channel.close()
+
+
+def _note_environment(run: RunDirectory, epoch: Epoch, learner: MegatronLearner) -> None:
+    """What each host of the learner is. Files of events have one writer: a rank's own is named by the rank."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        found = environment()
+        facts = learner_facts(learner.model_config, dist.get_world_size(), found["gpus"])
+        log = EventLog(run.path, f"{epoch.name}.rank-{dist.get_rank():04}")
+        log.event("environment", role="learner", **found, **facts)
 
 
 def _note_begun(learner: MegatronLearner) -> None:

@@ -144,6 +144,10 @@ def test_report_trajectories_and_text(tp2: Path) -> None:
     assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
     )
+    assert 'aria-label="Rewards of the samples"' in page
+    assert "There is no MFU: the learner ran on a CPU" in page
+    assert {event["role"] for event in read_events(tp2, "environment")} >= {"learner", "collector", "engine-0"}
+    assert "<dt>sglang</dt><dd>0.5" in page
     shown = evenkeel("trajectories", "show", tp2, "2", "--limit", "2")
     assert shown.returncode == 0, shown.stderr
     assert "reward" in shown.stdout

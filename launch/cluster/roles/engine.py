@@ -31,6 +31,7 @@ from launch.cluster.roles.base import (
     wait_for_policy,
     wait_for_recipe,
 )
+from launch.cluster.roles.environment import note_engine
 from launch.cluster.roles.rendezvous import Rendezvous, raise_other_nodes
 from launch.cluster.roles.server_turn import reason_to_start_again
 from launch.cluster.roles.starting_weights import hold_weights, release_weights
@@ -126,6 +127,7 @@ def _run_start(
     release = partial(release_weights, spec)
     loaded, ended = (keeper.begin, keeper.close) if keeper else (release, release)
     try:
+        note_engine(own.run, epoch)
         told.change(quant_map=digest_of(read_quant_map(spec.model)))
         return _serve_start(own, recipe, epoch, stop, start(spec), told, loaded)
     finally:

@@ -86,7 +86,7 @@ def commit_of(sources: Path) -> str | None:
 
 
 def _git(sources: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(sources), *arguments]
+    command = ["git", "--no-optional-locks", "-C", str(sources), *arguments]  # others may be at work in it
     return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_DEADLINE_S, check=True).stdout
 
 
