@@ -77,6 +77,11 @@ def _failed_rewards(run_log: RunLog) -> list[str]:
     )
     if not told and not failed:
         return []
+    if not failed:
+        return [
+            f"a sample that is not trained on, such as a held-out one, had no reward, since its verifier failed, "
+            f"{told[0]['reason']}: {told[0]['detail']}"
+        ]
     first = f"; the first, {told[0]['reason']}: {told[0]['detail']}" if told else ""
     return [f"{failed:.0f} of {samples} samples had no reward, since their verifier failed{first}"]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 
+from pipeline.analysis.html_report import page_style
 from pipeline.analysis.mismatch.figure import MEANING, draw, shown_terms
 from pipeline.data.files import write_atomically
 
@@ -32,7 +33,9 @@ def render(result: Mapping[str, Any], picture: Path) -> str:
     )
     rows = [(term, MEANING[term], result["terms"][term]) for term in shown_terms(result)]
     image = base64.b64encode(picture.read_bytes()).decode()
-    return template.render(result=result, rows=[*rows, ("total", "all of it", result["total"])], image=image)
+    return template.render(
+        style=page_style(), result=result, rows=[*rows, ("total", "all of it", result["total"])], image=image
+    )
 
 
 def nats(value: float) -> str:

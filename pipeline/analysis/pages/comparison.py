@@ -112,6 +112,8 @@ def _figure(logs: Sequence[RunLog], runs: Sequence[Mapping[str, str]], metric: s
                 markersize=3,
             )
             add_values(axes, xs, ys, run["path"], color)
-        drawing.steps_axis(axes, AXES[over], ceiling=1.0 if metric in ("ess", "pass_at_1") else None)
+        drawing.steps_axis(axes, AXES[over], ceiling=1.0 if metric == "ess" else None)
+        if metric == "pass_at_1":
+            drawing.begin_at(axes, 0.0)
 
     return drawing.render(f"{metric} over {over}", drawing.SMALL, draw)
