@@ -145,3 +145,11 @@ def test_not_a_run(tmp_path: Path) -> None:
         summary(tmp_path / "nothing")
     with pytest.raises(StoreError, match=r"no recipe\.yaml"):
         summary(tmp_path)
+
+
+def test_a_failure_of_a_held_out_sample_alone_is_told_as_such(write_run: Callable[..., Path]) -> None:
+    run = write_run(1)
+    EventLog(run, "collector-000009").event("reward_failed", reason="raised", detail="ValueError: no")
+    (told,) = [sentence for sentence in summary(run)["warnings"] if "verifier" in sentence]
+    assert told.startswith("a sample that is not trained on")
+    assert told.endswith("raised: ValueError: no")
