@@ -48,9 +48,11 @@ def _verifiers(reward: str, recipe: Recipe, sandbox: Sandbox | None, event_log: 
     """Without a log, for a trial: one worker, and a watch that asks from the first sample on."""
     section = recipe.reward
     if event_log is None:
-        watch = FailureWatch(reward, 0.0 if reward == MATH_VERIFY else section.max_failed_share, at_least=1)
+        watch = FailureWatch(
+            f"reward {reward!r}", 0.0 if reward == MATH_VERIFY else section.max_failed_share, at_least=1
+        )
     else:
-        watch = FailureWatch(reward, section.max_failed_share, tell=partial(_tell, event_log))
+        watch = FailureWatch(f"reward {reward!r}", section.max_failed_share, tell=partial(_tell, event_log))
     return Verifiers(
         reward,
         1 if event_log is None else section.workers,

@@ -76,7 +76,7 @@ async def teacher_of(
             teacher=servers,
             retries=recipe.reward.retries,
             watch=FailureWatch(
-                "distillation",
+                "the teacher",
                 recipe.reward.max_failed_share,
                 tell=lambda reason, detail: event_log.event("teacher_failed", reason=reason, detail=detail),
                 remedy="look at the teacher's servers",

@@ -169,9 +169,8 @@ def _is_of(event: dict[str, Any], step: int) -> bool:
 
 def _write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     make_folder(path.parent)
-    _durably(
-        path, lambda: path.write_text("".join(seal(json.dumps(line, ensure_ascii=False) + "\n") for line in lines))
-    )
+    text = "".join(seal(json.dumps(line, ensure_ascii=False) + "\n") for line in lines)
+    _durably(path, lambda: path.write_text(text))
 
 
 def _link(old: Path, new: Path) -> None:

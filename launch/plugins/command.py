@@ -23,7 +23,7 @@ def plugins(
 
     For example:  evenkeel plugins my_rewards
     """
-    from launch.plugins.listing import ASKED, of_modules, shipped
+    from launch.plugins.listing import ASKED, key_of, of_modules, shipped
 
     found = of_modules(modules) if modules else shipped()
     if as_json:
@@ -41,6 +41,5 @@ def plugins(
     if not modules:
         table.add_section()
         for kind, asked in ASKED.items():
-            key = {"reward": "task.reward", "filter": "task.filter"}.get(kind, f"{kind}.class")
-            table.add_row(key, "package.module:Name", Text(f"yours: {asked}"))
+            table.add_row(key_of(kind), "package.module:Name", Text(f"yours: {asked}"))
     Console().print(table)

@@ -71,6 +71,11 @@ def shipped() -> list[Plugin]:
     return found + [Plugin(kind="reward", key="task.reward", value=f.__name__, says=_says(f)) for f in rewards]
 
 
+def key_of(kind: Kind) -> str:
+    """The recipe's key that names one of the user's own."""
+    return f"task.{kind}" if kind in ("reward", "filter") else f"{kind}.class"
+
+
 def of_modules(names: Sequence[str]) -> list[Plugin]:
     """What modules define that a recipe can name, in their order. Raises RecipeError for a module that cannot be
     imported, and for one that holds nothing of the kind."""
@@ -99,9 +104,8 @@ def _plugins(module: ModuleType) -> Iterator[Plugin]:
         kind = _kind_of(thing)
         if kind is None:
             continue
-        key = {"reward": "task.reward", "filter": "task.filter"}.get(kind, f"{kind}.class")
         lacks = _lacks(thing) if kind in ("objective", "correction", "advantage") else ""
-        yield Plugin(kind=kind, key=key, value=f"{module.__name__}:{name}", says=_says(thing), lacks=lacks)
+        yield Plugin(kind=kind, key=key_of(kind), value=f"{module.__name__}:{name}", says=_says(thing), lacks=lacks)
 
 
 def _kind_of(thing: Any) -> Kind | None:

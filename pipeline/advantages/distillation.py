@@ -15,7 +15,6 @@ teacher is the student as it is sampled. So the learner must train that same dis
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +24,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.data.records import Batch
 from pipeline.errors import StoreError
+from pipeline.server_urls import ServerUrls
 from precision.settings import Settings
 
 
@@ -35,7 +35,7 @@ class Distillation(Settings):
         None,
         description="HF folder of the teacher, with the student's tokenizer: a server is started beside the collector.",
     )
-    urls: tuple[str, ...] = Field(
+    urls: ServerUrls = Field(
         (), description="SGLang servers of the teacher that exist already: http://HOST:PORT of each; instead of path."
     )
     coefficient: float = Field(1.0, gt=0.0, description="Of the reverse KL of a token, in its advantage.")
@@ -50,11 +50,6 @@ class Distillation(Settings):
         if (self.path is None) == (not self.urls):
             found = "neither path nor urls is" if self.path is None else "both path and urls are"
             raise ValueError(f"{found} given, expected one of them; set distillation.path, or distillation.urls")
-        foreign = [url for url in self.urls if not re.fullmatch(r"https?://[^\s/@?#]+", url)]
-        if foreign or len(set(self.urls)) < len(self.urls):
-            raise ValueError(
-                f"urls names {', '.join(foreign) or 'a server twice'}; expected a different http://HOST:PORT for each"
-            )
         return self
 
     def added(self, step: Batch) -> NDArray[np.float64]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -45,6 +44,7 @@ from pipeline.config.section import Section
 from pipeline.config.task_sections import PromptsSection, RewardSection, TaskSection
 from pipeline.config.weights_section import WeightsSection
 from pipeline.schedule import Schedule
+from pipeline.server_urls import ServerUrls
 from precision.controller.settings import ControllerSettings
 from precision.corrections.none import NoCorrection
 from precision.formats.quant_map_file import QuantMapFile
@@ -115,7 +115,7 @@ class RolloutSection(Section):
     )
     context_tokens: PositiveInt = Field(4096, description="Longest prompt + response that an engine accepts.")
     concurrent_prompts: PositiveInt = Field(64, description="Prompts under way at once over all engines.")
-    urls: tuple[str, ...] = Field(
+    urls: ServerUrls = Field(
         (), description="Engines that exist already, by whomever they were started: http://HOST:PORT of each."
     )
     port: int | None = Field(
@@ -161,12 +161,6 @@ class RolloutSection(Section):
             raise ValueError(
                 f"top_k is {self.top_k}, but engines name at most {MOST_KEPT} tokens that a cut leaves; lower "
                 "rollout.top_k, or set rollout.kept_set=false"
-            )
-        foreign = [url for url in self.urls if not re.fullmatch(r"https?://[^\s/@?#]+", url)]
-        if foreign or len(set(self.urls)) < len(self.urls):
-            raise ValueError(
-                f"urls names {', '.join(foreign) or 'an engine twice'}; expected a different http://HOST:PORT for each "
-                "engine"
             )
         if self.urls and self.engines != len(self.urls):
             raise ValueError(

@@ -18,17 +18,18 @@ class FailureWatch:
 
     def __init__(
         self,
-        reward: str,
+        what: str,
         most: float,
         *,
         at_least: int = _AT_LEAST,
         tell: Callable[[str, str], None] | None = None,
         remedy: str = "correct the function",
     ) -> None:
-        """`most`: share of the last samples, 0 to 1, that may fail. `at_least`: samples before that is asked. `tell`
-        gets reason and detail of the first failure of each reason. `remedy` is what to do about them."""
+        """`what` it is that scores, as a message names it. `most`: share of the last samples, 0 to 1, that may fail.
+        `at_least`: samples before that is asked. `tell` gets reason and detail of the first failure of each reason.
+        `remedy` is what to do about them."""
         self._remedy = remedy
-        self._reward, self._most, self._at_least, self._tell = reward, most, at_least, tell
+        self._what, self._most, self._at_least, self._tell = what, most, at_least, tell
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._reasons: Counter[str] = Counter()
         self._first = ""
@@ -47,6 +48,6 @@ class FailureWatch:
         failed, of = sum(self._recent), len(self._recent)
         if of >= self._at_least and failed > self._most * of:
             raise RewardError(
-                f"reward {self._reward!r} failed on {failed} of {of} samples, at most a share of {self._most:g} may; "
+                f"{self._what} failed on {failed} of {of} samples, at most a share of {self._most:g} may; "
                 f"the first, {self._first}; {self._remedy}, or raise reward.max_failed_share"
             )

@@ -37,11 +37,9 @@ def check_format(run: Path) -> None:
     """Raises StoreError unless this version of Even Keel made the run, or one with the same RUN_FORMAT."""
     found = found_format(run)
     if found != RUN_FORMAT:
-        origin = "an earlier" if found < RUN_FORMAT else "a later"
         raise StoreError(
-            f"{run} was made by {origin} version of Even Keel (run format {found}, this version reads "
-            f"{RUN_FORMAT}); go on with that version, or start a new run under another run.name. Its batches can "
-            "still be read, by pipeline.data.store.BatchStore"
+            f"{_made_by_another(run, found)}; go on with that version, or start a new run under another run.name. Its "
+            "batches can still be read, by pipeline.data.store.BatchStore"
         )
 
 
@@ -50,11 +48,12 @@ def known_in_part(run: Path) -> str | None:
     of what is no run."""
     if not os.path.lexists(run / "recipe.yaml") or (found := found_format(run)) == RUN_FORMAT:
         return None
+    return f"{_made_by_another(run, found)}: shown is what this one knows"
+
+
+def _made_by_another(run: Path, found: int) -> str:
     origin = "an earlier" if found < RUN_FORMAT else "a later"
-    return (
-        f"{run} was made by {origin} version of Even Keel (run format {found}, this version's is {RUN_FORMAT}): shown "
-        "is what this one knows"
-    )
+    return f"{run} was made by {origin} version of Even Keel (run format {found}, this version's is {RUN_FORMAT})"
 
 
 def is_sealed(run: Path) -> bool:

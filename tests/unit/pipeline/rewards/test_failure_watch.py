@@ -18,14 +18,14 @@ def watched(watch: FailureWatch, verdicts: str) -> None:
 
 def test_the_first_failure_of_each_reason_is_told_once() -> None:
     told: list[tuple[str, str]] = []
-    watch = FailureWatch("mine:reward", 1.0, tell=lambda *what: told.append(what))
+    watch = FailureWatch("reward 'mine:reward'", 1.0, tell=lambda *what: told.append(what))
     for reason, detail in (("raised", "first"), ("raised", "second"), ("timeout", "third")):
         watch.failed(reason, detail)
     assert told == [("raised", "first"), ("timeout", "third")]
 
 
 def test_more_than_the_share_ends_the_run_and_names_the_first() -> None:
-    watch = FailureWatch("mine:reward", 0.25)
+    watch = FailureWatch("reward 'mine:reward'", 0.25)
     watched(watch, "xxx......." + "." * 22 + "xxxxx.......")  # 8 of 44: fewer than a quarter
     with pytest.raises(
         RewardError,
@@ -36,15 +36,15 @@ def test_more_than_the_share_ends_the_run_and_names_the_first() -> None:
 
 
 def test_a_few_samples_end_nothing_unless_asked_to() -> None:
-    watched(FailureWatch("mine:reward", 0.1), "x" * 31)
+    watched(FailureWatch("reward 'mine:reward'", 0.1), "x" * 31)
     with pytest.raises(RewardError, match="32 of 32"):
-        watched(FailureWatch("mine:reward", 0.1), "x" * 32)
+        watched(FailureWatch("reward 'mine:reward'", 0.1), "x" * 32)
     with pytest.raises(RewardError, match="1 of 1"):
-        watched(FailureWatch("mine:reward", 0.1, at_least=1), "x")
+        watched(FailureWatch("reward 'mine:reward'", 0.1, at_least=1), "x")
 
 
 def test_only_the_last_samples_count() -> None:
-    watch = FailureWatch("mine:reward", 0.1)
+    watch = FailureWatch("reward 'mine:reward'", 0.1)
     watched(watch, "." * 1000)
     with pytest.raises(RewardError, match="26 of 256"):
         watched(watch, "x" * 26)

@@ -48,7 +48,7 @@ class PretendTeacher:
 
 
 def scores(teacher: PretendTeacher, *, most: float = 1.0, **options: Any) -> TeacherScores:
-    watch = FailureWatch("distillation", most, at_least=1, remedy="look at the teacher's servers")
+    watch = FailureWatch("the teacher", most, at_least=1, remedy="look at the teacher's servers")
     return TeacherScores(teacher=teacher, retries=2, watch=watch, first_pause_s=0.0, **options)
 
 
@@ -63,7 +63,7 @@ def test_it_is_asked_again() -> None:
 def test_after_the_last_attempt_nothing_is_learned_from_the_group() -> None:
     found = asyncio.run(scores(PretendTeacher(refuses=(1,))).of(PROMPT, COMPLETIONS))
     assert [one.loss_mask.any() for one in found] == [False, False]
-    with pytest.raises(RewardError, match=r"'distillation' failed on 1 of 1 samples.*look at the teacher's servers"):
+    with pytest.raises(RewardError, match=r"^the teacher failed on 1 of 1 samples.*look at the teacher's servers"):
         asyncio.run(scores(PretendTeacher(refuses=(1,)), most=0.0).of(PROMPT, COMPLETIONS))
 
 
