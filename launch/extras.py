@@ -17,6 +17,9 @@ EXTRA_OF = {
     "transformer_engine": "learner-gpu",
     "tensorboard": "export",
     "wandb": "export",
+    "mlflow": "mlflow",
+    "sqlalchemy": "mlflow",
+    "trackio": "trackio",
 }
 """What a machine that only plans and reads runs need not have."""
 LEARNER = tuple(package for package, extra in EXTRA_OF.items() if extra == "learner")

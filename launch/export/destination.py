@@ -16,7 +16,7 @@ class Destination(Protocol):
     """A context manager. It belongs to one run, and to one exporter at a time."""
 
     def held(self) -> Mapping[Key, float]:
-        """The time of each point that it holds whole, whoever wrote it; asked once, before anything else."""
+        """The time of each point that it holds whole, to the millisecond; asked once, before anything else."""
 
     def clear(self) -> None:
         """Remove all points. Killed amidst of it, it may hold any of them."""

@@ -23,9 +23,13 @@ from pipeline.data.files import make_folder
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
 
-Target = Literal["tensorboard", "wandb"]
+Target = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 TARGETS: tuple[str, ...] = get_args(Target)
+DATABASES = ("mlflow", "trackio")
+"""Which hold several runs side by side."""
 LOOK_S = 2.0
+PRECISION_S = 1e-3
+"""Of the times that destinations hold."""
 
 
 def export(run: Path, target: str, out: Path | None, *, follow: bool) -> dict[str, Any]:
@@ -37,10 +41,13 @@ def export(run: Path, target: str, out: Path | None, *, follow: bool) -> dict[st
     """
     log = RunLog.read(run)  # all of it: a step of a damaged line would be missing without a word
     if target not in TARGETS:
-        raise RecipeError(f"--to is {target!r}, expected {' or '.join(TARGETS)}")
+        raise RecipeError(f"--to is {target!r}, expected {', '.join(TARGETS[:-1])} or {TARGETS[-1]}")
     folder = out or run / "exports" / target
     directory = RunDirectory(run)
-    with _alone(folder), _opened(target, folder, log) as destination:
+    with (
+        _alone(folder, f".{run_id(log)}.lock" if target in DATABASES else ".lock"),
+        _opened(target, folder, log) as destination,
+    ):
         exporter = Exporter(RunPoints(run), destination)
         while True:
             finished = directory.is_finished()  # asked first: what was written before it is read after it
@@ -67,7 +74,7 @@ class Exporter:
     def look(self) -> None:
         """Write what is new; begin again where the destination holds what the run does not."""
         points = self.points.read()
-        if any(key not in points or points[key].time != moment for key, moment in self.held.items()):
+        if any(key not in points or _is_another(points[key], moment) for key, moment in self.held.items()):
             self.destination.clear()
             self.held.clear()
         for point in _missing(points, self.held):
@@ -75,6 +82,11 @@ class Exporter:
             self.held[point.key] = point.time
             self.written += 1
         self.destination.flush()
+
+
+def _is_another(point: Point, moment: float) -> bool:
+    """Whether what is held of a step is an earlier training of it."""
+    return abs(point.time - moment) > PRECISION_S
 
 
 def _missing(points: Mapping[Key, Point], held: Mapping[Key, float]) -> list[Point]:
@@ -86,9 +98,18 @@ def _opened(target: str, folder: Path, log: RunLog) -> Destination:
         from launch.export.tensorboard import TensorBoardFiles
 
         return TensorBoardFiles(folder)
+    name, config = log.recipe.run.name, log.recipe.model_dump(mode="json")
+    if target == "mlflow":
+        from launch.export.mlflow import MLflowDatabase
+
+        return MLflowDatabase(folder, name, run_id(log), config)
+    if target == "trackio":
+        from launch.export.trackio import TrackioDatabase
+
+        return TrackioDatabase(folder, name, run_id(log), config)
     from launch.export.wandb import WandbFolder
 
-    return WandbFolder(folder, log.recipe.run.name, run_id(log), log.recipe.model_dump(mode="json"))
+    return WandbFolder(folder, name, run_id(log), config)
 
 
 def run_id(log: RunLog) -> str:
@@ -99,10 +120,10 @@ def run_id(log: RunLog) -> str:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _alone(folder: Path, name: str) -> Iterator[None]:
     """Refuse a second exporter on this host: both would write each step."""
     make_folder(folder)
-    with (folder / ".lock").open("w") as lock:
+    with (folder / name).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -30,7 +30,18 @@ ADAPTERS_MAY_USE = (
 )
 """Of `pipeline`, what a learner and an engine may know: modules, or rooms with all that is in them."""
 LOOPS = ("pipeline.rollout.collector", "pipeline.trainer.loop")
-HEAVY = {"torch", "transformers", "megatron", "sglang", "math_verify", "sympy", "tensorboard", "wandb"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "megatron",
+    "sglang",
+    "math_verify",
+    "sympy",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+}
 MAX_MODULES, MAX_LINES = 14, 400
 
 

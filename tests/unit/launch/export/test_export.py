@@ -9,24 +9,29 @@ import pytest
 from launch.endings import end_of
 from launch.export.export import export
 from launch.export.points import STEP, VERSION, Key, RunPoints, of_step
+from pipeline.data.event_log import EventLog
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 from tests.support.written_runs import write_run
 from tests.unit.launch.export.growing import (
     Rows,
     exporter,
     kill_after,
+    mlflow_rows,
     tensorboard_curve,
     tensorboard_rows,
+    trackio_rows,
     train,
     wandb_history,
     wandb_records,
     wandb_rows,
 )
 
-READERS = {"tensorboard": tensorboard_rows, "wandb": wandb_rows}
+READERS = {"tensorboard": tensorboard_rows, "wandb": wandb_rows, "mlflow": mlflow_rows, "trackio": trackio_rows}
+DATABASES = ("mlflow", "trackio")
+"""Slow to import and to make: only slow tests write them."""
 
 
-@pytest.fixture(params=READERS)
+@pytest.fixture(params=[name for name in READERS if name not in DATABASES])
 def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -39,8 +44,8 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def rows_of(run: Path, target: str) -> Rows:
-    return READERS[target](run / "exports" / target)
+def rows_of(run: Path, target: str, folder: Path | None = None) -> Rows:
+    return READERS[target](folder or run / "exports" / target)
 
 
 def test_every_step_is_there_once_however_often_it_is_exported(run: Path, target: str) -> None:
@@ -60,9 +65,10 @@ def test_steps_that_a_resume_takes_back_are_there_as_they_were_trained_last(run:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("target", READERS)
 def test_killed_while_it_follows_then_resumed_and_exported_again(run: Path, target: str) -> None:
     """Killed twice while it writes; then a resume of the run takes back steps that it has written."""
-    train(run, 1, range(8, 60))
+    train(run, 1, range(8, 30))
     kill_after(exporter(run, target), lambda: bool(rows_of(run, target)))
     kill_after(exporter(run, target), lambda: 12 in rows_of(run, target))
     train(run, 2, range(9, 33))
@@ -128,6 +134,20 @@ def test_evaluations_are_points_of_their_versions(tmp_path: Path, target: str) -
         }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", DATABASES)
+def test_a_database_holds_several_runs_side_by_side_and_knows_what_it_holds(tmp_path: Path, target: str) -> None:
+    for name, last in (("a", 3), ("b", 5)):
+        run = write_run(tmp_path / name, 0, steps=24)
+        train(run, 1, range(last))
+        EventLog(run, "collector").event("evaluated", version=1, pass_at_1=0.5)
+        first = export(run, target, tmp_path / "all", follow=False)
+        again = export(run, target, tmp_path / "all", follow=False)
+        assert (first["steps"], first["versions"], again["versions"], again["written"]) == (last, 1, 1, 0)
+    twice, once = ({step: [100.0 + step] * times for step in steps} for steps, times in ((range(3), 2), ((3, 4), 1)))
+    assert rows_of(run, target, tmp_path / "all") == twice | once
+
+
 def test_names_have_a_group_and_only_finite_numbers_are_told() -> None:
     line = dict(
         step=3, time=5.0, loss=1, ok=True, name="x", bins=[1.0], mismatch={"age": {"0": {"ess": 0.5, "n": None}}}
@@ -148,9 +168,11 @@ def test_follow_ends_when_the_run_is_finished(run: Path, monkeypatch: pytest.Mon
     assert export(run, "tensorboard", None, follow=True)["steps"] == 24
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+@pytest.mark.parametrize(
+    ("package", "extra"), [("tensorboard", "export"), ("wandb", "export"), ("mlflow", "mlflow"), ("trackio", "trackio")]
+)
 def test_a_missing_package_is_one_line_that_says_what_to_install(
-    run: Path, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, package: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import sys
 
@@ -161,17 +183,20 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"needs {package}" in said
-    assert "pip install evenkeel[export]" in said
+    assert f"pip install evenkeel[{extra}]" in said
 
 
 def test_what_cannot_be_exported_is_refused(run: Path, tmp_path: Path) -> None:
     from launch.export.export import _alone
 
-    with pytest.raises(RecipeError, match="--to is 'excel', expected tensorboard or wandb"):
+    with pytest.raises(RecipeError, match="--to is 'excel', expected tensorboard, wandb, mlflow or trackio"):
         export(run, "excel", None, follow=False)
     with pytest.raises(StoreError, match="does not exist; give the folder of a run"):
         export(tmp_path / "nothing", "wandb", None, follow=False)
-    with _alone(run / "exports" / "wandb"), pytest.raises(RunConflictError, match="another exporter is at work"):
+    with (
+        _alone(run / "exports" / "wandb", ".lock"),
+        pytest.raises(RunConflictError, match="another exporter is at work"),
+    ):
         export(run, "wandb", None, follow=False)
     log = next((run / "metrics").iterdir())
     log.write_bytes(log.read_bytes().replace(b'"step": 3', b'"step": 4'))
