@@ -9,7 +9,7 @@ SHARED := -n 3 --dist loadfile
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-cluster test-all mutations chaos check bench evidence docs gpu gpu-rehearsal clean
+.PHONY: help install demo test test-slow test-repeated test-cluster test-all mutations chaos check bench evidence docs gpu gpu-rehearsal clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,12 +30,15 @@ test: install  ## The loop, the learner and the engines, real ones, three files 
 	@$(BIN)/python -m pytest $(SHARED) --durations 10 -m "not slow and not cluster"
 
 test-slow: install  ## Longer runs, tools around training, and every example of the property tests.
-	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $(SHARED) --durations 10 -m "(slow or hypothesis) and not cluster"
+	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest $(SHARED) --durations 10 -m "(slow or hypothesis) and not repeated and not cluster"
 
 test-cluster: install  ## Several hosts, out of namespaces: a run over four of them, faults, Slurm (as root; tests/cluster/README.md).
 	@$(BIN)/python -m tests.cluster.rig && $(BIN)/python -m pytest -o faulthandler_timeout=0 --durations 10 -m cluster tests/cluster
 
-test-all: test test-slow  ## All tests that need no root.
+test-repeated: install  # further combinations of what slow tests show
+	@$(BIN)/python -m pytest $(SHARED) --durations 10 -m repeated
+
+test-all: test test-slow test-repeated  ## All tests that need no root.
 
 mutations: install  ## Break the product on purpose in two dozen places: some test must catch each (about 5 minutes).
 	@$(BIN)/python -m tests.mutations $(ONLY)

@@ -24,18 +24,19 @@ from launch.plan.costs import (
     durations,
     rollout_tokens_per_gpu_s,
 )
-from launch.plan.footprint import GIB, Allowance, Footprint, MicroBatches, Workload, footprints, layer_sizes
+from launch.plan.footprint import GIB, Allowance, Footprint, MicroBatches, Workload, footprints
 from launch.plan.layouts import Search, Verdict, shortage
+from launch.plan.models import config_for, engine_model
 from launch.plan.simulation import Durations, Simulated, simulate, steady_seconds_per_step
 from megatron_bridge.hf.model_config import ModelConfig, read_config
 from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.config.formats import check_gpu_serves
 from pipeline.config.layout_names import layout_name
-from pipeline.config.loader import SHIPPED, find_recipe, load_recipe
+from pipeline.config.loader import find_recipe, load_recipe
 from pipeline.config.recipe import LearnerSection, Recipe
 from pipeline.errors import ModelError, RecipeError
 from pipeline.schedule import Schedule
-from rollout_sglang.server.capacity import Capacity, EngineModel, engine_capacity, weight_bytes
+from rollout_sglang.server.capacity import Capacity, engine_capacity, weight_bytes
 
 STAGED_EXAMPLE = 8
 """mu of the staged schedule that is shown for comparison when the recipe has another."""
@@ -51,20 +52,6 @@ class Machine:
     def __post_init__(self) -> None:
         if self.gpus < 1 or not self.gpu_gib > 0:
             raise RecipeError(f"--gpus {self.gpus} --gpu-gib {self.gpu_gib}: both must be above 0; say what there is")
-
-
-def config_for(recipe_path: Path, model_path: Path) -> dict[str, Any]:
-    """config.json of the model: `model_path` as training would find it, or else the sizes that lie beside the recipe or
-    the shipped ones, for a model that has yet to be made or fetched. Raises ModelError."""
-    places = [model_path]
-    if not model_path.is_absolute():
-        for folder in (recipe_path.parent, SHIPPED):
-            places += [folder / model_path, folder / "models" / model_path.name]
-    for place in places:
-        if (place / "config.json").is_file():
-            return read_config(place)
-    tried = " or ".join(str(place / "config.json") for place in {place.resolve(): place for place in places}.values())
-    raise ModelError(f"no config.json at {tried}; give a model folder: --set model.path=… (no weights are needed)")
 
 
 class Planner:
@@ -84,11 +71,29 @@ class Planner:
         self.config = ModelConfig.from_hf(self.hf_config)
         self.engine_model = engine_model(self.config)
         self.capacity: Capacity = engine_capacity(self.engine_model, recipe.rollout, machine.gpu_gib * GIB)
+        self.teacher: Capacity | None = self._teacher(recipe_path)
         self.schedule: Schedule = recipe.build_schedule()
+
+    def _teacher(self, recipe_path: Path) -> Capacity | None:
+        """Of the teacher's server, where the run starts one, and the sizes of its model are on this machine."""
+        section = self.recipe.distillation
+        if section is None or section.path is None:
+            return None
+        try:
+            model = engine_model(ModelConfig.from_hf(config_for(recipe_path, section.path)))
+        except ModelError:
+            return None
+        served = dict(precision="bf16", tensor_parallel=section.tensor_parallel, extra_args=section.extra_args)
+        return engine_capacity(model, self.recipe.rollout.model_copy(update=served), self.machine.gpu_gib * GIB)
 
     @property
     def engine_gpus(self) -> int:
         return self.recipe.rollout.engines * self.recipe.rollout.tensor_parallel
+
+    @property
+    def teacher_gpus(self) -> int:
+        section = self.recipe.distillation
+        return 0 if section is None or section.path is None else section.tensor_parallel
 
     @property
     def shared(self) -> bool:
@@ -160,9 +165,9 @@ class Planner:
 
     @property
     def needed_gpus(self) -> int:
-        """Of learner and engines together."""
+        """Of learner, engines and teacher together."""
         both = self.recipe.learner.num_processes, self.engine_gpus
-        return max(both) if self.shared else sum(both)
+        return (max(both) if self.shared else sum(both)) + self.teacher_gpus
 
     def misfit(self) -> list[str]:
         """Why the recipe cannot run on the machine; empty when it can."""
@@ -174,9 +179,16 @@ class Planner:
         if short := shortage(worst, self.learner_bytes):
             reasons.append(f"a learner rank{' beside an engine' if self.shared else ''} is {short}")
         if needed > self.machine.gpus:
+            teacher = f" and a teacher × {self.teacher_gpus}" if self.teacher_gpus else ""
             reasons.append(
                 f"{self.recipe.learner.num_processes} learner processes and {self.recipe.rollout.engines} engines × "
-                f"{self.recipe.rollout.tensor_parallel} need {needed} GPUs, {self.machine.gpus} are given"
+                f"{self.recipe.rollout.tensor_parallel}{teacher} need {needed} GPUs, {self.machine.gpus} are given"
+            )
+        if self.teacher is not None and self.teacher.kv_tokens < self.recipe.rollout.context_tokens:
+            reasons.append(
+                f"the teacher's weights are {gib(self.teacher.weight_bytes):.1f} GiB a GPU, which leaves room for "
+                f"{self.teacher.kv_tokens} tokens of keys and values where one sample may need "
+                f"{self.recipe.rollout.context_tokens} (rollout.context_tokens); raise distillation.tensor_parallel"
             )
         if self.capacity.kv_tokens < self.recipe.rollout.context_tokens:
             reasons.append(
@@ -211,6 +223,8 @@ class Planner:
                 needed=needed,
                 learner=self.recipe.learner.num_processes,
                 engines=self.engine_gpus,
+                teacher=self.teacher_gpus,
+                teacher_judged=self.teacher is not None,
                 gib_each=self.machine.gpu_gib,
             ),
         )
@@ -266,13 +280,15 @@ class Planner:
 
     def learner_share(self) -> tuple[int, str]:
         """(GPUs left for the learner, how they are counted)."""
-        if self.shared:
-            return self.machine.gpus, "shared with the recipe's engines"
-        left = self.machine.gpus - self.engine_gpus
+        gpus, teacher = self.machine.gpus, self.teacher_gpus
+        beside = f" and {teacher} for its teacher" if teacher else ""
+        if self.shared and gpus > teacher:
+            return gpus - teacher, f"shared with the recipe's engines{beside and f', less {teacher} for its teacher'}"
+        left = gpus - self.engine_gpus - teacher
         if left > 0:
-            return left, f"{self.machine.gpus} GPUs less {self.engine_gpus} for the recipe's engines"
-        half = max(1, self.machine.gpus // 2)
-        return half, f"half of {self.machine.gpus} GPUs: the recipe's engines alone would take {self.engine_gpus}"
+            return left, f"{gpus} GPUs less {self.engine_gpus} for the recipe's engines{beside}"
+        half = max(1, gpus // 2)
+        return half, f"half of {gpus} GPUs: the recipe's engines alone would take {self.engine_gpus}{beside}"
 
     def _layouts(self) -> dict[str, Any]:
         share, counted = self.learner_share()
@@ -311,18 +327,6 @@ class Planner:
             runtime_gib_per_rank=Allowance().runtime_bytes / GIB,
             fragmentation=Allowance().fragmentation,
         )
-
-
-def engine_model(config: ModelConfig) -> EngineModel:
-    """What an engine's memory depends on: the projections of the layers are what FP8 rollouts quantize."""
-    linear = config.num_layers * sum(size for name, size in layer_sizes(config).items() if name.endswith("proj.weight"))
-    return EngineModel(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        linear=linear,
-        other=config.num_parameters - linear,
-    )
 
 
 def gib(num_bytes: float) -> float:

@@ -62,10 +62,12 @@ def _verdict(plan: Mapping[str, Any]) -> Iterator[RenderableType]:
     active = "" if model["active_parameters"] > 0.9 * model["parameters"] else (
         f", {model['active_parameters'] / 1e9:.2f} B at work for each token"
     )  # fmt: skip
+    unknown = "" if gpus["teacher_judged"] else " (its config.json is not here: its memory is not judged)"
+    teacher = f", teacher on {gpus['teacher']}{unknown}" if gpus["teacher"] else ""
     yield Text(f"{plan['recipe']}: {model['architecture']}, {model['parameters'] / 1e9:.2f} B parameters{active}")
     yield Text(
-        f"learner {plan['layout']} on {gpus['learner']} GPUs, engines on {gpus['engines']}: {gpus['needed']} needed, "
-        f"{gpus['given']} of {gpus['gib_each']:g} GiB given"
+        f"learner {plan['layout']} on {gpus['learner']} GPUs, engines on {gpus['engines']}{teacher}: "
+        f"{gpus['needed']} needed, {gpus['given']} of {gpus['gib_each']:g} GiB given"
     )
     if plan["fits"]:
         yield Text(f"fits: the fullest learner rank needs {plan['total_gib_per_rank']:.1f} GiB", style="bold green")

@@ -86,7 +86,13 @@ def training(folder: Path, channel: str, engines: int, steps: int) -> Iterator[T
 
 
 @pytest.mark.parametrize(
-    ("part", "channel"), [("http", "disk"), ("scheduler", "disk"), ("scheduler", "broadcast"), ("http", "ipc")]
+    ("part", "channel"),
+    [
+        pytest.param("http", "disk", marks=pytest.mark.repeated),
+        pytest.param("scheduler", "disk", marks=pytest.mark.repeated),
+        ("scheduler", "broadcast"),
+        ("http", "ipc"),
+    ],
 )
 def test_a_run_does_not_notice_that_one_of_two_engines_is_frozen(tmp_path: Path, part: str, channel: str) -> None:
     with training(tmp_path, channel, 2, 400) as run:
@@ -124,7 +130,7 @@ def test_a_thawed_engine_is_verified_and_admitted(tmp_path: Path) -> None:
     assert (audit["lost"], audit["duplicated"], audit["version_violations"]) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("channel", ["disk", "broadcast"])
+@pytest.mark.parametrize("channel", ["disk", pytest.param("broadcast", marks=pytest.mark.repeated)])
 def test_the_only_engine_may_freeze(tmp_path: Path, channel: str) -> None:
     """The run waits for it, and goes on with its next start."""
     with training(tmp_path, channel, 1, 400) as run:

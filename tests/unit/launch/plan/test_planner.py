@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from launch.plan.costs import Assumptions, active_parameters, bubble_share, forward_flops, learner_time
-from launch.plan.hosts import cluster_needs
-from launch.plan.planner import Machine, Planner, config_for, engine_model, make_plan
+from launch.plan.hosts import cluster_needs, planner_that_fits
+from launch.plan.models import config_for, engine_model
+from launch.plan.planner import Machine, Planner, make_plan
 from launch.plan.view import render
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.parallel.layout import Layout
@@ -49,7 +50,8 @@ def test_qwen3_32b_fits_64_gpus(dense: dict[str, Any]) -> None:
     assert dense["model"]["parameters"] == 32_762_123_264
     assert dense["layout"] == "TP4×PP4×DP2×SP"
     assert dense["static_gib_per_rank"] == pytest.approx(24.0, rel=0.01)
-    assert dense["gpus"] == dict(given=64, needed=64, learner=32, engines=32, gib_each=80.0)
+    gpus = dict(given=64, needed=64, learner=32, engines=32, teacher=0, teacher_judged=False, gib_each=80.0)
+    assert dense["gpus"] == gpus
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,29 @@ def test_a_recipe_that_needs_more_gpus_says_so() -> None:
     assert found["layouts_for"]["gpus"] == 16
     halved = plan(DENSE, 32, "learner.data_parallel=1", "rollout.engines=4")
     assert halved["fits"], "as the recipe's head promises"
+
+
+def test_a_teacher_takes_gpus_of_its_own_and_must_fit_them() -> None:
+    taught = (
+        *("distillation.path=models/qwen3-32b", "distillation.tensor_parallel=4"),
+        *("objective.name=cispo", "advantage.name=grpo"),
+    )
+    alone, made = plan(DENSE, 64), plan(DENSE, 68, *taught)
+    assert made["gpus"]["teacher"] == 4
+    assert made["gpus"]["needed"] == alone["gpus"]["needed"] + 4
+    assert "less 32 for the recipe's engines and 4 for its teacher" in made["layouts_for"]["counted"]
+    tight = plan(DENSE, 68, *taught, "distillation.tensor_parallel=1", gpu_gib=70)
+    assert any("raise distillation.tensor_parallel" in reason for reason in tight["reasons"])
+    unknown = plan(RECIPES / "distill.yaml", 4)
+    assert (unknown["gpus"]["teacher"], unknown["gpus"]["teacher_judged"]) == (1, False)
+    few = plan(DENSE, 64, *taught)
+    assert any("and a teacher × 4 need 68 GPUs, 64 are given" in reason for reason in few["reasons"])
+
+
+def test_no_host_of_a_cluster_serves_a_teacher() -> None:
+    recipe = load_recipe(DENSE, ["distillation.path=models/qwen3-32b"])
+    with pytest.raises(RecipeError, match=r"distillation.path is models/qwen3-32b: .*set distillation.urls"):
+        planner_that_fits(DENSE, recipe, gpu_gib=80.0)
 
 
 def test_learner_and_engine_share_a_gpu_and_its_memory() -> None:
