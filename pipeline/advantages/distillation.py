@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
+from pipeline.config.section import ServerUrls
 from pipeline.data.records import Batch
 from pipeline.errors import StoreError
-from pipeline.server_urls import ServerUrls
 from precision.settings import Settings
 
 

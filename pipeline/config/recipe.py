@@ -40,11 +40,10 @@ from pipeline.config.algorithm import (
 from pipeline.config.formats import check_emulation
 from pipeline.config.interruption_section import InterruptionSection
 from pipeline.config.schedule_sections import ScheduleSection, StagedSchedule, SyncSchedule
-from pipeline.config.section import Section
+from pipeline.config.section import Section, ServerUrls
 from pipeline.config.task_sections import PromptsSection, RewardSection, TaskSection
 from pipeline.config.weights_section import WeightsSection
 from pipeline.schedule import Schedule
-from pipeline.server_urls import ServerUrls
 from precision.controller.settings import ControllerSettings
 from precision.corrections.none import NoCorrection
 from precision.formats.quant_map_file import QuantMapFile

@@ -38,8 +38,9 @@ def check_format(run: Path) -> None:
     found = found_format(run)
     if found != RUN_FORMAT:
         raise StoreError(
-            f"{_made_by_another(run, found)}; go on with that version, or start a new run under another run.name. Its "
-            "batches can still be read, by pipeline.data.store.BatchStore"
+            f"{run} was made by {_other(found)} version of Even Keel (run format {found}, this version reads "
+            f"{RUN_FORMAT}); go on with that version, or start a new run under another run.name. Its batches can "
+            "still be read, by pipeline.data.store.BatchStore"
         )
 
 
@@ -48,12 +49,14 @@ def known_in_part(run: Path) -> str | None:
     of what is no run."""
     if not os.path.lexists(run / "recipe.yaml") or (found := found_format(run)) == RUN_FORMAT:
         return None
-    return f"{_made_by_another(run, found)}: shown is what this one knows"
+    return (
+        f"{run} was made by {_other(found)} version of Even Keel (run format {found}, this version's is {RUN_FORMAT}): "
+        "shown is what this one knows"
+    )
 
 
-def _made_by_another(run: Path, found: int) -> str:
-    origin = "an earlier" if found < RUN_FORMAT else "a later"
-    return f"{run} was made by {origin} version of Even Keel (run format {found}, this version's is {RUN_FORMAT})"
+def _other(found: int) -> str:
+    return "an earlier" if found < RUN_FORMAT else "a later"
 
 
 def is_sealed(run: Path) -> bool:

@@ -69,7 +69,7 @@ def test_commands_that_work_on_a_run_refuse_a_run_of_an_earlier_version_in_one_l
     error = CliRunner().invoke(app, arguments).exception
     assert isinstance(error, StoreError), error
     assert str(error).startswith(
-        f"{former} was made by an earlier version of Even Keel (run format 1, this version's is"
+        f"{former} was made by an earlier version of Even Keel (run format 1, this version reads"
     )
     assert "start a new run" in str(error)
     assert "BatchStore" in str(error)
