@@ -300,7 +300,8 @@ def _said(event: dict[str, Any]) -> str:
     k = max((int(k) for k in curve), default=1)
     many = f", pass@{k} {percent(number(curve, str(k)))}" if k > 1 else ""
     low, high = (percent(number(event, f"pass_at_1_{end}")) for end in ("low", "high"))
-    return f"version {event['version']}: pass@1 {percent(number(event, 'pass_at_1'))} ({low} to {high}){many}"
+    reward = f", reward {decimal(number(event, 'reward_mean'))}" if "reward_mean" in event else ""
+    return f"version {event['version']}: pass@1 {percent(number(event, 'pass_at_1'))} ({low} to {high}){many}{reward}"
 
 
 def _numbers(progress: Progress) -> Sequence[Sequence[tuple[str, str]]]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.analysis.html_report import count, decimal, duration, percent
+from precision.text.short import listed, one_line
 
 
 def render(numbers: Mapping[str, Any]) -> Table:
@@ -29,6 +30,8 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("held-out pass@1", f"{percent(numbers['pass_at_1_first'])} → {percent(numbers['pass_at_1_last'])}{interval}"),
         (f"held-out pass@{k}", f"{percent(numbers['pass_at_k_first'])} → {percent(numbers['pass_at_k_last'])}"),
+        ("held-out reward", _change(numbers["held_out_reward_first"], numbers["held_out_reward_last"])),
+        *_parts(numbers),
         ("steps", f"{numbers['steps']} of {numbers['steps_planned']}"),
         ("wall time", f"{duration(numbers['wall_s'])}, first to last event"),
         ("samples", count(numbers["samples"])),
@@ -48,6 +51,20 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _change(first: float | None, last: float | None) -> str:
+    return f"{decimal(first)} → {decimal(last)}"
+
+
+def _parts(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """One row for all parts of the held-out reward; none where it has no parts."""
+    first, last = numbers["held_out_parts_first"], numbers["held_out_parts_last"]
+    names = dict.fromkeys((*last, *first))
+    told = [f"{one_line(name, _NAME)} {_change(first.get(name), last.get(name))}" for name in names]
+    return [("held-out parts", listed(told, most=12, between=", "))] if told else []
+
+
+_NAME = 60
+"""Characters of a part's name that are shown."""
 _TROUBLE = {"restarts": "restarts", "dropped": "dropped groups", "verifier_failures": "failed verifiers"}
 _PROMPTS = {
     "refills": "refills",

@@ -21,7 +21,7 @@ from pipeline.analysis.figures.learning import held_out, learning_figures
 from pipeline.analysis.figures.mismatch import HISTOGRAM_TITLE, WIDE_TITLES, mismatch_figures
 from pipeline.analysis.figures.objective import advantage_figures, advantage_text, objective_figures
 from pipeline.analysis.figures.reward import HISTOGRAM_TITLE as REWARDS_TITLE
-from pipeline.analysis.figures.reward import REWARDS_TEXT, reward_figures
+from pipeline.analysis.figures.reward import REWARDS_TEXT, held_out_figures, reward_figures
 from pipeline.analysis.figures.routing import ROUTING_TEXT, routing_figures
 from pipeline.analysis.figures.throughput import throughput_figures, throughput_text
 from pipeline.analysis.figures.timing import PHASES_TITLE, TIMELINE_TITLE, share_bar, timing_figures
@@ -78,7 +78,11 @@ def page_style() -> str:
 def sections(run_log: RunLog) -> list[dict[str, Any]]:
     """Title, explanation and figures of each part of the page; parts without any figure are left out."""
     parts: list[tuple[str, str, list[Named]]] = [
-        ("Held-out prompts", "Never trained on. The band is the 95 % interval of pass@1.", [("", held_out(run_log))]),
+        (
+            "Held-out prompts",
+            "Never trained on. The band is the 95 % interval of pass@1.",
+            [("", held_out(run_log)), *held_out_figures(run_log)],
+        ),
         ("Learning", "", learning_figures(run_log)),
         ("Rewards", REWARDS_TEXT, reward_figures(run_log)),
         (

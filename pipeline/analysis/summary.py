@@ -100,7 +100,7 @@ def describe_schedule(recipe: Recipe) -> str:
 
 
 def _held_out(run_log: RunLog) -> dict[str, Any]:
-    """First and last evaluation: pass@1 with its interval, and pass@k of the largest k that was measured."""
+    """First and last evaluation: pass@1 with its interval, pass@k of the largest k that was measured, and rewards."""
     evaluations = run_log.evaluations
     first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
     k = max((int(k) for k in last.get("pass_at_k") or {}), default=None)
@@ -112,6 +112,8 @@ def _held_out(run_log: RunLog) -> dict[str, Any]:
             f"pass_at_1_{which}_low": number(event, "pass_at_1_low"),
             f"pass_at_1_{which}_high": number(event, "pass_at_1_high"),
             f"pass_at_k_{which}": number(event.get("pass_at_k") or {}, str(k)),
+            f"held_out_reward_{which}": number(event, "reward_mean"),
+            f"held_out_parts_{which}": dict(event.get("reward_parts") or {}),
         }
     return values
 

@@ -34,7 +34,7 @@ from pipeline.patience import Patience, noted_in
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import BatchBuilder, PromptSource
-from pipeline.rollout.evaluation import by_source, summarize
+from pipeline.rollout.evaluation import by_source, rewards, summarize
 from pipeline.rollout.group_allocator import Allocator, GroupAllocator, HoleAllocator
 from pipeline.rollout.group_sampler import GroupSampler
 from pipeline.rollout.interruption import Interruption
@@ -307,8 +307,8 @@ class Collector:
         return self.tokenizer.decode(completion.tokens.tolist())
 
     async def _evaluate(self, index: int) -> None:
-        """Held-out pass@k of the version that the batches before batch `index` lead to, once per version however often
-        the collector is started. Until batch `index` is committed no later version can be published."""
+        """Held-out pass@k and rewards of the version that the batches before batch `index` lead to, once per version
+        however often the collector is started. Until batch `index` is committed no later version can be published."""
         version = self.schedule.published_before(index)
         if version in self._evaluated:
             return
@@ -320,9 +320,10 @@ class Collector:
         answers = await gather_or_cancel([self._answers(prompt, samples, version, index) for prompt in held_out])
         solved = [sum(sample.reward >= SOLVED_REWARD for sample in each) for each in answers]
         found = dict(prompts=len(held_out), samples=samples, correct=solved, **summarize(solved, samples))
+        found |= rewards([sample for each in answers for sample in each])
         found |= {} if self.teacher is None else distance_from_teacher(answers)
         if self.prompts.sources:
-            found["sources"] = by_source([prompt.source for prompt in held_out], solved, samples)
+            found["sources"] = by_source([prompt.source for prompt in held_out], answers)
         self.run.fence()
         # Reports read the log: a collector that dies between the two lines evaluates once more, and loses nothing.
         self.event_log.event("evaluated", version=version, seconds=time.time() - started, started=started, **found)

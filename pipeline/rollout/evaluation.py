@@ -1,4 +1,4 @@
-"""pass@k and its uncertainty, from n samples of each held-out prompt."""
+"""pass@k and its uncertainty, and what was rewarded, from n samples of each held-out prompt."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from pipeline.data.records import SOLVED_REWARD, Sample
 
 _Z_95 = 1.959963984540054
 
@@ -62,12 +64,30 @@ def clustered_wilson(num_correct: Sequence[int], num_samples: int) -> tuple[floa
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def by_source(sources: Sequence[str], num_correct: Sequence[int], num_samples: int) -> dict[str, dict[str, float]]:
-    """`prompts` and `pass_at_1` of each source, from the source and the correct samples of each prompt."""
-    correct: dict[str, list[int]] = {}
-    for source, count in zip(sources, num_correct, strict=True):
-        correct.setdefault(source, []).append(count)
-    return {
-        source: dict(prompts=len(counts), pass_at_1=float(np.mean(counts)) / num_samples)
-        for source, counts in correct.items()
-    }
+def rewards(samples: Sequence[Sample]) -> dict[str, Any]:
+    """`reward_mean`, `reward_parts` {part: mean over the samples that have it} and `verifier_failures`.
+
+    Samples whose verifier failed are counted in the last one alone; where no other is left there is no mean.
+    """
+    judged = [sample for sample in samples if sample.judged]
+    parts: dict[str, list[float]] = {}
+    for sample in judged:
+        for name, value in sample.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    mean = {"reward_mean": float(np.mean([sample.reward for sample in judged]))} if judged else {}
+    means = {name: float(np.mean(values)) for name, values in parts.items()}
+    return mean | dict(reward_parts=means, verifier_failures=len(samples) - len(judged))
+
+
+def by_source(sources: Sequence[str], answers: Sequence[Sequence[Sample]]) -> dict[str, dict[str, float]]:
+    """`prompts`, `pass_at_1` and, where a sample has a reward, `reward_mean` of each source; from the source of each
+    prompt and the samples of it."""
+    found: dict[str, dict[str, float]] = {}
+    for source in dict.fromkeys(sources):
+        own = [each for name, each in zip(sources, answers, strict=True) if name == source]
+        samples = [sample for each in own for sample in each]
+        solved = float(np.mean([sample.reward >= SOLVED_REWARD for sample in samples]))
+        told = rewards(samples)
+        mean = {name: told[name] for name in ("reward_mean",) if name in told}
+        found[source] = dict(prompts=len(own), pass_at_1=solved, **mean)
+    return found

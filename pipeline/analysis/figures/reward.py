@@ -35,20 +35,44 @@ _MOST_PARTS = 12
 """Drawn; the others are in the metrics."""
 
 
+def held_out_figures(run_log: RunLog) -> list[Named]:
+    """Title and <svg> of the rewards of held-out prompts, over versions; None where a run has none."""
+    evaluated = _evaluated(run_log)
+    return [
+        ("Held-out reward", drawing.curve(evaluated, "held-out reward", [("reward_mean", "mean reward", "blue")])),
+        ("Parts of the held-out reward", _all_parts(evaluated)),
+    ]
+
+
 def reward_figures(run_log: RunLog) -> list[Named]:
     """Title and <svg>; None where the task has one source, or the reward no parts."""
-    evaluated = [{**found, "step": found["version"]} for found in run_log.evaluations]
+    evaluated = _evaluated(run_log)
     return [
         (HISTOGRAM_TITLE, reward_histogram(run_log)),
         _counted(run_log, "Samples without a reward", "verifier_failures", "pink", floor=0.0),
         _counted(run_log, "Penalty for overlong responses", "overlong_penalty", "orange"),
         ("Reverse KL to the teacher, nats a token", _reverse_kl(run_log)),
-        ("Held-out pass@1, by source", _by_source(replace(run_log, metrics=evaluated), "pass_at_1", percent=True)),
+        ("Held-out pass@1, by source", _by_source(evaluated, "pass_at_1", percent=True)),
+        ("Held-out reward, by source", _by_source(evaluated, "reward_mean")),
         ("Reward, by source", _by_source(run_log, "reward_mean")),
         ("Solved, by source", _by_source(run_log, "solve_rate", percent=True)),
         ("Share of samples, by source", _by_source(run_log, "share", percent=True)),
         *(_of_part(run_log, name) for name in _names(run_log, "reward_parts")[:_MOST_PARTS]),
     ]
+
+
+def _evaluated(run_log: RunLog) -> RunLog:
+    """With evaluations in place of steps."""
+    return replace(run_log, metrics=[{**found, "step": found["version"]} for found in run_log.evaluations])
+
+
+def _all_parts(run_log: RunLog) -> str | None:
+    """The first parts as lines of one figure."""
+    names = _names(run_log, "reward_parts")[: len(_COLORS)]
+    keys = {name: f"part {i}" for i, name in enumerate(names)}
+    own = _reduced(run_log, lambda line: {key: _within(line, "reward_parts", name) for name, key in keys.items()})
+    lines = [(key, name, _COLORS[i]) for i, (name, key) in enumerate(keys.items())]
+    return drawing.curve(own, "parts of the held-out reward", lines)
 
 
 def reward_histogram(run_log: RunLog) -> str | None:

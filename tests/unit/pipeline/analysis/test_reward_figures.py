@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.analysis.figures.reward import reward_figures
+from rich.console import Console
+
+from launch.show.runs import render
+from pipeline.analysis.figures.reward import held_out_figures, reward_figures
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.run_log import RunLog
+from pipeline.analysis.summary import summary
 from pipeline.data.event_log import EventLog
 from pipeline.data.store import BatchStore
 from tests.support.batches import batch_of_rewards
@@ -28,10 +33,11 @@ def test_each_source_is_a_line_and_each_part_a_figure(write_run: WriteRun) -> No
         if step:
             told["chat"] |= dict(reward_mean=2.0, solve_rate=0.0)
         log.metrics(step, sources=told, reward_parts={"format/a": 1.0, "brief": 0.25})
-    log.event("evaluated", version=0, sources=dict(math=dict(prompts=3, pass_at_1=0.5)))
+    log.event("evaluated", version=0, sources=dict(math=dict(prompts=3, pass_at_1=0.5, reward_mean=0.75)))
     found = drawn(run)
     assert list(found) == [
         "Held-out pass@1, by source",
+        "Held-out reward, by source",
         "Reward, by source",
         "Solved, by source",
         "Share of samples, by source",
@@ -88,3 +94,29 @@ def test_failures_penalties_and_the_distance_from_a_teacher_have_figures(write_r
     assert "<title>samples, 1: -0.5</title>" in found["Penalty for overlong responses"]
     assert "<title>trained on, 1: 0.25</title>" in found["Reverse KL to the teacher, nats a token"]
     assert "held out, by version 0.125" in found["Reverse KL to the teacher, nats a token"]
+
+
+def test_held_out_rewards_are_drawn_and_told(write_run: WriteRun) -> None:
+    run = write_run(0)
+    log = EventLog(run, "collector-000001")
+    for version, reward in ((0, 0.25), (8, 0.5)):
+        parts = {"format/a": reward / 2, "<b>": 1.0}
+        log.event("evaluated", version=version, pass_at_1=0.5, reward_mean=reward, reward_parts=parts)
+    found = {title: svg for title, svg in held_out_figures(RunLog.read(run)) if svg is not None}
+    assert list(found) == ["Held-out reward", "Parts of the held-out reward"]
+    assert "reward, 8: 0.5" in found["Held-out reward"]
+    assert ">format/a<" in found["Parts of the held-out reward"]
+    numbers = summary(run)
+    assert (numbers["held_out_reward_first"], numbers["held_out_reward_last"]) == (0.25, 0.5)
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render(numbers))
+    told = console.export_text()
+    assert "0.25 → 0.5" in told
+    assert "format/a 0.125 → 0.25, <b> 1 → 1" in told
+    page = write_report(run).read_text()
+    assert "Parts of the held-out reward" in page
+    assert "<b>" not in page
+
+
+def test_a_run_without_held_out_rewards_has_none_of_them(write_run: WriteRun) -> None:
+    assert not any(svg for _, svg in held_out_figures(RunLog.read(write_run(24))))

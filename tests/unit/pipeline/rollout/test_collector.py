@@ -78,7 +78,9 @@ def test_each_source_has_its_share_and_its_own_reward(run: RunDirectory, verifie
     asked = [problem for batch in batches for problem in batch.problem[::GROUP].tolist()]
     assert asked == [order.problem(group) for group in range(4 * PROMPTS)]
     for event in read_events(run.path, "evaluated"):
-        assert event["sources"] == dict(exact=dict(prompts=3, pass_at_1=1.0), other=dict(prompts=1, pass_at_1=0.0))
+        exact_answers = dict(prompts=3, pass_at_1=1.0, reward_mean=1.0)
+        assert event["sources"] == dict(exact=exact_answers, other=dict(prompts=1, pass_at_1=0.0, reward_mean=0.5))
+        assert (event["reward_mean"], event["verifier_failures"]) == (0.875, 0)
 
 
 def test_what_goes_over_many_tokens_is_not_done_on_the_loop(

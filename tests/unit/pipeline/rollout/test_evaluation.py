@@ -1,4 +1,4 @@
-"""pass@k against counting, and an interval that covers."""
+"""pass@k against counting, an interval that covers, and means of rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.rollout.evaluation import clustered_wilson, pass_at_k, summarize
+from pipeline.data.records import VERIFIER_FAILED, Completion, Sample
+from pipeline.rollout.evaluation import by_source, clustered_wilson, pass_at_k, rewards, summarize
 
 
 @pytest.mark.parametrize(
@@ -83,3 +84,23 @@ def test_the_interval_covers_although_samples_of_a_prompt_resemble_one_another(
     counts = rng.binomial(8, rates)
     covered = [low <= mean <= high for low, high in (clustered_wilson(row.tolist(), 8) for row in counts)]
     assert 0.92 <= np.mean(covered) <= 0.99
+
+
+def rewarded(reward: float, **parts: float) -> Sample:
+    return Sample(completion=Completion.given([1], [-0.5]), reward=reward, reward_parts=parts)
+
+
+FAILED = rewarded(0.0, **{VERIFIER_FAILED: 1.0})
+
+
+def test_a_sample_without_a_reward_is_in_no_mean() -> None:
+    samples = [rewarded(1.0, right=1.0, brief=0.5), rewarded(0.25, right=0.0), FAILED]
+    assert rewards(samples) == dict(reward_mean=0.625, reward_parts=dict(right=0.5, brief=0.5), verifier_failures=1)
+    assert rewards([FAILED]) == dict(reward_parts={}, verifier_failures=1)
+
+
+def test_a_source_has_its_own_means() -> None:
+    answers = [[rewarded(1.0), rewarded(0.5)], [FAILED, FAILED], [rewarded(1.0), rewarded(1.0)]]
+    assert by_source(["math", "chat", "math"], answers) == dict(
+        math=dict(prompts=2, pass_at_1=0.75, reward_mean=0.875), chat=dict(prompts=1, pass_at_1=0.0)
+    )
