@@ -58,6 +58,8 @@ class Cell:
     k3: float
     terms: dict[str, float]
     """Mean |term|, nats."""
+    named: str
+    """The cause that the command names first; empty: none."""
 
     @staticmethod
     def measured(model: Path, precision: str, follows: bool, seed: int, prompts: int) -> Cell:
@@ -79,7 +81,8 @@ class Cell:
             ess=total["ess"],
             mean_abs=total["mean_abs"],
             k3=total["k3"],
-            terms={term: found["terms"][term]["mean_abs"] for term in TERMS if term in found["terms"]},
+            terms={term: found["terms"][term]["mean_abs"] for term in TERMS},
+            named=found["cause"]["cause"] if found["cause"] else "",
         )
 
 

@@ -32,7 +32,7 @@ def held_by_engine(quant_map: QuantMap, tensors: dict[str, Tensor]) -> dict[str,
     return published_modules(quantize_state(tensors.items(), quant_map), quant_map)
 
 
-@pytest.mark.parametrize("rollout_format", ["fp8_block", "fp8_tensor"])
+@pytest.mark.parametrize("rollout_format", ["fp8_block", "fp8_tensor", "emulated_fp6", "emulated_nvfp4"])
 @pytest.mark.parametrize("experts", [None, 2])
 def test_a_right_engine(rollout_format: str, experts: int | None) -> None:
     quant_map = QuantMap.for_decoder(1, rollout_format, experts).promoted(["model.layers.0.self_attn.qkv_proj"])

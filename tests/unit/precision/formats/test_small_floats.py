@@ -159,6 +159,15 @@ def test_a_token_is_rounded_alone_and_a_short_last_group_as_if_zeros_followed() 
     assert torch.equal(fake_quantize_nvfp4_tokens(tokens[2:3]), fake_quantize_nvfp4_matrix(tokens[2:3]))
 
 
+@pytest.mark.parametrize("name", list(RolloutFormat))
+def test_shares_of_channels_may_be_rounded_alone_exactly_where_the_format_says_so(name: RolloutFormat) -> None:
+    """Ranks that share the channels of a token do so, or gather them."""
+    activation = gaussian(3, 512) * torch.logspace(-2, 2, 512)
+    shares = [fake_quantize_activation_as(share, name) for share in activation.chunk(4, dim=1)]
+    alone = torch.equal(torch.cat(shares, dim=1), fake_quantize_activation_as(activation, name))
+    assert alone == (name.activation_group is not None)
+
+
 @pytest.mark.parametrize("name", EMULATED)
 def test_finite_values_of_any_size_stay_finite_and_others_are_refused(name: RolloutFormat) -> None:
     for rounding in (FAKE_QUANTIZE[name], lambda values: fake_quantize_activation_as(values, name)):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from precision.formats.audit import Held, audit
 from precision.formats.formats import dequantize_block, quantize_block, quantize_tensor
+from precision.formats.rollout_format import RolloutFormat
 from rollout_sglang.client import FORMATS, STATISTICS
 from rollout_sglang.server import format_report
 
@@ -97,6 +98,17 @@ def test_a_channel_scale_beside_a_transposed_weight() -> None:
     assert [held.layout for held in found.values()] == ["fp8_channel", "fp8_channel"]
     for held, part in zip(found.values(), (quantized[:128], quantized[128:]), strict=True):
         assert norm_of(held) == pytest.approx(float((part.float() * scale).norm()), rel=1e-5)
+
+
+def test_an_emulated_format_is_reported_by_its_name_and_its_values_are_the_weights() -> None:
+    class EmulatedLinearMethod:
+        rollout_format = RolloutFormat.EMULATED_NVFP4
+
+    weight = gaussian(4, 32)
+    made = layer(EmulatedLinearMethod(), weight=weight, output_partition_sizes=[4])
+    found = report("layers.0.mlp.down_proj", made)["layers.0.mlp.down_proj"]
+    assert (found.layout, found.dtype, found.scales) == ("emulated_nvfp4", "float32", None)
+    assert norm_of(found) == pytest.approx(float(weight.norm()), rel=1e-5)
 
 
 def test_what_a_cpu_multiplies_by_is_asked_before_its_parameter() -> None:
