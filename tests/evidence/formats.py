@@ -22,6 +22,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from launch.mismatch.measure import measure
 from pipeline.data.files import write_atomically
@@ -36,10 +37,10 @@ TITLES = {
     "fp8_tensor": "FP8, a scale a matrix",
     "emulated_fp6": "FP6 (e3m2), a scale a matrix",
     "emulated_nvfp4": "NVFP4, a scale for 16",
-    "emulated_mxfp4": "MXFP4, a scale for 32",
     "emulated_fp4": "FP4 (e2m1), a scale a matrix",
+    "emulated_mxfp4": "MXFP4, a scale for 32",
 }
-"""In the order of the picture."""
+"""In the order of the picture: of their ESS."""
 TERMS = ("quantization", "kernels", "decoding")
 
 
@@ -131,13 +132,15 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 3.2), layout="constrained", dpi=120)
         left, right = figure.subplots(1, 2, sharey=True)
-        _rows(left, list(_points(cells, "ess")))
+        _rows(left, list(_points(cells, "ess")), ".3f", both=False)
         left.set(title="effective sample size at step 0", xlim=(None, 1.004))
-        _rows(right, list(_points(cells, "mean_abs")))
+        _rows(right, list(_points(cells, "mean_abs")), ".2g", both=True)
         right.set(title="mean |log-ratio| of a token at step 0, nats", xscale="log")
         left.set_yticks(range(len(TITLES)), list(TITLES.values()))
         left.invert_yaxis()
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        kinds = {"learner in float32": "#555555", "learner computes in the rollouts' format": "white"}
+        marks = [Line2D([], [], ls="", marker="o", mfc=face, mec="#555555", mew=1.5) for face in kinds.values()]
+        figure.legend(marks, list(kinds), loc="outside lower center", ncols=2)
         figure.savefig(path, metadata={"Software": None})
 
 
@@ -148,19 +151,21 @@ def _points(cells: Sequence[Cell], name: str) -> Iterator[tuple[int, bool, list[
             yield row, follows, found
 
 
-def _rows(axes: Axes, points: Sequence[tuple[int, bool, list[float]]]) -> None:
+def _rows(axes: Axes, points: Sequence[tuple[int, bool, list[float]]], number: str, both: bool) -> None:
+    """`both`: hollow points have their number as well."""
     means: dict[int, list[float]] = {}
     for row, follows, values in points:
         color, mean = PALETTE[row], float(np.mean(values))
         means.setdefault(row, []).append(mean)
-        face = "white" if follows else color
-        label = ("learner computes in the same format" if follows else "learner in float32") if row == 0 else None
-        axes.plot(values, [row] * len(values), "o", ms=7, mfc=face, mec=color, mew=1.5, zorder=3, label=label)
-        text = f"{mean:.3f}" if mean > 0.01 else f"{mean:.0e}"
-        axes.annotate(text, (mean, row), (0, 7), textcoords="offset points", ha="center", fontsize=7)
-    for row, both in means.items():
-        axes.plot([min(both), max(both)], [row, row], color=PALETTE[row], linewidth=2, alpha=0.5, zorder=2)
-    axes.margins(x=0.08, y=0.12)
+        axes.plot(
+            values, [row] * len(values), "o", ms=6, mfc="white" if follows else color, mec=color, mew=1.5, zorder=3
+        )
+        if both or not follows:
+            place = dict(xytext=(0, 6), textcoords="offset points", ha="center", fontsize=7)
+            axes.annotate(format(mean, number), (mean, row), **place)  # type: ignore[arg-type]
+    for row, ends in means.items():
+        axes.plot([min(ends), max(ends)], [row, row], color=PALETTE[row], linewidth=2, alpha=0.5, zorder=2)
+    axes.margins(x=0.08, y=0.14)
 
 
 def main() -> None:
