@@ -42,6 +42,30 @@ def token_ess(log_ratios: Tensor) -> float:
     return ess_from_sums(float(ratios.sum()), float(ratios.square().sum()), ratios.numel())
 
 
+def staleness_ess(mismatch: Tensor, staleness: Tensor) -> float:
+    """ESS of pi / pi_old under pi_old, from samples of the engine pi_b, in (0, 1].
+
+    `mismatch` = log pi_old - log pi_b and `staleness` = log pi - log pi_old are [tokens], natural log, no padding, with
+    pi_old the learner at the version that sampled. With w_q and w_s their exponentials and rho = w_q w_s it is
+
+        (sum rho)^2 / (sum w_q · sum rho w_s):
+
+    each sum over samples of pi_b, weighed by w_q, stands for one over samples of pi_old. Without mismatch it is the
+    plain ESS of w_s. Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens.
+    """
+    if mismatch.numel() < 1:
+        raise ValueError("the ESS of 0 tokens is undefined, expected at least 1; do not train empty steps")
+    q, s = mismatch.detach().double(), staleness.detach().double()
+    log_value = 2.0 * (q + s).logsumexp(dim=0) - q.logsumexp(dim=0) - (q + 2.0 * s).logsumexp(dim=0)
+    value = float(log_value.exp())
+    if not (math.isfinite(value) and value > 0.0):
+        raise FloatingPointError(
+            f"the ESS of the staleness is {value}, expected a number above 0; compare the learner's and the engine's "
+            "logprobs of this batch"
+        )
+    return min(1.0, value)
+
+
 def loss_of(ess: float) -> float:
     """-ln ESS, nats: for independent lognormal ratios the variance of the log-ratio, so that the losses of independent
     causes add up."""

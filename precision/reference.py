@@ -62,6 +62,10 @@ class NearReference(Objective):
         return self.inner.needs_old_logprobs
 
     @property
+    def needs_sampling_logprobs(self) -> bool:
+        return self.inner.needs_sampling_logprobs
+
+    @property
     def reads_step_logprobs(self) -> bool:
         return self.inner.reads_step_logprobs
 

@@ -23,9 +23,11 @@ from pipeline.trainer.loop import Trainer
 from pipeline.trainer.mini_batches import dealt_together
 from pipeline.trainer.old_logprobs import OldLogprobs
 from pipeline.trainer.reference import require_same_reference
+from pipeline.trainer.step_size import StepSize
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
+    from megatron_bridge.step.kept_versions import KeptVersions
     from megatron_bridge.step.reference import ReferencePolicy
 
 
@@ -62,12 +64,18 @@ def build_trainer(
         schedule=recipe.build_schedule(),
         updates_per_batch=recipe.learner.updates_per_batch,
     )
+    step_size = StepSize(
+        lr_by_lag=recipe.learner.optimizer.lr_by_lag,
+        updates_per_batch=recipe.learner.updates_per_batch,
+        controller=controller,
+    )
+    reads_old = objective.needs_old_logprobs or step_size.reads_logprobs
     return Trainer(
         **shared,
-        old_logprobs=OldLogprobs(**shared) if objective.needs_old_logprobs else None,
+        old_logprobs=OldLogprobs(**shared, versions=build_versions(recipe, learner)) if reads_old else None,
         advantage_computer=advantages,
         scores_step=objective.needs_scoring,
-        lr_by_lag=recipe.learner.optimizer.lr_by_lag,
+        step_size=step_size,
         reads_step_logprobs=objective.reads_step_logprobs,
         channel=channel,
         checkpoints=checkpoints,
@@ -76,6 +84,16 @@ def build_trainer(
         reference=build_reference(run, recipe, learner),
         controller=controller,
     )
+
+
+def build_versions(recipe: Recipe, learner: MegatronLearner) -> KeptVersions | None:
+    """The policy's older versions, where log-probabilities at the one that sampled are read and it may be an older one
+    than the learner's: in sync there is no such one, and a stage is scored at its beginning."""
+    if not recipe.num_kept_versions:
+        return None
+    from megatron_bridge.step.kept_versions import KeptVersions  # which brings Megatron-Core
+
+    return KeptVersions(learner, lag=recipe.num_kept_versions)
 
 
 def build_reference(run: RunDirectory, recipe: Recipe, learner: MegatronLearner) -> ReferencePolicy | None:

@@ -260,9 +260,11 @@ def durations(
     rate = rollout_tokens_per_gpu_s(config, capacity, recipe, assumed)
     gpus = recipe.rollout.engines * recipe.rollout.tensor_parallel
     moved = weight_bytes(model, recipe.rollout)
+    # With older versions each stale batch is scored at what sampled it, which in the mean is one version or two.
+    passes = build_objective(recipe).needs_scoring + (recipe.reference is not None) + (recipe.num_kept_versions > 0)
     return Durations(
         rollout_s=traffic.samples * traffic.response_tokens / (rate * gpus),
-        score_s=time.score_s * (build_objective(recipe).needs_scoring + (recipe.reference is not None)),
+        score_s=time.score_s * passes,
         update_s=time.update_s,
         publish_s=publish_seconds(recipe, moved, assumed),
         take_s=take_seconds(recipe, moved, assumed),

@@ -94,8 +94,9 @@ def _learner(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
     """A save copies the shard of each rank to host memory before it writes it. What is published lies there too, until
     its folder is written."""
     stages = footprints(planner.config, planner.recipe.learner, planner.workload(planner.recipe.learner))
-    kept_near = planner.recipe.reference is not None  # a host copy of the reference's share (megatron_bridge.step)
-    shard = max(one.parameters * (1 + kept_near) + one.optimizer for one in stages)
+    # Host copies of the reference's share, and of that of older versions (megatron_bridge.step).
+    copies = (planner.recipe.reference is not None) + planner.recipe.num_kept_versions
+    shard = max(one.parameters * (1 + copies) + one.optimizer for one in stages)
     shm = gpus * allowed.shm_bytes_per_process
     return HostNeeds(
         cpus=gpus * allowed.cpus_per_gpu,

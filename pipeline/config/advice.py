@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.config.recipe import Recipe
-from pipeline.config.schedule_sections import StagedSchedule
+from pipeline.config.schedule_sections import AsyncSchedule, StagedSchedule
 
 
 def advice(recipe: Recipe) -> list[str]:
@@ -17,7 +17,8 @@ def _clip_without_effect(recipe: Recipe) -> str | None:
     if not recipe.objective.clips_by_old_ratio:
         return None
     staged = isinstance(recipe.schedule, StagedSchedule) and recipe.schedule.updates_per_stage > 1
-    if staged or recipe.learner.updates_per_batch > 1:
+    stale = isinstance(recipe.schedule, AsyncSchedule) and recipe.reads_sampling_logprobs
+    if staged or stale or recipe.learner.updates_per_batch > 1:
         return None
     return (
         f"the clip of objective {recipe.objective.name} never acts: its ratio is pi / pi_old, and with one update a "

@@ -39,7 +39,7 @@ from pipeline.config.algorithm import (
 )
 from pipeline.config.formats import check_emulation
 from pipeline.config.interruption_section import InterruptionSection
-from pipeline.config.schedule_sections import ScheduleSection, StagedSchedule, SyncSchedule
+from pipeline.config.schedule_sections import AsyncSchedule, ScheduleSection, StagedSchedule, SyncSchedule
 from pipeline.config.section import Section, ServerUrls
 from pipeline.config.task_sections import PromptsSection, RewardSection, TaskSection
 from pipeline.config.weights_section import WeightsSection
@@ -189,7 +189,9 @@ class OptimizerSection(Section):
     lr_by_lag: LrByLag = Field(
         "none",
         description="sqrt: a batch whose tokens were sampled `age` optimizer steps ago in the mean is learned from at "
-        "lr / √(1 + age). With the ESS controller, the smaller of both factors holds.",
+        "lr / √(1 + age). ess: at lr × (1 - √(1 - e)), where e is the ESS of what the learner has changed since the "
+        "tokens were sampled; needs a pass over each stale batch, and with async the memory of "
+        "learner.old_logprobs_at sampling. With the ESS controller, the smaller of both factors holds.",
     )
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
@@ -241,6 +243,13 @@ class LearnerSection(Section):
         "an ESS or a veto of `step` scope are those of the mini-batch. Versions and lag count batches. "
         "With advantage.zero_variance=exclude a batch of few groups may make fewer steps: a learning rate that decays "
         "then ends higher.",
+    )
+    old_logprobs_at: Literal["update", "sampling"] = Field(
+        "update",
+        description="What pi_old is to objectives and corrections that divide by it. update: the learner before the "
+        "first step on the batch, or on its stage, as in verl and slime. sampling: the learner at the version that "
+        "sampled each token, so that pi_old / pi_engine is without staleness. It differs in async with a lag alone, "
+        "where a learner's hosts then hold `lag` copies of the parameters and each stale batch is scored with them.",
     )
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     step_deadline_s: PositiveFloat = Field(600.0, description="A collective that takes longer ends the process.")
@@ -374,6 +383,17 @@ class Recipe(Section):
                 "lower it, or train longer"
             )
         return self
+
+    @property
+    def reads_sampling_logprobs(self) -> bool:
+        """Whether pi_old is the learner at the version that sampled each token."""
+        asked = self.learner.old_logprobs_at == "sampling" or self.learner.optimizer.lr_by_lag == "ess"
+        return asked or self.objective.needs_sampling_logprobs
+
+    @property
+    def num_kept_versions(self) -> int:
+        """Older versions of the weights that the learner keeps in host memory."""
+        return self.schedule.lag if self.reads_sampling_logprobs and isinstance(self.schedule, AsyncSchedule) else 0
 
     @property
     def directory(self) -> Path:

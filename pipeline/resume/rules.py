@@ -72,6 +72,7 @@ RULES: dict[str, str | None] = {
     "learner.fp8_emulation": _LEARNED,
     "learner.micro_batch_tokens": SAFE,
     "learner.updates_per_batch": _LEARNED,
+    "learner.old_logprobs_at": _LEARNED,
     "learner.optimizer.lr": SAFE,
     "learner.optimizer.min_lr": SAFE,
     "learner.optimizer.decay": SAFE,

@@ -4,6 +4,7 @@
                               thread of rank 0 adds the loop's state, makes all files durable, and adds COMMIT: the
                               step, and size and SHA-256 of every file; with a checksum of its own
     000012                    the same folder, moved onto a name that must be free
+    000012/versions/000010    an older version that the learner kept, as an HF folder (kept_versions)
 
 One save is under way at most. Whether it has got on is agreed by all ranks between two steps: `advance`.
 
@@ -40,6 +41,7 @@ from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.run_directory import committed_steps, numbered, unfenced
 from pipeline.errors import CorruptCheckpointError, StoreError
 from pipeline.ports.learner import Learner, SaveUnderWay
+from pipeline.trainer.kept_versions import FOLDER, KeptVersions
 from pipeline.trainer.long_actions import ANSWER_S, LongAction, tell_when_done
 from precision.text.short import quoted
 
@@ -85,13 +87,18 @@ class Checkpoints:
         self.begin_save(learner, step, state)
         self.advance(learner, to_the_end=True)
 
-    def begin_save(self, learner: Learner, step: int, state: Mapping[str, float]) -> None:
-        """Collective. Copy what a checkpoint of `step` needs, and begin to write it. The one before it must be over."""
+    def begin_save(
+        self, learner: Learner, step: int, state: Mapping[str, float], versions: KeptVersions | None = None
+    ) -> None:
+        """Collective. Copy what a checkpoint of `step` needs, and begin to write it; `versions` are written at once.
+        The save before it must be over."""
         if self._under_way:
             raise ValueError(f"the checkpoint of step {self._under_way[0].step} is not written yet; advance to its end")
         folder = self.directory / learner.tell(lambda: self._new_folder(step))
         with self._or_removed(folder, step):
             shards = learner.begin_save(folder)
+            if versions is not None:
+                versions.save(folder / FOLDER)
         self._under_way.append(_Save(folder, step, dict(state), time.monotonic(), shards))
 
     def advance(self, learner: Learner, *, to_the_end: bool = False) -> Saved | None:
@@ -122,9 +129,9 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)  # every rank tries: what gets no name must not fill the disk
             raise
 
-    def restore(self, learner: Learner) -> tuple[int, dict[str, float]]:
-        """Collective. Load the newest committed checkpoint; returns the step to go on at (0 when there is none) and the
-        state of the loop that was saved with it."""
+    def restore(self, learner: Learner, versions: KeptVersions | None = None) -> tuple[int, dict[str, float]]:
+        """Collective. Load the newest committed checkpoint, and its `versions`; returns the step to go on at (0 when
+        there is none) and the state of the loop that was saved with it."""
         newest = tell_when_done(learner, self._newest)
         if newest is None:
             return 0, {}
@@ -132,6 +139,8 @@ class Checkpoints:
         folder = self.directory / numbered(step)
         learner.everywhere(lambda: await_visible(folder / COMMIT))
         learner.load(folder)
+        if versions is not None:
+            versions.load(folder / FOLDER)
         return step, state
 
     def _new_folder(self, step: int) -> str:

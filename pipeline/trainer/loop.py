@@ -25,7 +25,7 @@ from typing import Any
 
 from pipeline import spans
 from pipeline.advantages.compute import AdvantageComputer
-from pipeline.control.loop import StepController, mean_age
+from pipeline.control.loop import StepController
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import remove_leftovers
 from pipeline.data.mismatch_files import write_mismatch
@@ -39,11 +39,12 @@ from pipeline.stopwatch import Stopwatch
 from pipeline.trainer.batch_figures import asked_solve_rate, describe
 from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints, Saved
+from pipeline.trainer.kept_versions import KeptVersions
 from pipeline.trainer.mini_batches import merge_updates, mini_batches
 from pipeline.trainer.old_logprobs import OldLogprobs
 from pipeline.trainer.reference import Reference, with_reference
 from pipeline.trainer.replay_effect import ReplayEffect
-from precision.step_size import LrByLag, lr_factor
+from pipeline.trainer.step_size import StepSize
 
 
 @dataclass
@@ -68,8 +69,7 @@ class Trainer:
     checkpoint_every: int
     event_log: EventLog
     controller: StepController | None = None
-    lr_by_lag: LrByLag = "none"
-    """Whether older batches are learned from by smaller steps."""
+    step_size: StepSize = field(default_factory=StepSize)
     reference: Reference | None = None
     """What the loss holds the policy near; None: nothing."""
     _saved: int = field(init=False, default=0)
@@ -86,7 +86,7 @@ class Trainer:
         saves what is trained and raises StoppedError, on every rank."""
         for folder in (self.run.policies, self.run.mismatch, self.run.logprobs):
             self.learner.tell(partial(remove_leftovers, folder, self.run.fence))
-        first, state = self.checkpoints.restore(self.learner)
+        first, state = self.checkpoints.restore(self.learner, self._versions)
         self._saved = first
         self.advantage_computer.estimator.restore(state)
         if self.controller is not None:
@@ -136,6 +136,8 @@ class Trainer:
     def _skip(self, step: int) -> None:
         """A step whose batch was lost by damage: the next version has the weights of this one."""
         self._finish()
+        if self._versions is not None:
+            self._versions.keep(step)
         if self.controller is not None:
             self.controller.skip(step)
         self._publish(step)
@@ -173,28 +175,36 @@ class Trainer:
         with watch.phase("logprobs"):
             old_logprobs = self.old_logprobs.of(batch) if self.old_logprobs else None
             batch = with_reference(self.reference, batch)
+            if self._versions is not None:
+                self._versions.keep(batch.index)
         scores = self.scores_step and (old_logprobs is None or self.reads_step_logprobs)
-        factor = self._lr_factor(batch)
+        scores = scores or (self.step_size.reads_logprobs and old_logprobs is not None)
         parts, updates = mini_batches(self.advantage_computer, batch, self.updates_per_batch), []
         with watch.phase("logprobs"):
             effect = ReplayEffect.before_step(self.learner, parts[0].batch)
         for part in parts:
+            old = part.part_of(old_logprobs)
             with watch.phase("logprobs"):
                 scored = self.learner.score(part.batch) if scores else None
+                sized = self.step_size.measured(batch, part.batch, scored, old)
             with watch.phase("update"):
-                old = part.part_of(old_logprobs)
                 update = self.learner.update(
-                    part.batch, part.advantages, scored, old_logprobs=old, trained=part.trained, lr_factor=factor
+                    part.batch,
+                    part.advantages,
+                    scored,
+                    old_logprobs=old,
+                    trained=part.trained,
+                    lr_factor=sized["lr_factor"],
                 )
-                updates.append(update)
+                updates.append(replace(update, metrics=update.metrics | sized))
         measured = {} if effect is None else effect.measured(parts[0].batch, updates[0].device_logprobs)
         merged = merge_updates(parts, updates)
-        return replace(merged, metrics=merged.metrics | measured | {"lr_factor": factor})
+        return replace(merged, metrics=merged.metrics | measured)
 
-    def _lr_factor(self, batch: Batch) -> float:
-        """On the learning rate of every optimizer step on the batch: the recipe's, or the controller's if less."""
-        own = lr_factor(mean_age(batch, self.updates_per_batch)) if self.lr_by_lag == "sqrt" else 1.0
-        return own if self.controller is None else min(own, self.controller.lr_factor(batch))
+    @property
+    def _versions(self) -> KeptVersions | None:
+        """Older versions, where they are kept."""
+        return None if self.old_logprobs is None else self.old_logprobs.versions
 
     def _publish(self, step: int) -> None:
         """Give version `step + 1` to the engines when the schedule says so and it is not published already. The last
@@ -240,7 +250,8 @@ class Trainer:
         started = time.monotonic()
         with spans.span("step", "save", step=step - 1):
             self._finish_save()
-            self.checkpoints.begin_save(self.learner, step, self.advantage_computer.estimator.state())
+            state = self.advantage_computer.estimator.state()
+            self.checkpoints.begin_save(self.learner, step, state, self._versions)
             self._look_at_save()
         self._save_s = time.monotonic() - started
 

@@ -1,4 +1,4 @@
-"""pi_old: the learner's own log-probabilities of a batch, at weights that stay the same for several optimizer steps.
+"""pi_old: the learner's own log-probabilities of a batch, at weights of before the steps that are taken on it.
 
 staged                            the weights with which the stage began. All batches of a stage are scored before
                                   its first step, and kept in the run directory: a learner that is started again in
@@ -6,6 +6,8 @@ staged                            the weights with which the stage began. All ba
 sync, async; several updates      the weights before the batch's first update. The batch is scored as a whole, as
                                   trainers with mini-batches do
 sync, async; one update a batch   the weights before the step, which is what scoring the step yields anyway
+async, learner.old_logprobs_at    the weights of the version that sampled each token, of which copies are kept. In sync
+  sampling                        and staged this changes nothing: the weights above are those that sampled
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pipeline.errors import StoreError
 from pipeline.ports.learner import Learner
 from pipeline.schedule import Schedule
 from pipeline.trainer.batch_source import BatchSource
+from pipeline.trainer.kept_versions import KeptVersions
 from precision.torch_on_use import Tensor, torch
 
 
@@ -31,6 +34,8 @@ class OldLogprobs:
     learner: Learner
     schedule: Schedule
     updates_per_batch: int
+    versions: KeptVersions | None = None
+    """Where pi_old is the policy that sampled, and that may be an older one."""
     _stage: dict[int, Tensor] = field(default_factory=dict)
     """What this process has scored of the stage that is under way, on the learner's device; the same on every rank."""
 
@@ -40,6 +45,8 @@ class OldLogprobs:
         The first batch of a stage waits for all batches of the stage, and scores them. Raises what that wait raises,
         and StoreError when those of a stage that is under way are missing.
         """
+        if self.versions is not None and (sampled := self.versions.logprobs(batch)) is not None:
+            return sampled
         if self.schedule.kind != "staged":
             return self.learner.score(batch) if self.updates_per_batch > 1 else None
         step = batch.index

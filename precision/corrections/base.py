@@ -70,6 +70,10 @@ class Corrected(Objective):
         return self.inner.needs_old_logprobs or self.correction.weighs_by_old_ratio
 
     @property
+    def needs_sampling_logprobs(self) -> bool:
+        return self.inner.needs_sampling_logprobs
+
+    @property
     def reads_step_logprobs(self) -> bool:
         return self.correction.reads_step_logprobs or (self.inner.needs_scoring and self.inner.reads_step_logprobs)
 

@@ -67,8 +67,8 @@ class ScoredStep:
     rollout_logprobs: Tensor
     """float32 [tokens], of the engine that sampled."""
     old_logprobs: Tensor
-    """float32 [tokens], the learner's own before the first of several updates on a batch, or before a stage (pi_old);
-    `logprobs` where there is one update."""
+    """float32 [tokens], the learner's own before the first of several updates on a batch, or before a stage, or at the
+    version that sampled (learner.old_logprobs_at); `logprobs` where these are the present weights (pi_old)."""
     advantages: Tensor
     """float32 [tokens]"""
     sampled: Tensor
@@ -145,6 +145,12 @@ class Objective(Settings, ABC):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether `ScoredStep.old_logprobs` are read. They cost a pass of their own where a stage has several steps."""
+        return False
+
+    @property
+    def needs_sampling_logprobs(self) -> bool:
+        """Whether `ScoredStep.old_logprobs` must be those at the version that sampled each token; else
+        learner.old_logprobs_at says which they are. An objective that has this has `needs_old_logprobs`."""
         return False
 
     @property

@@ -4,9 +4,9 @@ for language models AReaL, arXiv 2505.24298).
     loss = -1/N sum_t sg(b_t) min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
     b_t = pi_old(y_t) / pi_b(y_t),   r_t = pi(y_t) / pi_old(y_t)
 
-with pi_b the engine that sampled y_t, pi_old the learner before the first of several updates (on a batch, in a stage)
-and sg stop-gradient. Staleness and the engine's other numerics then weigh a token, and do not use up the room of the
-clip. With a single update pi_old is the policy before it, so r is 1: what is left is the importance weight b, and the
+with pi_b the engine that sampled y_t, pi_old the learner before the first of several updates (on a batch, in a stage),
+or at the version that sampled (learner.old_logprobs_at), and sg stop-gradient. Staleness and the engine's other
+numerics then weigh a token, and do not use up the room of the clip. With a single update pi_old is the policy before it, so r is 1: what is left is the importance weight b, and the
 clip never acts.
 """
 

@@ -52,10 +52,10 @@ class P3O(Objective):
         description="token is the paper's. sequence takes the ESS of whole responses, whose ratios are products over "
         "their tokens; it falls far faster with length, and needs ess_scope step.",
     )
-    kl_estimator: Literal["official", "importance"] = Field(
+    kl_estimator: Literal["official", "importance", "none"] = Field(
         "official",
         description="official: the authors' code. importance: the estimator that fits samples from the engine; its "
-        "gradient weight is capped at the ESS.",
+        "gradient weight is capped at the ESS. none: no anchor, to see what the cap does alone.",
     )
 
     paper_aggregation: ClassVar[Aggregation | None] = "token"
@@ -93,7 +93,12 @@ class P3O(Objective):
         """See `Objective.loss`."""
         log_ratios, ratios = masked_log_ratios(logprobs, batch.rollout_logprobs, batch.mask)
         ess = self._ess(ratios.detach(), batch.mask, context)
-        kl = official_kl(log_ratios) if self.kl_estimator == "official" else importance_kl(log_ratios, cap=ess)
+        if self.kl_estimator == "official":
+            kl = official_kl(log_ratios)
+        elif self.kl_estimator == "importance":
+            kl = importance_kl(log_ratios, cap=ess)
+        else:
+            kl = torch.zeros_like(log_ratios)
         return capped_and_anchored(logprobs, batch, context, ratios=ratios.detach(), kl=kl, ess=ess)
 
     def _ess(self, ratios: Tensor, mask: Tensor, context: StepContext) -> float:

@@ -141,9 +141,9 @@ class WatchedCheckpoints(Checkpoints):
             self.setting.promises.saved = max(self.setting.promises.saved, saved.step)
         return saved
 
-    def restore(self, learner: Any) -> tuple[int, dict[str, float]]:
+    def restore(self, learner: Any, versions: Any = None) -> tuple[int, dict[str, float]]:
         promised = 0 if self.setting is None else self.setting.promises.saved
-        step, state = super().restore(learner)
+        step, state = super().restore(learner, versions)
         if step < promised and self.setting is not None:
             self.setting.world.problem(f"a checkpoint was lost: saved up to step {promised}, resumed at {step}")
         return step, state

@@ -26,6 +26,7 @@ OLD_ANCHOR = dict(name="clipped", anchor="old")
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "p3o": dict(objective=dict(name="p3o")),
     "p3o sequence": dict(objective=dict(name="p3o", ess_unit="sequence", kl_estimator="importance")),
+    "split": dict(objective=dict(name="split")),
     "p4o": dict(objective=dict(name="p4o")),
     "clipped": dict(objective=dict(name="clipped", dual_clip=3.0)),
     "cispo": dict(objective=dict(name="cispo")),

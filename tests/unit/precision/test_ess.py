@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision.ess import ess_from_sums, sequence_ess_of_totals, token_ess
+from precision.ess import ess_from_sums, sequence_ess_of_totals, staleness_ess, token_ess
 
 log_ratio_lists = st.lists(st.floats(-30, 30), min_size=1, max_size=40)
 
@@ -71,3 +71,35 @@ def test_sequence_ess_bounds_and_scale(totals: list[float], shift: float) -> Non
     ess = sequence_ess_of_totals(values)
     assert 1 / len(totals) * (1 - 1e-9) <= ess <= 1.0
     assert sequence_ess_of_totals(values + shift) == pytest.approx(ess, rel=1e-9)
+
+
+ENGINE = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64)
+OLD = torch.tensor([0.4, 0.2, 0.1, 0.3], dtype=torch.float64)
+LEARNER = torch.tensor([0.2, 0.3, 0.1, 0.4], dtype=torch.float64)
+
+
+def test_the_ess_of_staleness_is_that_under_the_old_policy() -> None:
+    """Tokens in the engine's exact shares: 1 / mean of (pi / pi_old)^2 over pi_old, by enumeration."""
+    counts = (20 * ENGINE).long()
+    mismatch, staleness = (each.repeat_interleave(counts) for each in ((OLD / ENGINE).log(), (LEARNER / OLD).log()))
+    exact = 1.0 / float((LEARNER.square() / OLD).sum())
+    assert staleness_ess(mismatch, staleness) == pytest.approx(exact, rel=1e-12)
+    # What the plain ESS of pi / pi_old makes of the same tokens is another number.
+    assert token_ess(staleness) == pytest.approx(0.8127, abs=1e-4)
+    assert exact == pytest.approx(0.840, abs=1e-3)
+
+
+@given(log_ratio_lists)
+def test_without_mismatch_the_ess_of_staleness_is_the_plain_one(log_ratios: list[float]) -> None:
+    staleness = torch.tensor(log_ratios, dtype=torch.float64)
+    # In logarithms, hence without the epsilon.
+    assert staleness_ess(torch.zeros_like(staleness), staleness) == pytest.approx(sequence_ess_of_totals(staleness))
+
+
+def test_the_ess_of_staleness_refuses_what_is_not_finite() -> None:
+    zeros = torch.zeros(2, dtype=torch.float64)
+    for broken in (math.nan, math.inf, -math.inf):
+        with pytest.raises(FloatingPointError, match="the ESS of the staleness is"):
+            staleness_ess(zeros, torch.full((2,), broken, dtype=torch.float64))
+    with pytest.raises(ValueError, match="the ESS of 0 tokens"):
+        staleness_ess(zeros[:0], zeros[:0])

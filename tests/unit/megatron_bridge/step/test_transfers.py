@@ -68,7 +68,7 @@ def test_a_step_copies_no_log_probabilities_to_the_host(tmp_path: Path, updates:
                 scores_step=True,
                 reads_step_logprobs=True,
                 updates_per_batch=updates,
-                old_logprobs=SimpleNamespace(of=learner.score),
+                old_logprobs=SimpleNamespace(of=learner.score, versions=None),
             )
         )
         batch = make_batch(0, learner.model_config.vocab_size)

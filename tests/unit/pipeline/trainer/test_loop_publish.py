@@ -43,7 +43,7 @@ class Recorder(OneRank):
     def wait_for_folder(self) -> None:
         self.calls.append("wait_for_folder")
 
-    def begin_save(self, learner: Any, step: int, state: Any) -> None:
+    def begin_save(self, learner: Any, step: int, state: Any, versions: Any = None) -> None:
         """A checkpoint, which is written until the end is asked for."""
         assert self.under_way is None
         self.under_way = step
@@ -133,10 +133,10 @@ class Steps(Recorder):
             raise StoppedError("asked to end")
         return SimpleNamespace()
 
-    def restore(self, learner: Any) -> tuple[int, dict[str, float]]:
+    def restore(self, learner: Any, versions: Any = None) -> tuple[int, dict[str, float]]:
         return 0, {}
 
-    def begin_save(self, learner: Any, step: int, state: Any) -> None:
+    def begin_save(self, learner: Any, step: int, state: Any, versions: Any = None) -> None:
         recorded = [line["step"] for line in read_metrics(self.run.path)]
         assert recorded == [done for done in range(step) if done != self.lost], (
             "a step is recorded before its checkpoint"

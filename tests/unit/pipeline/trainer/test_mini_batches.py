@@ -19,6 +19,8 @@ from pipeline.data.records import Batch
 from pipeline.ports.learner import Update
 from pipeline.trainer.loop import Stopwatch, Trainer
 from pipeline.trainer.mini_batches import dealt_together, mini_batches, split_groups
+from pipeline.trainer.step_size import StepSize
+from precision.step_size import LrByLag
 from tests.support.batches import batch_of_rewards
 
 MIXED, EQUAL = [1.0, 0.0], [1.0, 1.0]
@@ -77,7 +79,7 @@ def trained(
     reads: bool = True,
     old: Any = None,
     controller: Any = None,
-    lr_by_lag: str = "none",
+    lr_by_lag: LrByLag = "none",
     **options: Any,
 ) -> Any:
     learner, unused = Learner(), SimpleNamespace()
@@ -92,7 +94,7 @@ def trained(
             old_logprobs=old,
             updates_per_batch=updates,
             controller=controller,
-            lr_by_lag=lr_by_lag,
+            step_size=StepSize(lr_by_lag=lr_by_lag, updates_per_batch=updates, controller=controller),
             reference=None,
         )
     )
@@ -112,7 +114,7 @@ def test_one_update_gets_the_batch_itself() -> None:
 def test_each_update_gets_whole_groups_scored_at_its_own_weights_and_old_logprobs_of_the_whole_batch() -> None:
     batch = batch_of_rewards([MIXED] * 5, seed=3)
     whole = torch.arange(batch.num_response_tokens).float()
-    learner, update = trained(batch, 2, old=SimpleNamespace(of=lambda _: whole))
+    learner, update = trained(batch, 2, old=SimpleNamespace(versions=None, of=lambda _: whole))
     first, second = learner.given
     assert learner.calls == ["score", "update"] * 2
     assert first["batch"].group.tolist() == [0, 0, 1, 1, 2, 2]
@@ -126,9 +128,9 @@ def test_each_update_gets_whole_groups_scored_at_its_own_weights_and_old_logprob
 def test_what_is_prepared_from_old_logprobs_alone_is_not_scored_again() -> None:
     batch = batch_of_rewards([MIXED] * 4)
     whole = torch.zeros(batch.num_response_tokens)
-    learner, _ = trained(batch, 2, reads=False, old=SimpleNamespace(of=lambda _: whole))
+    learner, _ = trained(batch, 2, reads=False, old=SimpleNamespace(versions=None, of=lambda _: whole))
     assert learner.calls == ["update"] * 2
-    learner, _ = trained(batch, 1, reads=False, old=SimpleNamespace(of=lambda _: None))
+    learner, _ = trained(batch, 1, reads=False, old=SimpleNamespace(versions=None, of=lambda _: None))
     assert learner.calls == ["score", "update"], "with one update the old policy is that of the step"
 
 
@@ -232,10 +234,40 @@ def test_what_runs_through_the_model_together_is_dealt_out_together(
     [("none", None, 1.0), ("sqrt", None, 0.5), ("none", 0.25, 0.25), ("sqrt", 0.25, 0.25), ("sqrt", 1.0, 0.5)],
 )
 def test_older_batches_are_learned_from_by_smaller_steps(
-    lr_by_lag: str, controllers: float | None, expected: float
+    lr_by_lag: LrByLag, controllers: float | None, expected: float
 ) -> None:
     batch = batch_of_rewards([MIXED, EQUAL, MIXED])
     batch = replace(batch, index=3, policy_version=np.zeros_like(batch.policy_version))
     controller = None if controllers is None else SimpleNamespace(lr_factor=lambda _: controllers)
     learner, update = trained(batch, 1, controller=controller, lr_by_lag=lr_by_lag)
     assert learner.given[0]["lr_factor"] == update.metrics["lr_factor"] == expected
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_by_ess_each_step_is_sized_by_its_own_mini_batch(scores: bool) -> None:
+    """The double scores everything by its number of updates: all tokens have the same ratios, so the ESS is 1 where pi
+    has moved as one, and less where half of the tokens were sampled by another version."""
+    batch = batch_of_rewards([MIXED, MIXED])
+    half = torch.arange(batch.num_response_tokens) % 2 == 0
+    old = torch.where(half, 0.0, -1.0)
+    kept: list[int] = []
+    versions = SimpleNamespace(keep=kept.append)
+    learner, update = trained(
+        batch, 1, scores=scores, reads=False, old=SimpleNamespace(versions=versions, of=lambda _: old), lr_by_lag="ess"
+    )
+    assert learner.calls == ["score", "update"]
+    assert kept == [batch.index], "once, before the weights change"
+    rollout = torch.from_numpy(batch.rollout_logprobs).double()
+    rho, mismatch = (0.0 - rollout).exp(), (old.double() - rollout).exp()
+    ess = float(rho.sum() ** 2 / (mismatch.sum() * (rho * (0.0 - old).exp()).sum()))
+    assert 0.1 < ess < 0.99
+    assert update.metrics["staleness_ess"] == pytest.approx(ess)
+    assert learner.given[0]["lr_factor"] == update.metrics["lr_factor"] == pytest.approx(1 - (1 - ess) ** 0.5)
+
+
+def test_by_ess_a_fresh_batch_has_the_whole_step_and_is_not_scored_for_it() -> None:
+    batch = batch_of_rewards([MIXED, MIXED])
+    old = SimpleNamespace(versions=None, of=lambda _: None)
+    learner, update = trained(batch, 1, scores=False, old=old, lr_by_lag="ess")
+    assert learner.calls == ["update"]
+    assert update.metrics["lr_factor"] == update.metrics["staleness_ess"] == 1.0

@@ -100,6 +100,17 @@ def test_a_batch_of_several_updates_is_scored_as_a_whole(tmp_path: Path, kind: A
     assert learner.scored == [1]
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_of_the_version_that_sampled_they_come_from_the_kept_versions(tmp_path: Path, fresh: bool) -> None:
+    learner = Learner(weights=-10.0)
+    versions: Any = SimpleNamespace(logprobs=lambda _: None if fresh else torch.full((3,), -7.0))
+    old = replace(old_logprobs(tmp_path, learner, Schedule(kind="async", steps=4, lag=2)), versions=versions)
+    found = old.of(batch(1))
+    assert (found is None) == fresh, "of a fresh batch the scored step has them"
+    assert found is None or found.tolist() == [-7.0] * 3
+    assert learner.scored == []
+
+
 def test_what_was_kept_of_another_batch_is_refused_by_name(tmp_path: Path) -> None:
     schedule = Schedule(kind="staged", steps=5, updates_per_stage=3)
     old = old_logprobs(tmp_path, Learner(weights=-10.0), schedule)

@@ -256,3 +256,12 @@ def test_the_anchor_is_the_estimator_that_was_chosen(estimator: Estimator) -> No
     objective = P3O(kl_estimator=estimator)
     loss, _, sums = run(objective, [math.log(2)], [0.0], StepContext(num_tokens=1, step_ess=0.5))
     assert (loss, float(sums["policy_loss"])) == (pytest.approx(0.5 * kl, rel=1e-12), 0.0)
+
+
+def test_the_cap_alone_has_no_anchor() -> None:
+    # e = .5: rho 2 and 1 are both capped, whatever l is.
+    context = StepContext(num_tokens=2, step_ess=0.5)
+    loss, gradient, sums = run(P3O(kl_estimator="none"), [math.log(2.0), 0.0], [1.0, -1.0], context)
+    assert gradient == pytest.approx([-0.25, 0.25])
+    assert float(sums["kl_loss"]) == 0.0
+    assert loss == pytest.approx(-0.25 * math.log(2.0))
