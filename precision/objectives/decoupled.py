@@ -6,8 +6,8 @@ for language models AReaL, arXiv 2505.24298).
 
 with pi_b the engine that sampled y_t, pi_old the learner before the first of several updates (on a batch, in a stage),
 or at the version that sampled (learner.old_logprobs_at), and sg stop-gradient. Staleness and the engine's other
-numerics then weigh a token, and do not use up the room of the clip. With a single update pi_old is the policy before it, so r is 1: what is left is the importance weight b, and the
-clip never acts.
+numerics then weigh a token, and do not use up the room of the clip. With a single update, and pi_old the policy before
+it, r is 1: what is left is the importance weight b, and the clip never acts.
 """
 
 from __future__ import annotations

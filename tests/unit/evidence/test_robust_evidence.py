@@ -1,0 +1,102 @@
+"""What the page on robust objectives makes of its matrix and of measured numbers. No engine is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import RecipeError
+from tests.evidence import robust
+from tests.evidence.matrix import Cell, Matrix, cells_of, read_matrix
+from tests.evidence.results import Evaluation, Result
+
+
+@pytest.fixture(scope="module")
+def matrix() -> Matrix:
+    return read_matrix(Path(robust.__file__).with_suffix(".yaml"))
+
+
+def result(condition: str, arm: str, seed: int, end: int) -> Result:
+    """So many of ten answers right at the end."""
+    return Result(
+        condition=condition,
+        arm=arm,
+        seed=seed,
+        state="finished",
+        reason="",
+        steps=8,
+        steps_planned=8,
+        samples_per_step=256,
+        evaluations=[Evaluation(version=v, samples=10, correct=[n], trained_s=9.0) for v, n in ((0, 3), (8, end))],
+        series={},
+    )
+
+
+def cell(matrix: Matrix, experiment: str, condition: str, arm: str) -> Cell:
+    found = cells_of(matrix, experiment, Path("runs"))
+    return next(one for one in found if (one.condition, one.arm, one.seed) == (condition, arm, 1))
+
+
+def test_the_arms_are_what_their_names_say(matrix: Matrix) -> None:
+    """The constant is that of the mean age at full lag; by age the rate itself stays."""
+    for name, lag in (("lag8", 8), ("lag4", 4)):
+        condition = next(iter(matrix.experiments[name].conditions))
+        plain = cell(matrix, name, condition, "cispo").resolved()
+        assert plain.build_schedule().lag == lag
+        for arm in matrix.experiments[name].arms:
+            optimizer = cell(matrix, name, condition, arm).resolved().learner.optimizer
+            full = plain.learner.optimizer.lr
+            expected = full / (1 + lag) ** 0.5 if arm.endswith("_const") else full
+            assert optimizer.lr == pytest.approx(expected, rel=1e-4), arm
+            by = "sqrt" if arm.endswith("_age") else "ess" if arm.endswith("_ess") else "none"
+            assert optimizer.lr_by_lag == by, arm
+            kept = cell(matrix, name, condition, arm).resolved().num_kept_versions
+            assert (kept == lag) == (arm.split("_")[0] in ("split", "decoupled") or by == "ess"), arm
+
+
+def test_every_cell_is_a_recipe(matrix: Matrix) -> None:
+    for name, experiment in matrix.experiments.items():
+        for condition in experiment.conditions:
+            one = cell(matrix, name, condition, "cispo")
+            try:
+                one.resolved()
+            except RecipeError as error:
+                pytest.fail(f"{one.name}: {error}")
+
+
+def test_what_is_the_same_without_lag_is_measured_once(matrix: Matrix) -> None:
+    assert robust.stand_in("p3o_importance_const") == "p3o_importance"
+    assert robust.stand_in("split_age") == robust.stand_in("decoupled") == robust.stand_in("cispo_ess") == "cispo"
+    found = robust.scores(matrix, {"fresh": [result("t12", "cispo", 1, 6)], "lag8": [result("fp32", "cispo", 1, 2)]})
+    assert found["split"] == {("fresh", "t12"): robust.Score([0.6])}
+    assert found["cispo"] == {("fresh", "t12"): robust.Score([0.6]), ("lag8", "fp32"): robust.Score([0.2])}
+    assert found["p3o"] == {}
+
+
+def test_the_page_names_who_passes_the_bar_and_who_is_nearest(matrix: Matrix) -> None:
+    cells = [(name, condition) for name, e in matrix.experiments.items() for condition in e.conditions]
+
+    def written(worst: int) -> str:
+        results = {
+            name: [
+                result(condition, arm, seed, ends if (name, condition) == ("lag8", "fp8") else 8)
+                for own, condition in cells
+                if own == name
+                for seed in (1, 2, 3)
+                for arm, ends in (("cispo", worst), ("cispo_age", 8))
+                if arm in matrix.experiments[name].arms
+            ]
+            for name in matrix.experiments
+        }
+        return robust.page(matrix, results)
+
+    assert "**Passes the bar:** CISPO, cap 5, by age (1.00)." in written(worst=4)
+    assert "CISPO, cap 5 (0.88), CISPO, cap 5, by age (1.00)." in written(worst=7)
+    row = next(line for line in written(worst=4).splitlines() if line.startswith("| CISPO, cap 5 |"))
+    assert "0.40 (.40 .40 .40)" in row
+    assert row.endswith("| 0.40 | 0.50 |")
+    assert "Nothing is measured yet" in robust.page(matrix, {})
+    screen = robust.page(matrix, {"fresh": [result("t12", "cispo", 1, 6)]})
+    assert "no arm has been measured in all 9 cells" in screen
+    assert "1 seed: a screen" in screen
