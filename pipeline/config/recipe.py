@@ -39,6 +39,7 @@ from pipeline.config.algorithm import (
 )
 from pipeline.config.formats import check_emulation
 from pipeline.config.interruption_section import InterruptionSection
+from pipeline.config.run_sections import CheckpointSection, EvaluationSection, ModelSection, RunSection
 from pipeline.config.schedule_sections import AsyncSchedule, ScheduleSection, StagedSchedule, SyncSchedule
 from pipeline.config.section import Section, ServerUrls
 from pipeline.config.task_sections import PromptsSection, RewardSection, TaskSection
@@ -51,25 +52,6 @@ from precision.formats.rollout_format import RolloutFormat
 from precision.objectives.p3o import P3O
 from precision.reference import ReferenceSection
 from precision.step_size import LrByLag
-
-
-class RunSection(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Folder below `root`.")
-    root: Path = Field(Path("runs"), description="Where run directories live.")
-    seed: NonNegativeInt = Field(0, description="Seeds prompt order, model-parallel RNG and evaluation prompts.")
-    steps: PositiveInt = Field(description="Batches to train on, each in learner.updates_per_batch optimizer steps.")
-    wait_deadline_s: PositiveFloat = Field(
-        3600.0, description="Longest wait of one loop for the other; an evaluation must fit in, too."
-    )
-    max_restarts: NonNegativeInt = Field(5, description="Restarts of one process without progress before giving up.")
-
-
-class ModelSection(Section):
-    path: Path = Field(description="HF folder: config.json, safetensors, tokenizer. Qwen3, Qwen3-MoE, Qwen2 or Llama.")
-    fp32_lm_head: bool = Field(
-        False, description="Learner and engines multiply by the LM head in float32 (ScaleRL), whatever their precision."
-    )
-
 
 HIGHEST_PORT = 65_535
 RolloutPrecision = Literal[
@@ -262,18 +244,6 @@ class LearnerSection(Section):
     @property
     def num_processes(self) -> int:
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel * self.data_parallel
-
-
-class CheckpointSection(Section):
-    every: PositiveInt = Field(20, description="Steps between checkpoints; the last step always saves one.")
-    keep: PositiveInt = 2
-
-
-class EvaluationSection(Section):
-    every: PositiveInt = Field(20, description="Steps between evaluations; the first and the last always run.")
-    prompts: PositiveInt = Field(64, description="Held-out prompts.")
-    samples: PositiveInt = Field(8, description="Samples of a prompt: pass@k is known up to this k.")
-    temperature: PositiveFloat = 1.0
 
 
 class Recipe(Section):

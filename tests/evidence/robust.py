@@ -84,8 +84,8 @@ def _keep(path: Path, cells: Sequence[Cell], series: Sequence[str]) -> None:
 
 
 def stand_in(arm: str) -> str:
-    """The arm that `arm` is where nothing is stale: age 0 leaves the learning rate, lr / √(1 + 0) is lr, and with pi_old
-    = pi both split and decoupled PPO are CISPO."""
+    """The arm that `arm` is where nothing is stale: age 0 leaves the learning rate, lr / √(1 + 0) is lr, and where
+    pi_old is pi both split and decoupled PPO are CISPO."""
     base = arm.removesuffix("_age").removesuffix("_const").removesuffix("_ess")
     return "cispo" if base in ("split", "decoupled") else base
 
@@ -154,9 +154,9 @@ def _answer(
     passing = [arm for arm, row in whole.items() if _ratio(row, best) >= BAR]
     least = min((len(one.ends) for row in found.values() for one in row.values()), default=0)
     lines = [
-        "Written by `python -m tests.evidence.robust` from `tests/evidence/robust.yaml`, which lists arms, seeds and cells "
-        f"and is older than every result. The bar: one arm ends at {BAR} or more of the best arm in every cell. Small "
-        "models show mechanisms, not sizes of effects.",
+        "Written by `python -m tests.evidence.robust` from `tests/evidence/robust.yaml`, which lists arms, seeds and "
+        f"cells and is older than every result. The bar: one arm ends at {BAR} or more of the best arm in every cell. "
+        "Small models show mechanisms, not sizes of effects.",
         "",
     ]
     if not measured:

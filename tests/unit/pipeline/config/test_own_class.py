@@ -200,7 +200,7 @@ def test_a_new_file_in_the_folder_is_a_choice_of_every_recipe(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
 
 
-ALSO_WORDS = {"none", "pass_at_k"}
+ALSO_WORDS = {"split", "none", "pass_at_k"}
 """Names that mean something else as well."""
 
 
