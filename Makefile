@@ -55,8 +55,8 @@ bench: install  ## The loop beside TRL, its pace, the learner beside Megatron-Co
 	    echo "tests.bench.$$what"; PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.$$what || exit 1; \
 	done
 
-evidence: install  ## Measure tests/evidence/matrix.yaml into docs/evidence.md; resumable. QUICK=1: 20 minutes, into runs/.
-	@$(BIN)/python -m tests.evidence $(if $(QUICK),--quick)
+evidence: install  ## Measure tests/evidence/matrix.yaml and robust.yaml into docs/; resumable. QUICK=1: 20 minutes, the first alone, into runs/.
+	@$(BIN)/python -m tests.evidence $(if $(QUICK),--quick,&& $(BIN)/python -m tests.evidence.robust)
 
 docs: install $(VENV)/.docs  ## The documentation as a site that opens from the disk: build/docs/index.html (no network).
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -W ignore -m mkdocs build --strict --quiet --config-file ops/docs/mkdocs.yml

@@ -39,7 +39,9 @@ class KeptVersions:
 
     def keep(self, version: int) -> None:
         """Copy the present weights, which are those of `version`."""
-        room = self._kept.pop(min(self._kept)) if len(self._kept) == self._lag else None
+        room = None
+        while len(self._kept) >= self._lag:  # more where a fork has less lag than its run
+            room = self._kept.pop(min(self._kept))
         self._kept[version] = room or HostWeights(self._learner)
         if room is not None:
             room.take()
