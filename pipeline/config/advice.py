@@ -13,7 +13,7 @@ def advice(recipe: Recipe) -> list[str]:
 
 def _clip_without_effect(recipe: Recipe) -> str | None:
     """A clip of pi / pi_old acts only where pi_old is older than the step: after the first of several updates on a
-    batch, or in a stage of several batches."""
+    batch, in a stage of several batches, or where it is the policy that sampled."""
     if not recipe.objective.clips_by_old_ratio:
         return None
     staged = isinstance(recipe.schedule, StagedSchedule) and recipe.schedule.updates_per_stage > 1
@@ -22,6 +22,6 @@ def _clip_without_effect(recipe: Recipe) -> str | None:
         return None
     return (
         f"the clip of objective {recipe.objective.name} never acts: its ratio is pi / pi_old, and with one update a "
-        "batch the policy is its own pi_old; set learner.updates_per_batch above 1 (4 is usual), or objective clipped "
-        "with anchor=rollout"
+        "batch the policy is its own pi_old; set learner.updates_per_batch above 1 (4 is usual), with async "
+        "learner.old_logprobs_at=sampling, or objective clipped with anchor=rollout"
     )

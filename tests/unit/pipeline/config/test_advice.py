@@ -52,3 +52,20 @@ def test_a_clip_needs_an_old_policy_that_is_older(
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_no_recipe_of_ours_needs_advice(path: Path) -> None:
     assert advice(load_recipe(path, [])) == []
+
+
+@pytest.mark.parametrize(("schedule", "acts"), [(ASYNC, True), (dict(kind="sync"), False)])
+def test_the_policy_that_sampled_is_older_with_lag_alone(schedule: dict[str, Any], acts: bool) -> None:
+    recipe = recipe_from(
+        dict(
+            run=dict(name="r", steps=8),
+            model=dict(path="m"),
+            task=dict(name="sort_digits"),
+            objective=dict(name="decoupled"),
+            schedule=schedule,
+            learner=dict(old_logprobs_at="sampling"),
+        ),
+        source="test",
+    )
+    assert recipe.num_kept_versions == (2 if acts else 0)
+    assert bool(advice(recipe)) != acts
