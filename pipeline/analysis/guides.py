@@ -260,7 +260,7 @@ GUIDES = (
     ),
     Guide(
         look_at="`cap_hits`",
-        healthy="about half with P3O and P4O, whose cap is the ESS, near 1; else below 0.1 (rule of thumb)",
+        healthy="most with P3O and P4O, whose cap is the ESS, just below 1; else below 0.1 (rule of thumb)",
         closer="far from that",
         then=_AS_ESS,
         titles=("Tokens over the cap",),

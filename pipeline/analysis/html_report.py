@@ -17,7 +17,7 @@ from pipeline.analysis.alarm_history import alarm_history
 from pipeline.analysis.figures.control import TITLE as CONTROL_TITLE
 from pipeline.analysis.figures.control import control_figures, control_text
 from pipeline.analysis.figures.drawing import Named
-from pipeline.analysis.figures.learning import held_out, learning_figures
+from pipeline.analysis.figures.learning import LEARNING_TEXT, held_out, learning_figures
 from pipeline.analysis.figures.mismatch import HISTOGRAM_TITLE, WIDE_TITLES, mismatch_figures
 from pipeline.analysis.figures.objective import advantage_figures, advantage_text, objective_figures
 from pipeline.analysis.figures.reward import HISTOGRAM_TITLE as REWARDS_TITLE
@@ -83,7 +83,7 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
             "Never trained on. The band is the 95 % interval of pass@1.",
             [("", held_out(run_log)), *held_out_figures(run_log)],
         ),
-        ("Learning", "", learning_figures(run_log)),
+        ("Learning", LEARNING_TEXT, learning_figures(run_log)),
         ("Rewards", REWARDS_TEXT, reward_figures(run_log)),
         (
             "Mismatch between engine and learner",

@@ -181,7 +181,8 @@ def draw_line(
         label = f"{label} {values[0]:.4g}"
     if len(steps) < SMOOTH_FROM_STEPS:
         marker = "o" if len(steps) == 1 else ""
-        axes.plot(steps, drawn, color=COLORS[color], label=label, marker=marker, linestyle=dashes)
+        style: dict[str, Any] = dict(marker=marker, linestyle=dashes, clip_on=len(steps) > 1)
+        axes.plot(steps, drawn, color=COLORS[color], label=label, **style)
         return
     axes.plot(steps, drawn, color=COLORS[color], alpha=0.3, linewidth=0.8)
     axes.plot(steps, running_mean(drawn, len(drawn) // 20), color=COLORS[color], label=label, linestyle=dashes)
@@ -227,11 +228,13 @@ def plain_values(axes: Axes, *, ceiling: float | None = None) -> None:
 
 
 def mark_restarts(axes: Axes, run_log: RunLog) -> None:
-    """A dotted line at the first step that ended after each restart."""
-    for event in run_log.of_kind("restarted"):
-        after = next((line["step"] for line in run_log.metrics if line["time"] > event["time"]), None)
-        if after is not None:
-            axes.axvline(after, color=COLORS["muted"], linestyle=":", linewidth=0.9)
+    """A dotted line at the first step that ended after each restart, or that went by another recipe."""
+    times = [(line["step"], line.get("time", 0.0)) for line in run_log.metrics]
+    restarts = [event["time"] for event in run_log.of_kind("restarted")]
+    steps = {next((step for step, time in times if time > restart), None) for restart in restarts}
+    steps |= {event.get("step") for event in run_log.of_kind("recipe_changed")}
+    for step in sorted(step for step in steps if step in dict(times)):
+        axes.axvline(step, color=COLORS["muted"], linestyle=":", linewidth=0.9)
 
 
 def begin_at(axes: Axes, floor: float) -> None:

@@ -9,6 +9,11 @@ from pipeline.analysis.figures.drawing import COLORS, WIDE, Named, curve, percen
 from pipeline.analysis.pages.hover import add_values
 from pipeline.analysis.run_log import RunLog, number
 
+LEARNING_TEXT = (
+    "Rest the pointer on a curve to read its value; open a line below a figure for what is healthy. Dotted lines mark "
+    "the first step after a restart, or under a changed recipe."
+)
+
 
 def learning_figures(run_log: RunLog) -> list[Named]:
     """What a step says of its batch and of its update."""

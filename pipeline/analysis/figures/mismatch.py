@@ -206,7 +206,7 @@ def ess(run_log: RunLog, *, shows_kl_weight: bool) -> str | None:
                 steps, values, 1.0, color=drawing.COLORS["orange"], alpha=0.25, linewidth=0, label="KL weight, 1 − ESS"
             )
         drawing.steps_axis(axes, ceiling=1.0)
-        axes.legend(loc="lower left", fontsize=8)
+        axes.legend(loc="best", fontsize=8)
         drawing.mark_restarts(axes, run_log)
 
     return drawing.render("effective sample size", drawing.SMALL, draw)

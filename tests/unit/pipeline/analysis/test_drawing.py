@@ -79,3 +79,16 @@ def test_every_figure_of_a_run_of_one_step_names_that_step_alone(write_run: Writ
     over_steps = [figure for figure in figures if ">step</text>" in figure["svg"]]
     assert len(over_steps) > 12
     assert [figure["title"] for figure in over_steps if texts(figure["svg"])[0] != "0"] == []
+
+
+def test_a_dotted_line_marks_a_restart_and_a_changed_recipe(run_log: RunLog) -> None:
+    lines = [dict(a=float(step % 3)) for step in range(8)]
+    changed: dict[str, Any] = dict(kind="recipe_changed", time=0.0, step=5)
+    restarted: dict[str, Any] = dict(kind="restarted", time=2.5)
+
+    def dotted(*events: dict[str, Any]) -> int:
+        svg = drawn(replace(run_log, events=list(events)), lines, ("a", "a", "blue"))
+        return svg.count("stroke-dasharray: 0.9")
+
+    assert [dotted(), dotted(changed), dotted(changed, restarted)] == [0, 1, 2]
+    assert dotted(dict(changed, step=99)) == 0
