@@ -13,12 +13,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from PIL import Image, ImageChops
+import numpy as np
+from PIL import Image
 
 WIDTHS, SCHEMES = (1440, 420), {"dark": 0, "light": 1}
 TALLEST = 2400
 """Pixels of a page that are kept: pictures are to show a page, not to replace it."""
-COLORS = 48
+COLORS = 128
+"""Of a picture; the rare ones, such as a run's mark, are kept."""
 DEADLINE_S = 120
 
 
@@ -32,10 +34,23 @@ def take(browser: str, page: str, picture: Path, width: int, scheme: str) -> Non
         command += [f"--window-size={width},{TALLEST}", f"--screenshot={raw}", address]
         subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S)
         image = Image.open(raw).convert("RGB")
-    background = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
-    box = ImageChops.difference(image, background).getbbox()
-    bottom = image.height if box is None else min(image.height, box[3] + 24)
-    image.crop((0, 0, width, bottom)).quantize(COLORS).save(picture, optimize=True)
+    pixels = np.asarray(image)
+    rows = np.flatnonzero((pixels != pixels[-1, 0]).any(axis=(1, 2)))  # that hold more than the background
+    bottom = min(image.height, int(rows[-1]) + 24) if len(rows) else image.height
+    in_few_colors(image.crop((0, 0, width, bottom))).save(picture, optimize=True)
+
+
+def in_few_colors(image: Image.Image) -> Image.Image:
+    """The commonest, such as the page's background, stay as they are."""
+    few = image.quantize(COLORS, Image.Quantize.MAXCOVERAGE)
+    palette = few.getpalette() or []
+    pixels = np.asarray(image).reshape(-1, 3)
+    colors, counts = np.unique(pixels, axis=0, return_counts=True)
+    for color in (tuple(map(int, colors[place])) for place in np.argsort(counts)[-6:]):
+        place = Image.new("RGB", (1, 1), color).quantize(palette=few).tobytes()[0]
+        palette[3 * place : 3 * place + 3] = color
+    few.putpalette(palette)
+    return few
 
 
 def main(folder: Path, pages: list[str]) -> None:

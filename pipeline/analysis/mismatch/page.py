@@ -45,4 +45,4 @@ def nats(value: float) -> str:
 
 def percent(value: float) -> str:
     """One digit after the point."""
-    return f"{100 * value:.1f} %"
+    return f"{round(100 * value, 1) + 0.0:.1f} %"  # never -0.0
