@@ -229,11 +229,11 @@ def plain_values(axes: Axes, *, ceiling: float | None = None) -> None:
 
 def mark_restarts(axes: Axes, run_log: RunLog) -> None:
     """A dotted line at the first step that ended after each restart, or that went by another recipe."""
-    times = [(line["step"], line.get("time", 0.0)) for line in run_log.metrics]
-    restarts = [event["time"] for event in run_log.of_kind("restarted")]
-    steps = {next((step for step, time in times if time > restart), None) for restart in restarts}
-    steps |= {event.get("step") for event in run_log.of_kind("recipe_changed")}
-    for step in sorted(step for step in steps if step in dict(times)):
+    times = {int(line["step"]): float(line.get("time", 0.0)) for line in run_log.metrics}
+    steps = {int(event["step"]) for event in run_log.of_kind("recipe_changed") if event.get("step") in times}
+    for event in run_log.of_kind("restarted"):
+        steps.update([step for step, time in times.items() if time > event["time"]][:1])
+    for step in sorted(steps):
         axes.axvline(step, color=COLORS["muted"], linestyle=":", linewidth=0.9)
 
 
