@@ -1,8 +1,9 @@
 """`python -m tests.evidence.schedules`: samples and seconds to a held-out pass@1 under sync, async and staged.
 
     curves   each cell of schedules.yaml is an ordinary `evenkeel train`; held-out pass@1 of published versions alone
-    clocks   `--clock N`: N runs of each arm without evaluations, arms by turns; the learner has a core of its own,
-             engine and collector share another one (tests.bench.pace). Seconds of a step, over whole stages
+    clocks   `--clock N`: runs without evaluations, each of the arm that has fewest, until all arms have N; the
+             learner has a core of its own, engine and collector share another one (tests.bench.pace). Seconds of a
+             step, over whole stages. `--clock N --one` takes one run alone, where a machine is quiet for minutes only
 
 The seconds to a version are its steps times the arm's median seconds of a step: to evaluate in an asynchronous run
 would stop what its seconds are about. Nothing is drawn between two evaluated versions: what counts is the first that
@@ -52,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.page:
             check_unchanged(cells)
             make_model(matrix.models[experiment.model], experiment.model, options.root, say)
-            for _ in range(options.clock):
-                take_clocks(cells)
+            take_clocks(cells, options.clock, once=options.one)
         if not (options.page or options.clock):
             jobs = [train_job(cell) for cell in cells if not is_settled(cell)]
             failures = run_jobs(jobs, at_once=options.jobs, say=say)
@@ -73,21 +73,33 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog=f"python -m tests.evidence.{NAME}", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--page", action="store_true", help="run nothing")
-    parser.add_argument("--clock", type=int, default=0, metavar="N", help="take the clocks N times more, and no curves")
+    parser.add_argument(
+        "--clock", type=int, default=0, metavar="N", help="take clocks until each arm has N, and no curves"
+    )
+    parser.add_argument("--one", action="store_true", help="with --clock: one run, of the arm that has fewest")
     parser.add_argument("--jobs", type=int, default=2, help="cells beside one another (default 2)")
     parser.add_argument("--root", type=Path, default=REPOSITORY / "runs" / NAME, help="where run directories live")
     return parser.parse_args(arguments)
 
 
-def take_clocks(cells: Sequence[Cell]) -> None:
-    """One run of each arm; each is kept at once."""
-    for cell in {cell.arm: cell for cell in cells}.values():
+def take_clocks(cells: Sequence[Cell], count: int, *, once: bool) -> None:
+    """Runs until each arm has `count`, or one of them; each is kept at once."""
+    arms = {cell.arm: cell for cell in cells}
+    while (arm := next_arm(list(arms), read_clocks(), count)) is not None:
         with tempfile.TemporaryDirectory(prefix="evenkeel-clock-") as scratch:
-            seconds = clock(cell, Path(scratch))
-        say(f"{cell.arm}: {seconds:.3f} s a step")
+            seconds = clock(arms[arm], Path(scratch))
+        say(f"{arm}: {seconds:.3f} s a step")
         known = read_clocks()
-        known.setdefault(cell.arm, []).append(round(seconds, 4))
+        known.setdefault(arm, []).append(round(seconds, 4))
         CLOCKS.write_text(json.dumps(known, indent=2) + "\n")
+        if once:
+            return
+
+
+def next_arm(arms: Sequence[str], known: Clocks, count: int) -> str | None:
+    """The first of those with the fewest runs, so that arms take turns; None where each has `count`."""
+    arm = min(arms, key=lambda arm: len(known.get(arm, [])))
+    return arm if len(known.get(arm, [])) < count else None
 
 
 def clock(cell: Cell, folder: Path) -> float:

@@ -60,3 +60,12 @@ def test_a_level_is_reached_at_an_evaluated_version_and_nowhere_between() -> Non
 def test_time_that_two_spans_share_counts_once() -> None:
     spans = [(0.0, 2.0), (1.0, 3.0), (1.5, 1.6), (5.0, 9.0)]
     assert covered(spans, 0.5, 6.0) == 3.5
+
+
+def test_clocks_are_taken_by_turns_and_go_on_where_they_were() -> None:
+    arms, known, order = ["sync", "async_1", "staged_4"], {"sync": [1.0], "staged_4": [2.0]}, []
+    while (arm := schedules.next_arm(arms, known, 2)) is not None:
+        order.append(arm)
+        known.setdefault(arm, []).append(3.0)
+    assert order == ["async_1", "sync", "async_1", "staged_4"]
+    assert schedules.next_arm(arms, known, 1) is None
