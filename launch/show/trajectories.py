@@ -9,15 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
-
 from launch.build.components import build_tokenizer
 from launch.progress import counted
-from pipeline.analysis.trajectories import SAMPLE_COLUMNS, render_batch, sample_rows
+from pipeline.analysis.trajectories import SAMPLE_COLUMNS, logprobs_of, render_batch, sample_rows
 from pipeline.data.files import replacing
 from pipeline.data.frozen.recipes import shown_recipe
-from pipeline.data.frozen.run_format import is_sealed
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import MachineError, RecipeError, StoreError
@@ -73,11 +69,6 @@ class _Reader:
         batch = self.store.read(index, None)
         learner_logprobs = logprobs_of(self.run, index, len(batch.rollout_logprobs))
         return sample_rows(batch, self.tokenizer, learner_logprobs=learner_logprobs)
-
-
-def logprobs_of(run: RunDirectory, index: int, responses: int) -> NDArray[np.float32] | None:
-    """The learner's, [responses]; None before it met the batch, and of a run whose files have no checksums."""
-    return run.learner_logprobs(index, responses) if is_sealed(run.path) else None
 
 
 def show(path: Path, index: int, limit: int) -> None:

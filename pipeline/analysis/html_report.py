@@ -28,6 +28,8 @@ from pipeline.analysis.figures.timing import PHASES_TITLE, TIMELINE_TITLE, share
 from pipeline.analysis.flight.bottleneck import phase_shares
 from pipeline.analysis.flight.timeline import timeline
 from pipeline.analysis.guides import reading_of
+from pipeline.analysis.pages.samples import write_samples
+from pipeline.analysis.pages.style import page_style
 from pipeline.analysis.run_environment import environment_rows
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
@@ -43,21 +45,24 @@ WIDE = ("", HISTOGRAM_TITLE, REWARDS_TITLE, *WIDE_TITLES, CONTROL_TITLE, TIMELIN
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into the run directory and return its path. Raises StoreError (no run directory)."""
+    """Write `report.html`, and `samples.html` beside it, into the run directory; return the first one's path. Raises
+    StoreError (no run directory)."""
     run_log = RunLog.read(run_dir)
+    samples = write_samples(run_log)
     page = run_dir / "report.html"
-    write_atomically(page, render_page(run_log))
+    write_atomically(page, render_page(run_log, samples=samples is not None))
     return page
 
 
-def render_page(run_log: RunLog) -> str:
-    """The page as text."""
+def render_page(run_log: RunLog, *, samples: bool = False) -> str:
+    """The page as text; `samples`: there is a page of samples that it leads to."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters.update(percent=percent, decimal=decimal, duration=duration, count=count)
     template = environment.from_string(resources.files("pipeline.analysis").joinpath("html_report.html.j2").read_text())
     listed = event_rows(run_log)
     return template.render(
         style=page_style(),
+        samples=samples,
         summary=summarize(run_log),
         sections=sections(run_log),
         shares=share_bar(phase_shares(timeline(run_log))),
@@ -68,11 +73,6 @@ def render_page(run_log: RunLog) -> str:
         recipe=run_log.recipe.to_yaml(),
         written=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
-
-
-def page_style() -> str:
-    """The CSS of every page: colors for light and dark, cards, tables, figures; wide and narrow."""
-    return resources.files("pipeline.analysis").joinpath("page.css").read_text()
 
 
 def sections(run_log: RunLog) -> list[dict[str, Any]]:

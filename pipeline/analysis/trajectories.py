@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.frozen.run_format import is_sealed
 from pipeline.data.records import FINISH_REASONS, VERIFIER_FAILED, Batch
+from pipeline.data.run_directory import RunDirectory
 from pipeline.tasks.tokenizer import Tokenizer
 
 SAMPLE_COLUMNS = (
@@ -86,6 +88,11 @@ def sample_rows(
             log_ratio_mean=None if gaps is None else float(gaps.mean()),
             log_ratio_abs_max=None if gaps is None else float(np.abs(gaps).max()),
         )
+
+
+def logprobs_of(run: RunDirectory, index: int, responses: int) -> NDArray[np.float32] | None:
+    """The learner's, [responses]; None before it met the batch, and of a run whose files have no checksums."""
+    return run.learner_logprobs(index, responses) if is_sealed(run.path) else None
 
 
 def visible(text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import DecodeStream
 
 from pipeline.errors import ModelError
 from precision.text.json_data import JsonError, parse_object
@@ -86,6 +87,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of the ids; special tokens (such as end-of-sequence) are left out unless `special`."""
         return self._backend.decode(list(ids), skip_special_tokens=not special)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """[ids] the text that each id adds to those before it, special tokens too. A character of several ids is with
+        the last of them."""
+        stream = DecodeStream(skip_special_tokens=False)
+        found = [stream.step(self._backend, token) or "" for token in ids]
+        whole, joined = self.decode(ids, special=True), "".join(found)
+        if found and whole.startswith(joined):
+            found[-1] += whole[len(joined) :]  # bytes that make no character, which the stream keeps to itself
+        return found
 
     @property
     def vocabulary(self) -> dict[str, int]:

@@ -13,8 +13,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pipeline.analysis.figures import drawing
-from pipeline.analysis.html_report import count, decimal, duration, page_style, percent
+from pipeline.analysis.html_report import count, decimal, duration, percent
 from pipeline.analysis.pages.hover import add_values
+from pipeline.analysis.pages.style import page_style
 from pipeline.analysis.run_list import compare_runs
 from pipeline.analysis.run_log import RunLog, number
 from pipeline.data.files import write_atomically

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 ROOMS = ("precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch")
 LIBRARY = ROOT / "launch" / "library"
 """Holds what a program imports as `evenkeel`."""
-SHIPPED_SUFFIXES = (".py", ".yaml", ".json", ".j2", ".css")
+SHIPPED_SUFFIXES = (".py", ".yaml", ".json", ".j2", ".css", ".js")
 
 pytestmark = pytest.mark.slow
 
