@@ -78,8 +78,8 @@ def choose(batch: Batch, learner_logprobs: NDArray[np.float32] | None) -> Chosen
 
 
 def pick(measures: Sequence[Sequence[float]], size: int, most: int) -> list[int]:
-    """Places of `most` of `size` items, ascending: each measure in turn takes its highest that is left; the last turn of
-    a round takes the first that is left. -inf is never taken for its measure."""
+    """Places of `most` of `size` items, ascending. In turn each measure takes its highest, and the last turn of a round
+    is the first's in their order. What is -inf is never taken for its measure."""
     ranked = [
         [place for place in np.argsort(-np.array(values), kind="stable").tolist() if values[place] > -np.inf]
         for values in measures

@@ -160,8 +160,8 @@ def _sample(batch: Batch, sample: int) -> dict[str, Any]:
     oldest, newest = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
     parts = {name: float(values[sample]) for name, values in batch.reward_parts.items()}
     return dict(
-        reward=f"{batch.reward[sample]:g}" if batch.judged[sample] else None,
-        parts={visible(name): f"{value:g}" for name, value in parts.items() if not np.isnan(value)},
+        reward=f"{batch.reward[sample]:.4g}" if batch.judged[sample] else None,
+        parts={visible(name): f"{value:.4g}" for name, value in parts.items() if not np.isnan(value)},
         finish=FINISH_REASONS[batch.finish[sample]],
         truncated=bool(batch.truncated[sample]),
         num_tokens=int(batch.response_lengths[sample]),
@@ -190,9 +190,7 @@ def _response(chosen: ChosenSamples, sample: int, pieces: Pieces, most: int) -> 
             for place, text in enumerate(texts)
         ]
 
-    return dict(
-        head=tokens(0, before), num_left_out=len(ids) - before - after, tail=tokens(len(ids) - after, len(ids))
-    )
+    return dict(head=tokens(0, before), num_left_out=len(ids) - before - after, tail=tokens(len(ids) - after, len(ids)))
 
 
 def _token(text: str, batch: Batch, place: int, learner: np.float32 | None) -> Token:

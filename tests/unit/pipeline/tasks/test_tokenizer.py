@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -182,3 +183,29 @@ def test_a_chat_template_that_is_missing_failing_or_hostile(
     edit(byte_level, "tokenizer_config.json", chat_template=template)
     with pytest.raises(ModelError, match=message):
         Tokenizer.load(byte_level).conversation([dict(role="user", content="hello")])
+
+
+def bytes_tokenizer(folder: Path) -> Tokenizer:
+    """One token a byte."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text('{"eos_token_id": 1}')
+    return Tokenizer.load(folder)
+
+
+def test_a_character_of_several_tokens_is_with_the_last_of_them(tmp_path: Path) -> None:
+    tokenizer = bytes_tokenizer(tmp_path)
+    assert tokenizer.pieces(tokenizer.encode("aé漢 ")) == ["a", "", "é", "", "", "漢", " "]
+    assert tokenizer.pieces(tokenizer.encode("a漢")[:3]) == ["a", "", "\ufffd"]
+    assert tokenizer.pieces([]) == []
+
+
+def test_pieces_are_the_whole_text_whatever_the_tokens(tmp_path: Path) -> None:
+    tokenizer = bytes_tokenizer(tmp_path)
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        ids = random.integers(0, 256, 40).tolist()
+        assert "".join(tokenizer.pieces(ids)) == tokenizer.decode(ids, special=True)

@@ -1,0 +1,239 @@
+"""The page of samples: what it shows, that nothing in a text gets out of its place, and that it stays small."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.analysis.html_report import write_report
+from pipeline.analysis.pages import samples
+from pipeline.analysis.pages.samples import color_of, ends_of, visible_text, write_samples
+from pipeline.analysis.run_log import RunLog
+from pipeline.data.records import Batch, Completion, Group, Prompt, Sample
+from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
+from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.tokenizer import Tokenizer
+from tests.support.batches import CONTRACT
+from tests.support.written_runs import write_run
+
+HOSTILE = "</script><script>document.title=1</script></b>\"'><img src=x onerror=a()>{{7*7}}&lt;\x00\x1b\u202e\n"
+CHARACTERS = "".join(sorted(set(HOSTILE + "0123456789=abcdefghijklmnopqrstuvwxyz ")))
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+@dataclass
+class Page(HTMLParser):
+    """Tags, attributes, and the text of each element of class `text`; fails where a tag is closed out of order."""
+
+    source: str
+    open: list[str] = field(default_factory=list)
+    tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    within: int = -1
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.feed(self.source)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if "text" in (dict(attrs).get("class") or "").split():
+            self.texts.append("")
+            self.within = len(self.open)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        self.within = -1 if len(self.open) < self.within else self.within
+
+    def handle_data(self, data: str) -> None:
+        if self.within >= 0:
+            self.texts[-1] += data
+
+
+@dataclass
+class Written:
+    """A run whose batches a test writes."""
+
+    run: RunDirectory
+    tokenizer: Tokenizer
+
+    def commit(self, index: int, groups: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Batch:
+        """A batch of groups: each its prompt, and its responses with their rewards."""
+        batch = Batch.from_groups(
+            index,
+            [
+                Group(
+                    prompt=Prompt(group=number, text="", answer="", tokens=tuple(self.tokenizer.encode(prompt))),
+                    samples=tuple(
+                        Sample(completion=self._completion(text, index), reward=reward, reward_parts=dict(right=reward))
+                        for text, reward in responses
+                    ),
+                )
+                for number, (prompt, responses) in enumerate(groups, 100 * index)
+            ],
+            contract=replace(CONTRACT, tokenizer_sha256=self.tokenizer.sha256),
+            dropped=(),
+            next_group=100 * index + len(groups),
+            recipe_sha256="cd" * 32,
+        )
+        BatchStore(self.run.batches).commit(batch)
+        return batch
+
+    def _completion(self, text: str, index: int) -> Completion:
+        tokens = self.tokenizer.encode(text)
+        return Completion.given(tokens, [-0.5] * len(tokens), version=max(index - 1, 0))
+
+    def page(self) -> str:
+        page = write_samples(RunLog.read(self.run.path))
+        assert page == self.run.path / "samples.html"
+        return page.read_text()
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Written:
+    write_character_tokenizer(tmp_path / "m", CHARACTERS)
+    run = write_run(tmp_path, 0, overrides=dict(model=dict(path=str(tmp_path / "m"))))
+    return Written(RunDirectory(run), Tokenizer.load(tmp_path / "m"))
+
+
+def test_a_run_without_a_batch_has_no_page_and_no_link(written: Written) -> None:
+    assert write_samples(RunLog.read(written.run.path)) is None
+    assert "samples.html" not in write_report(written.run.path).read_text()
+
+
+def test_the_report_leads_to_the_page_and_back(written: Written) -> None:
+    written.commit(0, [("1=", [("a", 1.0)])])
+    assert '<a href="samples.html">' in write_report(written.run.path).read_text()
+    assert '<a href="report.html">' in (written.run.path / "samples.html").read_text()
+
+
+def test_siblings_with_reward_parts_length_finish_version_and_colors(written: Written) -> None:
+    batch = written.commit(4, [("12=", [("abc", 1.0), ("de", 0.25)])])
+    gaps = np.array([0.0, 0.02, -0.06, 0.3, np.nan], np.float32)
+    written.run.write_learner_logprobs(4, np.array(batch.rollout_logprobs) + gaps)
+    page = written.page()
+    assert Page(page).texts == ["12=", "abc", "de"]
+    for expected in (
+        '<p class="reward">1 <small>reward</small></p>',
+        "<p>right 0.25</p>",
+        "2 tokens, stop,\nversion 3 (age 1)",
+        '<b title="+0, p 0.607">a</b><b class="more1" title="+0.02, p 0.607">b</b>',
+        '<b class="less2" title="-0.06, p 0.607">c</b>',
+        '<b class="more3" title="+0.3, p 0.607">d</b><b class="broken" title="+nan, p 0.607">e</b>',
+        "2 samples of 1 of the 1 groups in 1 of 1 batches\n(step 4)",
+        'data-gap="inf"',
+    ):
+        assert expected in page
+    assert "has not scored" not in page
+
+
+def test_without_the_learners_log_probabilities_the_page_says_so(written: Written) -> None:
+    for step in (0, 1):
+        batch = written.commit(step, [("1=", [("ab", 0.0), ("c", 1.0)])])
+    written.run.write_learner_logprobs(0, np.array(batch.rollout_logprobs) - 3.0)
+    page = written.page()
+    assert "The learner has not scored the batch of step 1 yet" in page
+    assert page.count("not scored by the learner yet") == 1
+    assert len(re.findall(r'<b class="less4" title="-3, p 0.607">', page)) == 3
+    assert len(re.findall(r'<b title="p 0.607">', page)) == 3
+
+
+def test_no_text_of_a_run_gets_out_of_its_place(written: Written) -> None:
+    written.commit(0, [(HOSTILE, [(HOSTILE, 1.0)])])
+    page = written.page()
+    parsed = Page(page)
+    assert parsed.texts == [visible_text(HOSTILE)] * 2
+    assert not {"img"} & {tag for tag, _ in parsed.tags}
+    assert [tag for tag, _ in parsed.tags].count("script") == 1
+    assert not [name for _, attributes in parsed.tags for name in attributes if name.startswith("on")]
+    assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", page)
+
+
+def test_the_browser_may_run_the_pages_own_script_alone_and_fetch_nothing(written: Written) -> None:
+    written.commit(0, [("1=", [("a", 1.0)])])
+    page = written.page()
+    [policy] = [str(found["content"]) for tag, found in Page(page).tags if "http-equiv" in found]
+    [script] = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy.startswith(f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}';")
+    assert "://" not in page
+    assert re.findall(r"(?:src|href)=\"([^\"]*)", page) == ["report.html"]
+    assert "innerHTML" not in script
+
+
+def test_without_its_script_everything_is_shown_but_the_controls(written: Written) -> None:
+    written.commit(0, [("1=", [("a", 1.0)]), ("2=", [("b", 1.0)])])
+    hidden = [(tag, found.get("id")) for tag, found in Page(written.page()).tags if "hidden" in found]
+    assert hidden == [("div", "controls")]
+
+
+def test_long_texts_are_cut_in_the_middle_with_a_count(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_TOKENS", 12)
+    monkeypatch.setattr(samples, "MOST_PROMPT_CHARACTERS", 6)
+    written.commit(0, [("1234567890=", [("abcdefghijklmnopqrstuvwxyz", 1.0), ("xyz", 0.0)])])
+    page = written.page()
+    assert Page(page).texts == [
+        "1234 … 5 characters left out … 0=",
+        "abcdef … 17 tokens left out … xyz",
+        "xyz",
+    ]
+    assert "1 responses of more than 9 tokens are cut in the middle." in page
+
+
+def test_a_page_stays_small_and_says_what_it_leaves_out(written: Written) -> None:
+    text = "abcdefghij" * 40
+    for step in range(9):
+        written.commit(step, [(f"{step}=", [(text, float(member % 2)) for member in range(10)])] * 5)
+    page = written.page()
+    assert "192 samples of 24 of the 30 groups in 6 of 9 batches\n(steps 0, 2, 3, 5, 6, 8)" in page
+    assert "192 responses of more than 250 tokens are cut in the middle." in page
+    assert "8 of 10 samples" in page
+    assert len(page) < 3_000_000
+
+
+def test_a_damaged_batch_is_named_and_the_others_are_shown(written: Written) -> None:
+    for step in (0, 1):
+        written.commit(step, [("1=", [("ab", 0.0)])])
+    path = BatchStore(written.run.batches).path(1)
+    path.write_bytes(path.read_bytes()[:-20])
+    page = written.page()
+    assert '<p class="warn">Batch 1: ' in page
+    assert Page(page).texts == ["1=", "ab"]
+
+
+def test_without_the_tokenizer_of_the_batches_tokens_are_numbers(written: Written) -> None:
+    batch = written.commit(0, [("1=", [("ab", 0.0)])])
+    write_character_tokenizer(written.tokenizer.folder, "another")
+    page = written.page()
+    assert "tokens are shown as their numbers" in page
+    assert Page(page).texts[1].split() == [str(token) for token in batch.response_tokens]
+
+
+def test_the_tokenizer_of_the_runs_own_model_is_taken_where_the_recipes_is_gone(written: Written) -> None:
+    written.commit(0, [("1=", [("ab", 0.0)])])
+    written.tokenizer.folder.rename(written.run.model)
+    assert Page(written.page()).texts == ["1=", "ab"]
+
+
+@pytest.mark.parametrize(
+    ("gap", "color"),
+    [(0.0, ""), (-0.0099, ""), (0.01, "more1"), (-0.05, "less2"), (0.2, "more3"), (-7.0, "less4"), (np.inf, "broken")],
+)
+def test_a_color_begins_at_its_bound(gap: float, color: str) -> None:
+    assert color_of(gap) == color
+
+
+def test_the_ends_of_a_long_text() -> None:
+    assert (ends_of(9, 9), ends_of(10, 9), ends_of(0, 9)) == ((9, 0), (6, 3), (0, 0))
