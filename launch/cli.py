@@ -181,7 +181,11 @@ def plan(
 
 @app.command()
 def report(run: RunPath) -> None:
-    """Write RUN/report.html: one self-contained page with curves, histograms and a timeline."""
+    """Write RUN/report.html: one self-contained page with curves, histograms and a timeline.
+
+    It leads to RUN/samples.html: prompts, responses and rewards of some groups, with a search, each token colored by
+    how far learner and engine disagree on it.
+    """
     from pipeline.analysis.html_report import write_report
 
     print(write_report(run))

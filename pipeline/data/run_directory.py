@@ -25,11 +25,11 @@
       parent.json              of which run, and which of its steps, this one is a fork (launch.fork)
       damaged/000001/          what a repair has set aside; repairs/000001.json says why (pipeline.repair.apply)
       finished/ROLE            made by the learner and by the collector, once each has nothing left to do
-      metrics/SOURCE.jsonl  events/SOURCE.jsonl  spans/SOURCE.jsonl  logs/  report.html  trace.json  exports/
-                               for people: no process decides by them. SOURCE: a role and its start
+      metrics/SOURCE.jsonl  events/SOURCE.jsonl  spans/SOURCE.jsonl  logs/  report.html  samples.html
+      trace.json  exports/     for people: no process decides by them. SOURCE: a role and its start
 
 Small files are replaced atomically (temporary name, fsync, rename), so a reader sees the old or the new, never half.
-Every file but logs/, exports/, report.html and trace.json has a checksum for readers (pipeline.data.integrity).
+Every file but logs/, exports/, *.html and trace.json has a checksum for readers (pipeline.data.integrity).
 What others could see is written under a fence: a process that a later start has superseded raises, and writes nothing.
 """
 

@@ -93,15 +93,20 @@ def pick(measures: Sequence[Sequence[float]], size: int, most: int) -> list[int]
 
 
 def worst_gaps(batch: Batch, learner_logprobs: NDArray[np.float32] | None) -> NDArray[np.float64] | None:
-    """[n] the largest |learner - engine| of the tokens that an engine sampled, nats; inf where one is not finite."""
+    """[n] the largest of `token_gaps` of each sample, nats."""
     if learner_logprobs is None:
         return None
-    sample = np.repeat(np.arange(batch.num_samples), batch.response_lengths)[batch.loss_mask]
-    with np.errstate(invalid="ignore"):
-        gaps = np.abs((learner_logprobs.astype(np.float64) - batch.rollout_logprobs)[batch.loss_mask])
     worst = np.zeros(batch.num_samples)
-    np.maximum.at(worst, sample, np.where(np.isfinite(gaps), gaps, np.inf))
+    sample = np.repeat(np.arange(batch.num_samples), batch.response_lengths)
+    np.maximum.at(worst, sample, token_gaps(batch, learner_logprobs))
     return worst
+
+
+def token_gaps(batch: Batch, learner_logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
+    """[responses] |learner - engine|, nats: 0 for a token that no engine sampled, inf where it is not finite."""
+    with np.errstate(invalid="ignore"):
+        gaps = np.abs(learner_logprobs.astype(np.float64) - batch.rollout_logprobs)
+    return np.where(batch.loss_mask, np.where(np.isfinite(gaps), gaps, np.inf), 0.0)
 
 
 def shares_of(lengths: Sequence[int], most: int) -> int:

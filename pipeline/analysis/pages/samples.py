@@ -19,7 +19,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.analysis.pages.chosen_samples import ChosenSamples, choose, shares_of, spread_over, worst_gaps
+from pipeline.analysis.pages.chosen_samples import ChosenSamples, choose, shares_of, spread_over, token_gaps
 from pipeline.analysis.pages.style import page_style
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.trajectories import logprobs_of, visible
@@ -127,7 +127,8 @@ def _ids(tokens: Sequence[int]) -> list[str]:
 
 def _groups(chosen: ChosenSamples, pieces: Pieces, most: int) -> list[dict[str, Any]]:
     """What the template shows of each group."""
-    batch, worst = chosen.batch, worst_gaps(chosen.batch, chosen.learner_logprobs)
+    batch, learner = chosen.batch, chosen.learner_logprobs
+    gaps = None if learner is None else token_gaps(batch, learner)
     groups = []
     for group, facts in chosen.groups.items():
         members = np.flatnonzero(batch.group == group).tolist()
@@ -144,9 +145,9 @@ def _groups(chosen: ChosenSamples, pieces: Pieces, most: int) -> list[dict[str, 
                 prompt=(prompt[:before], len(prompt) - before - after, prompt[len(prompt) - after :]),
                 samples=[
                     dict(
-                        worst_gap=None if worst is None else float(worst[sample]),
                         **_sample(batch, sample),
                         **_response(chosen, sample, pieces, most),
+                        worst=None if gaps is None else _worst(gaps[_span(batch, sample)]),
                     )
                     for sample in members
                 ],
@@ -168,6 +169,11 @@ def _sample(batch: Batch, sample: int) -> dict[str, Any]:
         versions=_range(oldest, newest),
         ages=_range(*(None if version is None else batch.index - version for version in (newest, oldest))),
     )
+
+
+def _worst(gaps: NDArray[np.float64]) -> tuple[float, int] | None:
+    """The largest, and which token of the response that is, from 1; it may be one that is left out."""
+    return (float(gaps.max()), int(gaps.argmax()) + 1) if len(gaps) else None
 
 
 def _range(low: int | None, high: int | None) -> str:

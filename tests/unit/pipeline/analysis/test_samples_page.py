@@ -128,12 +128,14 @@ def test_siblings_with_reward_parts_length_finish_version_and_colors(written: Wr
     for expected in (
         '<p class="reward">1 <small>reward</small></p>',
         "<p>right 0.25</p>",
-        "2 tokens, stop,\nversion 3 (age 1)",
+        "3 tokens, stop,\nversion 3 (age 1), |log-ratio| up to 0.06 at token 3",
+        "2 tokens, stop,\nversion 3 (age 1), |log-ratio| up to inf at token 2",
         '<b title="+0, p 0.607">a</b><b class="more1" title="+0.02, p 0.607">b</b>',
         '<b class="less2" title="-0.06, p 0.607">c</b>',
         '<b class="more3" title="+0.3, p 0.607">d</b><b class="broken" title="+nan, p 0.607">e</b>',
         "2 samples of 1 of the 1 groups in 1 of 1 batches\n(step 4)",
-        'data-gap="inf"',
+        'data-gap="1000000000.0"',  # a number for the script
+        "largest |log-ratio| inf",
     ):
         assert expected in page
     assert "has not scored" not in page
@@ -189,7 +191,7 @@ def test_long_texts_are_cut_in_the_middle_with_a_count(written: Written, monkeyp
         "abcdef … 17 tokens left out … xyz",
         "xyz",
     ]
-    assert "1 responses of more than 9 tokens are cut in the middle." in page
+    assert "1 response of more than 9 tokens is cut in the middle." in page
 
 
 def test_a_page_stays_small_and_says_what_it_leaves_out(written: Written) -> None:
