@@ -10,8 +10,8 @@ from typing import Any
 
 import jinja2
 
-from pipeline.analysis.html_report import page_style
 from pipeline.analysis.mismatch.figure import MEANING, draw, shown_terms
+from pipeline.analysis.pages.style import page_style
 from pipeline.data.files import write_atomically
 
 
