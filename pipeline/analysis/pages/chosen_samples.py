@@ -51,8 +51,8 @@ def choose(batch: Batch, learner_logprobs: NDArray[np.float32] | None) -> Chosen
     """Groups by worst token, spread of rewards and truncated responses, then the first ones; of their samples those
     with the worst token, the highest and the lowest reward and the truncated ones, then the first."""
     gaps = worst_gaps(batch, learner_logprobs)
-    starts = np.flatnonzero(np.append(True, batch.group[1:] != batch.group[:-1])) if batch.num_samples else []
-    spans = [np.arange(first, end) for first, end in zip(starts, [*starts[1:], batch.num_samples], strict=True)]
+    borders = 1 + np.flatnonzero(batch.group[1:] != batch.group[:-1])
+    spans = [span for span in np.split(np.arange(batch.num_samples), borders) if len(span)]
     facts = [_facts(batch, gaps, span) for span in spans]
     measures = [
         [_or_never(one.worst_gap) for one in facts],
