@@ -1,5 +1,5 @@
 """Log-probabilities at the version that sampled, with real Megatron-Core learners: what the loop gives its objective is
-what the policy thought then, also after a restart."""
+what the policy thought then, also after a restart, in another layout too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kept_versions")
     new_model(folder / "model", hidden=32, layers=2, head_dim=16, ffn=64, seed=1)
-    run_ranks(1, measure, folder, "one")
+    run_ranks(2, measure, folder, "PP2", "DP2")
     return folder
 
 
@@ -50,3 +50,11 @@ def test_a_restart_changes_nothing(folder: Path, found: dict[str, Any]) -> None:
     assert (found["resumed"] == found["whole"]).all()
     kept = sorted(path.name for path in (folder / "resumed" / "checkpoints" / f"{STOP:06d}" / "versions").iterdir())
     assert kept == ["000002", "000003"]
+
+
+def test_a_restart_in_another_layout_has_the_same_versions(folder: Path, found: dict[str, Any]) -> None:
+    whole, moved = read_metrics(folder / "whole"), read_metrics(folder / "moved")
+    for left, right in zip(whole, moved, strict=True):
+        for name in ("loss", "staleness_ess", "lr_factor", "kl_loss", "ess"):
+            assert right[name] == pytest.approx(left[name], rel=2e-3, abs=2e-5), name
+    np.testing.assert_allclose(found["moved"], found["whole"], atol=2e-4)

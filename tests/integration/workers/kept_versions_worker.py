@@ -102,8 +102,8 @@ def train(folder: Path, section: LearnerSection, *, every: int, stop_after: int 
     return learner
 
 
-def measure(folder: Path, layout: str) -> None:
-    """Train in the layout; again, stopped and gone on with."""
+def measure(folder: Path, first: str, second: str) -> None:
+    """Train in layout `first`; again, stopped and gone on with in it; and again, gone on with in `second`."""
     base = LearnerSection(
         precision="fp32",
         micro_batch_tokens=48,
@@ -111,10 +111,11 @@ def measure(folder: Path, layout: str) -> None:
         optimizer=OptimizerSection(lr=3e-3, warmup_steps=0, eps=1e-4),
     )
     found: dict[str, Any] = {}
-    for name, stops in (("whole", (STEPS,)), ("resumed", (STOP, STEPS))):
-        for stop in stops:
+    for name, layouts in (("whole", (first,)), ("resumed", (first, first)), ("moved", (first, second))):
+        for number, layout in enumerate(layouts):
             section = base.model_copy(update=parse_layout(layout))
             initialize(Layout.of(section), seed=0, deadline_s=240)
+            stop = STOP if number + 1 < len(layouts) else STEPS
             learner = train(folder / name, section, every=STEPS, stop_after=stop)
             if name == "whole":
                 found |= {f"given {i}": np.array(0.0 if x is None else x) for i, x in enumerate(learner.given)}
