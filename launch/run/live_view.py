@@ -95,6 +95,8 @@ class Progress:
     restarts: int = 0
     control: dict[str, Any] | None = None
     """The latest decision of the ESS controller."""
+    sample: dict[str, Any] | None = None
+    """Of the newest batch."""
     reward_failed: dict[str, Any] | None = None
     """The first sample of the run whose verifier failed."""
     samples_failed: float = 0.0
@@ -127,6 +129,8 @@ class Progress:
             self.restarts += 1
         elif event.get("kind") == "controlled":
             self.control = event
+        elif event.get("kind") == "sampled":
+            self.sample = event
         elif event.get("kind") == "reward_failed":
             self.reward_failed = self.reward_failed or event
         elif event.get("kind") == "no_progress":
@@ -165,9 +169,9 @@ class Progress:
 class LiveView:
     """Context manager; the supervisor calls `refresh` about twice a second.
 
-    On a terminal it redraws one block; elsewhere it prints a line every `every_steps` steps, for each event of a kind
-    of SAID, and when an alarm begins or ends. Lines that were written before it started are read without being
-    printed.
+    On a terminal it redraws one block; elsewhere it prints a line and a sample every `every_steps` steps, a line for
+    each event of a kind of SAID, and when an alarm begins or ends. Lines that were written before it started are read
+    without being printed.
     """
 
     def __init__(
@@ -218,6 +222,8 @@ class LiveView:
             done = self.progress.num_steps
             if says and (done == 1 or done % self._every_steps == 0 or done == self.progress.steps):
                 self._say(step_line(self.progress))
+                if self.progress.sample is not None:
+                    self._say(sample_line(self.progress.sample))
 
     def _say_alarms(self, before: dict[str, Alarm]) -> None:
         """Those that begin, with what to do, and those that end."""
@@ -251,6 +257,8 @@ def render(progress: Progress) -> RenderableType:
     if progress.reward_failed is not None:
         of_steps = f"{progress.samples_failed:.0f} samples of {progress.num_steps} steps without a reward; the first: "
         blocks += [Text(), Text(of_steps + event_line(progress.reward_failed), style="yellow")]
+    if progress.sample is not None:
+        blocks += [Text(), Text(sample_line(progress.sample), style="dim")]
     if progress.waits:
         blocks += [Text(), *(Text(event_line(wait), style="yellow") for wait in progress.waits.values())]
     if progress.alarms:
@@ -276,6 +284,17 @@ def step_line(progress: Progress) -> str:
         f"{count(progress.tokens_per_s)} tokens/s",
     ]
     return ", ".join([*parts, f"mostly {slowest} ({percent(shares[slowest])})"] if slowest else parts)
+
+
+def sample_line(event: dict[str, Any]) -> str:
+    """A sample as plain text, without what a terminal would obey."""
+    parts = ", ".join(f"{name} {value:g}" for name, value in event["reward_parts"].items())
+    reward = "no reward" if event["reward"] is None else f"reward {event['reward']:g}"
+    prompt, response = (one_line(event[name], length) for name, length in (("prompt", 120), ("response", 240)))
+    end = "" if event["finish"] == "stop" else f" [{event['finish']}]"
+    return one_line(
+        f"a sample of batch {event['batch']}, {reward}{f' ({parts})' if parts else ''}: {prompt} ▸ {response}{end}"
+    )
 
 
 def event_line(event: dict[str, Any]) -> str:

@@ -32,6 +32,7 @@ EventKind = Literal[
     "issued",
     "dropped",
     "committed",
+    "sampled",
     "retried",
     "bad_answer",
     "consumed",

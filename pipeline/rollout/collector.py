@@ -39,6 +39,7 @@ from pipeline.rollout.group_allocator import Allocator, GroupAllocator, HoleAllo
 from pipeline.rollout.group_sampler import GroupSampler
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.priority_semaphore import PrioritySemaphore, gather_or_cancel
+from pipeline.rollout.sample_event import told_of
 from pipeline.rollout.solved_prompts import SolvedPromptFilter, SolvedPromptRule
 from pipeline.rollout.teacher_scores import TeacherScores, distance_from_teacher, scored_sample
 from pipeline.schedule import Schedule
@@ -206,6 +207,7 @@ class Collector:
             await self._evaluate(index)
         ready = time.time()
         batch, interrupted = await self._commit(builder)
+        await self._tell_a_sample(builder)
         self.event_log.event(
             "committed",
             batch=index,
@@ -302,6 +304,15 @@ class Collector:
             prompt.text, prompt.answer, prompt.metadata, texts, info
         )
         return tuple(scored_sample(*each) for each in zip(completions, verdicts, strict=True))
+
+    async def _tell_a_sample(self, builder: BatchBuilder) -> None:
+        """An event with one sample of the batch, of another place in each, for people who watch the run."""
+        if not builder.kept:
+            return
+        group = builder.kept[builder.index % len(builder.kept)]
+        sample = group.samples[builder.index % len(group.samples)]
+        text = await beside_loop(self._text, sample.completion)
+        self.event_log.event("sampled", batch=builder.index, **told_of(group.prompt, sample, text))
 
     def _text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.tokens.tolist())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launch.run.live_view import LiveView, Tail, render
+from launch.run.live_view import LiveView, Tail, render, sample_line
 from pipeline.data.event_log import EventLog
 from pipeline.data.integrity.sealed import seal
 
@@ -169,3 +169,28 @@ def test_the_pause_between_two_starts_is_no_time_of_a_step(tmp_path: Path) -> No
         assert view.progress.num_steps == 6
         assert view.progress.step_s == 0.5
         assert view.progress.tokens_per_s == 2000.0
+
+
+SAMPLE = dict(group=7, prompt="2+2=", reward_parts={"right": 0.0, "brief": 0.5}, finish="length", response_tokens=9)
+
+
+def test_a_sample_is_shown_now_and_then_and_commands_no_terminal(tmp_path: Path) -> None:
+    event_log = EventLog(tmp_path, "collector-000001")
+    console, out = plain_console()
+    with LiveView(tmp_path, 20, console=console, every_steps=2) as view:
+        for step in range(4):
+            event_log.event("sampled", batch=step, response="[red]\x1b[2J\n4", reward=0.25, **SAMPLE)
+            log_step(event_log, step, 100.0 + step)
+            view.refresh()
+        shown = io.StringIO()
+        Console(file=shown, width=200).print(render(view.progress))
+    said = [line for line in out.getvalue().splitlines() if line.startswith("a sample")]
+    wanted = "a sample of batch {}, reward 0.25 (right 0, brief 0.5): 2+2= ▸ [red]\\x1b[2J 4 [length]"
+    assert said == [wanted.format(batch) for batch in (0, 1, 3)]
+    assert wanted.format(3) in shown.getvalue()
+    assert "\x1b" not in shown.getvalue() + out.getvalue()
+
+
+def test_a_sample_without_a_reward_says_so(tmp_path: Path) -> None:
+    event = dict(kind="sampled", batch=3, **SAMPLE | dict(reward=None, reward_parts={}, response="4", finish="stop"))
+    assert sample_line(event) == "a sample of batch 3, no reward: 2+2= ▸ 4"
