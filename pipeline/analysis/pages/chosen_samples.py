@@ -81,7 +81,11 @@ def pick(measures: Sequence[Sequence[float]], size: int, most: int) -> list[int]
     """Places of `most` of `size` items, ascending. In turn each measure takes its highest, and the last turn of a round
     is the first's in their order. What is -inf is never taken for its measure."""
     ranked = [
-        [place for place in np.argsort(-np.array(values), kind="stable").tolist() if values[place] > -np.inf]
+        [
+            place
+            for place in np.argsort(-np.array(values, np.float64), kind="stable").tolist()
+            if values[place] > -np.inf
+        ]
         for values in measures
     ]
     taken: dict[int, None] = {}
