@@ -218,6 +218,15 @@ GUIDES = (
         metric="sequence_ess",
     ),
     Guide(
+        look_at="`staleness_ess`",
+        healthy="near 1 at lag 0, above 0.3 otherwise (rule of thumb)",
+        closer="below",
+        then="a lower `schedule.lag`",
+        titles=("ESS of the staleness",),
+        metric="staleness_ess",
+        low=0.3,
+    ),
+    Guide(
         look_at="`mismatch`, `advantage`, `positive` and `negative`",
         healthy="both alike",
         closer="0.1 apart (rule of thumb)",
