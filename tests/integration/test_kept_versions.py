@@ -15,6 +15,9 @@ from tests.integration.workers.kept_versions_worker import STEPS, STOP, measure
 from tests.support.ranks import run_ranks
 
 
+pytestmark = pytest.mark.slow  # every day, test_loop's run with lag reads the same factor and objective
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kept_versions")
