@@ -14,7 +14,6 @@ from pipeline.data.event_log import read_metrics
 from tests.integration.workers.kept_versions_worker import STEPS, STOP, measure
 from tests.support.ranks import run_ranks
 
-
 pytestmark = pytest.mark.slow  # every day, test_loop's run with lag reads the same factor and objective
 
 
