@@ -110,6 +110,7 @@ def test_other_models_too(tmp_path: Path, model: dict[str, Any], layout: dict[st
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_stock_engine_serves_what_the_learner_emulates(tmp_path: Path) -> None:
     source = tmp_path / "hf"
     new_model(source)
