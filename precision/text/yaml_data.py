@@ -172,8 +172,8 @@ def _scalar(node: ScalarNode) -> Any:
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
-        digits = text.replace("_", "")
-        if len(digits) > MOST_DIGITS:
-            _refuse(node, f"a number of {len(digits)} digits, at most {MOST_DIGITS} are read; quote it if it is text")
-        return int(digits)
+        number = text.replace("_", "")
+        if (digits := len(number.lstrip("+-"))) > MOST_DIGITS:
+            _refuse(node, f"a number of {digits} digits, at most {MOST_DIGITS} are read; quote it if it is text")
+        return int(number)
     return float(text.replace("_", "")) if _FLOAT.fullmatch(text) else text
