@@ -13,17 +13,15 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would tell its makers what is called
 
 from mlflow.entities import Metric, Param, Run
 from mlflow.tracking import MlflowClient
 
-from launch.export.destination import Config
+from launch.export.destination import Config, NamedDestination
 from launch.export.points import STEP, VERSION, Key, Point
-from pipeline.data.files import fsync_directory, make_folder, remove_leftovers_of, temporary_name
+from pipeline.data.files import fsync_directory, remove_leftovers_of, temporary_name
 
 EXPERIMENT = "evenkeel"
 _OF_RUN = "evenkeel.run"
@@ -32,12 +30,9 @@ _MOST_A_CALL = 1000
 _LONGEST_VALUE = 6000
 
 
-class MLflowDatabase:
-    """A launch.export.destination.Destination."""
-
+class MLflowDatabase(NamedDestination):
     def __init__(self, folder: Path, name: str, run_id: str, config: Config) -> None:
-        """`run_id` stays the same for all exports of a run."""
-        self._folder, self._name, self._id, self._config = folder, name, run_id, config
+        super().__init__(folder, name, run_id, config)
         self._run: Run | None = None
 
     def held(self) -> Mapping[Key, float]:
@@ -70,8 +65,7 @@ class MLflowDatabase:
     def said(self) -> str:
         return f"look at it with: mlflow ui --backend-store-uri sqlite:///{self._file}"
 
-    def __enter__(self) -> Self:
-        make_folder(self._folder)
+    def open(self) -> None:
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it would tell of each table that it makes
         logging.getLogger("alembic").setLevel(logging.WARNING)
         _make(self._file)
@@ -82,12 +76,6 @@ class MLflowDatabase:
             if found is not None
             else self._client.create_experiment(EXPERIMENT, artifact_location=str(self._folder.resolve() / "artifacts"))
         )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
     @property
     def _file(self) -> Path:

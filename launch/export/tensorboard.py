@@ -12,25 +12,23 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from launch.export.destination import Destination
 from launch.export.event_records import record, records
 from launch.export.points import STEP, VERSION, Key, Point
-from pipeline.data.files import fsync_directory, make_folder
+from pipeline.data.files import fsync_directory
 
 _NAMED = "events.out.tfevents.*.evenkeel"
 _FORMAT = "brain.Event:2"
 
 
-class TensorBoardFiles:
-    """A launch.export.destination.Destination."""
-
+class TensorBoardFiles(Destination):
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._file: BinaryIO | None = None
 
     def held(self) -> Mapping[Key, float]:
@@ -42,7 +40,7 @@ class TensorBoardFiles:
         }
 
     def clear(self) -> None:
-        self._close()
+        self.close()
         for path in self._files():
             path.unlink()
         forget = Event(
@@ -62,14 +60,11 @@ class TensorBoardFiles:
     def said(self) -> str:
         return f"look at it with: tensorboard --logdir {self._folder}"
 
-    def __enter__(self) -> Self:
-        make_folder(self._folder)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close()
+    def close(self) -> None:
+        if self._file is not None:
+            self.flush()
+            self._file.close()
+            self._file = None
 
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob(_NAMED))
@@ -80,9 +75,3 @@ class TensorBoardFiles:
             fsync_directory(self._folder)
             self._write(Event(wall_time=time.time(), file_version=_FORMAT))
         self._file.write(record(event.SerializeToString()))
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self.flush()
-            self._file.close()
-            self._file = None

@@ -11,12 +11,10 @@ import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
-from launch.export.destination import Config
+from launch.export.destination import Config, NamedDestination
 from launch.export.points import STEP, VERSION, Key, Point
-from pipeline.data.files import make_folder
 
 if TYPE_CHECKING:
     from trackio.sqlite_storage import SQLiteStorage
@@ -24,13 +22,12 @@ if TYPE_CHECKING:
 PROJECT = "evenkeel"
 
 
-class TrackioDatabase:
-    """A launch.export.destination.Destination."""
-
+class TrackioDatabase(NamedDestination):
     def __init__(self, folder: Path, name: str, run_id: str, config: Config) -> None:
-        """`run_id` stays the same for all exports of a run."""
-        self._folder, self._name, self._id, self._config = folder, name, run_id, config
+        super().__init__(folder, name, run_id, config)
         self._storage = _storage_in(folder)
+        self._untold: Config | None = config
+        """The recipe, until a point has taken it along."""
 
     def held(self) -> Mapping[Key, float]:
         rows = self._storage.get_logs(PROJECT, self._name, run_id=self._id)
@@ -43,6 +40,7 @@ class TrackioDatabase:
 
     def clear(self) -> None:
         self._storage.delete_run(PROJECT, self._name, run_id=self._id)
+        self._untold = self._config
 
     def write(self, point: Point) -> None:
         self._storage.bulk_log(
@@ -51,24 +49,16 @@ class TrackioDatabase:
             [dict(point.values)],
             steps=[point.key.number],
             timestamps=[datetime.fromtimestamp(point.time, UTC).isoformat()],
-            config=dict(self._config),
+            config=None if self._untold is None else dict(self._untold),
             run_id=self._id,
         )
+        self._untold = None
 
     def flush(self) -> None:
         """Each row is committed as it is written."""
 
     def said(self) -> str:
         return f"look at it with: TRACKIO_DIR={self._folder} trackio show --project {PROJECT}"
-
-    def __enter__(self) -> Self:
-        make_folder(self._folder)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
 
 
 def _storage_in(folder: Path) -> type[SQLiteStorage]:

@@ -12,27 +12,21 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report its errors to its makers
 os.environ.pop("WANDB_SERVICE", None)  # a parent's: what is killed here would go on there
 
 import wandb
 
-from launch.export.destination import Config
+from launch.export.destination import Config, NamedDestination
 from launch.export.points import STEP, VERSION, Key, Point
-from pipeline.data.files import make_folder
 
 PROJECT = "evenkeel"
 
 
-class WandbFolder:
-    """A launch.export.destination.Destination."""
-
+class WandbFolder(NamedDestination):
     def __init__(self, folder: Path, name: str, run_id: str, config: Config) -> None:
-        """`run_id` stays the same for all exports of a run."""
-        self._folder, self._name, self._id, self._config = folder, name, run_id, config
+        super().__init__(folder, name, run_id, config)
         self._run: wandb.Run | None = None
         self._defined: set[str] = set()
         """Names of which the run in progress knows the x axis."""
@@ -42,7 +36,7 @@ class WandbFolder:
         return {}
 
     def clear(self) -> None:
-        self._finish()
+        self.close()
         for path in self._folders():
             shutil.rmtree(path)
 
@@ -60,14 +54,11 @@ class WandbFolder:
         [path] = self._folders() or [self._folder]
         return f"upload it with: wandb sync {path}"
 
-    def __enter__(self) -> Self:
-        make_folder(self._folder)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._finish()
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+            wandb.teardown()  # its process is awaited: the last rows may not be in the file before it has ended
 
     def _folders(self) -> list[Path]:
         return sorted((self._folder / "wandb").glob(f"offline-run-*-{self._id}"))
@@ -101,9 +92,3 @@ class WandbFolder:
         for name in point.values.keys() - self._defined:
             run.define_metric(name, step_metric=point.key.kind, step_sync=False)
             self._defined.add(name)
-
-    def _finish(self) -> None:
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
-            wandb.teardown()  # its process is awaited: the last rows may not be in the file before it has ended
