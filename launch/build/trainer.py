@@ -47,6 +47,7 @@ def build_trainer(
 ) -> Trainer:
     """A Trainer over the batches of `store`. Collective. `checkpoint_every` is the recipe's by default."""
     advantages, objective = build_advantage_computer(recipe), build_objective(recipe)
+    optimizer, updates = recipe.learner.optimizer, recipe.learner.updates_per_batch
     stops: dict[str, Any] = {} if stop_requested is None else dict(stop_requested=stop_requested)
     shared: dict[str, Any] = dict(
         run=run,
@@ -56,19 +57,15 @@ def build_trainer(
             learner=learner,
             contract=contract,
             wait_deadline_s=recipe.run.wait_deadline_s,
-            together=partial(dealt_together, advantages, recipe.learner.updates_per_batch),
+            together=partial(dealt_together, advantages, updates),
             patience=waiting_for_batches(noted_in(event_log.event)),
             **stops,
         ),
         learner=learner,
         schedule=recipe.build_schedule(),
-        updates_per_batch=recipe.learner.updates_per_batch,
+        updates_per_batch=updates,
     )
-    step_size = StepSize(
-        lr_by_lag=recipe.learner.optimizer.lr_by_lag,
-        updates_per_batch=recipe.learner.updates_per_batch,
-        controller=controller,
-    )
+    step_size = StepSize(lr_by_lag=optimizer.lr_by_lag, updates_per_batch=updates, controller=controller)
     reads_old = objective.needs_old_logprobs or step_size.reads_logprobs
     return Trainer(
         **shared,

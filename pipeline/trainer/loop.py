@@ -179,6 +179,7 @@ class Trainer:
                 self._versions.keep(batch.index)
         scores = self.scores_step and (old_logprobs is None or self.reads_step_logprobs)
         scores = scores or (self.step_size.reads_logprobs and old_logprobs is not None)
+        of_batch = self.step_size.of_batch(batch)
         parts, updates = mini_batches(self.advantage_computer, batch, self.updates_per_batch), []
         with watch.phase("logprobs"):
             effect = ReplayEffect.before_step(self.learner, parts[0].batch)
@@ -186,7 +187,7 @@ class Trainer:
             old = part.part_of(old_logprobs)
             with watch.phase("logprobs"):
                 scored = self.learner.score(part.batch) if scores else None
-                sized = self.step_size.measured(batch, part.batch, scored, old)
+                sized = self.step_size.measured(of_batch, part.batch, scored, old)
             with watch.phase("update"):
                 update = self.learner.update(
                     part.batch,

@@ -26,8 +26,13 @@ class StepSize:
         """Whether `measured` needs a step scored that has old log-probabilities."""
         return self.lr_by_lag == "ess"
 
+    def of_batch(self, batch: Batch) -> float:
+        """What every step on the batch has in common: the factor by its age, and the controller's."""
+        by_age = lr_factor(mean_age(batch, self.updates_per_batch)) if self.lr_by_lag == "sqrt" else 1.0
+        return by_age if self.controller is None else min(by_age, self.controller.lr_factor(batch))
+
     def measured(
-        self, batch: Batch, part: Batch, scored: Tensor | None, old_logprobs: Tensor | None
+        self, of_batch: float, part: Batch, scored: Tensor | None, old_logprobs: Tensor | None
     ) -> dict[str, float]:
         """`lr_factor` of the step on `part` of a batch, and `staleness_ess` where that decides.
 
@@ -35,15 +40,10 @@ class StepSize:
         that sampled; None for the latter where both are the same. Raises NonFiniteError on a log-probability that is
         not finite.
         """
-        found = dict(lr_factor=1.0)
-        if self.lr_by_lag == "sqrt":
-            found = dict(lr_factor=lr_factor(mean_age(batch, self.updates_per_batch)))
-        elif self.lr_by_lag == "ess":
-            ess = 1.0 if old_logprobs is None else _staleness_ess(part, scored, old_logprobs)
-            found = dict(lr_factor=lr_factor_of_ess(ess), staleness_ess=ess)
-        if self.controller is not None:
-            found["lr_factor"] = min(found["lr_factor"], self.controller.lr_factor(batch))
-        return found
+        if self.lr_by_lag != "ess":
+            return dict(lr_factor=of_batch)
+        ess = 1.0 if old_logprobs is None else _staleness_ess(part, scored, old_logprobs)
+        return dict(lr_factor=min(of_batch, lr_factor_of_ess(ess)), staleness_ess=ess)
 
 
 def _staleness_ess(batch: Batch, scored: Tensor | None, old_logprobs: Tensor) -> float:
