@@ -11,7 +11,7 @@ Of a mixture, parameters are those that a token visits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ def throughput_text(run_log: RunLog) -> str:
 
 def why_no_mfu(run_log: RunLog) -> str:
     """Empty where the newest step has one."""
-    known = learner_environment(run_log, float(run_log.metrics[-1]["time"])) if run_log.metrics else None
+    known = at_time(learner_environments(run_log), float(run_log.metrics[-1]["time"])) if run_log.metrics else None
     if known is None:
         return "an earlier version of Even Keel did not note what the learner ran on"
     if not known.get("gpus"):
@@ -62,10 +62,14 @@ def speeds(run_log: RunLog) -> list[dict[str, Any]]:
     """Of each step `generated`, `updated` and `trained`, response tokens a second, and `mfu`; what is not known is
     missing."""
     committed = {int(event["batch"]): event for event in run_log.of_kind("committed")}
-    return [_speed(run_log, line, committed.get(int(line["step"]), {})) for line in run_log.metrics]
+    noted = learner_environments(run_log)
+    return [
+        _speed(line, committed.get(int(line["step"]), {}), at_time(noted, float(line["time"])) or {})
+        for line in run_log.metrics
+    ]
 
 
-def _speed(run_log: RunLog, line: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
+def _speed(line: Mapping[str, Any], batch: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     seconds = line.get("seconds") or {}
     update_s = sum(number(seconds, phase) or 0.0 for phase in ("logprobs", "update"))
     samples = number(batch, "samples")
@@ -75,7 +79,7 @@ def _speed(run_log: RunLog, line: Mapping[str, Any], batch: Mapping[str, Any]) -
         generated=_over(sampled, number(batch.get("seconds") or {}, "generate")),
         updated=_over(tokens, update_s),
         trained=_over(tokens, sum(number(seconds, phase) or 0.0 for phase in seconds)),
-        mfu=_mfu(line, samples, learner_environment(run_log, float(line["time"])) or {}),
+        mfu=_mfu(line, samples, known),
     )
     return {"step": line["step"], "time": line["time"], **found}
 
@@ -92,10 +96,14 @@ def _mfu(line: Mapping[str, Any], samples: float | None, known: Mapping[str, Any
     return _over(6.0 * parameters * tokens, update_s * ranks * peak * 1e12)
 
 
-def learner_environment(run_log: RunLog, at: float) -> dict[str, Any] | None:
-    """What the learner's start noted that trained at the time `at`; None where nothing was noted."""
-    noted = [event for event in run_log.of_kind("environment") if event["role"] == "learner" and event["time"] <= at]
-    return noted[-1] if noted else None
+def learner_environments(run_log: RunLog) -> list[dict[str, Any]]:
+    """What the starts of the learner noted, by time."""
+    return [event for event in run_log.of_kind("environment") if event["role"] == "learner"]
+
+
+def at_time(noted: Sequence[dict[str, Any]], time: float) -> dict[str, Any] | None:
+    """What the start noted that trained at `time`; None where nothing was noted by then."""
+    return next((event for event in reversed(noted) if event["time"] <= time), None)
 
 
 def _over(amount: float | None, seconds: float | None) -> float | None:
