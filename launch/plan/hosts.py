@@ -137,10 +137,10 @@ def planner_that_fits(
 ) -> Planner:
     """The planner of a recipe on exactly as many GPUs as it asks for; `sizes` as `Planner` takes it. Raises RecipeError
     when it does not fit them."""
-    if recipe.distillation is not None and recipe.distillation.path is not None:
+    if recipe.started_teacher is not None:
         raise RecipeError(
-            f"distillation.path is {recipe.distillation.path}: the teacher would be served beside the collector, whose "
-            "host has no GPU on a cluster; serve it yourself (sglang.launch_server), and set distillation.urls"
+            f"distillation.path is {recipe.started_teacher.path}: the teacher would be served beside the collector, "
+            "whose host has no GPU on a cluster; serve it yourself (sglang.launch_server), and set distillation.urls"
         )
     gpus = recipe.learner.num_processes + recipe.rollout.engines * recipe.rollout.tensor_parallel
     given = {} if disk_gb_s is None else dict(disk_gb_s=disk_gb_s)

@@ -76,9 +76,10 @@ class Planner:
 
     def _teacher(self, recipe_path: Path) -> Capacity | None:
         """Of the teacher's server, where the run starts one, and the sizes of its model are on this machine."""
-        section = self.recipe.distillation
-        if section is None or section.path is None:
+        section = self.recipe.started_teacher
+        if section is None:
             return None
+        assert section.path is not None  # else it would not be started
         try:
             model = engine_model(ModelConfig.from_hf(config_for(recipe_path, section.path)))
         except ModelError:
@@ -92,8 +93,8 @@ class Planner:
 
     @property
     def teacher_gpus(self) -> int:
-        section = self.recipe.distillation
-        return 0 if section is None or section.path is None else section.tensor_parallel
+        section = self.recipe.started_teacher
+        return 0 if section is None else section.tensor_parallel
 
     @property
     def shared(self) -> bool:

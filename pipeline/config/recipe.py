@@ -361,6 +361,11 @@ class Recipe(Section):
         return asked or self.objective.needs_sampling_logprobs
 
     @property
+    def started_teacher(self) -> Distillation | None:
+        """The teacher whose server the run starts; None without a teacher, and for one that is served already."""
+        return self.distillation if self.distillation is not None and self.distillation.path is not None else None
+
+    @property
     def num_kept_versions(self) -> int:
         """Older versions of the weights that the learner keeps in host memory."""
         return self.schedule.lag if self.reads_sampling_logprobs and isinstance(self.schedule, AsyncSchedule) else 0
