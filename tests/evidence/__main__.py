@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import EvenKeelError
-from tests.evidence.matrix import REPOSITORY, Cell, Experiment, Matrix, cells_of, read_matrix
+from tests.evidence.matrix import REPOSITORY, Cell, Matrix, cells_of, read_matrix
 from tests.evidence.page import write_page
 from tests.evidence.results import harvest, load, save
-from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, train_job
+from tests.evidence.runner import check_unchanged, run_cells, say
 
 HERE = Path(__file__).parent
 
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.page:
             check_unchanged([cell for found in cells.values() for cell in found])
             failed = any(
-                [_measure(matrix, matrix.experiments[name], found, options.jobs) for name, found in wanted.items()]
+                [run_cells(matrix, matrix.experiments[name], found, options.jobs) for name, found in wanted.items()]
             )
         _keep(matrix, cells, page)
         write_page(matrix, page, quick=options.quick)
@@ -56,20 +55,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _measure(matrix: Matrix, experiment: Experiment, cells: Sequence[Cell], jobs: int) -> bool:
-    """Run what is not settled; whether anything failed otherwise than by diverging."""
-    waiting = [cell for cell in cells if not is_settled(cell)]
-    if not waiting:
-        return False
-    make_model(matrix.models[experiment.model], experiment.model, waiting[0].root, say)
-    say(f"{experiment.title}: {len(waiting)} cells to run")
-    failures = run_jobs([train_job(cell) for cell in waiting], at_once=1 if experiment.alone else jobs, say=say)
-    for cell in waiting:
-        if cell.name in failures and not is_settled(cell):
-            say(f"{cell.name} failed: {failures[cell.name]}")
-    return any(cell.name in failures and not is_settled(cell) for cell in waiting)
-
-
 def _keep(matrix: Matrix, cells: dict[str, list[Cell]], page: Path) -> None:
     """Harvest run directories; a cell without one keeps what was harvested before."""
     for name, experiment in matrix.experiments.items():
@@ -81,11 +66,6 @@ def _keep(matrix: Matrix, cells: dict[str, list[Cell]], page: Path) -> None:
                 known[cell.condition, cell.arm, cell.seed] = result
         declared = [(cell.condition, cell.arm, cell.seed) for cell in cells[name]]
         save(path, [known[key] for key in declared if key in known])
-
-
-def say(line: str) -> None:
-    """Progress, with the clock."""
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 if __name__ == "__main__":

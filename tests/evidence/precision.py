@@ -16,10 +16,9 @@ import numpy as np
 from scipy import stats
 
 from pipeline.errors import EvenKeelError
-from tests.evidence.__main__ import say
 from tests.evidence.matrix import REPOSITORY, Cell, Experiment, cells_of, read_matrix
 from tests.evidence.results import Result, harvest, load, save
-from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, train_job
+from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, say, train_job
 from tests.evidence.statistics import ALPHA, Array
 
 KEPT = REPOSITORY / "docs" / "evidence" / "precision.json"

@@ -19,10 +19,9 @@ import numpy as np
 
 from pipeline.data.files import write_atomically
 from pipeline.errors import EvenKeelError
-from tests.evidence.__main__ import say
 from tests.evidence.matrix import REPOSITORY, Cell, Matrix, cells_of, read_matrix
 from tests.evidence.results import Arm, Result, harvest, load, save
-from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, train_job
+from tests.evidence.runner import check_unchanged, is_settled, run_cells
 from tests.evidence.statistics import ALPHA, Spread, visible_difference
 
 KEPT = REPOSITORY / "docs" / "evidence"
@@ -47,10 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             wanted = [one for one in cells[name] if options.only in one.name and one.seed <= options.seeds]
             if not options.page and wanted:
                 check_unchanged(wanted)
-                make_model(matrix.models[experiment.model], experiment.model, options.root, say)
-                jobs = [train_job(cell) for cell in wanted if not is_settled(cell)]
-                failures = run_jobs(jobs, at_once=options.jobs, say=say)
-                failed = failed or any(cell.name in failures and not is_settled(cell) for cell in wanted)
+                failed = run_cells(matrix, experiment, wanted, options.jobs) or failed
             _keep(KEPT / f"robust-{name}.json", cells[name], experiment.series)
         results = {name: load(KEPT / f"robust-{name}.json") for name in matrix.experiments}
         write_atomically(PAGE, page(matrix, results))

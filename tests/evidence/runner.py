@@ -21,7 +21,7 @@ from pipeline.data.files import write_atomically
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, FatalError, RunConflictError
 from pipeline.process_log import log_tail
-from tests.evidence.matrix import REPOSITORY, Cell, Model, as_overrides, model_folder
+from tests.evidence.matrix import REPOSITORY, Cell, Experiment, Matrix, Model, as_overrides, model_folder
 from tests.evidence.results import state_of
 
 POLL_S = 0.5
@@ -131,3 +131,22 @@ def run_jobs(jobs: Sequence[Job], *, at_once: int, say: Say) -> dict[str, str]:
         for _, process, _ in running.values():
             process.stop()
     return failures
+
+
+def run_cells(matrix: Matrix, experiment: Experiment, cells: Sequence[Cell], jobs: int) -> bool:
+    """Run what is not settled; whether anything failed otherwise than by diverging."""
+    waiting = [cell for cell in cells if not is_settled(cell)]
+    if not waiting:
+        return False
+    make_model(matrix.models[experiment.model], experiment.model, waiting[0].root, say)
+    say(f"{experiment.title}: {len(waiting)} cells to run")
+    failures = run_jobs([train_job(cell) for cell in waiting], at_once=1 if experiment.alone else jobs, say=say)
+    for cell in waiting:
+        if cell.name in failures and not is_settled(cell):
+            say(f"{cell.name} failed: {failures[cell.name]}")
+    return any(cell.name in failures and not is_settled(cell) for cell in waiting)
+
+
+def say(line: str) -> None:
+    """Progress, with the clock."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

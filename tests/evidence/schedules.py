@@ -25,10 +25,9 @@ from pipeline.config.loader import load_recipe
 from pipeline.data.event_log import read_metrics
 from pipeline.errors import EvenKeelError
 from tests.bench.pace import train
-from tests.evidence.__main__ import say
 from tests.evidence.matrix import REPOSITORY, Cell, Experiment, cells_of, read_matrix
 from tests.evidence.results import Result, harvest, load, save
-from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, train_job
+from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, say, train_job
 
 NAME = "schedules"
 KEPT = REPOSITORY / "docs" / "evidence" / f"{NAME}.json"

@@ -16,6 +16,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
 from pipeline.rollout.evaluation import summarize
 from tests.evidence import __main__ as command
+from tests.evidence import runner
 from tests.evidence.claims import Judged, judge
 from tests.evidence.matrix import REPOSITORY, Cell, Claim, Experiment, Matrix, cells_of, read_matrix
 from tests.evidence.page import write_page
@@ -182,8 +183,8 @@ class TestResuming:
             ran.extend(job.name for job in jobs)
             return {}
 
-        monkeypatch.setattr(command, "run_jobs", run)
-        monkeypatch.setattr(command, "make_model", lambda *_: None)
+        monkeypatch.setattr(runner, "run_jobs", run)
+        monkeypatch.setattr(runner, "make_model", lambda *_: None)
         monkeypatch.setattr(command, "REPOSITORY", tmp_path)  # its docs/ is where the page goes
         arguments = ["--root", str(tmp_path / "runs"), "--matrix", str(tmp_path / "matrix.yaml")]
         assert command.main(arguments) == 0
