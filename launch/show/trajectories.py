@@ -34,6 +34,10 @@ class Filter:
     """Both inclusive. With one of them, a sample without a reward is left out."""
     search: str | None = None
     """A text that prompt or response holds, in this spelling."""
+    finish: str | None = None
+    """One of pipeline.data.records.FINISH_REASONS; no batch holds `abort`."""
+    source: str | None = None
+    """One of the task's sources."""
 
     def has_step(self, step: int) -> bool:
         """Whether samples of this step may be kept."""
@@ -41,6 +45,9 @@ class Filter:
 
     def has_row(self, row: dict[str, Any]) -> bool:
         """Whether a row of pipeline.analysis.trajectories.sample_rows is kept."""
+        named = ((self.finish, row["finish"]), (self.source, row["source"]))
+        if any(wanted is not None and wanted != found for wanted, found in named):
+            return False
         reward = row["reward"]
         if reward is None and not (self.reward_min is None and self.reward_max is None):
             return False
@@ -92,10 +99,11 @@ def as_mapping(path: Path, index: int, limit: int) -> dict[str, Any]:
 def export(path: Path, *, parquet: Path | None, jsonl: Path | None, chosen: Filter) -> dict[str, Any]:
     """Write the chosen samples to the one file that is given; it appears when it is complete.
 
-    Raises RecipeError (no batch in these steps), StoreError (a file that cannot be written) and MachineError (no
-    pyarrow).
+    Raises RecipeError (no batch in these steps, a source that the run does not have), StoreError (a file that cannot be
+    written) and MachineError (no pyarrow).
     """
     reader = _Reader(path)
+    _check_source(path, chosen.source)
     committed = reader.store.committed()
     steps = [step for step in committed if chosen.has_step(step)]
     if not steps:
@@ -115,6 +123,15 @@ def export(path: Path, *, parquet: Path | None, jsonl: Path | None, chosen: Filt
     except OSError as error:
         raise StoreError(f"cannot write {target}: {error.strerror}; choose a file in a folder that exists") from error
     return dict(path=str(target), batches=len(steps), read=read, samples=kept)
+
+
+def _check_source(path: Path, source: str | None) -> None:
+    known = [one.name for one in getattr(shown_recipe(path).task, "sources", ())]
+    if source is None or source in known:
+        return
+    if not known:
+        raise RecipeError(f"--source is {source!r}, but the task of {path} has no task.sources; leave --source out")
+    raise RecipeError(f"--source is {source!r}, but the sources of {path} are {', '.join(known)}; name one of them")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -47,6 +47,13 @@ def trajectories_export(
     search: Annotated[
         str | None, typer.Option(help="Keep samples with this text in prompt or response.", show_default=False)
     ] = None,
+    finish: Annotated[
+        Literal["stop", "length"] | None,
+        typer.Option(help="Keep samples that ended so: by themselves, or at the limit of tokens.", show_default=False),
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Keep samples of this one of task.sources.", show_default=False)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write samples as Parquet or JSON Lines: prompt and response as text, reward and its parts, versions, log-ratios.
@@ -63,7 +70,9 @@ def trajectories_export(
     if steps is not None and re.fullmatch(r"\d{1,9}:\d{1,9}", steps) is None:
         raise RecipeError(f"--steps is {steps!r}, expected A:B, for example 10:12 for steps 10 and 11")
     first, end = (None, None) if steps is None else map(int, steps.split(":"))
-    chosen = Filter(first=first, end=end, reward_min=reward_min, reward_max=reward_max, search=search)
+    chosen = Filter(
+        first=first, end=end, reward_min=reward_min, reward_max=reward_max, search=search, finish=finish, source=source
+    )
     result = export(run, parquet=parquet, jsonl=jsonl, chosen=chosen)
     if as_json:
         emit(result)

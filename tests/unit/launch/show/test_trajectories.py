@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from launch.convert.new_model import new_model
 from launch.show.trajectories import Filter, as_mapping, export
+from pipeline.data.records import FINISH_REASONS
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, StoreError
@@ -82,6 +84,38 @@ def test_filters_keep_what_they_name(run: RunDirectory, tmp_path: Path) -> None:
     assert kept(search="no such text") == []
     with pytest.raises(RecipeError, match="has no batch in these steps; committed are 0 to 1"):
         kept(first=5, end=9)
+
+
+def test_samples_of_one_finish_or_source_are_kept(run: RunDirectory, tmp_path: Path) -> None:
+    path = write_run(
+        tmp_path, 1, steps=1, name="mixed", overrides=dict(model=dict(path=str(tmp_path / "base")), task=_two_sources())
+    )
+    batch = replace(
+        batch_of_rewards([[1.0, 0.0], [0.5, 0.25]], vocabulary=40),
+        problem=np.array([0, 0, 7, 7]),
+        sources=dict(sums=range(7), words=range(7, 9)),
+        finish=np.array([FINISH_REASONS.index(reason) for reason in ("stop", "length", "stop", "length")], np.uint8),
+    )
+    BatchStore(RunDirectory(path).batches).commit(batch)
+
+    def kept(*options: str) -> list[float]:
+        done = evenkeel("trajectories", "export", path, "--jsonl", tmp_path / "out.jsonl", *options)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line)["reward"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+    assert kept("--finish", "length") == [0.0, 0.25]
+    assert kept("--source", "words") == [0.5, 0.25]
+    assert kept("--source", "sums", "--finish", "stop") == [1.0]
+    done = evenkeel("trajectories", "export", path, "--jsonl", tmp_path / "out.jsonl", "--source", "wrods")
+    assert done.returncode == 1
+    assert f"--source is 'wrods', but the sources of {path} are sums, words; name one of them" in done.stderr
+    with pytest.raises(RecipeError, match=r"the task of .* has no task\.sources; leave --source out"):
+        export(run.path, parquet=None, jsonl=tmp_path / "out.jsonl", chosen=Filter(source="sums"))
+
+
+def _two_sources() -> dict[str, object]:
+    sources = [dict(path="sums.jsonl"), dict(path="words.jsonl")]
+    return dict(name="data", reward="my:own", sources=sources)
 
 
 def test_a_file_that_cannot_be_written_is_named(run: RunDirectory, tmp_path: Path) -> None:
