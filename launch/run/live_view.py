@@ -320,7 +320,9 @@ def _said(event: dict[str, Any]) -> str:
     many = f", pass@{k} {percent(number(curve, str(k)))}" if k > 1 else ""
     low, high = (percent(number(event, f"pass_at_1_{end}")) for end in ("low", "high"))
     reward = f", reward {decimal(number(event, 'reward_mean'))}" if "reward_mean" in event else ""
-    return f"version {event['version']}: pass@1 {percent(number(event, 'pass_at_1'))} ({low} to {high}){many}{reward}"
+    failed = f", {unjudged} samples without a reward" if (unjudged := event.get("verifier_failures")) else ""
+    score = f"pass@1 {percent(number(event, 'pass_at_1'))} ({low} to {high}){many}{reward}"
+    return f"version {event['version']}: {score}{failed}"
 
 
 def _numbers(progress: Progress) -> Sequence[Sequence[tuple[str, str]]]:

@@ -30,6 +30,7 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("held-out pass@1", f"{percent(numbers['pass_at_1_first'])} → {percent(numbers['pass_at_1_last'])}{interval}"),
         (f"held-out pass@{k}", f"{percent(numbers['pass_at_k_first'])} → {percent(numbers['pass_at_k_last'])}"),
+        *_unjudged(numbers),
         ("held-out reward", _change(numbers["held_out_reward_first"], numbers["held_out_reward_last"])),
         *_parts(numbers),
         ("steps", f"{numbers['steps']} of {numbers['steps_planned']}"),
@@ -53,6 +54,12 @@ def _rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _change(first: float | None, last: float | None) -> str:
     return f"{decimal(first)} → {decimal(last)}"
+
+
+def _unjudged(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A row where a held-out sample of the first or the last evaluation has no reward."""
+    first, last = numbers["held_out_failures_first"], numbers["held_out_failures_last"]
+    return [("held-out failures", f"{first} → {last} samples without a reward")] if first or last else []
 
 
 def _parts(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -114,6 +114,7 @@ def _held_out(run_log: RunLog) -> dict[str, Any]:
             f"pass_at_k_{which}": number(event.get("pass_at_k") or {}, str(k)),
             f"held_out_reward_{which}": number(event, "reward_mean"),
             f"held_out_parts_{which}": dict(event.get("reward_parts") or {}),
+            f"held_out_failures_{which}": int(number(event, "verifier_failures") or 0),
         }
     return values
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pipeline.beside_loop import beside_loop
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
-from pipeline.data.records import SOLVED_REWARD, Batch, Completion, Group, LogprobContract, Prompt, Sample
+from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import DeadlineExceededError, PromptsExhaustedError, RewardError, StoreError
@@ -34,7 +34,7 @@ from pipeline.patience import Patience, noted_in
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import BatchBuilder, PromptSource
-from pipeline.rollout.evaluation import by_source, rewards, summarize
+from pipeline.rollout.evaluation import by_source, evaluate
 from pipeline.rollout.group_allocator import Allocator, GroupAllocator, HoleAllocator
 from pipeline.rollout.group_sampler import GroupSampler
 from pipeline.rollout.interruption import Interruption
@@ -329,9 +329,7 @@ class Collector:
         held_out = self.prompts.held_out(self.settings.evaluation_prompts)
         samples = self.settings.evaluation_samples
         answers = await gather_or_cancel([self._answers(prompt, samples, version, index) for prompt in held_out])
-        solved = [sum(sample.reward >= SOLVED_REWARD for sample in each) for each in answers]
-        found = dict(prompts=len(held_out), samples=samples, correct=solved, **summarize(solved, samples))
-        found |= rewards([sample for each in answers for sample in each])
+        found = evaluate(answers)
         found |= {} if self.teacher is None else distance_from_teacher(answers)
         if self.prompts.sources:
             found["sources"] = by_source([prompt.source for prompt in held_out], answers)

@@ -1,4 +1,7 @@
-"""pass@k and its uncertainty, and what was rewarded, from n samples of each held-out prompt."""
+"""pass@k and its uncertainty, and what was rewarded, from n samples of each held-out prompt.
+
+A sample whose verifier failed is neither right nor wrong: no estimate counts it, and `verifier_failures` says how many.
+"""
 
 from __future__ import annotations
 
@@ -28,35 +31,53 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(num_samples - num_correct + 1, num_samples + 1))
 
 
-def summarize(num_correct: Sequence[int], num_samples: int) -> dict[str, Any]:
-    """Scores from the correct samples of each prompt, of `num_samples` each; plain values, ready for a file.
+def evaluate(answers: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+    """Scores from the samples of each prompt, as many of each; plain values, ready for a file.
 
-    `pass_at_1` with its 95 % bounds `pass_at_1_low` and `pass_at_1_high`, and `pass_at_k`: {"1": …, "2": …, "4": …} up
-    to `num_samples`, means over prompts. Raises ValueError when there is no prompt.
+    `prompts`, `samples` of each, `correct` and `judged` [prompts], and what `summarize` and `rewards` find.
+    """
+    judged = [[sample for sample in each if sample.judged] for each in answers]
+    correct, known = [_solved(each) for each in judged], [len(each) for each in judged]
+    samples = max(map(len, answers), default=0)
+    counts = dict(prompts=len(answers), samples=samples, correct=correct, judged=known)
+    return counts | summarize(correct, known) | rewards([sample for each in answers for sample in each])
+
+
+def summarize(num_correct: Sequence[int], num_judged: Sequence[int]) -> dict[str, Any]:
+    """`pass_at_1` with its 95 % bounds `pass_at_1_low` and `pass_at_1_high`, and `pass_at_k`: {"1": …, "2": …, "4": …}
+    up to the most samples of a prompt; from the correct and the judged samples of each prompt.
+
+    Means over the prompts of which at least k samples were judged; empty where none was. Raises ValueError when there
+    is no prompt.
     """
     if len(num_correct) == 0:
         raise ValueError("there are no prompts to summarize, expected at least one")
-    ks = sorted({*(1 << i for i in range(num_samples.bit_length())), num_samples})
-    curve = {str(k): float(np.mean([pass_at_k(num_samples, c, k) for c in num_correct])) for k in ks}
-    low, high = clustered_wilson(num_correct, num_samples)
+    counts = [(correct, judged) for correct, judged in zip(num_correct, num_judged, strict=True) if judged]
+    most = max(num_judged)
+    curve = {}
+    for k in sorted({*(1 << i for i in range(most.bit_length())), most}) if counts else ():
+        curve[str(k)] = float(np.mean([pass_at_k(judged, correct, k) for correct, judged in counts if judged >= k]))
+    if not curve:
+        return {}
+    low, high = clustered_wilson(*zip(*counts, strict=True))
     return {"pass_at_1": curve["1"], "pass_at_1_low": low, "pass_at_1_high": high, "pass_at_k": curve}
 
 
-def clustered_wilson(num_correct: Sequence[int], num_samples: int) -> tuple[float, float]:
-    """95 % Wilson interval for pass@1 from counts [prompts] of `num_samples` each.
+def clustered_wilson(num_correct: Sequence[int], num_judged: Sequence[int]) -> tuple[float, float]:
+    """95 % Wilson interval for pass@1 from the correct and the judged samples of each prompt, at least one of each.
 
     Samples of a prompt resemble one another, so they are not prompts × samples independent trials. Wilson's formula is
     given the effective number of trials, p (1 - p) / var(mean), where the variance comes from the spread between
-    prompts (Kish's design effect); it lies between prompts and prompts × samples. Unlike a bootstrap it is
+    prompts (Kish's design effect); it lies between the number of prompts and that of samples. Unlike a bootstrap it is
     deterministic, and wider than a point when all samples agree.
     """
     prompts = len(num_correct)
-    rates = np.asarray(num_correct) / num_samples
+    rates = np.asarray(num_correct) / np.asarray(num_judged)
     p = float(rates.mean())
     trials = float(prompts)
     if prompts > 1 and 0.0 < p < 1.0:
         variance = float(rates.var(ddof=1)) / prompts
-        most = float(prompts * num_samples)
+        most = float(sum(num_judged))
         trials = min(most, max(trials, p * (1.0 - p) / variance)) if variance > 0.0 else most
     denominator = 1.0 + _Z_95**2 / trials
     center = (p + _Z_95**2 / (2.0 * trials)) / denominator
@@ -80,14 +101,16 @@ def rewards(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def by_source(sources: Sequence[str], answers: Sequence[Sequence[Sample]]) -> dict[str, dict[str, float]]:
-    """`prompts`, `pass_at_1` and, where a sample has a reward, `reward_mean` of each source; from the source of each
-    prompt and the samples of it."""
+    """`prompts`, `verifier_failures` and, where a sample has a reward, `pass_at_1` and `reward_mean` of each source;
+    from the source of each prompt and the samples of it."""
     found: dict[str, dict[str, float]] = {}
     for source in dict.fromkeys(sources):
         own = [each for name, each in zip(sources, answers, strict=True) if name == source]
-        samples = [sample for each in own for sample in each]
-        solved = float(np.mean([sample.reward >= SOLVED_REWARD for sample in samples]))
-        told = rewards(samples)
-        mean = {name: told[name] for name in ("reward_mean",) if name in told}
-        found[source] = dict(prompts=len(own), pass_at_1=solved, **mean)
+        told = evaluate(own)
+        names = ("prompts", "pass_at_1", "reward_mean", "verifier_failures")
+        found[source] = {name: told[name] for name in names if name in told}
     return found
+
+
+def _solved(samples: Sequence[Sample]) -> int:
+    return sum(sample.reward >= SOLVED_REWARD for sample in samples)

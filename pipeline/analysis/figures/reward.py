@@ -36,11 +36,14 @@ _MOST_PARTS = 12
 
 
 def held_out_figures(run_log: RunLog) -> list[Named]:
-    """Title and <svg> of the rewards of held-out prompts, over versions; None where a run has none."""
+    """Title and <svg> of the rewards of held-out prompts, over versions; None where a run has none. Samples without a
+    reward are drawn once an evaluation had one."""
     evaluated = _evaluated(run_log)
+    title, failed = "Held-out samples without a reward", evaluated.series("verifier_failures")[1]
     return [
         ("Held-out reward", drawing.curve(evaluated, "held-out reward", [("reward_mean", "mean reward", "blue")])),
         ("Parts of the held-out reward", _all_parts(evaluated)),
+        (title, _counted(evaluated, title, "verifier_failures", "pink", floor=0.0)[1] if any(failed) else None),
     ]
 
 

@@ -244,7 +244,7 @@ class TestHarvest:
             event_log.event(kind, **fields)
 
         def evaluated(started: float, seconds: float, version: int, correct: list[int]) -> None:
-            scores = dict(prompts=2, samples=4, correct=correct, **summarize(correct, 4))
+            scores = dict(prompts=2, samples=4, correct=correct, **summarize(correct, [4, 4]))
             event(started + seconds, "evaluated", version=version, started=started, seconds=seconds, **scores)
 
         evaluated(91.0, 5.0, 0, [1, 0])

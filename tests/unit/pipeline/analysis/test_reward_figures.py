@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from launch.run.live_view import event_line
 from launch.show.runs import render
 from pipeline.analysis.figures.reward import held_out_figures, reward_figures
 from pipeline.analysis.html_report import write_report
@@ -116,6 +117,28 @@ def test_held_out_rewards_are_drawn_and_told(write_run: WriteRun) -> None:
     page = write_report(run).read_text()
     assert "Parts of the held-out reward" in page
     assert "<b>" not in page
+
+
+def test_held_out_samples_without_a_reward_are_told_everywhere(write_run: WriteRun) -> None:
+    run = write_run(0)
+    log = EventLog(run, "collector-000001")
+    for version, failures in ((0, 0), (8, 5)):
+        log.event("evaluated", version=version, pass_at_1=0.5, verifier_failures=failures)
+    log.event("evaluated", version=9, verifier_failures=64)  # all of them
+    found = {title: svg for title, svg in held_out_figures(RunLog.read(run)) if svg is not None}
+    assert list(found) == ["Held-out samples without a reward"]
+    numbers = summary(run)
+    assert (numbers["pass_at_1_last"], numbers["held_out_failures_first"], numbers["held_out_failures_last"]) == (
+        None,
+        0,
+        64,
+    )
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render(numbers))
+    assert "0 → 64 samples without a reward" in console.export_text()
+    assert "64 samples without a reward are left out" in " ".join(write_report(run).read_text().split())
+    assert event_line(RunLog.read(run).evaluations[1]).endswith(", 5 samples without a reward")
+    assert not event_line(RunLog.read(run).evaluations[0]).endswith("without a reward")
 
 
 def test_a_run_without_held_out_rewards_has_none_of_them(write_run: WriteRun) -> None:

@@ -78,8 +78,10 @@ def test_each_source_has_its_share_and_its_own_reward(run: RunDirectory, verifie
     asked = [problem for batch in batches for problem in batch.problem[::GROUP].tolist()]
     assert asked == [order.problem(group) for group in range(4 * PROMPTS)]
     for event in read_events(run.path, "evaluated"):
-        exact_answers = dict(prompts=3, pass_at_1=1.0, reward_mean=1.0)
-        assert event["sources"] == dict(exact=exact_answers, other=dict(prompts=1, pass_at_1=0.0, reward_mean=0.5))
+        assert event["sources"] == dict(
+            exact=dict(prompts=3, pass_at_1=1.0, reward_mean=1.0, verifier_failures=0),
+            other=dict(prompts=1, pass_at_1=0.0, reward_mean=0.5, verifier_failures=0),
+        )
         assert (event["reward_mean"], event["verifier_failures"]) == (0.875, 0)
 
 
@@ -325,6 +327,16 @@ def test_nothing_is_learned_of_a_sample_without_a_reward(
     assert batch.loss_mask.tolist() == learned.tolist()
     assert not batch.rollout_logprobs[~learned].any()
     assert [event["interrupted"] for event in read_events(run.path, "committed")] == [0]
+
+
+def test_held_out_samples_without_a_reward_are_counted_and_not_wrong(
+    run: RunDirectory, verifiers: Verifiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_on(monkeypatch, verifiers, lambda number: number % 3 == 0)
+    collect(build(run, verifiers, Schedule(kind="sync", steps=1)))
+    for event in read_events(run.path, "evaluated"):
+        assert event["pass_at_1"] == 1.0
+        assert event["verifier_failures"] == event["prompts"] * event["samples"] - sum(event["judged"]) > 0
 
 
 def test_a_batch_without_any_reward_is_not_committed(

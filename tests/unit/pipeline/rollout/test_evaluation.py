@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.records import VERIFIER_FAILED, Completion, Sample
-from pipeline.rollout.evaluation import by_source, clustered_wilson, pass_at_k, rewards, summarize
+from pipeline.rollout.evaluation import by_source, clustered_wilson, evaluate, pass_at_k, rewards, summarize
 
 
 @pytest.mark.parametrize(
@@ -54,24 +54,24 @@ def test_nonsense_is_refused(n: int, c: int, k: int) -> None:
 
 
 def test_summary() -> None:
-    summary = summarize([4, 2, 0], 4)
+    summary = summarize([4, 2, 0], [4, 4, 4])
     assert summary["pass_at_1"] == pytest.approx(0.5)
     assert summary["pass_at_k"] == pytest.approx({"1": 0.5, "2": (1 + 5 / 6) / 3, "4": 2 / 3})
     assert summary["pass_at_1_low"] < 0.5 < summary["pass_at_1_high"]
-    assert list(summarize([1], 6)["pass_at_k"]) == ["1", "2", "4", "6"]
-    assert list(summarize([1], 1)["pass_at_k"]) == ["1"]
+    assert list(summarize([1], [6])["pass_at_k"]) == ["1", "2", "4", "6"]
+    assert list(summarize([1], [1])["pass_at_k"]) == ["1"]
     with pytest.raises(ValueError, match="no prompts"):
-        summarize([], 4)
+        summarize([], [])
 
 
 def test_interval_golden() -> None:
     """Ten prompts, each all right or all wrong: ten trials, whatever the samples. Wilson's interval for 5 of 10 is
     (0.2366, 0.7634), for 10 of 10 (0.7225, 1)."""
-    assert clustered_wilson([8, 0] * 5, 8) == pytest.approx((0.2366, 0.7634), abs=0.02)
-    assert clustered_wilson([8] * 10, 8) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    assert clustered_wilson([0] * 10, 8) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert clustered_wilson([8, 0] * 5, [8] * 10) == pytest.approx((0.2366, 0.7634), abs=0.02)
+    assert clustered_wilson([8] * 10, [8] * 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    assert clustered_wilson([0] * 10, [8] * 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
     # Prompts that do not differ at all are as good as independent samples: Wilson for 40 of 80.
-    assert clustered_wilson([4] * 10, 8) == pytest.approx((0.39297, 0.60703), abs=1e-4)
+    assert clustered_wilson([4] * 10, [8] * 10) == pytest.approx((0.39297, 0.60703), abs=1e-4)
 
 
 @pytest.mark.parametrize("mean", [0.1, 0.5, 0.9])
@@ -82,7 +82,7 @@ def test_the_interval_covers_although_samples_of_a_prompt_resemble_one_another(
     rng = np.random.default_rng(0)
     rates = rng.beta(mean * concentration, (1 - mean) * concentration, (400, 64))
     counts = rng.binomial(8, rates)
-    covered = [low <= mean <= high for low, high in (clustered_wilson(row.tolist(), 8) for row in counts)]
+    covered = [low <= mean <= high for low, high in (clustered_wilson(row.tolist(), [8] * 64) for row in counts)]
     assert 0.92 <= np.mean(covered) <= 0.99
 
 
@@ -99,8 +99,30 @@ def test_a_sample_without_a_reward_is_in_no_mean() -> None:
     assert rewards([FAILED]) == dict(reward_parts={}, verifier_failures=1)
 
 
+def test_a_sample_without_a_verdict_is_neither_right_nor_wrong() -> None:
+    """Of 1, 1 of 2 and none of 0 judged samples that many are right; pairs are there of the second prompt alone."""
+    right, wrong = rewarded(1.0), rewarded(0.0)
+    found = evaluate([[right, FAILED], [right, wrong], [FAILED, FAILED]])
+    assert (found["correct"], found["judged"], found["prompts"], found["samples"]) == ([1, 1, 0], [1, 2, 0], 3, 2)
+    assert found["pass_at_k"] == pytest.approx({"1": 0.75, "2": 1.0})
+    assert found["pass_at_1"] == pytest.approx(0.75)
+    assert (found["pass_at_1_low"], found["pass_at_1_high"]) == clustered_wilson([1, 1], [1, 2])
+    assert found["verifier_failures"] == 3
+    alone = evaluate([[right, right], [right, wrong]])
+    judged = evaluate([[right, right, FAILED], [right, wrong, FAILED]])
+    assert {key for key in alone if alone[key] != judged[key]} == {"samples", "verifier_failures"}
+
+
+def test_a_verifier_that_always_failed_leaves_no_score() -> None:
+    found = evaluate([[FAILED, FAILED], [FAILED, FAILED]])
+    assert found == dict(prompts=2, samples=2, correct=[0, 0], judged=[0, 0], reward_parts={}, verifier_failures=4), (
+        "not 0, which says that all are wrong"
+    )
+
+
 def test_a_source_has_its_own_means() -> None:
     answers = [[rewarded(1.0), rewarded(0.5)], [FAILED, FAILED], [rewarded(1.0), rewarded(1.0)]]
     assert by_source(["math", "chat", "math"], answers) == dict(
-        math=dict(prompts=2, pass_at_1=0.75, reward_mean=0.875), chat=dict(prompts=1, pass_at_1=0.0)
+        math=dict(prompts=2, pass_at_1=0.75, reward_mean=0.875, verifier_failures=0),
+        chat=dict(prompts=1, verifier_failures=2),
     )
