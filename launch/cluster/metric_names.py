@@ -66,6 +66,7 @@ METRICS: tuple[MetricName, ...] = (
     MetricName("evenkeel_phase_seconds", LEARNER, "Seconds of the step's phases.", ("phase",)),
     MetricName("evenkeel_publish_phase_seconds", LEARNER, "Seconds of the parts of the newest publish.", ("phase",)),
     MetricName("evenkeel_verifier_failures_total", LEARNER, "Samples whose verifier failed or was killed."),
+    MetricName("evenkeel_teacher_failures_total", LEARNER, "Samples that the teacher of a distillation did not score."),
     MetricName("evenkeel_saved_step", LEARNER, "Step of the newest checkpoint."),
     MetricName("evenkeel_save_seconds", LEARNER, "Seconds that the newest checkpoint took."),
     MetricName("evenkeel_last_batch", COLLECTOR, "Index of the newest committed batch."),

@@ -62,7 +62,11 @@ OF_BUCKET = {
     "k3_kl": "evenkeel_bucket_k3_kl_nats",
 }
 """Statistic of a bucket in a line's `mismatch` → gauge."""
-COUNTED_OF_STEP = {"num_tokens": "evenkeel_tokens_total", "verifier_failures": "evenkeel_verifier_failures_total"}
+COUNTED_OF_STEP = {
+    "num_tokens": "evenkeel_tokens_total",
+    "verifier_failures": "evenkeel_verifier_failures_total",
+    "teacher_failures": "evenkeel_teacher_failures_total",
+}
 SINCE_START = tuple(metric.name for metric in METRICS if metric.name.endswith("_timestamp_seconds"))
 """Before the first step or batch they show when the process started: one that never gets there has no other sign."""
 LEFT_OUT = {"dropped": "unfit", "zero_variance": "zero_variance", "solved_groups": "solved"}

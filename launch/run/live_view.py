@@ -39,7 +39,16 @@ PHASE_STYLES = {
     "save": "green",
 }
 BAR_CELLS = 40
-SAID = ("evaluated", "restarted", "controlled", "no_progress", "reward_failed", "skipped", *ENGINE_EVENTS)
+SAID = (
+    "evaluated",
+    "restarted",
+    "controlled",
+    "no_progress",
+    "reward_failed",
+    "teacher_failed",
+    "skipped",
+    *ENGINE_EVENTS,
+)
 """Kinds of events that are printed where there is no terminal."""
 
 
@@ -101,6 +110,10 @@ class Progress:
     """The first sample of the run whose verifier failed."""
     samples_failed: float = 0.0
     """Without a reward, of the steps trained."""
+    teacher_failed: dict[str, Any] | None = None
+    """The first group of the run that the teacher of a distillation did not score."""
+    samples_untaught: float = 0.0
+    """Not scored by the teacher, of the steps trained."""
     doing: str = "starting"
     quantized: bool = False
     """Whether engines sample in a coarser format than the learner trains in."""
@@ -117,6 +130,7 @@ class Progress:
         self.start = start
         self.recent.append(line)
         self.samples_failed += number(line, "verifier_failures") or 0.0
+        self.samples_untaught += number(line, "teacher_failures") or 0.0
         self.alarms = alarms(line, quantized=self.quantized)
         self.doing = f"step {line['step'] + 1} of {self.steps}"
 
@@ -133,6 +147,8 @@ class Progress:
             self.sample = event
         elif event.get("kind") == "reward_failed":
             self.reward_failed = self.reward_failed or event
+        elif event.get("kind") == "teacher_failed":
+            self.teacher_failed = self.teacher_failed or event
         elif event.get("kind") == "no_progress":
             self.waits |= {event["who"]: event}
             if event["over"]:
@@ -257,6 +273,11 @@ def render(progress: Progress) -> RenderableType:
     if progress.reward_failed is not None:
         of_steps = f"{progress.samples_failed:.0f} samples of {progress.num_steps} steps without a reward; the first: "
         blocks += [Text(), Text(of_steps + event_line(progress.reward_failed), style="yellow")]
+    if progress.teacher_failed is not None:
+        of_steps = (
+            f"{progress.samples_untaught:.0f} samples of {progress.num_steps} steps without the teacher's scores; "
+        )
+        blocks += [Text(), Text(of_steps + event_line(progress.teacher_failed), style="yellow")]
     if progress.sample is not None:
         blocks += [Text(), Text(sample_line(progress.sample), style="dim")]
     if progress.waits:
@@ -307,6 +328,8 @@ def _said(event: dict[str, Any]) -> str:
         return notice_line(event)
     if event["kind"] == "reward_failed":
         return f"a sample has no reward ({event['reason']}): {event['detail']}"
+    if event["kind"] == "teacher_failed":
+        return f"the teacher did not score a group ({event['reason']}): {event['detail']}"
     if event["kind"] == "skipped":
         return f"step {event['step']} is skipped: its batch was lost by damage"
     if event["kind"] in ENGINE_EVENTS:

@@ -72,7 +72,12 @@ def _parts(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 _NAME = 60
 """Characters of a part's name that are shown."""
-_TROUBLE = {"restarts": "restarts", "dropped": "dropped groups", "verifier_failures": "failed verifiers"}
+_TROUBLE = {
+    "restarts": "restarts",
+    "dropped": "dropped groups",
+    "verifier_failures": "failed verifiers",
+    "teacher_failures": "samples without the teacher's scores",
+}
 _PROMPTS = {
     "refills": "refills",
     "zero_variance": "groups without contrast",

@@ -103,9 +103,9 @@ class AdvantageComputer:
         return batch.truncated & judged if self.section.truncated == "exclude" else np.zeros_like(judged)
 
     def _judged(self, batch: Batch) -> NDArray[np.bool_]:
-        """[samples] those with a reward, of groups that have as many of them as the formula needs. A group of fewer
-        samples than that, all with a reward, is left to the formula."""
-        judged = batch.judged
+        """[samples] those with a reward that the teacher, if there is one, scored; of groups that have as many of them
+        as the formula needs. A group of fewer samples than that, all of this kind, is left to the formula."""
+        judged = batch.judged & batch.taught
         groups = Grouped.of(judged.astype(np.float64), batch.group)
         complete = ~groups.any_member(~judged)
         enough = groups.total(judged)[groups.members] >= self.section.smallest_group

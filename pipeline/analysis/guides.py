@@ -116,6 +116,15 @@ GUIDES = (
         high=0.0,
     ),
     Guide(
+        look_at="`teacher_failures`, with `distillation`",
+        healthy="0",
+        closer="any",
+        then="look at the teacher's servers (`logs/teacher.log`); the event `teacher_failed` says why",
+        titles=("Samples that the teacher did not score",),
+        metric="teacher_failures",
+        high=0.0,
+    ),
+    Guide(
         look_at="`reward_mean`, `solve_rate`, held-out pass@1",
         healthy="rise, the held-out one too",
         closer="flat for 50 steps; the first rises alone (rule of thumb)",

@@ -63,7 +63,8 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         **{key: sum(int(event.get(key, 0)) for event in committed) for key in PROMPT_COUNTS},
         verifier_failures=int(sum(run_log.series("verifier_failures")[1])),
         bottleneck=bottleneck(timeline(run_log)),
-        warnings=[*advice(recipe), *_failed_rewards(run_log)],
+        teacher_failures=int(sum(run_log.series("teacher_failures")[1])),
+        warnings=[*advice(recipe), *_failed_rewards(run_log), *_failed_teacher(run_log)],
         alarms=[history.text for history in alarm_history(run_log)],
     )
 
@@ -84,6 +85,17 @@ def _failed_rewards(run_log: RunLog) -> list[str]:
         ]
     first = f"; the first, {told[0]['reason']}: {told[0]['detail']}" if told else ""
     return [f"{failed:.0f} of {samples} samples had no reward, since their verifier failed{first}"]
+
+
+def _failed_teacher(run_log: RunLog) -> list[str]:
+    """How many samples the teacher did not score, and why, in one sentence; none where it scored all."""
+    told = run_log.of_kind("teacher_failed")
+    failed = sum(run_log.series("teacher_failures")[1])
+    if not told and not failed:
+        return []
+    samples = sum(int(event["samples"]) for event in run_log.of_kind("committed"))
+    first = f"; the first, {told[0]['reason']}: {told[0]['detail']}" if told else ""
+    return [f"{failed:.0f} of {samples} samples were not scored by the teacher and left out of the loss{first}"]
 
 
 def describe_choice(section: Objective | Correction | Advantage) -> str:

@@ -33,6 +33,9 @@ SOLVED_REWARD = 1.0
 VERIFIER_FAILED = "verifier_failed"
 """The part of the reward of a sample that has none."""
 
+TEACHER_FAILED = "teacher_failed"
+"""The part of the reward of a sample that the teacher of a distillation did not score. It may have a reward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobContract:
@@ -128,7 +131,8 @@ class Completion:
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """A scored completion. `reward_parts` explains the reward. A failed verifier leaves `{"verifier_failed": 1.0}`, the
-    number 0.0, which means nothing, and a completion of which nothing is learned."""
+    number 0.0, which means nothing, and a completion of which nothing is learned. Nothing is learned either where the
+    teacher of a distillation failed, which leaves the part `teacher_failed` beside the reward."""
 
     completion: Completion
     reward: float
@@ -138,6 +142,11 @@ class Sample:
     def judged(self) -> bool:
         """Whether it has a reward."""
         return VERIFIER_FAILED not in self.reward_parts
+
+    @property
+    def taught(self) -> bool:
+        """Whether the teacher of a distillation scored it, or there is none."""
+        return TEACHER_FAILED not in self.reward_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +263,12 @@ class Batch:
     def judged(self) -> NDArray[np.bool_]:
         """[n] False where the verifier failed: the sample has no reward."""
         failed = self.reward_parts.get(VERIFIER_FAILED)
+        return np.ones(self.num_samples, np.bool_) if failed is None else np.isnan(failed) | (failed == 0.0)
+
+    @property
+    def taught(self) -> NDArray[np.bool_]:
+        """[n] False where the teacher of a distillation did not score the sample."""
+        failed = self.reward_parts.get(TEACHER_FAILED)
         return np.ones(self.num_samples, np.bool_) if failed is None else np.isnan(failed) | (failed == 0.0)
 
     @property

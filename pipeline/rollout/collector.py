@@ -284,6 +284,11 @@ class Collector:
             recipe_sha256=self.settings.recipe_sha256,
             sources=self.prompts.sources,
         )
+        if batch.num_samples and not batch.taught.any():
+            raise RewardError(
+                f"the teacher scored none of the {batch.num_samples} samples of batch {builder.index}; "
+                "logs/collector.log says why; look at the teacher's servers"
+            )
         if batch.num_samples and not batch.judged.any():
             raise RewardError(
                 f"no sample of batch {builder.index} has a reward: the verifier failed on all {batch.num_samples}; "
@@ -291,7 +296,7 @@ class Collector:
             )
         self._solved.record(batch)  # first: once it is committed, the learner may be quick to unblock a later batch
         await asyncio.to_thread(self.store.commit, batch)
-        return batch, await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged).sum()))
+        return batch, await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged & batch.taught).sum()))
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
         """Verify every completion, and have the teacher score it. Nothing is learned of a sample where either fails."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.records import SOLVED_REWARD, Sample
+from pipeline.data.records import SOLVED_REWARD, TEACHER_FAILED, Sample
 
 _Z_95 = 1.959963984540054
 
@@ -94,7 +94,8 @@ def rewards(samples: Sequence[Sample]) -> dict[str, Any]:
     parts: dict[str, list[float]] = {}
     for sample in judged:
         for name, value in sample.reward_parts.items():
-            parts.setdefault(name, []).append(value)
+            if name != TEACHER_FAILED:
+                parts.setdefault(name, []).append(value)
     mean = {"reward_mean": float(np.mean([sample.reward for sample in judged]))} if judged else {}
     means = {name: float(np.mean(values)) for name, values in parts.items()}
     return mean | dict(reward_parts=means, verifier_failures=len(samples) - len(judged))

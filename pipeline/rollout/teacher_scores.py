@@ -1,7 +1,7 @@
 """What a teacher says of the tokens that the student sampled, whatever its servers do meanwhile.
 
-A group that no server scores, after some attempts, is left out of the loss like one whose verifier failed. Too many of
-them end the run (reward.max_failed_share).
+A group that no server scores, after some attempts, is left out of the loss; its rewards are kept. Too many of them end
+the run (reward.max_failed_share).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.border.values import LOWEST_LOGPROB
-from pipeline.data.records import VERIFIER_FAILED, Completion, Prompt, Sample
+from pipeline.data.records import TEACHER_FAILED, Completion, Prompt, Sample
 from pipeline.errors import RetryableError
 from pipeline.patience import retry_pause_s
 from pipeline.ports.teacher import Teacher
@@ -66,15 +66,14 @@ def _taught(completion: Completion, logprobs: NDArray[np.float32]) -> Completion
 def scored_sample(completion: Completion, verdict: Verdict) -> Sample:
     """The sample that a batch holds. An engine sampled some token of it; where none may be learned from, the teacher
     did not score it."""
-    if not completion.loss_mask.any():
-        return Sample(completion=completion, reward=0.0, reward_parts={VERIFIER_FAILED: 1.0})
+    untaught = {} if completion.loss_mask.any() else {TEACHER_FAILED: 1.0}
     learned = completion if verdict.failed is None else completion.unlearned()
-    return Sample(completion=learned, reward=verdict.reward, reward_parts=verdict.parts)
+    return Sample(completion=learned, reward=verdict.reward, reward_parts={**verdict.parts, **untaught})
 
 
 def distance_from_teacher(answers: Sequence[Sequence[Sample]]) -> dict[str, float]:
-    """`reverse_kl` of held-out answers, nats a token: of the student as evaluations sample it, from its own tokens.
-    Empty where the teacher scored none."""
+    """`reverse_kl` of held-out answers, nats a token: of the student as evaluations sample it, from its own tokens; it
+    is missing where the teacher scored none. `teacher_failures`: samples that it did not score."""
     scored = [
         (sample.completion.logprobs, sample.completion.teacher_logprobs, sample.completion.loss_mask)
         for each in answers
@@ -82,4 +81,5 @@ def distance_from_teacher(answers: Sequence[Sequence[Sample]]) -> dict[str, floa
     ]
     gaps = [(own.astype(np.float64) - said)[mask] for own, said, mask in scored if said is not None]
     tokens = sum(map(len, gaps))
-    return {"reverse_kl": float(sum(gap.sum() for gap in gaps)) / tokens} if tokens else {}
+    distance = {"reverse_kl": float(sum(gap.sum() for gap in gaps)) / tokens} if tokens else {}
+    return distance | dict(teacher_failures=sum(not sample.taught for each in answers for sample in each))

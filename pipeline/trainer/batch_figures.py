@@ -8,15 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.advantages.distillation import mean_reverse_kl
-from pipeline.data.records import SOLVED_REWARD, VERIFIER_FAILED, Batch
+from pipeline.data.records import SOLVED_REWARD, TEACHER_FAILED, VERIFIER_FAILED, Batch
 
 
 def describe(batch: Batch, step: int) -> dict[str, Any]:
     """Reward, staleness in versions, lengths, failed verifiers; means of the parts of the reward, over the samples that
-    have them; share, reward and solve rate of each source, where the task has several; the distance from a teacher."""
+    have them; share, reward and solve rate of each source, where the task has several; of a teacher the distance and
+    the samples that it did not score."""
     lag = step - batch.policy_version
     judged = batch.judged
-    parts = {name: _mean(part[~np.isnan(part)]) for name, part in batch.reward_parts.items() if name != VERIFIER_FAILED}
+    told = {name: part for name, part in batch.reward_parts.items() if name not in (VERIFIER_FAILED, TEACHER_FAILED)}
+    parts = {name: _mean(part[~np.isnan(part)]) for name, part in told.items()}
     sources = {name: _of_source(batch, judged, problems) for name, problems in batch.sources.items()}
     return dict(
         reward_mean=_mean(batch.reward[judged]),
@@ -29,8 +31,15 @@ def describe(batch: Batch, step: int) -> dict[str, Any]:
         verifier_failures=float((~judged).sum()),
         **({"reward_parts": parts} if parts else {}),
         **({"sources": sources} if sources else {}),
-        **({} if batch.teacher_logprobs is None else {"reverse_kl": mean_reverse_kl(batch)}),
+        **_of_teacher(batch),
     )
+
+
+def _of_teacher(batch: Batch) -> dict[str, float]:
+    """Nothing where the recipe has none."""
+    if batch.teacher_logprobs is None:
+        return {}
+    return dict(reverse_kl=mean_reverse_kl(batch), teacher_failures=float((~batch.taught).sum()))
 
 
 def _of_source(batch: Batch, judged: NDArray[np.bool_], problems: range) -> dict[str, float]:

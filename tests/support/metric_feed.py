@@ -33,6 +33,7 @@ STEP: dict[str, Any] = dict(
     grad_norm=0.3,
     num_tokens=640,
     verifier_failures=1.0,
+    teacher_failures=1.0,
     seconds=dict(wait=1.0, update=2.0, publish=0.5),
     publish_seconds=dict(load_s=0.25, publish_s=0.5),
     log_ratio_histogram=[1.0, 2.0],

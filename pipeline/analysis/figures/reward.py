@@ -53,6 +53,7 @@ def reward_figures(run_log: RunLog) -> list[Named]:
     return [
         (HISTOGRAM_TITLE, reward_histogram(run_log)),
         _counted(run_log, "Samples without a reward", "verifier_failures", "pink", floor=0.0),
+        _counted(run_log, "Samples that the teacher did not score", "teacher_failures", "violet", floor=0.0),
         _counted(run_log, "Penalty for overlong responses", "overlong_penalty", "orange"),
         ("Reverse KL to the teacher, nats a token", _reverse_kl(run_log)),
         ("Held-out pass@1, by source", _by_source(evaluated, "pass_at_1", percent=True)),

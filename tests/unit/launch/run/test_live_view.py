@@ -194,3 +194,19 @@ def test_a_sample_is_shown_now_and_then_and_commands_no_terminal(tmp_path: Path)
 def test_a_sample_without_a_reward_says_so(tmp_path: Path) -> None:
     event = dict(kind="sampled", batch=3, **SAMPLE | dict(reward=None, reward_parts={}, response="4", finish="stop"))
     assert sample_line(event) == "a sample of batch 3, no reward: 2+2= ▸ 4"
+
+
+def test_a_teacher_that_fails_has_words_of_its_own(tmp_path: Path) -> None:
+    event_log = EventLog(tmp_path, "learner-000001")
+    console, out = plain_console()
+    with LiveView(tmp_path, 20, console=console, every_steps=1) as view:
+        event_log.metrics(0, teacher_failures=8.0, verifier_failures=0.0, time=1.0)
+        event_log.event("teacher_failed", reason="no answer", detail="refused")
+        view.refresh()
+        said = "the teacher did not score a group (no answer): refused"
+        assert said in out.getvalue()
+    wide = Console(file=io.StringIO(), width=200, height=60, record=True)
+    wide.print(render(view.progress))
+    shown = wide.export_text()
+    assert f"8 samples of 1 steps without the teacher's scores; {said}" in shown
+    assert "without a reward" not in shown

@@ -14,7 +14,7 @@ from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.distillation import Distillation, mean_reverse_kl, reverse_kl
 from pipeline.advantages.methods.dr_grpo import DrGRPO
 from pipeline.config.loader import load_recipe
-from pipeline.data.records import Batch
+from pipeline.data.records import TEACHER_FAILED, Batch
 from pipeline.errors import RecipeError, StoreError
 from pipeline.trainer.mini_batches import mini_batches
 from precision.objectives.base import StepContext, TokenBatch
@@ -52,6 +52,15 @@ def test_a_reward_counts_beside_it() -> None:
     (part,) = mini_batches(computer(reward_coefficient=3.0), taught(MIXED, 0.25), 1)
     of_reward = np.repeat([0.5, -0.5, 0.0, 0.0], MIXED.response_lengths)
     np.testing.assert_allclose(part.advantages, np.where(MIXED.loss_mask, 3.0 * of_reward - 0.25, 0.0), atol=1e-6)
+
+
+def test_a_group_that_the_teacher_did_not_score_is_no_part_of_the_step() -> None:
+    failed = np.array([1.0, 1.0, np.nan, np.nan], np.float32)
+    batch = replace(batch_of_rewards([[1.0, 0.0], [1.0, 0.0]]), reward_parts={TEACHER_FAILED: failed})
+    assert batch.judged.all(), "its rewards are there"
+    found = computer().compute_advantages(batch)
+    assert found.in_loss.tolist() == [False, False, True, True]
+    assert found.values.tolist() == [0.0, 0.0, 0.5, -0.5]
 
 
 def test_it_is_averaged_as_the_recipe_says() -> None:

@@ -88,10 +88,13 @@ def test_failures_penalties_and_the_distance_from_a_teacher_have_figures(write_r
     run = write_run(0)
     log = EventLog(run, "learner-000009")
     for step in range(2):
-        log.metrics(step, verifier_failures=3.0 - step, overlong_penalty=-0.5, reverse_kl=0.25)
+        log.metrics(
+            step, verifier_failures=3.0 - step, overlong_penalty=-0.5, reverse_kl=0.25, teacher_failures=8.0 * step
+        )
     log.event("evaluated", version=2, reverse_kl=0.125, pass_at_1=0.5)
     found = drawn(run)
     assert "<title>samples, 0: 3</title>" in found["Samples without a reward"]
+    assert "<title>samples, 1: 8</title>" in found["Samples that the teacher did not score"]
     assert "<title>samples, 1: -0.5</title>" in found["Penalty for overlong responses"]
     assert "<title>trained on, 1: 0.25</title>" in found["Reverse KL to the teacher, nats a token"]
     assert "held out, by version 0.125" in found["Reverse KL to the teacher, nats a token"]

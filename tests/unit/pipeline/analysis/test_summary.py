@@ -153,3 +153,15 @@ def test_a_failure_of_a_held_out_sample_alone_is_told_as_such(write_run: Callabl
     (told,) = [sentence for sentence in summary(run)["warnings"] if "verifier" in sentence]
     assert told.startswith("a sample that is not trained on")
     assert told.endswith("raised: ValueError: no")
+
+
+def test_what_the_teacher_did_not_score_is_no_failure_of_the_verifier(write_run: Callable[..., Path]) -> None:
+    run = write_run(0)
+    EventLog(run, "collector-000001").event("teacher_failed", reason="no answer", detail="refused")
+    EventLog(run, "collector-000001").event("committed", batch=0, samples=32)
+    EventLog(run, "learner-000001").metrics(0, verifier_failures=0.0, teacher_failures=8.0)
+    found = summary(run)
+    assert (found["verifier_failures"], found["teacher_failures"]) == (0, 8)
+    told = "8 of 32 samples were not scored by the teacher and left out of the loss; the first, no answer: refused"
+    assert told in found["warnings"]
+    assert not [sentence for sentence in found["warnings"] if "verifier" in sentence]

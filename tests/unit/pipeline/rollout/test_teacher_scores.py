@@ -94,7 +94,9 @@ def test_batches_and_evaluations_know_the_distance(run: RunDirectory, verifiers:
     assert [event["reverse_kl"] for event in evaluated] == [0.75] * len(evaluated)
 
 
-def test_a_group_that_it_does_not_score_is_stored_without_reward(run: RunDirectory, verifiers: Verifiers) -> None:
+def test_a_group_that_it_does_not_score_keeps_its_rewards_and_teaches_nothing(
+    run: RunDirectory, verifiers: Verifiers
+) -> None:
     collector = build(run, verifiers, Schedule(kind="sync", steps=1))
     first = collector.prompts.prompt(0).tokens[0]
     asked = [collector.prompts.prompt(group).tokens[0] for group in range(PROMPTS)]
@@ -102,10 +104,35 @@ def test_a_group_that_it_does_not_score_is_stored_without_reward(run: RunDirecto
     (batch,) = batches(collect(collector))
     lost = np.repeat([token == first for token in asked], GROUP)
     assert 0 < lost.sum() < PROMPTS * GROUP
-    assert batch.judged.tolist() == (~lost).tolist()
+    assert batch.taught.tolist() == (~lost).tolist()
+    assert batch.judged.all(), "the verifier did not fail"
+    assert batch.reward.all(), "the pretended engines answer rightly"
     assert batch.teacher_logprobs is not None
     masked = np.repeat(lost, batch.response_lengths)
     assert not batch.loss_mask[masked].any()
     assert not batch.teacher_logprobs[masked].any()
-    assert describe(batch, 0)["verifier_failures"] == lost.sum()
+    found = describe(batch, 0)
+    assert (found["verifier_failures"], found["teacher_failures"]) == (0.0, lost.sum())
+    assert "reward_parts" not in found
+    (committed,) = read_events(run.path, "committed")
+    assert committed["interrupted"] == 0
     assert mean_reverse_kl(batch) == 0.75
+
+
+def test_a_held_out_answer_that_it_does_not_score_is_still_right(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1))
+    refused = [prompt.tokens[0] for prompt in collector.prompts.held_out(1)]
+    collector.teacher = scores(PretendTeacher(refuses=tuple(refused)))
+    collect(collector)
+    for event in read_events(run.path, "evaluated"):
+        assert event["pass_at_1"] == 1.0
+        assert event["verifier_failures"] == 0 < event["teacher_failures"]
+        assert event["reward_parts"] == {}
+
+
+def test_a_batch_of_which_it_scored_nothing_is_not_committed(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1), evaluate_every=100)
+    asked = tuple(collector.prompts.prompt(group).tokens[0] for group in range(PROMPTS))
+    collector.teacher = scores(PretendTeacher(refuses=asked))
+    with pytest.raises(RewardError, match=rf"the teacher scored none of the {PROMPTS * GROUP} samples of batch 0"):
+        collect(collector)
