@@ -30,9 +30,9 @@ from pipeline.data.event_log import EventLog, read_metrics
 from pipeline.data.files import write_atomically
 from pipeline.data.given_batch import Response, given_batch
 from pipeline.data.records import Batch, LogprobContract
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_directory import RunDirectory, committed_steps
 from pipeline.demonstrations.rows import Demonstration, Demonstrations, Form, read_demonstrations
-from pipeline.errors import RecipeError, RunConflictError
+from pipeline.errors import RecipeError, RunConflictError, StoreError
 from pipeline.tasks import Task, build_task
 from pipeline.tasks.digest import digest_of_data
 from pipeline.tasks.order import PromptOrder
@@ -76,19 +76,47 @@ class Source(Settings):
             held_out_sha256=digest_of_data(other) if isinstance(other, Path) else None,
         )
 
+    @staticmethod
+    def read(run: RunDirectory) -> Source:
+        """That of a run. Raises StoreError for a file that is damaged, or that another version wrote."""
+        path = run.path / SOURCE_FILE
+        try:
+            return Source.model_validate_json(path.read_bytes())
+        except ValueError as error:
+            raise StoreError(
+                f"{path} does not say what the run is trained on; put back a copy of it, or remove {run.path} and give "
+                "the command again"
+            ) from error
+
     def freeze(self, run: RunDirectory) -> None:
-        """Raises RunConflictError for a run that was begun with another one."""
+        """Raises RunConflictError for a run that was begun with another one, StoreError for a damaged file."""
         path = run.path / SOURCE_FILE
         if not path.exists():
+            self._take_up(run)
             write_atomically(path, self.model_dump_json() + "\n")
             return
-        begun = Source.model_validate_json(path.read_text()).model_dump()
-        now = self.model_dump()
+        begun, now = Source.read(run).model_dump(), self.model_dump()
         changed = [f"{key} {begun[key]}, got {now[key]}" for key in now if begun[key] != now[key]]
         if changed:
             raise RunConflictError(
                 f"{run.path} was begun with {'; '.join(changed)}; repeat the command as it was, or remove the folder"
             )
+
+    def _take_up(self, run: RunDirectory) -> None:
+        """A run that was begun before it was written down what it is trained on: it had demonstrations of its task, so
+        it goes on with those. Raises RunConflictError for other data."""
+        if not committed_steps(run.checkpoints) and not read_metrics(run.path):
+            return
+        if self.data is not None:
+            raise RunConflictError(
+                f"{run.path} was begun on demonstrations of its task, by a version without --data; leave --data out to "
+                "go on with it, or give the new run another run.name"
+            )
+        print(
+            f"{run.path} was begun by a version that did not write down its batch size: it goes on with --batch-size "
+            f"{self.batch_size}; if it had another one, stop it, remove {run.path / SOURCE_FILE} and give that",
+            file=sys.stderr,
+        )
 
 
 def _held_out(given: str) -> Path | float:
@@ -235,7 +263,7 @@ def learn_demonstrations(run: RunDirectory, out: Path) -> None:
     from precision.supervised import Supervised
 
     recipe = run.recipe()
-    source = Source.model_validate_json((run.path / SOURCE_FILE).read_text())
+    source = Source.read(run)
     tokenizer = build_tokenizer(recipe)
     contract = build_contract(recipe, tokenizer)
     make, held_out = _batches(recipe, source, tokenizer, contract)

@@ -1,0 +1,65 @@
+"""What a supervised run is trained on stays the same when it is resumed, also where no file says what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.run.sft import SOURCE_FILE, Source
+from pipeline.data.event_log import EventLog
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RunConflictError, StoreError
+from tests.support.written_runs import write_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(write_run(tmp_path, 0))
+
+
+def rows(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text('{"prompt": "1=", "response": "1"}\n')
+    return path
+
+
+def test_another_source_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    Source.of(8, None, None).freeze(run)
+    Source.of(8, None, None).freeze(run)
+    with pytest.raises(RunConflictError, match="was begun with batch_size 8, got 16"):
+        Source.of(16, None, None).freeze(run)
+    with pytest.raises(RunConflictError, match=r"was begun with data None, got .*rows\.jsonl"):
+        Source.of(8, rows(tmp_path), None).freeze(run)
+
+
+def test_a_run_of_before_the_file_goes_on_with_demonstrations(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    EventLog(run.path, "sft").metrics(0, loss=1.0)
+    Source.of(8, None, None).freeze(run)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "it goes on with --batch-size 8; if it had another one, stop it, remove" in told
+    assert Source.read(run).batch_size == 8
+    Source.of(8, None, None).freeze(run)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_of_before_the_file_takes_no_other_data(run: RunDirectory, tmp_path: Path) -> None:
+    EventLog(run.path, "sft").metrics(0, loss=1.0)
+    with pytest.raises(RunConflictError, match=r"was begun on demonstrations of its task.*leave --data out"):
+        Source.of(8, rows(tmp_path), None).freeze(run)
+    assert not (run.path / SOURCE_FILE).exists()
+
+
+def test_a_run_that_has_not_trained_takes_any(run: RunDirectory, tmp_path: Path) -> None:
+    Source.of(8, rows(tmp_path), None).freeze(run)
+    assert Source.read(run).sha256 is not None
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"batch_size": 8, "of_tomorrow": 1}', '{"batch_size": "many"}'])
+def test_a_damaged_file_is_one_line(run: RunDirectory, text: str) -> None:
+    (run.path / SOURCE_FILE).write_text(text)
+    with pytest.raises(StoreError, match=r"sft\.json does not say what the run is trained on; put back a copy"):
+        Source.of(8, None, None).freeze(run)
