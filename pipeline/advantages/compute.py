@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from pipeline.advantages.aggregation import batch_normalized, token_advantages
 from pipeline.advantages.base import Advantage, AdvantageEstimator
-from pipeline.advantages.distillation import Distillation
+from pipeline.advantages.distillation import Distillation, taught
 from pipeline.advantages.groups import Grouped
 from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.data.records import Batch
@@ -105,7 +105,7 @@ class AdvantageComputer:
     def _judged(self, batch: Batch) -> NDArray[np.bool_]:
         """[samples] those with a reward that the teacher, if there is one, scored; of groups that have as many of them
         as the formula needs. A group of fewer samples than that, all of this kind, is left to the formula."""
-        judged = batch.judged & batch.taught
+        judged = batch.judged & taught(batch)
         groups = Grouped.of(judged.astype(np.float64), batch.group)
         complete = ~groups.any_member(~judged)
         enough = groups.total(judged)[groups.members] >= self.section.smallest_group

@@ -27,6 +27,9 @@ from pipeline.data.records import Batch
 from pipeline.errors import StoreError
 from precision.settings import Settings
 
+TEACHER_FAILED = "teacher_failed"
+"""The part of the reward of a sample that the teacher of a distillation did not score. It may have a reward."""
+
 
 class Distillation(Settings):
     """Who teaches, and how much it counts."""
@@ -67,6 +70,12 @@ def reverse_kl(batch: Batch) -> NDArray[np.float64]:
         )
     difference = batch.rollout_logprobs.astype(np.float64) - batch.teacher_logprobs
     return np.where(batch.loss_mask, difference, 0.0)
+
+
+def taught(batch: Batch) -> NDArray[np.bool_]:
+    """[samples] False where the teacher of a distillation did not score the sample."""
+    failed = batch.reward_parts.get(TEACHER_FAILED)
+    return np.ones(batch.num_samples, np.bool_) if failed is None else np.isnan(failed) | (failed == 0.0)
 
 
 def mean_reverse_kl(batch: Batch) -> float:

@@ -33,9 +33,6 @@ SOLVED_REWARD = 1.0
 VERIFIER_FAILED = "verifier_failed"
 """The part of the reward of a sample that has none."""
 
-TEACHER_FAILED = "teacher_failed"
-"""The part of the reward of a sample that the teacher of a distillation did not score. It may have a reward."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobContract:
@@ -142,11 +139,6 @@ class Sample:
     def judged(self) -> bool:
         """Whether it has a reward."""
         return VERIFIER_FAILED not in self.reward_parts
-
-    @property
-    def taught(self) -> bool:
-        """Whether the teacher of a distillation scored it, or there is none."""
-        return TEACHER_FAILED not in self.reward_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,12 +255,6 @@ class Batch:
     def judged(self) -> NDArray[np.bool_]:
         """[n] False where the verifier failed: the sample has no reward."""
         failed = self.reward_parts.get(VERIFIER_FAILED)
-        return np.ones(self.num_samples, np.bool_) if failed is None else np.isnan(failed) | (failed == 0.0)
-
-    @property
-    def taught(self) -> NDArray[np.bool_]:
-        """[n] False where the teacher of a distillation did not score the sample."""
-        failed = self.reward_parts.get(TEACHER_FAILED)
         return np.ones(self.num_samples, np.bool_) if failed is None else np.isnan(failed) | (failed == 0.0)
 
     @property

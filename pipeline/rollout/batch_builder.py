@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pipeline.advantages.distillation import taught
 from pipeline.data.ledger.dropped import DroppedGroup
-from pipeline.data.records import SOLVED_REWARD, Group, Prompt
+from pipeline.data.records import SOLVED_REWARD, Batch, Group, Prompt
+from pipeline.errors import RewardError
 from pipeline.rollout.group_allocator import Allocator
 from pipeline.rollout.solved_prompts import Attempts
 
@@ -121,6 +123,20 @@ class BatchBuilder:
             zero_variance=kinds.count("zero_variance"),
             solved_groups=kinds.count("solved"),
             solved_problems=len(self.solved),
+        )
+
+
+def require_scores(batch: Batch) -> None:
+    """Raises RewardError for a batch of which nothing can be learned, since no sample was scored."""
+    if batch.num_samples and not taught(batch).any():
+        raise RewardError(
+            f"the teacher scored none of the {batch.num_samples} samples of batch {batch.index}; "
+            "logs/collector.log says why; look at the teacher's servers"
+        )
+    if batch.num_samples and not batch.judged.any():
+        raise RewardError(
+            f"no sample of batch {batch.index} has a reward: the verifier failed on all {batch.num_samples}; "
+            "logs/collector.log says why; correct the reward function"
         )
 
 

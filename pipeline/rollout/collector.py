@@ -23,17 +23,18 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from pipeline.advantages.distillation import taught
 from pipeline.beside_loop import beside_loop
 from pipeline.data.event_log import EventLog
 from pipeline.data.files import FIRST_POLL_S, slower
 from pipeline.data.records import Batch, Completion, Group, LogprobContract, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import DeadlineExceededError, PromptsExhaustedError, RewardError, StoreError
+from pipeline.errors import DeadlineExceededError, PromptsExhaustedError, StoreError
 from pipeline.patience import Patience, noted_in
 from pipeline.ports.engines import Engines, Sampling
 from pipeline.rewards.pool import Verifiers
-from pipeline.rollout.batch_builder import BatchBuilder, PromptSource
+from pipeline.rollout.batch_builder import BatchBuilder, PromptSource, require_scores
 from pipeline.rollout.evaluation import by_source, evaluate
 from pipeline.rollout.group_allocator import Allocator, GroupAllocator, HoleAllocator
 from pipeline.rollout.group_sampler import GroupSampler
@@ -284,19 +285,10 @@ class Collector:
             recipe_sha256=self.settings.recipe_sha256,
             sources=self.prompts.sources,
         )
-        if batch.num_samples and not batch.taught.any():
-            raise RewardError(
-                f"the teacher scored none of the {batch.num_samples} samples of batch {builder.index}; "
-                "logs/collector.log says why; look at the teacher's servers"
-            )
-        if batch.num_samples and not batch.judged.any():
-            raise RewardError(
-                f"no sample of batch {builder.index} has a reward: the verifier failed on all {batch.num_samples}; "
-                "logs/collector.log says why; correct the reward function"
-            )
+        require_scores(batch)
         self._solved.record(batch)  # first: once it is committed, the learner may be quick to unblock a later batch
         await asyncio.to_thread(self.store.commit, batch)
-        return batch, await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged & batch.taught).sum()))
+        return batch, await asyncio.to_thread(lambda: int((batch.interrupted & batch.judged & taught(batch)).sum()))
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Sample, ...]:
         """Verify every completion, and have the teacher score it. Nothing is learned of a sample where either fails."""

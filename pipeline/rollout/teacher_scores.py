@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.advantages.distillation import TEACHER_FAILED
 from pipeline.data.border.values import LOWEST_LOGPROB
-from pipeline.data.records import TEACHER_FAILED, Completion, Prompt, Sample
+from pipeline.data.records import Completion, Prompt, Sample
 from pipeline.errors import RetryableError
 from pipeline.patience import retry_pause_s
 from pipeline.ports.teacher import Teacher
@@ -82,4 +83,6 @@ def distance_from_teacher(answers: Sequence[Sequence[Sample]]) -> dict[str, floa
     gaps = [(own.astype(np.float64) - said)[mask] for own, said, mask in scored if said is not None]
     tokens = sum(map(len, gaps))
     distance = {"reverse_kl": float(sum(gap.sum() for gap in gaps)) / tokens} if tokens else {}
-    return distance | dict(teacher_failures=sum(not sample.taught for each in answers for sample in each))
+    return distance | dict(
+        teacher_failures=sum(TEACHER_FAILED in sample.reward_parts for each in answers for sample in each)
+    )

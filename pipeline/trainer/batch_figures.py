@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.advantages.distillation import mean_reverse_kl
-from pipeline.data.records import SOLVED_REWARD, TEACHER_FAILED, VERIFIER_FAILED, Batch
+from pipeline.advantages.distillation import TEACHER_FAILED, mean_reverse_kl, taught
+from pipeline.data.records import SOLVED_REWARD, VERIFIER_FAILED, Batch
 
 
 def describe(batch: Batch, step: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _of_teacher(batch: Batch) -> dict[str, float]:
     """Nothing where the recipe has none."""
     if batch.teacher_logprobs is None:
         return {}
-    return dict(reverse_kl=mean_reverse_kl(batch), teacher_failures=float((~batch.taught).sum()))
+    return dict(reverse_kl=mean_reverse_kl(batch), teacher_failures=float((~taught(batch)).sum()))
 
 
 def _of_source(batch: Batch, judged: NDArray[np.bool_], problems: range) -> dict[str, float]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pipeline.advantages.distillation import mean_reverse_kl
+from pipeline.advantages.distillation import mean_reverse_kl, taught
 from pipeline.data.border.values import LOWEST_LOGPROB
 from pipeline.data.event_log import read_events
 from pipeline.data.records import Completion, Prompt
@@ -104,7 +104,7 @@ def test_a_group_that_it_does_not_score_keeps_its_rewards_and_teaches_nothing(
     (batch,) = batches(collect(collector))
     lost = np.repeat([token == first for token in asked], GROUP)
     assert 0 < lost.sum() < PROMPTS * GROUP
-    assert batch.taught.tolist() == (~lost).tolist()
+    assert taught(batch).tolist() == (~lost).tolist()
     assert batch.judged.all(), "the verifier did not fail"
     assert batch.reward.all(), "the pretended engines answer rightly"
     assert batch.teacher_logprobs is not None
