@@ -8,6 +8,7 @@ parent.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -35,20 +36,24 @@ def prepare() -> None:
     install_stubs()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from rollout_sglang.cpu import attention, dense_decode, emulated, fp8, routed_experts, staging
+    from rollout_sglang.cpu import attention, dense_forward, emulated, fp8, routed_experts, staging
 
     register_hooks()
     fp8.register_hooks()
     emulated.register_hooks()
     attention.register_hooks()
-    dense_decode.register_hooks()
+    dense_forward.register_hooks()
     routed_experts.register_hooks()
     staging.register_hooks()
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork_children, HookType.AFTER)
 
 
 def _fork_children(*_: object) -> None:
-    """SGLang asks for `spawn`, which CUDA needs. Without CUDA a fork saves every child a dozen seconds of imports."""
+    """SGLang asks for `spawn`, which CUDA needs. Without CUDA a fork saves every child a dozen seconds of imports.
+
+    What was imported stays: SGLang takes it out of garbage collection after its warm-up, which a CPU engine has not.
+    """
+    gc.freeze()
     multiprocessing.set_start_method("fork", force=True)
 
 

@@ -62,7 +62,7 @@ def test_the_command_says_what_the_spec_says(tmp_path: Path) -> None:
     assert value_of(argv, "--random-seed") == "11"
     assert value_of(argv, "--tp-size") == "2"
     assert value_of(argv, "--context-length") == "263", "inputs of 256 tokens are taken"
-    assert value_of(argv, "--max-total-tokens") == str(64 * 256)
+    assert value_of(argv, "--max-total-tokens") == "32768"
     assert argv[-2:] == ["--log-level", "error"]
     assert "--quantization" not in argv
 

@@ -1,9 +1,9 @@
-"""A decoding step of a dense Qwen3 in float32 as its operations alone, through SGLang's own hook registry.
+"""A step of a dense Qwen3 in float32 as its operations alone, through SGLang's own hook registry.
 
 A CPU has no graph that records a step once and repeats it: every operation of every step goes through Python. SGLang's
 layers call some 45 operations each, behind hooks for devices, formats and ways to share a layer that a CPU engine has
 not; with few requests that takes most of a step. Here are the operations alone, in SGLang's order, so that every number
-is the same to the last bit. Prompts, and models of any other kind or format, go to SGLang.
+is the same to the last bit. Models of any other kind or format go to SGLang.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
-
-from rollout_sglang.cpu.attention import decode_attention, request_rows, step_at
 
 _MODEL = "sglang.srt.models.qwen3.Qwen3Model"
 
@@ -38,13 +36,13 @@ def _forward(
     **options: Any,
 ) -> Any:
     """SGLang's signature."""
-    if forward_batch.forward_mode.is_decode() and input_embeds is None and is_plain(model):
-        return decode(model, input_ids, positions, forward_batch)
+    if forward_batch.forward_mode.name in ("DECODE", "EXTEND") and input_embeds is None and is_plain(model):
+        return forward(model, input_ids, positions, forward_batch)
     return original(model, input_ids, positions, forward_batch, input_embeds, **options)
 
 
 def is_plain(model: Any) -> bool:
-    """Whether `decode` computes what the model's own forward would; asked of the model once."""
+    """Whether `forward` computes what the model's own forward would; asked of the model once."""
     if not hasattr(model, "even_keel_plain"):
         try:
             model.even_keel_plain = _is_plain_model(model)
@@ -97,8 +95,8 @@ def _is_plain_norm(norm: Any) -> bool:
 
 
 @torch.no_grad()
-def decode(model: Any, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
-    """[requests, hidden] after the last norm, for one new token of each request, whose keys and values go to the
+def forward(model: Any, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> Tensor:
+    """[tokens, hidden] after the last norm, for the new tokens of each request, whose keys and values go to the
     cache."""
     from sglang.srt.model_executor.forward_context import get_attn_backend
 
@@ -117,9 +115,9 @@ class Rotation:
     """Of a step's positions, the same in every layer."""
 
     cosine: Tensor
-    """[requests, 1, head size / 2]"""
+    """[tokens, 1, head size / 2]"""
     sine: Tensor
-    """[requests, 1, head size / 2]"""
+    """[tokens, 1, head size / 2]"""
 
     @staticmethod
     def at(positions: Tensor, rotary: Any) -> Rotation:
@@ -127,7 +125,7 @@ class Rotation:
         return Rotation(cosine, sine)
 
     def turned(self, heads: Tensor) -> Tensor:
-        """[requests, heads, head size]. Two products, then their sum: fused, the last bit would differ."""
+        """[tokens, heads, head size]. Two products, then their sum: fused, the last bit would differ."""
         first, second = heads.chunk(2, dim=-1)
         turned = torch.empty_like(heads)
         upper, lower = turned.chunk(2, dim=-1)
@@ -150,9 +148,15 @@ def _attended(part: Any, hidden: Tensor, rotation: Rotation, batch: Any, backend
     caches = (pool.get_key_buffer(place), pool.get_value_buffer(place))
     for cache, new in zip(caches, (key, value), strict=True):
         cache.index_copy_(0, batch.out_cache_loc, new)
-    step = step_at(backend, backend.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
-    keys, values = (request_rows(cache, step.slots) for cache in caches)
-    mixed = decode_attention(query, keys, values, step.mask, part.attn.scaling)
+    tables = (backend.req_to_token_pool.req_to_token, batch.req_pool_indices, batch.seq_lens)
+    mixed = torch.empty_like(query)
+    if batch.forward_mode.is_decode():
+        backend._run_sdpa_forward_decode(query, mixed, *caches, *tables, scaling=part.attn.scaling)
+    else:
+        backend._run_sdpa_forward_extend(
+            *(query, mixed, *caches, *tables, batch.extend_prefix_lens, batch.extend_seq_lens),
+            **dict(scaling=part.attn.scaling, enable_gqa=part.num_heads != part.num_kv_heads, causal=True),
+        )
     return linear(mixed.flatten(1), part.o_proj.weight)
 
 

@@ -4,6 +4,8 @@ a model is of another kind."""
 from __future__ import annotations
 
 import sys
+from enum import IntEnum
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollout_sglang.cpu import dense_decode
-from rollout_sglang.cpu.attention import decode_attention, request_rows, step_of
+from rollout_sglang.cpu import dense_forward
+from rollout_sglang.cpu.attention import _decode, _extend, attention, request_rows, step_of
 
 HIDDEN, FFN, HEADS, KV_HEADS, SIZE, EPS = 24, 40, 4, 2, 8, 1e-6
+
+
+class Mode(IntEnum):
+    """Three of SGLang's."""
+
+    EXTEND = 1
+    DECODE = 2
+    TARGET_VERIFY = 5
+
+    def is_decode(self) -> bool:
+        return self is Mode.DECODE
 
 
 class UnquantizedLinearMethod:
@@ -90,29 +103,34 @@ def model() -> SimpleNamespace:
 
 
 def backend_of(caches: list[tuple[Tensor, Tensor]], table: Tensor) -> SimpleNamespace:
-    return SimpleNamespace(
+    backend = SimpleNamespace(
         even_keel_step=None,
         token_to_kv_pool=SimpleNamespace(
             get_key_buffer=lambda place: caches[place][0], get_value_buffer=lambda place: caches[place][1]
         ),
         req_to_token_pool=SimpleNamespace(req_to_token=table),
     )
+    backend._run_sdpa_forward_decode = partial(_decode, refused, backend)
+    backend._run_sdpa_forward_extend = partial(_extend, refused, backend)
+    return backend
 
 
 def one_by_one(model: Any, tokens: Tensor, batch: Any, caches: list[tuple[Tensor, Tensor]], table: Tensor) -> Tensor:
     """The model's operations in SGLang's order."""
     hidden = model.embed_tokens(tokens)
-    step, positions = step_of(table, batch.req_pool_indices, batch.seq_lens), batch.seq_lens - 1
+    step = step_of(table, batch.req_pool_indices, batch.seq_lens, batch.extend_seq_lens)
     for layer, cache in zip(model.layers, caches, strict=True):
         part, residual = layer.self_attn, hidden
         qkv = layer.attn_boundary.norm(hidden) @ part.qkv_proj.weight.T
         query, key, value = qkv.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], dim=-1)
-        query = part.rotary_emb(positions, part.q_norm(query.reshape(-1, HEADS, SIZE)))
-        key = part.rotary_emb(positions, part.k_norm(key.reshape(-1, KV_HEADS, SIZE)))
+        query = part.rotary_emb(batch.positions, part.q_norm(query.reshape(-1, HEADS, SIZE)))
+        key = part.rotary_emb(batch.positions, part.k_norm(key.reshape(-1, KV_HEADS, SIZE)))
         for kept, new in zip(cache, (key, value.reshape(-1, KV_HEADS, SIZE)), strict=True):
             kept[batch.out_cache_loc] = new
         keys, values = (request_rows(kept, step.slots) for kept in cache)
-        mixed = decode_attention(query, keys, values, step.mask, SIZE**-0.5)
+        padded = torch.zeros(*step.new.shape, HEADS, SIZE)
+        padded[step.new] = query
+        mixed = attention(padded, keys, values, step.mask, SIZE**-0.5)[step.new]
         hidden = mixed.flatten(1) @ part.o_proj.weight.T + residual
         gate, up = (layer.ffn_boundary.norm(hidden) @ layer.mlp.gate_up_proj.weight.T).split(FFN, dim=-1)
         hidden = (torch.nn.functional.silu(gate) * up) @ layer.mlp.down_proj.weight.T + hidden
@@ -120,26 +138,34 @@ def one_by_one(model: Any, tokens: Tensor, batch: Any, caches: list[tuple[Tensor
     return final
 
 
-@pytest.mark.parametrize("lengths", [[5], [3, 7, 1]])
+@pytest.mark.parametrize(
+    ("lengths", "new"), [([5], None), ([3, 7, 1], None), ([3, 7], [1, 1]), ([5, 4], [5, 2]), ([6, 3, 4], [1, 3, 1])]
+)
 @torch.no_grad()
 def test_the_last_bit_is_that_of_the_operations_one_by_one(
-    model: SimpleNamespace, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    model: SimpleNamespace, lengths: list[int], new: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = torch.randperm(40).view(4, 10)
     rows, seq_lens = torch.arange(len(lengths)) + 1, torch.tensor(lengths)
+    counts = torch.tensor(new or [1] * len(lengths))
+    ends = zip(lengths, counts.tolist(), strict=True)
+    positions = torch.cat([torch.arange(length - count, length) for length, count in ends])
     batch = SimpleNamespace(
         req_pool_indices=rows,
         seq_lens=seq_lens,
-        out_cache_loc=table[rows, seq_lens - 1],
-        forward_mode=SimpleNamespace(is_decode=lambda: True),
+        extend_prefix_lens=seq_lens - counts,
+        extend_seq_lens=counts,
+        out_cache_loc=table[rows.repeat_interleave(counts), positions],
+        forward_mode=Mode.EXTEND if new else Mode.DECODE,
+        positions=positions,  # of the expectation
     )
     caches = [(torch.randn(40, KV_HEADS, SIZE), torch.randn(40, KV_HEADS, SIZE)) for _ in model.layers]
     copies = [(key.clone(), value.clone()) for key, value in caches]
-    tokens = torch.randint(0, 11, (len(lengths),))
+    tokens = torch.randint(0, 11, (len(positions),))
     context = ModuleType("sglang.srt.model_executor.forward_context")
     context.get_attn_backend = lambda: backend_of(caches, table)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, context.__name__, context)
-    found = dense_decode._forward(refused, model, tokens, seq_lens - 1, batch)
+    found = dense_forward._forward(refused, model, tokens, positions, batch)
     assert torch.equal(found, one_by_one(model, tokens, batch, copies, table))
     for mine, theirs in zip(caches, copies, strict=True):
         assert torch.equal(mine[0], theirs[0])
@@ -191,13 +217,13 @@ def of_another_release(model: Any) -> None:
     [quantized, with_bias, in_bfloat16, sharded, staged, captured, windowed, turned_in_pairs, of_another_release],
 )
 def test_other_models_are_left_to_sglang(model: SimpleNamespace, other: Any) -> None:
-    assert dense_decode.is_plain(model)
+    assert dense_forward.is_plain(model)
     del model.even_keel_plain
     other(model)
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: True))
-    assert dense_decode._forward(lambda *_, **__: "SGLang's", model, None, None, batch) == "SGLang's"  # type: ignore[arg-type]
+    batch = SimpleNamespace(forward_mode=Mode.DECODE)
+    assert dense_forward._forward(lambda *_, **__: "SGLang's", model, None, None, batch) == "SGLang's"  # type: ignore[arg-type]
 
 
-def test_prompts_are_left_to_sglang(model: SimpleNamespace) -> None:
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: False))
-    assert dense_decode._forward(lambda *_, **__: "SGLang's", model, None, None, batch) == "SGLang's"  # type: ignore[arg-type]
+def test_steps_of_other_kinds_are_left_to_sglang(model: SimpleNamespace) -> None:
+    batch = SimpleNamespace(forward_mode=Mode.TARGET_VERIFY)
+    assert dense_forward._forward(lambda *_, **__: "SGLang's", model, None, None, batch) == "SGLang's"  # type: ignore[arg-type]
