@@ -5,6 +5,7 @@ Each run is faint, their mean in front of it: two runs are no band."""
 from __future__ import annotations
 
 import logging
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,26 @@ def draw(experiment: Experiment, results: Sequence[Result], path: Path) -> None:
             grid[row][0].set_ylabel(variant.title)
         lines = dict(pair for row in grid for pair in zip(*row[0].get_legend_handles_labels()[::-1], strict=True))
         figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=4)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Software": None})
+
+
+def draw_shares(arms: Mapping[str, Sequence[float | None]], cells: Sequence[str], bar: float, path: Path) -> None:
+    """A table in colors: each arm's share of the best arm of its cell, cells as columns; blue reaches the bar. What was
+    not run stays white."""
+    shares = np.array([[np.nan if share is None else share for share in row] for row in arms.values()])
+    with mpl.rc_context({**STYLE, "axes.grid": False}):
+        size = (2.2 + 0.85 * len(cells), 1.3 + 0.24 * len(arms))
+        axes = (figure := Figure(figsize=size, layout="constrained", dpi=110)).subplots()
+        axes.imshow(shares, cmap="RdYlBu", vmin=2 * bar - 1, vmax=1.0, aspect="auto")
+        for row, column in zip(*np.nonzero(np.isfinite(shares)), strict=True):
+            share = shares[row, column]
+            color = "white" if share < 2 * bar - 0.95 or share > 0.97 else "black"
+            axes.text(column, row, f"{share:.2f}", ha="center", va="center", fontsize=7, color=color)
+        axes.set_xticks(range(len(cells)), [textwrap.fill(cell, 12) for cell in cells])
+        axes.xaxis.tick_top()
+        axes.set_yticks(range(len(arms)), list(arms))
+        axes.tick_params(length=0)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Software": None})
 

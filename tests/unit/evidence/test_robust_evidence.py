@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.errors import RecipeError
-from tests.evidence import robust
+from tests.evidence import robust, robust_page
 from tests.evidence.matrix import Cell, Matrix, cells_of, read_matrix
 from tests.evidence.results import Evaluation, Result
 
@@ -66,9 +67,16 @@ def test_every_cell_is_a_recipe(matrix: Matrix) -> None:
 
 
 def test_what_is_the_same_without_lag_is_measured_once(matrix: Matrix) -> None:
-    assert robust.stand_in("p3o_importance_const") == "p3o_importance"
-    assert robust.stand_in("split_age") == robust.stand_in("decoupled") == robust.stand_in("cispo_ess") == "cispo"
-    found = robust.scores(matrix, {"fresh": [result("t12", "cispo", 1, 6)], "lag8": [result("fp32", "cispo", 1, 2)]})
+    assert robust_page.stand_in("p3o_importance_const") == "p3o_importance"
+    assert (
+        robust_page.stand_in("split_age")
+        == robust_page.stand_in("decoupled")
+        == robust_page.stand_in("cispo_ess")
+        == "cispo"
+    )
+    found = robust_page.scores(
+        matrix, {"fresh": [result("t12", "cispo", 1, 6)], "lag8": [result("fp32", "cispo", 1, 2)]}
+    )
     said = {arm: {place: str(score) for place, score in row.items()} for arm, row in found.items()}
     assert said["split"] == {("fresh", "t12"): ".60"}
     assert said["cispo"] == {("fresh", "t12"): ".60", ("lag8", "fp32"): ".20"}
@@ -90,14 +98,38 @@ def test_the_page_names_who_passes_the_bar_and_who_is_nearest(matrix: Matrix) ->
             ]
             for name in matrix.experiments
         }
-        return robust.page(matrix, results)
+        return robust_page.page(matrix, results)
 
     assert "**Passes the bar:** CISPO, cap 5, by age (1.00)." in written(worst=4)
     assert "CISPO, cap 5 (0.90), CISPO, cap 5, by age (1.00)." in written(worst=9)
     row = next(line for line in written(worst=4).splitlines() if line.startswith("| CISPO, cap 5 |"))
     assert "0.40 (.40 .40 .40)" in row
     assert row.endswith("| 0.40 | 0.40 |")
-    assert "Nothing is measured yet" in robust.page(matrix, {})
-    screen = robust.page(matrix, {"fresh": [result("t12", "cispo", 1, 6)]})
+    assert "Nothing is measured yet" in robust_page.page(matrix, {})
+    screen = robust_page.page(matrix, {"fresh": [result("t12", "cispo", 1, 6)]})
     assert "no arm has been measured in all 9 cells" in screen
     assert "1 seed: a screen" in screen
+
+
+def test_the_page_says_what_the_runs_did_and_draws_the_extremes(matrix: Matrix, tmp_path: Path) -> None:
+    traced = {"cispo": [0.9, 0.8, 0.1, 0.3], "cispo_age": [0.9, 0.9, 0.8, 0.7], "grpo_02": [0.9, 0.9, 0.9, 0.9]}
+    ends = dict(cispo=1, cispo_age=8, grpo_02=4)
+    results = {
+        "lag8": [replace(result("fp8", arm, 1, end), series=dict(ess=list(traced[arm]))) for arm, end in ends.items()]
+    }
+    robust_page.write_page(matrix, results, tmp_path / "robust.md")
+    lines = (tmp_path / "robust.md").read_text().splitlines()
+    header = next(line for line in lines if line.startswith("| arm | pass@1 at the end"))
+    rows = [line for line in lines[lines.index(header) :] if line.startswith(("| CISPO", "| GRPO"))]
+    assert [row.split(" | ")[0].strip("| ") for row in rows] == [
+        "CISPO, cap 5, by age",
+        "GRPO, clip 0.2",
+        "CISPO, cap 5",
+    ]
+    said = dict(zip(header.split(" | "), rows[-1].split(" | "), strict=True))
+    assert (said["lowest ESS"], said["ESS, late"], said["entropy, late"]) == ("0.1", "0.3", "–")
+    drawn = robust_page._contrast(matrix.experiments["lag8"], results["lag8"])
+    assert drawn is not None
+    assert list(drawn.conditions) == ["fp8"]
+    assert list(drawn.arms) == ["cispo", "cispo_age", "cispo_const", "cispo_ess"], "the best one is a twin of the worst"
+    assert sorted(path.name for path in (tmp_path / "evidence").iterdir()) == ["robust-lag8.png", "robust.png"]
