@@ -15,6 +15,7 @@ from tests.evidence.equal_arms import NUM_PAGES, false_page_rate
 from tests.evidence.hypotheses import DECAY, FORECAST_MARGIN, Curve
 from tests.evidence.matrix import Column, Experiment, Matrix
 from tests.evidence.plots import draw
+from tests.evidence.practice import practice
 from tests.evidence.results import Arm, Result, load
 from tests.evidence.statistics import ALPHA, POWER, Spread, runs_needed, visible_difference
 
@@ -23,13 +24,20 @@ EMPHASISED = ("shown", "refuted")
 HEAD = """\
 # Evidence: what the methods do on the real stack
 
-{note}Written by `{command}` from `tests/evidence/matrix.yaml`: {cells} runs of `evenkeel train`, each with a real
-SGLang engine, a real Megatron-Core learner and a Qwen3 of about half a million parameters on a generated task. Small
-models show mechanisms, not sizes of effects: read an answer below as “here”, never as “at 32B”.
+{note}**What to do**, as far as it was measured at toy size (held-out pass@1; models of half a million parameters show
+mechanisms, not sizes of effects):
 
-**{undecided} of {verdicts} answers are “undecided”.** Runs of one recipe differ from each other far more than prompts
-do, and one or two seeds say little about that. Undecided means neither yes nor no; it changes no recipe, and no recipe
-is supported by it. What the seeds could have shown, and how many would show more:
+{practice}
+
+**{undecided} of {verdicts} answers to the claims below are “undecided”:** runs of one recipe differ from each other far
+more than prompts do, and one or two seeds say little about that. Undecided means neither yes nor no; it changes no
+recipe, and no recipe is supported by it.
+
+## What was measured, and what it could have shown
+
+Written by `{command}` from `tests/evidence/matrix.yaml`: {cells} runs of `evenkeel train`, each with a real
+SGLang engine, a real Megatron-Core learner and a Qwen3 of about half a million parameters on a generated task. Read an
+answer below as “here”, never as “at 32B”. What the seeds could have shown, and how many would show more:
 
 {power}
 
@@ -70,7 +78,11 @@ def write_page(matrix: Matrix, page: Path, *, quick: bool) -> None:
     folder = page.with_suffix("")
     results = {name: load(folder / f"{name}.json") for name in matrix.experiments}
     judged = judge(matrix.experiments, results)
-    lines = [*_head(matrix, results, judged, quick), *_verdicts(matrix, judged), *_consequences(judged)]
+    lines = [
+        *_head(matrix, results, judged, practice(folder), quick),
+        *_verdicts(matrix, judged),
+        *_consequences(judged),
+    ]
     for name, experiment in matrix.experiments.items():
         picture = folder / f"{name}.png"
         lines += _section(matrix, name, experiment, results[name])
@@ -82,7 +94,11 @@ def write_page(matrix: Matrix, page: Path, *, quick: bool) -> None:
 
 
 def _head(
-    matrix: Matrix, results: Mapping[str, Sequence[Result]], judged: Mapping[str, Sequence[Judged]], quick: bool
+    matrix: Matrix,
+    results: Mapping[str, Sequence[Result]],
+    judged: Mapping[str, Sequence[Judged]],
+    advice: Sequence[str],
+    quick: bool,
 ) -> list[str]:
     cells = sum(len(e.seeds) * len(e.conditions) * len(e.arms) for e in matrix.experiments.values())
     answers = [verdict.answer for claims in judged.values() for one in claims for verdict in one.verdicts]
@@ -90,6 +106,7 @@ def _head(
     return HEAD.format(
         note="**The quick version: too few steps and seeds to conclude from.** " if quick else "",
         command="make evidence QUICK=1" if quick else "make evidence",
+        practice="\n".join(advice) or "Nothing yet: what it rests on has not been measured.",
         cells=cells,
         undecided=sum(answer == "undecided" for answer in answers),
         verdicts=len(answers),

@@ -1,0 +1,115 @@
+"""The first lines of docs/evidence.md: what a practitioner should do, each with the numbers that say so.
+
+A rule reads what was measured and words its advice by it: where the numbers turn, so does the sentence; where they are
+missing, there is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tests.evidence.results import Arm, Result, load
+from tests.evidence.statistics import Spread
+
+MATTERS = 0.1
+"""A smaller difference of pass@1 than this is called none."""
+
+
+def practice(folder: Path) -> list[str]:
+    """A list in Markdown, from the results in the folder beside the page."""
+    rules = (_old_samples, _another_distribution, _one_stage, _formats)
+    return [f"- {line}" for line in (rule(folder) for rule in rules) if line]
+
+
+def _old_samples(folder: Path) -> str:
+    results = load(folder / "robust-lag8.json")
+    ends = _ends(results, "fp32")
+    if not {"cispo", "cispo_age", "cispo_const"} <= ends.keys():
+        return ""
+    full, age, const = (ends[arm] for arm in ("cispo", "cispo_age", "cispo_const"))
+    advice = (
+        "take smaller steps before you change the objective" if min(age, const) > full + MATTERS else "no smaller steps"
+    )
+    others = {arm: end for arm, end in ends.items() if not arm.endswith(("_age", "_const", "_ess"))}
+    best = max(others, key=lambda arm: others[arm])
+    kept = ""
+    if best in ("decoupled", "split") and others[best] > full + MATTERS:
+        kept = f" Of the objectives at the full rate, {best} ends highest ({_two(others[best])})."
+    return (
+        f"**Samples several versions old: {advice}.** At lag 8, CISPO with cap 5 ends at {_two(full)} at the full "
+        f"learning rate, at {_two(age)} with `learner.optimizer.lr_by_lag: sqrt` and at {_two(const)} with a third of "
+        f"the rate: {'how age is counted matters less than the size' if abs(age - const) < MATTERS else 'age counts'}."
+        f"{kept} {_seeds(results)} [robust.md](robust.md) has every arm."
+    )
+
+
+def _another_distribution(folder: Path) -> str:
+    results = load(folder / "mismatch.json")
+    hot, fp8 = _ends(results, "t12"), _ends(results, "fp8")
+    if not hot or not fp8:
+        return ""
+    top = [max(ends, key=lambda arm: ends[arm]) for ends in (hot, fp8)]
+    rest = [end for ends in (hot, fp8) for arm, end in ends.items() if arm != "grpo_02"]
+    narrow = all(ends["grpo_02"] < ends[best] - MATTERS for ends, best in zip((hot, fp8), top, strict=True))
+    return (
+        "**Engines that sample otherwise than the learner: "
+        + ("no clip of 0.2.**" if narrow else "a clip of 0.2 will do.**")
+        + f" It ends at {_two(hot['grpo_02'])} where engines sample at T = 1.2 and at {_two(fp8['grpo_02'])} with FP8 "
+        f"rollouts, the best arm at {_two(hot[top[0]])} and {_two(fp8[top[1]])}. Clip 0.6, CISPO and P3O end between "
+        f"{_two(min(rest))} and {_two(max(rest))}; which of them is best is not decided. {_seeds(results)}"
+    )
+
+
+def _one_stage(folder: Path) -> str:
+    results = load(folder / "staged.json")
+    ends = _ends(results, "fp32")
+    if "sync" not in ends or len(ends) < 2:
+        return ""
+    staged = [end for arm, end in ends.items() if arm != "sync"]
+    first = ends["sync"] > max(staged)
+    return (
+        f"**Many updates on one stage's rollouts: {'no' if first else 'a'} gain at the end was seen.** Sync ends at "
+        f"{_two(ends['sync'])}, stages of 32 updates between {_two(min(staged))} and {_two(max(staged))}. "
+        f"{_seeds(results)}"
+    )
+
+
+def _formats(folder: Path) -> str:
+    path = folder / "formats.json"
+    cells = json.loads(path.read_text()) if path.exists() else []
+    by_format: dict[str, list[float]] = {}
+    for cell in cells:
+        if not cell["follows"]:
+            by_format.setdefault(cell["precision"], []).append(cell["ess"])
+    if not {"fp8_block", "emulated_mxfp4"} <= by_format.keys():
+        return ""
+    fp8, mxfp4 = (float(np.mean(by_format[name])) for name in ("fp8_block", "emulated_mxfp4"))
+    return (
+        "**FP8 rollouts cost little by themselves, FP4 much.** Before any training block FP8 leaves an ESS of "
+        f"{fp8:.3f}, MXFP4 one of {mxfp4:.2f}; a learner that computes in the same format (`learner.fp8_emulation`) "
+        "takes that away ([unified-precision.md](unified-precision.md))."
+    )
+
+
+def _ends(results: Sequence[Result], condition: str) -> Mapping[str, float]:
+    """Arm → mean pass@1 of the last version."""
+    arms = {one.arm: Arm.of(results, condition, one.arm) for one in results if one.condition == condition}
+    return {name: float(arm.run_curve().end.mean()) for name, arm in arms.items() if arm.results}
+
+
+def _seeds(results: Sequence[Result]) -> str:
+    """How far to trust it."""
+    seeds = len({one.seed for one in results})
+    if seeds < 2:
+        return "One seed: a screen."
+    cells = {(one.condition, one.arm) for one in results}
+    spread = Spread.of(Arm.of(results, *cell).run_curve().end for cell in cells)
+    return f"{seeds} seeds; runs of one recipe differ by {float(spread.sd):.2f}."
+
+
+def _two(end: float) -> str:
+    return f"{end:.2f}".removeprefix("0")

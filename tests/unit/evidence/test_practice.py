@@ -1,0 +1,80 @@
+"""What the first lines of docs/evidence.md advise follows the numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.evidence.practice import practice
+from tests.evidence.results import Evaluation, Result, save
+
+
+def kept(folder: Path, name: str, condition: str, ends: dict[str, int], seeds: int = 1) -> list[Result]:
+    """So many of ten answers right at the end, one more with each seed; added to what the file has."""
+    results = [
+        Result(
+            condition=condition,
+            arm=arm,
+            seed=seed,
+            state="finished",
+            reason="",
+            steps=8,
+            steps_planned=8,
+            samples_per_step=256,
+            evaluations=[Evaluation(version=8, samples=10, correct=[end + seed - 1], trained_s=9.0)],
+            series={},
+        )
+        for seed in range(1, seeds + 1)
+        for arm, end in ends.items()
+    ]
+    save(folder / f"{name}.json", results)
+    return results
+
+
+def test_nothing_measured_is_nothing_advised(tmp_path: Path) -> None:
+    assert practice(tmp_path) == []
+    kept(tmp_path, "robust-lag8", "fp32", dict(cispo=1, cispo_age=8))
+    assert practice(tmp_path) == [], "the control that decides is missing"
+
+
+@pytest.mark.parametrize(
+    ("ends", "said", "not_said"),
+    [
+        (dict(cispo=1, cispo_age=8, cispo_const=8), ["take smaller steps", ".10 at", "at .80 with"], ["full rate"]),
+        (dict(cispo=8, cispo_age=8, cispo_const=7), ["no smaller steps"], ["take smaller"]),
+        (dict(cispo=1, cispo_age=8, cispo_const=5), ["take smaller steps", "age counts"], ["matters less"]),
+        (dict(cispo=1, cispo_age=8, cispo_const=8, decoupled=9), ["decoupled ends highest (.90)"], []),
+    ],
+)
+def test_old_samples(tmp_path: Path, ends: dict[str, int], said: list[str], not_said: list[str]) -> None:
+    kept(tmp_path, "robust-lag8", "fp32", ends)
+    (line,) = practice(tmp_path)
+    assert all(words in line for words in [*said, "One seed: a screen."]), line
+    assert not any(words in line for words in not_said), line
+
+
+@pytest.mark.parametrize(("clip", "said"), [(2, "no clip of 0.2"), (7, "a clip of 0.2 will do")])
+def test_engines_that_sample_otherwise(tmp_path: Path, clip: int, said: str) -> None:
+    hot = kept(tmp_path, "mismatch", "t12", dict(grpo_02=clip, cispo=7, p3o=6), seeds=2)
+    fp8 = kept(tmp_path, "mismatch", "fp8", dict(grpo_02=clip, cispo=6, p3o=7), seeds=2)
+    save(tmp_path / "mismatch.json", hot + fp8)
+    (line,) = practice(tmp_path)
+    assert said in line
+    assert "the best arm at .75 and .75" in line
+    assert "between .65 and .75" in line
+    assert "2 seeds; runs of one recipe differ by 0.07." in line
+
+
+def test_stages_and_formats(tmp_path: Path) -> None:
+    kept(tmp_path, "staged", "fp32", dict(sync=8, clip=6, veto=5))
+    cells = [("fp8_block", False, 0.99), ("fp8_block", True, 1.0), ("emulated_mxfp4", False, 0.84)]
+    rows = [dict(precision=name, follows=follows, ess=ess) for name, follows, ess in cells]
+    (tmp_path / "formats.json").write_text(json.dumps(rows))
+    stages, formats = practice(tmp_path)
+    assert "no gain at the end was seen" in stages
+    assert "between .50 and .60" in stages
+    assert "an ESS of 0.990, MXFP4 one of 0.84" in formats
+    kept(tmp_path, "staged", "fp32", dict(sync=8, clip=9))
+    assert "a gain at the end was seen" in practice(tmp_path)[0]
