@@ -31,13 +31,24 @@ def result(arm: str, seed: int, right: list[int]) -> Result:
 
 def test_the_arms_differ_in_their_schedule_alone_and_clocks_have_whole_stages(tmp_path: Path) -> None:
     matrix = read_matrix(Path(schedules.__file__).with_suffix(".yaml"))
-    recipes = [cell.resolved() for cell in cells_of(matrix, schedules.NAME, tmp_path) if cell.seed == 1]
-    assert len({str(recipe.build_schedule()) for recipe in recipes}) == len(recipes) == 4
-    others = [recipe.model_dump(mode="json", exclude={"schedule", "run"}) for recipe in recipes]
-    assert all(one == others[0] for one in others)
-    for recipe in recipes:
-        ends = [recipe.build_schedule().publishes_after(step - 1) for step in (schedules.CLOCK_WARM, 24)]
-        assert ends == [True, True]
+    recipes = {cell.arm: cell.resolved() for cell in cells_of(matrix, schedules.NAME, tmp_path) if cell.seed == 1}
+    by_age = {arm for arm in recipes if arm.endswith("_age")}
+    assert (
+        len({str(recipes[arm].build_schedule()) for arm in recipes.keys() - by_age}) == len(recipes) - len(by_age) == 5
+    )
+    others = {
+        arm: recipe.model_dump(mode="json", exclude={"schedule": True, "run": True, "learner": {"optimizer"}})
+        for arm, recipe in recipes.items()
+    }
+    assert all(one == others["sync"] for one in others.values())
+    for arm, recipe in recipes.items():
+        optimizer = recipes["sync"].learner.optimizer.model_copy(
+            update=dict(lr_by_lag="sqrt" if arm in by_age else "none")
+        )
+        assert recipe.learner.optimizer == optimizer
+        assert recipe.build_schedule() == recipes[arm.removesuffix("_age")].build_schedule()
+        clocked = (schedules.CLOCK_WARM, schedules.CLOCK_STEPS)
+        assert [recipe.build_schedule().publishes_after(step - 1) for step in clocked] == [True, True]
 
 
 def test_a_level_is_reached_at_an_evaluated_version_and_nowhere_between() -> None:
@@ -53,6 +64,8 @@ def test_a_level_is_reached_at_an_evaluated_version_and_nowhere_between() -> Non
         "0.800 (0.700 to 0.900)",
         "1,536 (1,024 to 2,048)",
         "12.0 (8.0 to 16.0)",
+        "2,048 (2,048 to 2,048)",
+        "16.0 (16.0 to 16.0)",
     ]
     assert rows[1].split("|")[-2].strip() == "–; not in 1 of 1"
 
