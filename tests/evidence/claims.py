@@ -15,7 +15,7 @@ import numpy as np
 
 from tests.evidence.forecast import forecast_end, forecast_errors
 from tests.evidence.hypotheses import CellKey, Curve, Curves, Tested, evaluate, rise
-from tests.evidence.matrix import Better, Claim, Decays, Experiment, Faster, Forecast, Holds
+from tests.evidence.matrix import COMPARING, Better, Claim, Decays, Experiment, Faster, Forecast, Holds, Order
 from tests.evidence.results import Arm, Result
 from tests.evidence.statistics import ALPHA, Array, Estimate, holm
 
@@ -104,7 +104,7 @@ def _ask(name: str, experiment: Experiment, results: Sequence[Result]) -> list[Q
     for claim in experiment.claims:
         curves = curves_of(experiment, results, pass_at(claim))
         for condition in claim.conditions or experiment.conditions:
-            others = experiment.others(claim) if isinstance(claim.judge, Better | Faster) else []
+            others = experiment.others(claim) if isinstance(claim.judge, COMPARING) else []
             tested = None
             if all((condition, arm) in curves for arm in (claim.judge.arm, *others)):
                 errors = _errors(experiment, results, claim)
@@ -130,7 +130,7 @@ def _verdict(question: Question, experiment: Experiment, results: Sequence[Resul
         return Verdict(question.condition, "not measured", "", complete=False)
     answer: Answer = "shown" if p[0] <= ALPHA else "refuted" if p[1] <= ALPHA else "undecided"
     arms = [question.claim.judge.arm]
-    if isinstance(question.claim.judge, Better | Faster):
+    if isinstance(question.claim.judge, COMPARING):
         arms += experiment.others(question.claim)
     runs = min(len(Arm.of(results, question.condition, arm).results) for arm in arms)
     notes = [_figures(question, experiment, results), f"adjusted p {_p(min(p))}"]
@@ -156,6 +156,11 @@ def _figures(question: Question, experiment: Experiment, results: Sequence[Resul
             return _fall_figures(curves, (condition, claim.judge.arm), estimate)
         case Faster(than=than, cost=cost):
             return _price_figures(ours, curves[condition, than], cost, experiment.target or 1.0, estimate)
+        case Order(than=than, share=share):
+            gap, version = ours.values.mean(axis=0) - curves[condition, than].values.mean(axis=0), ours.at(share)
+            early = gap[ours.versions.index(version)]
+            late = with_interval(estimate, sign=True)
+            return f"pass@1 differs by {early:+.3f} at version {version} and by {late} at the end"
         case Forecast(share=share):
             arm = Arm.of(results, condition, claim.judge.arm)
             told = forecast_end(arm, share)

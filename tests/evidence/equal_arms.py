@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.evidence.claims import adjusted_p, curves_of, pass_at
 from tests.evidence.hypotheses import DECAY, CellKey, Curve, Tested, evaluate
-from tests.evidence.matrix import Better, Decays, Experiment, Faster, Forecast, Holds
+from tests.evidence.matrix import COMPARING, Decays, Experiment, Forecast, Holds
 from tests.evidence.results import Result
 from tests.evidence.statistics import ALPHA, Array, Spread
 
@@ -38,7 +38,7 @@ def false_page_rate(
             if k not in simulated:
                 simulated[k] = simulate(curves_of(experiment, results[name], k), rng, falls=falls)
             for condition in claim.conditions or experiment.conditions:
-                others = experiment.others(claim) if isinstance(claim.judge, Better | Faster) else []
+                others = experiment.others(claim) if isinstance(claim.judge, COMPARING) else []
                 known = all((condition, arm) in simulated[k] for arm in (claim.judge.arm, *others))
                 one = None
                 if known and not isinstance(claim.judge, Forecast):

@@ -7,6 +7,8 @@ A claim is shown by rejecting one hypothesis and refuted by rejecting another; o
     holds     shown against "some evaluation lies DECAY above the last, or the end is not above the start";
               refuted as a decay is shown
     faster    shown against "ours costs at least as much", refuted against "ours costs at most as much"
+    order     shown against "the difference at the share and that at the end do not both lie on one side of zero",
+              refuted against "they do not lie on opposite sides"
     forecast  shown against "the error is at least FORECAST_MARGIN", refuted against "it is at most that"
 
 "Every" takes the largest p-value of its parts (Berger, intersection-union tests, 1982), "some" the smallest times their
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.evidence.matrix import Better, Decays, Faster, Forecast, Holds
+from tests.evidence.matrix import Better, Decays, Faster, Forecast, Holds, Order
 from tests.evidence.statistics import Array, Estimate, Spread
 
 DECAY = 0.10
@@ -49,6 +51,10 @@ class Curve:
     def end(self) -> Array:
         """[..., runs]."""
         return self.values[..., -1]
+
+    def at(self, share: float) -> int:
+        """The last version evaluated within the first `share` of the run."""
+        return max(version for version in self.versions if version <= share * self.versions[-1])
 
     def rise(self, version: int) -> Array:
         """[..., runs] how far the end lies above `version`."""
@@ -124,6 +130,20 @@ def faster(curves: Curves, ours: CellKey, theirs: CellKey, cost: str, target: fl
     return Tested(np.nan_to_num(shown, nan=1.0), np.nan_to_num(refuted, nan=1.0), estimate)
 
 
+def order(curves: Curves, ours: CellKey, theirs: CellKey, share: float) -> Tested:
+    """Who is ahead at `share` of the run is ahead at its end; the estimate is the difference at the end."""
+    version = curves[ours].at(share)
+    known = [curve for curve in curves.values() if version in curve.versions]
+    spread = Spread.of(curve.values[..., curve.versions.index(version)] for curve in known)
+    our_early, their_early = (curves[key].values[..., curves[key].versions.index(version)] for key in (ours, theirs))
+    early = spread.difference(our_early, their_early)
+    end = Spread.of(curve.end for curve in curves.values()).difference(curves[ours].end, curves[theirs].end)
+    above, below = (early.p_above(0.0), end.p_above(0.0)), (early.p_below(0.0), end.p_below(0.0))
+    shown = _some([np.maximum(*above), np.maximum(*below)])
+    refuted = _some([np.maximum(above[0], below[1]), np.maximum(below[0], above[1])])
+    return Tested(shown, refuted, end)
+
+
 def forecast(errors: Mapping[CellKey, Array], key: CellKey) -> Tested:
     """`errors`: forecast less measurement of each run."""
     error = Spread.of(errors.values()).mean(errors[key])
@@ -133,7 +153,7 @@ def forecast(errors: Mapping[CellKey, Array], key: CellKey) -> Tested:
 
 
 def evaluate(
-    judge: Better | Decays | Holds | Faster | Forecast,
+    judge: Better | Decays | Holds | Faster | Forecast | Order,
     condition: str,
     curves: Curves,
     others: list[str],
@@ -151,6 +171,8 @@ def evaluate(
             return holds(curves, key)
         case Faster(than=than, cost=cost):
             return faster(curves, key, (condition, than), cost, target or 1.0)
+        case Order(than=than, share=share):
+            return order(curves, key, (condition, than), share)
         case Forecast():
             return forecast(errors, key)
 

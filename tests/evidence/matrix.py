@@ -93,12 +93,25 @@ class Forecast(Section):
     share: PositiveFloat
 
 
+class Order(Section):
+    """Which of `arm` and `than` is ahead at `share` of the run is also ahead at its end."""
+
+    kind: Literal["order"]
+    arm: str
+    than: str
+    share: float = Field(gt=0.0, lt=1.0)
+
+
+COMPARING = (Better, Faster, Order)
+"""Judges that look at other arms too."""
+
+
 class Claim(Section):
     """A sentence of a paper, or of our own, and the rule that judges it in each condition."""
 
     text: str
     source: str
-    judge: Annotated[Decays | Holds | Better | Faster | Forecast, Field(discriminator="kind")]
+    judge: Annotated[Decays | Holds | Better | Faster | Forecast | Order, Field(discriminator="kind")]
     conditions: tuple[str, ...] | None = Field(None, description="Where it is judged; default: in all.")
     when_shown: str = Field("", description="What follows for a recipe when every condition shows it.")
     when_refuted: str = Field("", description="What follows for a recipe when every condition refutes it.")
@@ -106,7 +119,7 @@ class Claim(Section):
     @property
     def named_arms(self) -> set[str]:
         """The arms that are judged."""
-        than = self.judge.than if isinstance(self.judge, Better | Faster) else None
+        than = self.judge.than if isinstance(self.judge, COMPARING) else None
         return {self.judge.arm} | ({than} if than else set())
 
     @model_validator(mode="after")
@@ -141,7 +154,7 @@ class Experiment(Section):
 
     def others(self, claim: Claim) -> list[str]:
         """The arms that a comparison is with."""
-        than = claim.judge.than if isinstance(claim.judge, Better | Faster) else None
+        than = claim.judge.than if isinstance(claim.judge, COMPARING) else None
         return [than] if than else [arm for arm in self.arms if arm != claim.judge.arm]
 
     @model_validator(mode="after")

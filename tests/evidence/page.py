@@ -59,6 +59,7 @@ has to be beaten, so that a weak one recommends nothing. *Decays*: an evaluation
 {decay:.2f}, with the p-value multiplied by their number. *Holds*: none lies {decay:.2f} above the last, and the end
 lies above the start. *Less time, no more samples*: the logarithm of the costs, where each comparison takes the end of
 the bracket between two evaluations that speaks against it. *Forecast*: the error of each run, {margin:.2f} allowed.
+*Order*: the differences at the share and at the end lie both on one side of zero, each by a test of its own.
 
 **How often that is wrong.** In {pages:,} simulated pages with these arms, seeds and measured spreads, but equal arms,
 {steady:.1%} have any false verdict, and {falling:.1%} where all fall by {decay:.2f} at the end. {old}

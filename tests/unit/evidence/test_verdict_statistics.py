@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from tests.evidence.equal_arms import false_page_rate
-from tests.evidence.hypotheses import Curve, faster
+from tests.evidence.hypotheses import Curve, faster, order
 from tests.evidence.matrix import REPOSITORY, read_matrix
 from tests.evidence.results import Arm, load
 from tests.evidence.statistics import ALPHA, Spread, holm, power, runs_needed, visible_difference
@@ -88,3 +88,24 @@ def test_a_page_of_equal_arms_seldom_has_a_false_verdict(falls: bool) -> None:
     matrix = read_matrix(REPOSITORY / "tests/evidence/matrix.yaml")
     results = {name: load(REPOSITORY / f"docs/evidence/{name}.json") for name in matrix.experiments}
     assert 0.0 < false_page_rate(matrix.experiments, results, falls=falls) <= ALPHA
+
+
+@pytest.mark.parametrize(
+    ("early", "end", "shown", "refuted"),
+    [(0.3, 0.2, True, False), (-0.3, -0.2, True, False), (0.3, -0.2, False, True), (0.3, 0.0, False, False)],
+)
+def test_an_order_is_foretold_when_both_differences_lie_on_one_side(
+    early: float, end: float, shown: bool, refuted: bool
+) -> None:
+    """Four evaluations: a third of the run is the second one."""
+    noise = np.array([[0.0], [0.01], [-0.01], [0.005]])
+
+    def runs(*values: float) -> Curve:
+        times = np.broadcast_to(np.arange(4.0), (4, 4))
+        return Curve(versions=(0, 10, 20, 30), values=np.array(values) + noise, samples=times, seconds=times)
+
+    ours, theirs = ("plain", "ours"), ("plain", "theirs")
+    curves = {ours: runs(0.1, 0.4 + early, 0.5, 0.6 + end), theirs: runs(0.1, 0.4, 0.5, 0.6)}
+    found = order(curves, ours, theirs, 0.3334)
+    assert (bool(found.shown < 0.05), bool(found.refuted < 0.05)) == (shown, refuted)
+    assert float(found.estimate.value) == pytest.approx(end)
