@@ -101,14 +101,15 @@ def _head(
     advice: Sequence[str],
     quick: bool,
 ) -> list[str]:
-    cells = sum(len(e.seeds) * len(e.conditions) * len(e.arms) for e in matrix.experiments.values())
+    declared = sum(len(e.seeds) * len(e.conditions) * len(e.arms) for e in matrix.experiments.values())
+    measured = sum(map(len, results.values()))
     answers = [verdict.answer for claims in judged.values() for one in claims for verdict in one.verdicts]
     rates = {falls: false_page_rate(matrix.experiments, results, falls=falls) for falls in (False, True)}
     return HEAD.format(
         note="**The quick version: too few steps and seeds to conclude from.** " if quick else "",
         command="make evidence QUICK=1" if quick else "make evidence",
         practice="\n".join(advice) or "Nothing yet: what it rests on has not been measured.",
-        cells=cells,
+        cells=str(declared) if measured == declared else f"{measured} of {declared} declared",
         undecided=sum(answer == "undecided" for answer in answers),
         verdicts=len(answers),
         power="\n".join(_power(matrix, results, num_hypotheses=2 * len(answers))),
