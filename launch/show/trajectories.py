@@ -106,8 +106,10 @@ def export(path: Path, *, parquet: Path | None, jsonl: Path | None, chosen: Filt
     _check_source(path, chosen.source)
     committed = reader.store.committed()
     steps = [step for step in committed if chosen.has_step(step)]
+    if not committed:
+        raise RecipeError(f"{path} has no batch, so nothing to export: nothing was sampled yet, or it is a run of sft")
     if not steps:
-        there = f"{committed[0]} to {committed[-1]}" if committed else "none"
+        there = f"{committed[0]} to {committed[-1]}"
         raise RecipeError(f"{path} has no batch in these steps; committed are {there}; give others with --steps A:B")
     target, write = (parquet, _parquet) if parquet is not None else (jsonl, _jsonl)
     assert target is not None

@@ -23,6 +23,7 @@ from pydantic.fields import FieldInfo
 from pipeline.config.choice import Choice
 from pipeline.config.meant_keys import meant_by
 from pipeline.config.recipe import Recipe
+from pipeline.config.task_sections import FUNCTION
 from pipeline.errors import RecipeError
 from precision.text.near import did_you_mean
 from precision.text.short import listed, one_line, quoted
@@ -238,6 +239,8 @@ def _explain(detail: Any) -> str:
     if kind.startswith("union_tag"):
         return _explain_tag(where, detail)
     message = one_line(str(detail["msg"]).removeprefix("Value error, "), 400)
+    if kind == "string_pattern_mismatch" and detail["ctx"]["pattern"] == FUNCTION:
+        message = "expected package.module:name, such as my_rewards:score"
     got = "" if kind in ("missing", "value_error") else f", got {quoted(detail['input'])}"
     return f"{where}: {message}{got}{_nearest(detail)}"
 

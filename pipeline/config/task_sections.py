@@ -50,7 +50,8 @@ class Columns(Section):
     )
 
 
-_FUNCTION = r"[\w.]+:\w+"
+FUNCTION = r"[\w.]+:\w+"
+"""How a recipe names something of the user's own."""
 _SOURCE_NAME = "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 
 
@@ -64,7 +65,7 @@ class DataSource(Section):
     weight: PositiveFloat = Field(1.0, description="Prompts of it are asked in this proportion to the other sources'.")
     held_out_path: Path | None = None
     columns: Columns | None = None
-    filter: str | None = Field(None, pattern=_FUNCTION)
+    filter: str | None = Field(None, pattern=FUNCTION)
     reward: str | None = None
     system_prompt: str | None = Field(None, min_length=1)
 
@@ -89,7 +90,7 @@ class DataTask(Section):
     columns: Columns = Field(default_factory=Columns)
     filter: str | None = Field(
         None,
-        pattern=_FUNCTION,
+        pattern=FUNCTION,
         description="package.module:function(prompt, answer, metadata): true for the rows that are problems.",
     )
     reward: str = Field(
@@ -143,7 +144,7 @@ class OwnTask(Section):
     name: Literal["own"] = "own"
     class_: str = Field(
         alias="class",
-        pattern=_FUNCTION,
+        pattern=FUNCTION,
         description="package.module:Class, importable where the run's processes run; made as Class(seed=…, **options).",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Plain data for the class.")

@@ -174,3 +174,9 @@ def test_a_task_with_a_filter_says_so() -> None:
     assert DataTask.model_validate(dict(name="data", path="p", filter="a.b:c")).filter == "a.b:c"
     with pytest.raises(ValueError, match="filter"):
         DataTask.model_validate(dict(name="data", path="p", filter="no function"))
+
+
+def test_a_name_that_is_none_is_told_how_one_looks() -> None:
+    overrides = ["task.name=data", "task.path=p.jsonl", "task.filter=short"]
+    with pytest.raises(RecipeError, match=r"task\.filter: expected package\.module:name.*, got 'short'"):
+        load_recipe(Path("grpo"), overrides)

@@ -86,6 +86,12 @@ def test_filters_keep_what_they_name(run: RunDirectory, tmp_path: Path) -> None:
         kept(first=5, end=9)
 
 
+def test_a_run_without_a_batch_has_nothing_to_export(run: RunDirectory, tmp_path: Path) -> None:
+    path = write_run(tmp_path, 1, name="other", overrides=dict(model=dict(path=str(tmp_path / "base"))))
+    with pytest.raises(RecipeError, match=r"other has no batch, so nothing to export"):
+        export(path, parquet=None, jsonl=tmp_path / "out.jsonl", chosen=Filter())
+
+
 def test_samples_of_one_finish_or_source_are_kept(run: RunDirectory, tmp_path: Path) -> None:
     path = write_run(
         tmp_path, 1, steps=1, name="mixed", overrides=dict(model=dict(path=str(tmp_path / "base")), task=_two_sources())
