@@ -33,6 +33,7 @@ from pipeline.errors import (
     FatalError,
     RetryableError,
 )
+from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
@@ -304,7 +305,7 @@ class Fleet:
         """Whether an engine that claims the version holds it."""
         try:
             own = await asyncio.to_thread(target.of_map, engine.member)
-            await self._while_alive(engine, self._verify(engine, own))
+            await self._while_alive(engine, self._verify(engine, own.version, own.coming))
         except RetryableError:
             return False
         return True
@@ -382,17 +383,16 @@ class Fleet:
         except EvenKeelError:
             await invalidate(client)  # a load that failed may have changed part of the weights
             raise
-        return watch.seconds | await self._while_alive(engine, self._verify(engine, target))
+        return watch.seconds | await self._while_alive(engine, self._verify(engine, target.version, target.coming))
 
     async def _while_alive(self, engine: PooledEngine, call: Coroutine[Any, Any, T]) -> T:
         """See Transport.while_alive. An engine whose role says that it hangs is not waited for."""
         return await engine.client.while_alive(call, partial(self._pool.lost, engine.member))
 
-    async def _verify(self, engine: PooledEngine, target: Target) -> dict[str, float]:
+    async def _verify(self, engine: PooledEngine, version: int, check: ComingCheck) -> dict[str, float]:
         """See WeightVerifier.verify; does not admit the engine. Its formats are looked at before it is admitted, and
         not again with each version; those of rollout.urls always: they may be started again under the same URL."""
-        formats = None if target.check is None else target.check.formats
-        is_known = engine.member.started > 0 and engine.quarantined is None and engine.formats == formats
-        measured = await self._verifier.verify(engine.client, target.version, target.check, formats_are_known=is_known)
-        engine.formats = formats
+        is_known = engine.member.started > 0 and engine.quarantined is None and engine.formats == check.formats
+        measured = await self._verifier.verify(engine.client, version, check, formats_are_known=is_known)
+        engine.formats = check.formats
         return measured

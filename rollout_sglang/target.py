@@ -10,6 +10,7 @@ from typing import TypedDict
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import digest_of, older_folder, read_quant_map
 from pipeline.errors import EngineVersionError
+from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.engine_pool import OnChange
 from rollout_sglang.weights.update_lease import Updates
@@ -28,6 +29,11 @@ class Target:
     def read(version: int, directory: Path) -> Target:
         """That of a policy folder, with the check in it. Raises StoreError when it is damaged."""
         return Target(version, directory, WeightCheck.load(directory))
+
+    @property
+    def coming(self) -> ComingCheck:
+        """The check, all of which is there."""
+        return ComingCheck.known(self.version, self.check)
 
     def of_map(self, engine: Member) -> Target:
         """The same for one engine, in the formats of the quant map that it was started with.

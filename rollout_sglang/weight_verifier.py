@@ -18,7 +18,8 @@ protocol.policy_version).
 
 Checksums are compared while the engine is paused, so that no token comes from weights with a flipped bit. The probe
 needs an engine that runs: meanwhile requests under way go on, and those that end in that moment are kept. They come
-from weights whose checksums were right, where checksums are known.
+from weights whose checksums were right, where checksums are known. An engine works its answers out at once; what they
+are compared with may come later (pipeline.ports.coming_check).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pipeline.errors import EngineVersionError, EvenKeelError
+from pipeline.ports.coming_check import ComingCheck, come
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.stopwatch import Stopwatch
 from precision.formats.audit import audit
@@ -50,7 +52,7 @@ class ReferenceChecksums:
     url: str = ""
     held: Held = field(default=())
 
-    def agree(self, engine: EngineClient, version: int, check: WeightCheck | None, held: Held) -> None:
+    def agree(self, engine: EngineClient, version: int, check: WeightCheck, held: Held) -> None:
         """Compare an engine that has passed everything else with the first. Raises EngineVersionError.
 
         A version may be published again with other weights. Its check differs then, and a new first engine is taken.
@@ -70,22 +72,22 @@ class WeightVerifier:
         self._deadline_s = deadline_s
 
     async def verify(
-        self, engine: EngineClient, version: int, check: WeightCheck | None, *, formats_are_known: bool = False
+        self, engine: EngineClient, version: int, check: ComingCheck, *, formats_are_known: bool = False
     ) -> dict[str, float]:
         """Verify that the engine, paused or not, holds `version`. Afterwards it is named so and not paused. An engine
         whose formats are known is not asked for them.
 
-        Returns checksum_s and probe_s, their sum verify_s, engines_checked (1 if it could show checksums, else 0) and
-        what verify_probe measures. An engine that fails is invalidated. Raises EngineVersionError with what is wrong,
-        RetryableError when it does not answer.
+        Returns checksum_s and probe_s, in which parts of the check are waited for, their sum verify_s, engines_checked
+        (1 if it could show checksums, else 0) and what verify_probe measures. An engine that fails is invalidated.
+        Raises EngineVersionError with what is wrong, RetryableError when it does not answer.
         """
         watch = Stopwatch(lane=f"engine {engine.index}/weights", version=version)
         held = await self._named(engine, version, check, formats_are_known)
         watch.lap("checksum_s")
         try:
             measured = await verify_probe(engine, check)
-            if held is not None and not (check is not None and check.digests):
-                self._reference.agree(engine, version, check, held)
+            if held is not None and not await come(check.digests):
+                self._reference.agree(engine, version, check.whole(), held)
         except EvenKeelError:
             await invalidate(engine)
             raise
@@ -94,7 +96,7 @@ class WeightVerifier:
         return watch.seconds | {"verify_s": verify_s, "engines_checked": float(held is not None)} | measured
 
     async def _named(
-        self, engine: EngineClient, version: int, check: WeightCheck | None, formats_are_known: bool
+        self, engine: EngineClient, version: int, check: ComingCheck, formats_are_known: bool
     ) -> Held | None:
         try:
             held = await verify_checksums(
@@ -122,7 +124,7 @@ async def invalidate(engine: EngineClient) -> None:
 
 
 async def verify_checksums(
-    engine: EngineClient, version: int, check: WeightCheck | None, *, deadline_s: float, formats_are_known: bool = False
+    engine: EngineClient, version: int, check: ComingCheck, *, deadline_s: float, formats_are_known: bool = False
 ) -> Held | None:
     """The checksums of the engine, paused or not, compared with the check's digests where there are any; None where
     the server cannot tell.
@@ -133,17 +135,18 @@ async def verify_checksums(
     if not formats_are_known:
         await verify_formats(engine, check, deadline_s=deadline_s)
     held = await engine.checksums(deadline_s=deadline_s)
-    if held is not None and check is not None and check.digests:
-        _compare(engine, version, held, check.digests, "the learner sent")
+    digests = await come(check.digests)
+    if held is not None and digests:
+        _compare(engine, version, held, digests, "the learner sent")
     return held
 
 
-async def verify_formats(engine: EngineClient, check: WeightCheck | None, *, deadline_s: float) -> None:
+async def verify_formats(engine: EngineClient, check: ComingCheck, *, deadline_s: float) -> None:
     """Compare the formats that the engine holds with those of the check. Raises EngineVersionError naming modules.
 
     Nothing is compared where the check names none, or where the server cannot tell: it was not started by this package.
     """
-    if check is None or check.formats is None:
+    if check.formats is None:
         return
     ranks = await engine.formats(deadline_s=deadline_s)
     findings = [] if ranks is None else audit(ranks, check.formats)
@@ -156,13 +159,13 @@ async def verify_formats(engine: EngineClient, check: WeightCheck | None, *, dea
         )
 
 
-async def verify_probe(engine: EngineClient, check: WeightCheck | None) -> dict[str, float]:
+async def verify_probe(engine: EngineClient, check: ComingCheck) -> dict[str, float]:
     """With a probe, probe_gap_nats, and probe_kernels_nats where the formats were emulated: mean gaps to the learner
     plainly, and with the rollout's formats. The engine must not be paused. Raises EngineVersionError."""
-    if check is None or check.probe is None:
+    scored = await engine.prompt_logprobs(check.rows) if check.rows else []
+    probe = await come(check.probe)
+    if probe is None:
         return {}
-    probe = check.probe
-    scored = await engine.prompt_logprobs(probe.rows)
     gap, kernels = probe.mean_gap_nats(scored), probe.kernels_nats(scored)
     if gap > probe.max_mean_gap_nats:
         raise EngineVersionError(

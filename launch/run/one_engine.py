@@ -15,6 +15,7 @@ from launch.build.engines import engine_spec
 from pipeline.config.recipe import Recipe
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory
+from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.weight_check import WeightCheck
 from rollout_sglang.client import EngineClient
 from rollout_sglang.server import start as server
@@ -61,7 +62,8 @@ class OneEngine:
         client.take_part(fresh_number())
         try:
             verifier = WeightVerifier(self.recipe.weights.publish_deadline_s)
-            await verifier.verify(client, version, WeightCheck.load(self.run.policy_directory(version)))
+            check = ComingCheck.known(version, WeightCheck.load(self.run.policy_directory(version)))
+            await verifier.verify(client, version, check)
         finally:
             await client.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,8 +56,17 @@ def pack(
             specs, size = [], 0
         if not specs:
             buffer = new_buffer(max(bucket_bytes, len(source)))
-        buffer[size : size + len(source)].copy_(source)
+        _copy(source, buffer[size : size + len(source)])
         specs.append(spec_of(name, tensor))
         size += len(source)
     if specs:
         yield Bucket(tuple(specs), buffer[:size])
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """In host memory by this thread alone: torch would share each tensor out among its threads, which the engine's
+    loading, the hashing and the probe need."""
+    if source.device.type == target.device.type == "cpu":
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)

@@ -1,15 +1,16 @@
 """The streamed weight channel: learner ranks send their own share of the weights straight into the engines.
 
     every rank's learner thread   (gather ─▶ quantize ─▶ HostSnapshot)* ─▶ probe            ─▶ the next step is trained
-    every sender's delivery       connect ─▶ (bucket ─▶ transport)* ───────┤
-    rank 0's delivery             number, pause, begin ────────────────────┴▶ end, verify, continue ─▶ PUBLISHED
-    first of a stage                                                                 FolderWriter ─▶ policy/000013
+    every sender's delivery       connect ─▶ (bucket ─▶ transport)* ─▶ digests, probe as they are there
+    rank 0's delivery             number, pause, begin ──────────────┴▶ end, verify, continue ─▶ PUBLISHED
+    first of a stage                                                             FolderWriter ─▶ policy/000013
 
 Once a version is in the snapshots, the learner may train: nothing that a delivery does reads its parameters, and the
 deliveries of all ranks talk through a process group that no other thread uses while they are under way. A publish
 beside training begins only when the snapshots are complete and hashed, and pauses engines that can load beside serving
-only at its end. One that the learner waits for pauses them at once, and sends each bucket as soon as it is there; the
-probe is scored while the last ones travel.
+only at its end. One that the learner waits for pauses them at once, and sends each bucket as soon as it is there.
+Engines hash what they hold as soon as they have it, and score the probe, while the learner still does: what both found
+is compared when both are there (pipeline.ports.coming_check).
 
 A pipeline stage streams only what it holds; the stages stream at the same time. Every rank of a stage has the gathered
 tensors, so the engines are divided among its first ranks, as many as there were engines at the last publish; the others
@@ -53,6 +54,7 @@ from pipeline.data.files import temporary_name
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineUnavailableError, NonFiniteError
+from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.weight_check import Probe, WeightCheck
 from pipeline.ports.weight_update import WeightUpdateReport, WeightUpdateSession
 from pipeline.stopwatch import Stopwatch
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Digests = tuple[Mapping[str, str], ...]
+Ending = Future[WeightUpdateReport]
 
 
 @dataclass
@@ -81,6 +84,8 @@ class _Publish:
     """Of the learner's thread."""
     paused_at: float | None = None
     """By time.monotonic; None when every engine serves until it was sent all."""
+    sent_at: float = 0.0
+    """By time.monotonic, on rank 0."""
 
 
 class StreamedChannel:
@@ -231,24 +236,23 @@ class StreamedChannel:
                 self._session.attend(opened["number"], self._engines, opened["staging"])
             try:
                 unreachable = dict(opened["failures"])
-                reports = self._rank_sync.all_gather_result(lambda: self._send_all(publish, unreachable, hashing))
+                reports = self._rank_sync.all_gather_result(lambda: self._send_all(unreachable))
                 failures = unreachable | {e: why for report in reports for e, why in report["failures"]}
-                digests, formats = (
-                    joined_digests(report["digests"] for report in reports),
-                    self._plan.formats(publish.quant),
-                )
-                probe, terms = publish.scored.result()
-                check = WeightCheck(version=publish.version, probe=probe, digests=digests, formats=formats)
-                closed = self._rank_sync.all_gather_result(lambda: self._close(check, publish, failures))[0]
+                formats = self._plan.formats(publish.quant)
+                coming = ComingCheck(publish.version, self._plan.rows, formats)
+                ending = self._begin_end(coming, publish, failures)
+                own = self._complete(coming, publish, hashing, ending)
+                closed = self._rank_sync.all_gather_result(lambda: self._close(publish, ending))[0]
             except Exception as error:
                 self._abandon(publish, error)
                 raise
-            self._write_folder(publish, check, publish.folder.with_name(opened["temporary"]))
+            self._write_folder(publish, coming.whole(), publish.folder.with_name(opened["temporary"]))
         if self._rank_sync.rank:
             return {}
-        slowest = {name: max(report["seconds"][name] for report in reports) for name in reports[0]["seconds"]}
+        seconds = [report["seconds"] | mine for report, mine in zip(reports, own, strict=True)]
+        slowest = {name: max(one[name] for one in seconds) for name in seconds[0]}
         return {
-            **terms,
+            **publish.scored.result()[1],
             **opened["measured"],
             **slowest,
             **closed["measured"],
@@ -287,7 +291,7 @@ class StreamedChannel:
             "staging": list(report.staging),
         }
 
-    def _send_all(self, publish: _Publish, unreachable: dict[int, str], hashing: Future[tuple[Digests, float]]) -> Any:
+    def _send_all(self, unreachable: dict[int, str]) -> Any:
         """Send this stage's share to the engines of this rank."""
         watch, transport = Stopwatch(("connect_s",)), self._transport
         with watch.phase("connect_s"):
@@ -302,23 +306,46 @@ class StreamedChannel:
                 self._share_bytes = sent
             finally:
                 transport.finish()
-        digests, digest_s = hashing.result()
-        publish.scored.result()
         transfer = {"transfer_s": transport.transfer_s, "wire_s": transport.wire_s}
         return {
             "failures": list(transport.failures.items()),
-            "seconds": publish.watch.seconds | watch.seconds | transfer | {"digest_s": digest_s},
+            "seconds": watch.seconds | transfer,
             "bytes": transport.sent_bytes,
-            "digests": digests,
         }
 
-    def _close(self, check: WeightCheck, publish: _Publish, failures: dict[int, str]) -> Any:
+    def _begin_end(self, coming: ComingCheck, publish: _Publish, failures: dict[int, str]) -> Ending | None:
+        """Begin to have the engines verified; on rank 0."""
         if self._rank_sync.rank:
             return None
-        version, sent_at = check.version, time.monotonic()
-        report: WeightUpdateReport = self._event_loop.run(
-            self._session.end_weight_update(version, publish.folder, check, failures)
+        publish.sent_at = time.monotonic()
+        return self._event_loop.start(
+            self._session.end_weight_update(publish.version, publish.folder, coming, failures)
         )
+
+    def _complete(
+        self,
+        coming: ComingCheck,
+        publish: _Publish,
+        hashing: Future[tuple[Digests, float]],
+        ending: Ending | None,
+    ) -> list[dict[str, float]]:
+        """Give what engines are compared with, as it comes; every rank's seconds. A failure fails the engines."""
+        try:
+            hashed = self._rank_sync.all_gather_result(hashing.result)
+            coming.digests.set_result(joined_digests(digests for digests, _ in hashed))
+            seconds = self._rank_sync.all_gather_result(lambda: publish.scored.result() and publish.watch.seconds)
+            coming.probe.set_result(publish.scored.result()[0])
+        except Exception as error:
+            coming.fail(str(error))
+            if ending is not None:
+                ending.exception()  # it has let go of the engines by then
+            raise
+        return [own | {"digest_s": digest_s} for own, (_, digest_s) in zip(seconds, hashed, strict=True)]
+
+    def _close(self, publish: _Publish, ending: Ending | None) -> Any:
+        if ending is None:
+            return None
+        version, report = publish.version, ending.result()
         for engine, why in report.failures.items():
             _log.warning("engine %d did not take version %d and is quarantined: %s", engine, version, why)
         if len(report.failures) >= len(self._engines):
@@ -329,7 +356,7 @@ class StreamedChannel:
         measured = dict(report.measured)
         paused_s = sum(measured.get(name, 0.0) for name in ("pause_s", "load_s", "checksum_s"))
         if publish.paused_at is not None:
-            paused_s += sent_at - publish.paused_at
+            paused_s += publish.sent_at - publish.paused_at
         return {"measured": measured | {"engines_paused_s": paused_s}, "failed": len(report.failures)}
 
     def _write_folder(self, publish: _Publish, check: WeightCheck, temporary: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from pipeline.data.membership import Member
+from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.weight_check import WeightCheck
 
 
@@ -141,10 +142,11 @@ class WeightUpdateSession(Protocol):
         ...
 
     async def end_weight_update(
-        self, version: int, directory: Path, check: WeightCheck | None, failures: Mapping[int, str]
+        self, version: int, directory: Path, check: WeightCheck | ComingCheck | None, failures: Mapping[int, str]
     ) -> WeightUpdateReport:
         """Verify that the engines that took everything hold `version`, and admit them. Quarantine those named in
-        `failures` and those that fail now. The update has ended then. The report names all that failed.
+        `failures` and those that fail now. The update has ended then. The report names all that failed. Engines work
+        while parts of the check have yet to come.
 
         `directory` is where the weights lie, now or soon, for engines that come back later.
         """

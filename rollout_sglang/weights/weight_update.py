@@ -28,6 +28,7 @@ from typing import Unpack
 from pipeline import spans
 from pipeline.data.membership import Member, Membership
 from pipeline.errors import EvenKeelError, FatalError, RetryableError
+from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.ports.weight_update import ProcessGroupSpec, TensorSpec, WeightUpdateReport
 from pipeline.stopwatch import Stopwatch
@@ -132,12 +133,12 @@ class FleetUpdateSession(Fleet):
         await receiver.while_alive(receiver.receive_shared(bucket, self.ranks_per_engine, deadline_s))
 
     async def end_weight_update(
-        self, version: int, directory: Path, check: WeightCheck | None, failures: Mapping[int, str]
+        self, version: int, directory: Path, check: WeightCheck | ComingCheck | None, failures: Mapping[int, str]
     ) -> WeightUpdateReport:
         """See WeightUpdateSession. Measured: load_s, and what WeightVerifier.verify measures."""
         assert self._open is not None, "begin_weight_update comes first"
         assert self._update is not None
-        target = Target(version, directory, check)
+        coming = check if isinstance(check, ComingCheck) else ComingCheck.known(version, check)
         async with self._open:
             self._open = None
             measured: dict[int, dict[str, float]] = {}
@@ -148,15 +149,15 @@ class FleetUpdateSession(Fleet):
                 elif engine.index in failures:
                     await self._give_up(engine, failures[engine.index])
                 else:
-                    measured[engine.index] = await self._verify_and_admit(engine, target)
+                    measured[engine.index] = await self._verify_and_admit(engine, version, directory, coming)
 
             results = await all_of(self._outcome(engine, finish) for engine in self._engines)
             failed = _failures(self._engines, results)
             failed_now = {index: reason for index, reason in failed.items() if index not in failures}
             lost = [engine for engine in self._engines if engine.index in failed_now]
             await all_of(self._give_up(engine, failed_now[engine.index]) for engine in lost)
-            if measured:
-                self._target = target
+            if measured:  # an engine was compared with all of the check
+                self._target = Target(version, directory, None if check is None else coming.whole())
                 self._update.given = version
         numbers = summarize(version, list(measured.values())) if measured else {}
         return WeightUpdateReport(
@@ -180,21 +181,23 @@ class FleetUpdateSession(Fleet):
             await self._while_alive(engine, engine.client.pause())
             await self._while_alive(engine, self._receivers[engine.index].begin())
 
-    async def _verify_and_admit(self, engine: PooledEngine, target: Target) -> dict[str, float]:
-        watch = Stopwatch(lane=f"engine {engine.index}/weights", version=target.version)
+    async def _verify_and_admit(
+        self, engine: PooledEngine, version: int, directory: Path, check: ComingCheck
+    ) -> dict[str, float]:
+        watch = Stopwatch(lane=f"engine {engine.index}/weights", version=version)
         receiver, deadline_s = self._receivers[engine.index], self._load_deadline_s
         if engine.index in self._staging:
-            await self._while_alive(engine, receiver.finish_stage(target.directory, deadline_s))
+            await self._while_alive(engine, receiver.finish_stage(directory, deadline_s))
             watch.lap("stage_s")
             await self._while_alive(engine, engine.client.pause())
             watch.lap("pause_s")
-            ending = engine.client.update_from_disk(target.version, target.directory, deadline_s=deadline_s)
+            ending = engine.client.update_from_disk(version, directory, deadline_s=deadline_s)
         else:
-            ending = receiver.end(target.version, deadline_s)
+            ending = receiver.end(version, deadline_s)
         await self._while_alive(engine, ending)
         watch.lap("load_s")
-        seconds = watch.seconds | await self._while_alive(engine, self._verify(engine, target))
-        await self._pool.admit(engine, target.version)
+        seconds = watch.seconds | await self._while_alive(engine, self._verify(engine, version, check))
+        await self._pool.admit(engine, version)
         return seconds
 
     async def _outcome(self, engine: PooledEngine, action: Callable[[PooledEngine], Awaitable[None]]) -> str | None:

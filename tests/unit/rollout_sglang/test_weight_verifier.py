@@ -15,6 +15,7 @@ import pytest
 from pipeline.data.membership import Member, Membership
 from pipeline.data.records import Completion
 from pipeline.errors import EngineUnavailableError, EngineVersionError
+from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import Probe, WeightCheck
 from rollout_sglang.client import EngineClient
@@ -263,7 +264,7 @@ def test_the_end_of_a_foreign_feed_is_proved_alike(tmp_path: Path, fleet: Fleet,
         await engine.client.pause()
         engines[0].version, engines[0].damage = "unverified-1", "weights"
         with pytest.raises(EngineVersionError, match=PARAMETER):
-            await fleet._verify(engine, target)
+            await fleet._verify(engine, target.version, target.coming)
         assert (engines[0].version, engines[0].paused) == ("unverified", False)
 
     asyncio.run(act())
@@ -287,6 +288,6 @@ class Reports:
 def test_a_parameter_that_an_engine_does_not_report_is_wrong() -> None:
     engine: Any = Reports({"another": "f" * 16})
     with pytest.raises(EngineVersionError, match=f"first {re.escape(PARAMETER)} of rank 0: missing"):
-        asyncio.run(verify_checksums(engine, 1, CHECK, deadline_s=1.0))
+        asyncio.run(verify_checksums(engine, 1, ComingCheck.known(1, CHECK), deadline_s=1.0))
     engine.held |= DIGESTS[0]
-    assert asyncio.run(verify_checksums(engine, 1, CHECK, deadline_s=1.0)) == [engine.held]
+    assert asyncio.run(verify_checksums(engine, 1, ComingCheck.known(1, CHECK), deadline_s=1.0)) == [engine.held]
