@@ -55,7 +55,7 @@ def test_an_engine_is_asked_before_the_learner_knows_and_named_afterwards(engine
         assert (engine.version, engine.paused) == ("1", False)
         assert not task.done(), "the probe was not compared yet"
         check.probe.set_result(PROBE)
-        measured = await task
+        measured = await asyncio.wait_for(task, DEADLINE_S)
         await client.close()
         assert check.whole() == WeightCheck(version=1, probe=PROBE, digests=DIGESTS)
         return measured
@@ -75,7 +75,7 @@ def test_an_engine_fails_with_the_learner(engine: EngineDouble, known: tuple[dic
         await asked(engine, "/generate" if known else "/weights_checker")
         check.fail("its disk is full")
         with pytest.raises(EngineVersionError, match=r"version 1 cannot be verified.*its disk is full"):
-            await task
+            await asyncio.wait_for(task, DEADLINE_S)
         await client.close()
 
     asyncio.run(act())
@@ -89,7 +89,7 @@ def test_wrong_digests_are_found_though_they_come_late(engine: EngineDouble) -> 
         await asked(engine, "/weights_checker")
         check.digests.set_result(({PARAMETER: checksum_of(2)},))
         with pytest.raises(EngineVersionError, match=PARAMETER):
-            await task
+            await asyncio.wait_for(task, DEADLINE_S)
         await client.close()
 
     asyncio.run(act())
