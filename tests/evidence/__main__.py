@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import EvenKeelError
-from tests.evidence.matrix import REPOSITORY, Cell, Matrix, cells_of, read_matrix
+from tests.evidence.matrix import REPOSITORY, cells_of, read_matrix
 from tests.evidence.page import write_page
-from tests.evidence.results import harvest, load, save
+from tests.evidence.results import State, keep
 from tests.evidence.runner import check_unchanged, run_cells, say
 
 HERE = Path(__file__).parent
+STARTED: tuple[State, ...] = ("unfinished", "finished", "diverged", "failed")
+"""The page says of every cell how far it came."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed = any(
                 [run_cells(matrix, matrix.experiments[name], found, options.jobs) for name, found in wanted.items()]
             )
-        _keep(matrix, cells, page)
+        for name, experiment in matrix.experiments.items():
+            keep(page.with_suffix("") / f"{name}.json", cells[name], experiment.series, STARTED)
         write_page(matrix, page, quick=options.quick)
     except EvenKeelError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -53,19 +56,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--root", type=Path, help="where run directories live (default runs/evidence)")
     parser.add_argument("--matrix", type=Path, default=HERE / "matrix.yaml")
     return parser.parse_args(arguments)
-
-
-def _keep(matrix: Matrix, cells: dict[str, list[Cell]], page: Path) -> None:
-    """Harvest run directories; a cell without one keeps what was harvested before."""
-    for name, experiment in matrix.experiments.items():
-        path = page.with_suffix("") / f"{name}.json"
-        known = {(r.condition, r.arm, r.seed): r for r in load(path)}
-        for cell in cells[name]:
-            result = harvest(cell, experiment.series)
-            if result is not None:
-                known[cell.condition, cell.arm, cell.seed] = result
-        declared = [(cell.condition, cell.arm, cell.seed) for cell in cells[name]]
-        save(path, [known[key] for key in declared if key in known])
 
 
 if __name__ == "__main__":

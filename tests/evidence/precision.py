@@ -16,8 +16,8 @@ import numpy as np
 from scipy import stats
 
 from pipeline.errors import EvenKeelError
-from tests.evidence.matrix import REPOSITORY, Cell, Experiment, cells_of, read_matrix
-from tests.evidence.results import Result, harvest, load, save
+from tests.evidence.matrix import REPOSITORY, Experiment, cells_of, read_matrix
+from tests.evidence.results import Result, keep, load
 from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, say, train_job
 from tests.evidence.statistics import ALPHA, Array
 
@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     matrix = read_matrix(Path(__file__).with_suffix(".yaml"))
     experiment = matrix.experiments[NAME]
     arms = options.arms or experiment.arms
-    cells = [c for c in cells_of(matrix, NAME, options.root) if c.seed in options.seeds and c.arm in arms]
+    declared = list(cells_of(matrix, NAME, options.root))
+    cells = [cell for cell in declared if cell.seed in options.seeds and cell.arm in arms]
     if not options.page:
         try:
             check_unchanged(cells)
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failures = run_jobs(jobs, at_once=options.jobs, say=say)
         for name, reason in failures.items():
             say(f"{name} failed: {reason}")
-        _keep(cells, experiment)
+        keep(KEPT, declared, experiment.series, ("finished",))
     print(table(experiment, load(KEPT)))
     return int(not options.page and bool(failures))
 
@@ -58,15 +59,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", type=lambda text: text.split(","), help="of precision.yaml; default: all")
     parser.add_argument("--root", type=Path, default=REPOSITORY / "runs" / NAME, help="where run directories live")
     return parser.parse_args(arguments)
-
-
-def _keep(cells: Sequence[Cell], experiment: Experiment) -> None:
-    known = {(result.arm, result.seed): result for result in load(KEPT)}
-    for cell in cells:
-        result = harvest(cell, experiment.series)
-        if result is not None and result.state == "finished":
-            known[cell.arm, cell.seed] = result
-    save(KEPT, [known[key] for key in sorted(known)])
 
 
 def table(experiment: Experiment, results: Sequence[Result]) -> str:

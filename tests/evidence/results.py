@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,8 @@ from tests.evidence.matrix import Cell
 from tests.evidence.statistics import Array
 
 State = Literal["missing", "unfinished", "finished", "diverged", "failed"]
+SETTLED: tuple[State, ...] = ("finished", "diverged")
+"""Running it again would tell nothing new."""
 DIGITS = 5
 """Significant digits of a metric that is kept."""
 
@@ -143,6 +145,24 @@ def load(path: Path) -> list[Result]:
     if not path.exists():
         return []
     return [_result(data) for data in json.loads(path.read_text())]
+
+
+def keep(path: Path, cells: Sequence[Cell], series: Sequence[str], states: Collection[State]) -> None:
+    """Write what the run directories of the cells hold, of those in one of the states; any other cell keeps what was
+    harvested before. Writes nothing where nothing is known."""
+    known = {(one.condition, one.arm, one.seed): one for one in load(path)}
+    for cell in cells:
+        if state_of(cell.directory)[0] in states and (found := harvest(cell, series)):
+            known[cell.condition, cell.arm, cell.seed] = found
+    declared = [(cell.condition, cell.arm, cell.seed) for cell in cells]
+    if kept := [known[key] for key in declared if key in known]:
+        save(path, kept)
+
+
+def unmeasured(path: Path, cells: Sequence[Cell]) -> list[Cell]:
+    """Those of which no result is kept. A cell that is declared otherwise than when it ran needs another name."""
+    known = {(one.condition, one.arm, one.seed) for one in load(path)}
+    return [cell for cell in cells if (cell.condition, cell.arm, cell.seed) not in known]
 
 
 def _result(data: dict[str, Any]) -> Result:

@@ -2,8 +2,8 @@
 
     robust.yaml ──cells not settled yet──▶ evenkeel train ──harvest──▶ docs/evidence/robust-*.json ──▶ docs/robust.md
 
-`--seeds 1` is the screen; without it all declared seeds run. Killed and started again it goes on where it was; `--only`
-takes cells whose name has a text in it, `--page` runs nothing.
+`--seeds 1` is the screen; without it all declared seeds run. Killed and started again it goes on where it was, and a
+cell whose result is kept is run nowhere again. `--only` takes cells whose name has a text in it, `--page` runs nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.errors import EvenKeelError
-from tests.evidence.matrix import REPOSITORY, Cell, cells_of, read_matrix
-from tests.evidence.results import harvest, load, save
+from tests.evidence.matrix import REPOSITORY, cells_of, read_matrix
+from tests.evidence.results import SETTLED, keep, load, unmeasured
 from tests.evidence.robust_page import write_page
-from tests.evidence.runner import check_unchanged, is_settled, run_cells
+from tests.evidence.runner import check_unchanged, run_cells
 
 KEPT = REPOSITORY / "docs" / "evidence"
 PAGE = REPOSITORY / "docs" / "robust.md"
@@ -32,16 +32,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = False
         for name, experiment in matrix.experiments.items():
             wanted = [one for one in cells[name] if options.only in one.name and one.seed <= options.seeds]
+            wanted = unmeasured(kept(name), wanted)
             if not options.page and wanted:
                 check_unchanged(wanted)
                 failed = run_cells(matrix, experiment, wanted, options.jobs) or failed
-            _keep(KEPT / f"robust-{name}.json", cells[name], experiment.series)
-        results = {name: load(KEPT / f"robust-{name}.json") for name in matrix.experiments}
+            keep(kept(name), cells[name], experiment.series, SETTLED)
+        results = {name: load(kept(name)) for name in matrix.experiments}
         write_page(matrix, results, PAGE)
     except EvenKeelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return int(failed)
+
+
+def kept(experiment: str) -> Path:
+    """Where the results of one lie."""
+    return KEPT / f"robust-{experiment}.json"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -54,17 +60,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="cells beside one another, one core each (default 2)")
     parser.add_argument("--root", type=Path, default=REPOSITORY / "runs" / "robust", help="where run directories live")
     return parser.parse_args(arguments)
-
-
-def _keep(path: Path, cells: Sequence[Cell], series: Sequence[str]) -> None:
-    """Harvest what has settled; a cell without a run directory keeps what was harvested before."""
-    known = {(one.condition, one.arm, one.seed): one for one in load(path)}
-    found = {
-        (cell.condition, cell.arm, cell.seed): harvest(cell, series) if is_settled(cell) else None for cell in cells
-    }
-    merged = [found[key] or known.get(key) for key in found]
-    if kept := [one for one in merged if one is not None]:
-        save(path, kept)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import DeadlineExceededError, FatalError, RunConflictError
 from pipeline.process_log import log_tail
 from tests.evidence.matrix import REPOSITORY, Cell, Experiment, Matrix, Model, as_overrides, model_folder
-from tests.evidence.results import state_of
+from tests.evidence.results import SETTLED, state_of
 
 POLL_S = 0.5
 CELL_DEADLINE_S = 4 * 3600.0
@@ -74,7 +74,7 @@ def check_unchanged(cells: Sequence[Cell]) -> None:
 
 def is_settled(cell: Cell) -> bool:
     """Whether running it again would tell nothing new."""
-    return state_of(cell.directory)[0] in ("finished", "diverged")
+    return state_of(cell.directory)[0] in SETTLED
 
 
 def make_model(model: Model, name: str, root: Path, say: Say) -> None:

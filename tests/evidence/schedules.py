@@ -26,7 +26,7 @@ from pipeline.data.event_log import read_metrics
 from pipeline.errors import EvenKeelError
 from tests.bench.pace import train
 from tests.evidence.matrix import REPOSITORY, Cell, Experiment, cells_of, read_matrix
-from tests.evidence.results import Result, harvest, load, save
+from tests.evidence.results import Result, keep, load, unmeasured
 from tests.evidence.runner import check_unchanged, is_settled, make_model, run_jobs, say, train_job
 
 NAME = "schedules"
@@ -56,10 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             make_model(matrix.models[experiment.model], experiment.model, options.root, say)
             take_clocks(cells, options.clock, once=options.one)
         if not (options.page or options.clock):
-            jobs = [train_job(cell) for cell in cells if not is_settled(cell)]
+            jobs = [train_job(cell) for cell in unmeasured(KEPT, cells) if not is_settled(cell)]
             failures = run_jobs(jobs, at_once=options.jobs, say=say)
-            results = [harvest(cell, experiment.series) for cell in cells]
-            save(KEPT, [result for result in results if result is not None and result.state == "finished"])
+            keep(KEPT, cells, experiment.series, ("finished",))
     except EvenKeelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

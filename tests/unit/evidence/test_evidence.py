@@ -20,8 +20,9 @@ from tests.evidence import runner
 from tests.evidence.claims import Judged, judge
 from tests.evidence.matrix import REPOSITORY, Cell, Claim, Experiment, Matrix, cells_of, read_matrix
 from tests.evidence.page import write_page
-from tests.evidence.results import Arm, Evaluation, Result, harvest, load, save, state_of
+from tests.evidence.results import Arm, Result, harvest, load, save, state_of
 from tests.evidence.runner import Job, check_unchanged, is_settled, run_jobs
+from tests.support.evidence import a_result
 
 SHIPPED = REPOSITORY / "tests" / "evidence" / "matrix.yaml"
 
@@ -56,21 +57,7 @@ def matrix_file(folder: Path, **experiment: Any) -> Path:
 
 
 def result(arm: str, seed: int, scores: Sequence[Sequence[int]], *, samples: int = 4, **fields: Any) -> Result:
-    """Evaluations at versions 0, 10, 20 … with the given right answers of each prompt, a second a version."""
-    evaluations = [
-        Evaluation(version=10 * place, samples=samples, correct=list(correct), trained_s=10.0 * place)
-        for place, correct in enumerate(scores)
-    ]
-    kept: dict[str, Any] = dict(
-        condition="plain",
-        state="finished",
-        reason="",
-        steps=20,
-        steps_planned=20,
-        samples_per_step=256,
-        series=dict(ess=[0.9, None, 0.7]),
-    )
-    return Result(arm=arm, seed=seed, evaluations=evaluations, **{**kept, **fields})
+    return a_result(arm, seed, scores, samples=samples, **(dict(series=dict(ess=[0.9, None, 0.7])) | fields))
 
 
 class TestMatrix:

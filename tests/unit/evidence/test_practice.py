@@ -8,24 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.evidence.practice import practice
-from tests.evidence.results import Evaluation, Result, save
+from tests.evidence.results import Result, save
+from tests.support.evidence import a_result
 
 
 def kept(folder: Path, name: str, condition: str, ends: dict[str, int], seeds: int = 1) -> list[Result]:
     """So many of ten answers right at the end, one more with each seed; added to what the file has."""
     results = [
-        Result(
-            condition=condition,
-            arm=arm,
-            seed=seed,
-            state="finished",
-            reason="",
-            steps=8,
-            steps_planned=8,
-            samples_per_step=256,
-            evaluations=[Evaluation(version=8, samples=10, correct=[end + seed - 1], trained_s=9.0)],
-            series={},
-        )
+        a_result(arm, seed, [[end + seed - 1]], condition=condition)
         for seed in range(1, seeds + 1)
         for arm, end in ends.items()
     ]

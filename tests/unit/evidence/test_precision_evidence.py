@@ -9,7 +9,7 @@ import pytest
 
 from tests.evidence import depth, precision
 from tests.evidence.matrix import cells_of, read_matrix
-from tests.evidence.results import Evaluation, Result
+from tests.support.evidence import a_result
 
 
 def test_luck_is_taken_off_both_sides() -> None:
@@ -45,18 +45,7 @@ def test_every_arm_is_a_recipe_and_the_table_has_means_over_runs(tmp_path: Path)
     assert recipes["fp8_fp8"].rollout == recipes["bf16_fp8"].rollout
     series = dict.fromkeys(matrix.experiments[precision.NAME].series)
     results = [
-        Result(
-            condition="demo",
-            arm="fp8_fp8",
-            seed=seed,
-            state="finished",
-            reason="",
-            steps=2,
-            steps_planned=2,
-            samples_per_step=4,
-            evaluations=[Evaluation(version=2, samples=2, correct=[1, 2], trained_s=1.0)],
-            series={name: [ess, ess] for name in series},
-        )
+        a_result("fp8_fp8", seed, [[1, 2]], samples=2, series={name: [ess, ess] for name in series})
         for seed, ess in ((1, 0.98), (2, 1.0))
     ]
     _, _, row = precision.table(matrix.experiments[precision.NAME], results).splitlines()

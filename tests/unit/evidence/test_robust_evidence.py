@@ -10,7 +10,8 @@ import pytest
 from pipeline.errors import RecipeError
 from tests.evidence import robust, robust_page
 from tests.evidence.matrix import Cell, Matrix, cells_of, read_matrix
-from tests.evidence.results import Evaluation, Result
+from tests.evidence.results import SETTLED, Result, keep, load, save, unmeasured
+from tests.support.evidence import a_result
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +21,7 @@ def matrix() -> Matrix:
 
 def result(condition: str, arm: str, seed: int, end: int) -> Result:
     """So many of ten answers right at the end."""
-    return Result(
-        condition=condition,
-        arm=arm,
-        seed=seed,
-        state="finished",
-        reason="",
-        steps=8,
-        steps_planned=8,
-        samples_per_step=256,
-        evaluations=[Evaluation(version=v, samples=10, correct=[n], trained_s=9.0) for v, n in ((0, 3), (8, end))],
-        series={},
-    )
+    return a_result(arm, seed, [[3], [end]], condition=condition)
 
 
 def cell(matrix: Matrix, experiment: str, condition: str, arm: str) -> Cell:
@@ -133,3 +123,14 @@ def test_the_page_says_what_the_runs_did_and_draws_the_extremes(matrix: Matrix, 
     assert list(drawn.conditions) == ["fp8"]
     assert list(drawn.arms) == ["cispo", "cispo_age", "cispo_const", "cispo_ess"], "the best one is a twin of the worst"
     assert sorted(path.name for path in (tmp_path / "evidence").iterdir()) == ["robust-lag8.png", "robust.png"]
+
+
+def test_a_cell_whose_result_is_kept_is_run_nowhere_again(tmp_path: Path, matrix: Matrix) -> None:
+    path = tmp_path / "robust-fresh.json"
+    cells = [one for one in cells_of(matrix, "fresh", tmp_path) if (one.condition, one.arm) == ("t12", "cispo")]
+    save(path, [result("t12", "cispo", 2, 5)])
+    assert [one.seed for one in unmeasured(path, cells)] == [1, 3]
+    keep(path, cells, (), SETTLED)
+    assert load(path) == [result("t12", "cispo", 2, 5)], "no run directory is there, so nothing changes"
+    keep(path, [one for one in cells if one.seed != 2], (), SETTLED)
+    assert load(path) == [result("t12", "cispo", 2, 5)], "what is declared no more is not lost by a page"

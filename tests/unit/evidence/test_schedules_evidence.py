@@ -8,6 +8,7 @@ from tests.bench.pace import covered
 from tests.evidence import schedules
 from tests.evidence.matrix import cells_of, read_matrix
 from tests.evidence.results import Evaluation, Result
+from tests.support.evidence import a_result
 
 
 def result(arm: str, seed: int, right: list[int]) -> Result:
@@ -15,18 +16,7 @@ def result(arm: str, seed: int, right: list[int]) -> Result:
     evaluations = [
         Evaluation(version=4 * place, samples=10, correct=[count], trained_s=99.0) for place, count in enumerate(right)
     ]
-    return Result(
-        condition="fp32",
-        arm=arm,
-        seed=seed,
-        state="finished",
-        reason="",
-        steps=8,
-        steps_planned=8,
-        samples_per_step=256,
-        evaluations=evaluations,
-        series={},
-    )
+    return a_result(arm, seed, [], condition="fp32", evaluations=evaluations)
 
 
 def test_the_arms_differ_in_their_schedule_alone_and_clocks_have_whole_stages(tmp_path: Path) -> None:
