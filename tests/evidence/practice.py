@@ -103,12 +103,12 @@ def _ends(results: Sequence[Result], condition: str) -> Mapping[str, float]:
 
 def _seeds(results: Sequence[Result]) -> str:
     """How far to trust it."""
-    seeds = len({one.seed for one in results})
-    if seeds < 2:
+    ends = [Arm.of(results, *cell).run_curve().end for cell in {(one.condition, one.arm) for one in results}]
+    least, most = min(map(len, ends)), max(map(len, ends))
+    if most < 2:
         return "One seed: a screen."
-    cells = {(one.condition, one.arm) for one in results}
-    spread = Spread.of(Arm.of(results, *cell).run_curve().end for cell in cells)
-    return f"{seeds} seeds; runs of one recipe differ by {float(spread.sd):.2f}."
+    seeds = f"{most}" if least == most else f"{least} to {most}"
+    return f"{seeds} seeds; runs of one recipe differ by {float(Spread.of(ends).sd):.2f}."
 
 
 def _two(end: float) -> str:

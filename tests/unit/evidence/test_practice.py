@@ -45,6 +45,13 @@ def test_old_samples(tmp_path: Path, ends: dict[str, int], said: list[str], not_
     assert not any(words in line for words in not_said), line
 
 
+def test_seeds_are_counted_where_they_are_fewest(tmp_path: Path) -> None:
+    one = kept(tmp_path, "robust-lag8", "fp32", dict(cispo=1, cispo_age=8, cispo_const=7))
+    save(tmp_path / "robust-lag8.json", [*one, a_result("cispo", 2, [[3]], condition="fp32")])
+    (line,) = practice(tmp_path)
+    assert "1 to 2 seeds; runs of one recipe differ by 0.14." in line
+
+
 @pytest.mark.parametrize(("clip", "said"), [(2, "no clip of 0.2"), (7, "a clip of 0.2 will do")])
 def test_engines_that_sample_otherwise(tmp_path: Path, clip: int, said: str) -> None:
     hot = kept(tmp_path, "mismatch", "t12", dict(grpo_02=clip, cispo=7, p3o=6), seeds=2)
