@@ -19,6 +19,7 @@ from pipeline.rewards.ladder import RUNGS, Choice, choose
 from pipeline.rewards.pool import Verifiers
 from pipeline.rewards.verifiers import EXACT_MATCH, MATH_VERIFY, TRUSTED
 from pipeline.rewards.worker_process import Sandbox
+from pipeline.rollout.group_filter import GroupFilter
 from pipeline.tasks.base import Task
 from pipeline.tasks.mixture import parts_of
 
@@ -69,12 +70,19 @@ def _tell(event_log: EventLog, reason: str, detail: str) -> None:
     event_log.event("reward_failed", reason=reason, detail=detail)
 
 
+def build_group_filter(recipe: Recipe) -> GroupFilter | None:
+    """The user's filter of sampled groups; None: there is none. Raises RecipeError for one that cannot be called."""
+    name = recipe.prompts.group_filter
+    return None if name is None else GroupFilter.load(name, recipe.reward.deadline_s)
+
+
 def check_reward(run: RunDirectory, recipe: Recipe, task: Task) -> None:
     """Judge a few answers of the task, and of each source: before engines, which take minutes to start, are waited for.
 
     Raises RecipeError, as `build_verifiers` does, for a reward that cannot be imported, and RewardError for one that
     fails or does not accept the task's own answers.
     """
+    build_group_filter(recipe)
     for part in parts_of(task):
         reward, sandbox = part.reward, None
         if reward == EXACT_MATCH:  # it accepts every answer and never fails

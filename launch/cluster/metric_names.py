@@ -76,7 +76,7 @@ METRICS: tuple[MetricName, ...] = (
     MetricName(
         "evenkeel_groups_left_out_total",
         COLLECTOR,
-        "Groups that were not kept: unfit, zero_variance or solved.",
+        "Groups that were not kept: unfit, zero_variance, filtered or solved.",
         ("reason",),
     ),
     MetricName(

@@ -69,7 +69,12 @@ COUNTED_OF_STEP = {
 }
 SINCE_START = tuple(metric.name for metric in METRICS if metric.name.endswith("_timestamp_seconds"))
 """Before the first step or batch they show when the process started: one that never gets there has no other sign."""
-LEFT_OUT = {"dropped": "unfit", "zero_variance": "zero_variance", "solved_groups": "solved"}
+LEFT_OUT = {
+    "dropped": "unfit",
+    "zero_variance": "zero_variance",
+    "filtered": "filtered",
+    "solved_groups": "solved",
+}
 """Field of a `committed` event → why groups were left out."""
 
 

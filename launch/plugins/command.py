@@ -16,7 +16,7 @@ def plugins(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List what a recipe can name: objectives, corrections, advantages, tasks, rewards, filters.
+    """List what a recipe can name: objectives, corrections, advantages, tasks, rewards, filters of rows and of groups.
 
     Without a module: what comes with Even Keel, and what one of your own would have to be. With modules: what they
     define, as a recipe names it, and what a class still lacks. A module is imported, from the working folder too.

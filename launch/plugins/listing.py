@@ -14,6 +14,7 @@ from pipeline.config.algorithm import ADVANTAGES, CORRECTIONS, OBJECTIVES
 from pipeline.config.task_sections import SortDigitsTask, SpellDigitsTask
 from pipeline.errors import RecipeError
 from pipeline.rewards import verifiers
+from pipeline.rollout.group_filter import GIVEN as GROUP_GIVEN
 from pipeline.tasks.base import Task
 from pipeline.tasks.data import Data
 from pipeline.tasks.filtering import GIVEN
@@ -22,7 +23,7 @@ from precision.objectives.base import Objective
 from precision.settings import Settings, name_of
 from precision.text.short import one_line
 
-Kind = Literal["objective", "correction", "advantage", "task", "reward", "filter"]
+Kind = Literal["objective", "correction", "advantage", "task", "reward", "filter", "group_filter"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 ASKED: dict[Kind, str] = {
@@ -32,6 +33,7 @@ ASKED: dict[Kind, str] = {
     "task": "a class with what pipeline.tasks.base.Task asks for",
     "reward": "a function that names response, or responses of a group",
     "filter": f"a function of some of {', '.join(GIVEN)}",
+    "group_filter": f"a function that names rewards, of some of {', '.join(GROUP_GIVEN)}",
 }
 """What a user writes."""
 
@@ -73,6 +75,8 @@ def shipped() -> list[Plugin]:
 
 def key_of(kind: Kind) -> str:
     """The recipe's key that names one of the user's own."""
+    if kind == "group_filter":
+        return "prompts.group_filter"
     return f"task.{kind}" if kind in ("reward", "filter") else f"{kind}.class"
 
 
@@ -119,6 +123,8 @@ def _kind_of(thing: Any) -> Kind | None:
     if not inspect.isfunction(thing):
         return None
     names = {*inspect.signature(thing).parameters}
+    if "rewards" in names and names <= {*GROUP_GIVEN}:
+        return "group_filter"
     if names & {"response", "responses"}:
         return "reward"
     return "filter" if names and names <= {*GIVEN} else None

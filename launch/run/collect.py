@@ -16,7 +16,7 @@ from launch.build.components import (
     build_solved_prompt_rule,
     build_tokenizer,
 )
-from launch.build.rewards import build_verifiers
+from launch.build.rewards import build_group_filter, build_verifiers
 from launch.build.teacher import teacher_of
 from launch.cluster.metrics import metrics_of, observers_of
 from launch.cluster.roles.api_key import read_api_key
@@ -73,7 +73,8 @@ def settings(recipe: Recipe, tokenizer: Tokenizer) -> CollectorSettings:
         wait_deadline_s=recipe.run.wait_deadline_s,
         recipe_sha256=recipe.sha256(),
         interruption=build_interruption(recipe, tokenizer),
-        max_refills=recipe.prompts.max_refills if recipe.prompts.refill else 0,
+        max_refills=recipe.prompts.max_refills if recipe.prompts.refill or recipe.prompts.group_filter else 0,
+        keeps_equal=not recipe.prompts.refill,
         solved_rule=build_solved_prompt_rule(recipe),
     )
 
@@ -124,6 +125,7 @@ async def collect(run: RunDirectory, epoch: Epoch, check_stop: Callable[[], None
                     tokenizer=tokenizer,
                     verifiers=verifiers,
                     teacher=teacher,
+                    group_filter=build_group_filter(recipe),
                     contract=build_contract(recipe, tokenizer),
                     event_log=event_log,
                     settings=settings(recipe, tokenizer),

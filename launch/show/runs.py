@@ -81,6 +81,7 @@ _TROUBLE = {
 _PROMPTS = {
     "refills": "refills",
     "zero_variance": "groups without contrast",
+    "filtered": "groups dropped by prompts.group_filter",
     "solved_groups": "groups of solved problems",
     "interrupted": "interrupted samples",
 }

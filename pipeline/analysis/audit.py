@@ -49,7 +49,7 @@ class Audit:
     groups: int
     """Groups trained on or dropped."""
     dropped: int
-    """Groups dropped: all of the next three kinds."""
+    """Groups dropped: the next three kinds, and those that the user's filter did not keep."""
     unfit: int
     zero_variance: int
     solved: int

@@ -16,7 +16,7 @@ from pipeline.config.recipe import Recipe
 from precision.corrections.base import Correction
 from precision.objectives.base import Objective
 
-PROMPT_COUNTS = ("refills", "zero_variance", "solved_groups", "interrupted")
+PROMPT_COUNTS = ("refills", "zero_variance", "filtered", "solved_groups", "interrupted")
 """Of the collector's `committed` events: groups asked in place of others, groups dropped for equal rewards, groups not
 asked because their problem was solved, samples that were told to end."""
 

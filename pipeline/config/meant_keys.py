@@ -30,7 +30,7 @@ ELSEWHERE = {
     "dataset_name": "task.path",
     "deepspeed": "learner.tensor_parallel and learner.data_parallel",
     "default_local_dir": "run.root",
-    "dynamic_sampling_filter_path": "prompts.refill",
+    "dynamic_sampling_filter_path": "prompts.group_filter",
     "enable_gradient_checkpointing": "learner.recompute",
     "entropy_coef": "objective",
     "entropy_coeff": "objective",

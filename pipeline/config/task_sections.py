@@ -159,7 +159,15 @@ class PromptsSection(Section):
     refill: bool = Field(
         False, description="Dynamic sampling (DAPO): groups of equal rewards are dropped and further prompts asked."
     )
-    max_refills: PositiveInt = Field(3, description="refill: at most so many times prompts_per_batch further prompts.")
+    group_filter: str | None = Field(
+        None,
+        pattern=FUNCTION,
+        description="package.module:function of rewards, responses …: true for the sampled groups that are trained on "
+        "(docs/rewards.md); in place of each other one a further prompt is asked.",
+    )
+    max_refills: PositiveInt = Field(
+        3, description="refill, group_filter: at most so many times prompts_per_batch further prompts."
+    )
     solved_pass_rate: float | None = Field(
         None,
         gt=0.0,

@@ -54,6 +54,8 @@ class BatchBuilder:
     """Groups that the batch should hold."""
     max_refills: int
     """How often `wanted` further groups may be asked; 0 keeps every group, whatever its rewards."""
+    keeps_equal: bool = False
+    """Groups of equal rewards are kept all the same: only those that are filtered out make room."""
     asked: int = 0
     kept: list[Group] = field(default_factory=list)
     dropped: list[DroppedGroup] = field(default_factory=list)
@@ -79,9 +81,33 @@ class BatchBuilder:
 
     def keep(self, group: Group) -> bool:
         """Keep the group for the batch or for the reserve; False when another one should be asked in its place."""
-        wanted = self.max_refills == 0 or is_informative(group)
+        wanted = self.max_refills == 0 or self.keeps_equal or is_informative(group)
         (self.kept if wanted else self._reserve).append(group)
         return wanted
+
+    def filter_out(self, group: Group) -> bool:
+        """Drop a group that the user's filter does not keep; another one should be asked in its place."""
+        rewards = [sample.reward for sample in group.samples if sample.judged]
+        self.dropped.append(
+            DroppedGroup(
+                group=group.prompt.group,
+                reason="prompts.group_filter did not keep it",
+                kind="filtered",
+                problem=group.prompt.problem,
+                samples=len(rewards),
+                solved=sum(reward >= SOLVED_REWARD for reward in rewards),
+            )
+        )
+        return False
+
+    def require_kept(self) -> None:
+        """After `fill_up`. Raises RewardError when nothing is left since the user's filter dropped it."""
+        filtered = sum(drop.kind == "filtered" for drop in self.dropped)
+        if filtered and not self.kept:
+            raise RewardError(
+                f"prompts.group_filter kept none of the {filtered} groups that were sampled for batch {self.index}; "
+                "correct it, or raise prompts.max_refills so that more are asked"
+            )
 
     def drop(self, prompt: Prompt, reason: str) -> bool:
         """Drop a prompt that cannot be asked; False when another one should be asked in its place."""
@@ -121,6 +147,7 @@ class BatchBuilder:
             informative=sum(map(is_informative, self.kept)),
             refills=max(0, self.asked - self.wanted),
             zero_variance=kinds.count("zero_variance"),
+            filtered=kinds.count("filtered"),
             solved_groups=kinds.count("solved"),
             solved_problems=len(self.solved),
         )

@@ -37,6 +37,7 @@ from pipeline.rewards.pool import Verifiers
 from pipeline.rollout.batch_builder import BatchBuilder, PromptSource, require_scores
 from pipeline.rollout.evaluation import by_source, evaluate
 from pipeline.rollout.group_allocator import Allocator, GroupAllocator, HoleAllocator
+from pipeline.rollout.group_filter import GroupFilter
 from pipeline.rollout.group_sampler import GroupSampler
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.priority_semaphore import PrioritySemaphore, gather_or_cancel
@@ -65,7 +66,9 @@ class CollectorSettings:
     recipe_sha256: str
     interruption: Interruption | None = None
     max_refills: int = 0
-    """Dynamic sampling: how often `prompts_per_batch` further groups may be asked for a batch."""
+    """Dynamic sampling, or a filter: how often `prompts_per_batch` further groups may be asked for a batch."""
+    keeps_equal: bool = False
+    """With max_refills: groups of equal rewards are kept."""
     solved_rule: SolvedPromptRule | None = None
     poll_s: float = 0.5
     """Pause between two looks at PUBLISHED, at most; the first ones come sooner."""
@@ -89,6 +92,8 @@ class Collector:
     settings: CollectorSettings
     teacher: TeacherScores | None = None
     """Who judges each token, beside the verifiers; None: nobody."""
+    group_filter: GroupFilter | None = None
+    """Which groups are trained on; None: all."""
     decided_lags: Callable[[int], tuple[tuple[int, int], ...]] | None = None
     """Schedule.decided_lags when a version was published; None where no controller decides any."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -200,6 +205,7 @@ class Collector:
         self.event_log.event("issued", batch=index, first_group=prompts[0].group, groups=len(prompts), version=version)
         await gather_or_cancel([self._fill_place(builder, prompt) for prompt in prompts])
         builder.fill_up()
+        builder.require_kept()
         generated = time.time()
         if previous is not None:
             await asyncio.shield(previous.task)  # batches are committed in order, so that none is missing in between
@@ -236,6 +242,7 @@ class Collector:
             solved=solved,
             wanted=self.settings.prompts_per_batch,
             max_refills=self.settings.max_refills,
+            keeps_equal=self.settings.keeps_equal,
         )
 
     async def _fill_place(self, builder: BatchBuilder, first: Prompt) -> None:
@@ -258,7 +265,10 @@ class Collector:
             priority=(builder.index, prompt.group),
             allowed=lambda version: self._allows(builder.index, version),
         )
-        return builder.keep(Group(prompt=prompt, samples=await self._score(prompt, completions)))
+        group = Group(prompt=prompt, samples=await self._score(prompt, completions))
+        if self.group_filter is not None and not await self.group_filter.keeps(group, self._text):
+            return builder.filter_out(group)
+        return builder.keep(group)
 
     def _allows(self, index: int, version: int) -> bool:
         """Whether batch `index` may hold a token of `version`. Raises StoreError when a version that has learned from

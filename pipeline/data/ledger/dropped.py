@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-DropKind = Literal["unfit", "zero_variance", "solved"]
-"""unfit: it cannot be asked. zero_variance: all its rewards are equal, and another group took its place. solved: its
-problem is solved too often to be asked again."""
+DropKind = Literal["unfit", "zero_variance", "filtered", "solved"]
+"""unfit: it cannot be asked. zero_variance: all its rewards are equal, and another group took its place. filtered:
+the user's prompts.group_filter did not keep it. solved: its problem is solved too often to be asked again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,10 @@ def short(answer):
     """Short answers."""
     return len(answer) < 3
 
+def mixed(rewards, responses):
+    """Groups with a contrast."""
+    return len({*rewards}) > 1
+
 def helper(number): ...
 def _hidden(response): ...
 class Other(BaseModel): ...
@@ -115,6 +119,7 @@ def test_all_of_mine_are_found_as_a_recipe_names_them(tmp_path: Path) -> None:
         "length": "reward",
         "first": "reward",
         "short": "filter",
+        "mixed": "group_filter",
     }
     assert {plugin.kind for plugin in found.values()} == {*KINDS}
     assert (found["Half"].says, found["Half"].key) == ("Half of everything.", "correction.class")

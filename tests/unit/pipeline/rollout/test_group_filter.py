@@ -1,0 +1,173 @@
+"""A filter of groups: what it gets, what it drops, and how it may fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.run.collect import settings
+from pipeline.analysis.audit import verify_history
+from pipeline.config.loader import load_recipe
+from pipeline.data.event_log import read_events
+from pipeline.data.records import VERIFIER_FAILED, Completion, Group, Prompt, Sample
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import RecipeError, RewardError
+from pipeline.rewards.pool import Verifiers
+from pipeline.rollout.group_filter import GIVEN, GroupFilter
+from pipeline.schedule import Schedule
+from tests.support.collecting import GROUP, PROMPTS, batches, build, collect, engines_of
+
+SYNC = Schedule(kind="sync", steps=3)
+GROUP_OF_TWO = Group(
+    prompt=Prompt(group=7, text="1=", answer="1", tokens=(1, 2), metadata=dict(level="easy")),
+    samples=(
+        Sample(completion=Completion.given([3, 4], [-0.5, -0.5]), reward=0.5, reward_parts=dict(brief=1.0)),
+        Sample(completion=Completion.given([5], [-0.5]), reward=0.0, reward_parts={VERIFIER_FAILED: 1.0}),
+    ),
+)
+
+
+def filter_of(function: Callable[..., Any], *names: str, deadline_s: float = 20.0) -> GroupFilter:
+    return GroupFilter("mine:own", function, frozenset(names), deadline_s)
+
+
+def asked(given: GroupFilter) -> bool:
+    return asyncio.run(given.keeps(GROUP_OF_TWO, lambda completion: f"<{completion.tokens.tolist()}>"))
+
+
+def test_it_gets_what_it_names() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def keep(**given: Any) -> bool:
+        seen.append(given)
+        return len(seen) == 1
+
+    every = filter_of(keep, *GIVEN)
+    assert asked(every)
+    assert seen == [
+        dict(
+            prompt="1=",
+            answer="1",
+            metadata=dict(level="easy"),
+            responses=["<[3, 4]>", "<[5]>"],
+            rewards=[0.5, None],
+            reward_parts=[dict(brief=1.0), {VERIFIER_FAILED: 1.0}],
+            info=[
+                dict(prompt_tokens=2, response_tokens=2, finish="stop"),
+                dict(prompt_tokens=2, response_tokens=1, finish="stop"),
+            ],
+        )
+    ]
+    assert not asked(filter_of(keep, "rewards"))
+    assert seen[1] == dict(rewards=[0.5, None])
+
+
+def test_what_is_neither_true_nor_false_ends_the_run() -> None:
+    with pytest.raises(RewardError, match=r"mine:own returned 'yes' for group 7, expected True or False; correct it"):
+        asked(filter_of(lambda **_: "yes"))
+
+
+def test_an_exception_ends_the_run() -> None:
+    def broken(rewards: list[float | None]) -> bool:
+        return sum(rewards) > 0  # type: ignore[arg-type]
+
+    with pytest.raises(RewardError, match=r"mine:own failed on group 7 \(TypeError: unsupported operand.*correct it"):
+        asked(filter_of(broken, "rewards"))
+    with pytest.raises(RewardError, match=r"RuntimeError: StopIteration"):
+        asked(filter_of(lambda **_: next(iter(()))))
+
+
+def test_a_function_that_hangs_ends_the_run() -> None:
+    release = threading.Event()
+    try:
+        with pytest.raises(RewardError, match=r"took more than 0.05 s for group 7.*raise reward.deadline_s"):
+            asked(filter_of(lambda **_: release.wait(60), deadline_s=0.05))
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_module:own", "cannot be imported .*PYTHONPATH"),
+        ("filters_of_mine:missing", "cannot be imported"),
+        ("filters_of_mine:other", "asks for tokens, expected some of prompt, answer"),
+        ("filters_of_mine:later", "is async; write it as a plain function"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["def other(tokens): ...", "async def later(rewards): ...", "def own(rewards, twice=2): return True", ""]
+    (tmp_path / "filters_of_mine.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RecipeError, match=said):
+        GroupFilter.load(name, 1.0)
+    assert GroupFilter.load("filters_of_mine:own", 1.0).names == {"rewards", "twice"}
+
+
+def even(prompt: str) -> bool:
+    return int(prompt.removesuffix("=")[-1]) % 2 == 0
+
+
+def test_a_dropped_group_is_replaced_counted_and_in_the_ledger(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, SYNC, max_refills=20, keeps_equal=True)
+    collector.group_filter = filter_of(even, "prompt")
+    found = batches(collect(collector))
+    text = {group: collector.prompts.prompt(group).text for group in range(found[-1].next_group)}
+    for batch, event in zip(found, read_events(run.path, "committed"), strict=True):
+        assert len(set(batch.group.tolist())) == PROMPTS, "all rewards are equal, and they are kept"
+        assert all(even(text[group]) for group in batch.group.tolist())
+        assert not any(even(text[drop.group]) for drop in batch.dropped)
+        assert {(drop.kind, drop.samples, drop.solved) for drop in batch.dropped} <= {("filtered", GROUP, GROUP)}
+        assert event["filtered"] == event["refills"] == len(batch.dropped)
+        assert (event["dropped"], event["zero_variance"]) == (0, 0)
+    assert sum(len(batch.dropped) for batch in found) > 0
+    assert verify_history(run.path, SYNC, SYNC.steps).sound
+
+
+def test_past_the_bound_the_batch_is_smaller(run: RunDirectory, verifiers: Verifiers) -> None:
+    """Of 3 × (1 + 1) groups a batch those of the first two numbers are kept, which no other group fills up."""
+    schedule = Schedule(kind="sync", steps=1)
+    collector = build(run, verifiers, schedule, max_refills=1, evaluate_every=100)
+    engines_of(collector).solves = lambda digits, member: member == 0
+    kept = [collector.prompts.prompt(group).text for group in range(2)]
+    collector.group_filter = filter_of(lambda prompt: prompt in kept, "prompt")
+    [batch] = batches(collect(collector))
+    assert sorted({*batch.group.tolist()}) == [0, 1]
+    assert len(batch.dropped) == 4
+    assert verify_history(run.path, schedule, 1).sound
+
+
+def test_a_filter_that_keeps_nothing_ends_the_run(run: RunDirectory, verifiers: Verifiers) -> None:
+    collector = build(run, verifiers, SYNC, max_refills=2)
+    collector.group_filter = filter_of(lambda **_: False)
+    with pytest.raises(RewardError, match=r"kept none of the 9 groups that were sampled for batch 0; correct it, or"):
+        collect(collector)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], (0, True)),
+        (["prompts.group_filter=my.own:mixed"], (3, True)),
+        (["prompts.refill=true"], (3, False)),
+        (["prompts.group_filter=my.own:mixed", "prompts.refill=true", "prompts.max_refills=5"], (5, False)),
+    ],
+)
+def test_what_the_recipe_says_of_groups(
+    overrides: list[str], expected: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launch.run.collect.build_interruption", lambda recipe, tokenizer: None)
+    found = settings(load_recipe(Path("demo"), overrides), None)  # type: ignore[arg-type]
+    assert (found.max_refills, found.keeps_equal) == expected
+
+
+def test_a_name_that_is_none_is_told_how_one_looks() -> None:
+    with pytest.raises(RecipeError, match=r"prompts\.group_filter: expected package\.module:name.*, got 'mixed'"):
+        load_recipe(Path("demo"), ["prompts.group_filter=mixed"])
