@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.data.event_log import read_metrics
+from tests.support.page_shell import run_page
 from tests.support.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "distillation.md"
@@ -29,29 +26,11 @@ def test_the_commands_of_the_page_distill(tmp_path: Path) -> None:
     folder, programs = tmp_path / "own", tmp_path / "bin"
     folder.mkdir()
     programs.mkdir()
-    (programs / "start.py").write_text("from launch.cli import main\n\nmain()\n")  # as pip installs it
-    (programs / "evenkeel").write_text(f'#!/bin/sh\nexec "{sys.executable}" {programs}/start.py "$@"\n')
-    (programs / "evenkeel").chmod(0o755)
     [commands] = blocks(PAGE, "sh")
     for said, smaller in SMALLER.items():
         assert commands.count(said) == 1, f"the page does not say {said!r} once any more"
         commands = commands.replace(said, smaller)
-    environment = os.environ | dict(PATH=f"{programs}:{os.environ['PATH']}", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    with (folder / "said.txt").open("w") as said_file:
-        shell = subprocess.Popen(
-            ["bash", "-c", "set -eu\n" + commands],
-            cwd=folder,
-            env=environment,
-            stdout=said_file,
-            stderr=said_file,
-            start_new_session=True,
-        )
-        try:
-            status = shell.wait(380)
-        finally:
-            if shell.poll() is None:
-                os.killpg(shell.pid, signal.SIGKILL)
-    assert status == 0, (folder / "said.txt").read_text()[-4000:]
+    run_page(commands, folder, programs, deadline_s=380)
     metrics = read_metrics(folder / "runs" / "distill")
     assert [line["step"] for line in metrics] == [0, 1]
     assert all(line["reverse_kl"] != 0.0 and line["teacher_failures"] == 0.0 for line in metrics)

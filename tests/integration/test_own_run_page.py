@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.data.event_log import read_events, read_metrics
+from tests.support.page_shell import run_page
 from tests.support.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "own-run.md"
@@ -22,22 +19,7 @@ pytestmark = [pytest.mark.loop, pytest.mark.slow, pytest.mark.timeout(280)]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every command of the page was run, in one shell."""
     folder, programs = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("bin")
-    for name, arguments in (("evenkeel", f" {programs}/start.py"), ("python3", "")):
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{arguments} "$@"\n')
-        (programs / name).chmod(0o755)
-    (programs / "start.py").write_text("from launch.cli import main\n\nmain()\n")  # as pip installs it
-    script = "set -eu\n" + "\n".join(blocks(PAGE, "sh"))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("JUDGE_")}
-    environment |= dict(PATH=f"{programs}:{os.environ['PATH']}", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    with (folder / "said.txt").open("w") as said:
-        shell = subprocess.Popen(
-            ["bash", "-c", script], cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True
-        )
-        try:
-            status = shell.wait(250)
-        finally:
-            os.killpg(shell.pid, signal.SIGKILL)  # the judge is still there
-    assert status == 0, (folder / "said.txt").read_text()[-4000:]
+    run_page("\n".join(blocks(PAGE, "sh")), folder, programs, deadline_s=250, without="JUDGE_")
     return folder
 
 
