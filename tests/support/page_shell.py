@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tests.support.pages import ROOT
@@ -34,6 +35,7 @@ def run_page(commands: str, folder: Path, programs: Path, deadline_s: float, wit
         try:
             status = shell.wait(deadline_s)
         finally:
-            os.killpg(shell.pid, signal.SIGKILL)  # also what runs in the background
+            with suppress(ProcessLookupError):  # nothing runs in the background
+                os.killpg(shell.pid, signal.SIGKILL)
     assert status == 0, said.read_text()[-4000:]
     return said.read_text()
