@@ -169,9 +169,10 @@ def _power(matrix: Matrix, name: str, results: Sequence[Result]) -> str:
     if spread.df < 1 or not spread.sd > 0.0:
         return "What the seeds could show is not known: no arm has two of them."
     runs = min(len(one.results) for one in ends if one.results)
+    seeds = f"{runs} seeds" if runs > 1 else "one seed"
     visible = visible_difference(float(spread.sd), runs, spread.df, ALPHA)
     return (
-        f"Run-to-run standard deviation {float(spread.sd):.3f} ({spread.df} degrees of freedom). With {runs} seeds a "
+        f"Run-to-run standard deviation {float(spread.sd):.3f} ({spread.df} degrees of freedom). With {seeds} a "
         f"true difference of {visible:.2f} between two arms would be seen four times in five, one comparison at a time."
     )
 
