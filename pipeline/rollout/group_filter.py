@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from pipeline.beside_loop import beside_loop
 from pipeline.data.records import Completion, Group
 from pipeline.errors import RecipeError, RewardError
+from pipeline.own_function import own_function
 from precision.text.short import one_line, quoted
 
 GIVEN = ("prompt", "answer", "metadata", "responses", "rewards", "reward_parts", "info")
@@ -42,25 +42,10 @@ class GroupFilter:
     @staticmethod
     def load(name: str, deadline_s: float) -> GroupFilter:
         """Raises RecipeError for what cannot be imported, and for a function that asks for something else."""
-        module, _, function_name = name.partition(":")
-        try:
-            function = getattr(import_module(module), function_name)
-            parameters = inspect.signature(function).parameters.values()
-        except Exception as error:
-            raise RecipeError(
-                f"prompts.group_filter {name} cannot be imported ({type(error).__name__}: {one_line(error, 200)}); "
-                "correct it, or put the folder that holds it on PYTHONPATH"
-            ) from error
+        function, names = own_function("prompts.group_filter", name, GIVEN)
         if inspect.iscoroutinefunction(function):
             raise RecipeError(f"prompts.group_filter {name} is async; write it as a plain function")
-        variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        needed = [one.name for one in parameters if one.default is one.empty and one.kind not in variadic]
-        if unknown := [one for one in needed if one not in GIVEN]:
-            raise RecipeError(
-                f"prompts.group_filter {name} asks for {', '.join(unknown)}, expected some of {', '.join(GIVEN)}"
-            )
-        rest = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        return GroupFilter(name, function, frozenset(GIVEN if rest else (p.name for p in parameters)), deadline_s)
+        return GroupFilter(name, function, names, deadline_s)
 
     async def keeps(self, group: Group, text: Callable[[Completion], str]) -> bool:
         """Whether the group may be trained on; `text` decodes a response. Raises RewardError when the function fails,

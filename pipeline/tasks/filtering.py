@@ -9,14 +9,13 @@ part of the data's digest (pipeline.tasks.digest): a run whose filter has change
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
+from pipeline.own_function import own_function
 from pipeline.tasks.base import Problem
 from pipeline.tasks.columns import problem_of
 from pipeline.tasks.rows import read_rows
@@ -45,7 +44,7 @@ def _asked(path: Path, section: DataTask) -> list[tuple[Problem, bool]]:
     rows = ((row.where, problem_of(row, section)) for row in read_rows(path))
     if section.filter is None:
         return [(problem, True) for _, problem in rows]
-    function, names = _resolved(section.filter)
+    function, names = own_function("task.filter", section.filter, GIVEN)
     return [(problem, _kept(where, problem, section.filter, function, names)) for where, problem in rows]
 
 
@@ -60,20 +59,3 @@ def _kept(where: str, problem: Problem, name: str, function: Callable[..., Any],
     if said not in (True, False):
         raise RecipeError(f"{where}: task.filter {name} returned {quoted(said)}, expected True or False; correct it")
     return bool(said)
-
-
-def _resolved(name: str) -> tuple[Callable[..., Any], frozenset[str]]:
-    module, _, function_name = name.partition(":")
-    try:
-        function = getattr(import_module(module), function_name)
-        parameters = inspect.signature(function).parameters.values()
-    except Exception as error:
-        raise RecipeError(
-            f"task.filter {name} cannot be imported ({type(error).__name__}: {one_line(error, 200)}); correct it, or "
-            "put the folder that holds it on PYTHONPATH"
-        ) from error
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    if unknown := [one for one in needed if one not in GIVEN]:
-        raise RecipeError(f"task.filter {name} asks for {', '.join(unknown)}, expected some of {', '.join(GIVEN)}")
-    rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return function, frozenset(GIVEN if rest else (p.name for p in parameters))
