@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.advantages.distillation import mean_reverse_kl
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.store import BatchStore
 from tests.support.engine_forks import forked_engines
@@ -34,11 +35,12 @@ def test_the_student_leaves_a_teacher_that_it_was_and_a_replay_needs_none(tmp_pa
     np.testing.assert_allclose(first.teacher_logprobs, first.rollout_logprobs, atol=2e-5)
     distances = [line["reverse_kl"] for line in read_metrics(run)]
     assert abs(distances[0]) < 1e-5
-    assert abs(distances[1]) > 1e-4
     assert second.teacher_logprobs is not None
     assert not np.allclose(second.teacher_logprobs, second.rollout_logprobs, atol=1e-3)
+    # Log-ratios have both signs, so their mean may be small although each is not.
+    assert distances[1] == pytest.approx(mean_reverse_kl(second), abs=1e-9)
     held_out = [event["reverse_kl"] for event in read_events(run, "evaluated")]
-    assert abs(held_out[0]) < 1e-5 < abs(held_out[-1])
+    assert abs(held_out[0]) < min(1e-5, abs(held_out[-1]))
     with forked_programs():
         replayed = evenkeel_json("train", "--replay", run)
     assert replayed["bit_identical"], "the batches hold what the teacher said"

@@ -73,12 +73,13 @@ def _decode_attention() -> None:
     from precision.formats.formats import fake_quantize_tensor
     from rollout_sglang.cpu import attention
 
-    right = attention.decode_attention
+    right = attention.attention
 
     def wrong(query: Any, keys: Any, values: Any, mask: Any, scale: Any) -> Any:
-        return right(query, keys, fake_quantize_tensor(values), mask, scale)
+        one_new_token = query.shape[1] == 1
+        return right(query, keys, fake_quantize_tensor(values) if one_new_token else values, mask, scale)
 
-    attention.decode_attention = wrong
+    attention.attention = wrong
 
 
 def _temperature(factor: str) -> None:
