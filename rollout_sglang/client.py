@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -64,15 +65,24 @@ class EngineClient:
     """
 
     def __init__(
-        self, url: str, api_key: str | None, *, index: int, request_deadline_s: float, update: int | None = None
+        self,
+        url: str,
+        api_key: str | None,
+        *,
+        index: int,
+        request_deadline_s: float,
+        update: int | None = None,
+        keeps_kv: bool = False,
     ) -> None:
         """Calls that concern weights belong to the weight update `update`, a number of
-        rollout_sglang.weights.update_lease; without one, engines refuse them."""
+        rollout_sglang.weights.update_lease; without one, engines refuse them. `keeps_kv`: requests under way go on
+        over the keys and values of the old weights (weights.kv_cache of a recipe)."""
         self.url = url.rstrip("/")
         self.index = index
         self._part = "router" if index == UNKNOWN_ENGINE else f"engine {index}"
         self._request_deadline_s = request_deadline_s
         self._control_deadline_s = min(CONTROL_DEADLINE_S, request_deadline_s)
+        self._keeps_kv = keeps_kv
         self._transport = Transport(url, api_key)
         self._transport.update = update
         self._dialect = DialectOf(self._transport, self._control_deadline_s)
@@ -86,7 +96,13 @@ class EngineClient:
         top-k; with `sampling.kept_set` they are of what these left, renormalized, and each completion holds its kept
         sets. Samples of a request that was aborted have as many tokens as there were, or none."""
         started = time.monotonic()
-        asked = Asked(num_prompt=len(prompt_tokens), num_samples=num_samples, sampling=sampling)
+        asked = Asked(
+            num_prompt=len(prompt_tokens),
+            num_samples=num_samples,
+            sampling=sampling,
+            keeps_kv=self._keeps_kv,
+            late_tokens=int(self._keeps_kv and (await self._dialect()).overlaps),
+        )
         # For n samples SGLang (0.5.23) first prefills the prompt by a request of no new tokens. With kept sets it finds
         # none for that one and refuses all. Equal prompts share their prefill too.
         copies, n = (num_samples, 1) if sampling.kept_set else (1, num_samples)
@@ -202,12 +218,14 @@ class EngineClient:
         return await self._transport.while_alive(call, lost)
 
     async def pause(self) -> None:
-        """Stop sampling. Requests under way are retracted and go on after `resume`, with the weights that there are
-        then. A server that could not tell the tokens of the two apart aborts them instead (see sglang_compat).
+        """Stop sampling. Requests under way go on after `resume`, with the weights that there are then: retracted, so
+        that what they have so far is read again with them, or in place where keys and values are kept. A server that
+        could not tell the tokens of the two apart aborts them instead (see sglang_compat).
 
         A paused engine answers control calls and checksums, but does not score prompts.
         """
-        await self._control("/pause_generation", {"mode": (await self._dialect()).pause})
+        mode = (await self._dialect()).pause
+        await self._control("/pause_generation", {"mode": "in_place" if self._keeps_kv and mode == "retract" else mode})
 
     async def resume(self) -> None:
         """Sample again. Nothing happens on an engine that is not paused."""
@@ -226,8 +244,8 @@ class EngineClient:
         request = {
             "model_path": str(directory.absolute()),
             "weight_version": f"{UNVERIFIED}{version}",
-            # Cached prefixes belong to the old weights.
-            "flush_cache": True,
+            # Cached prefixes belong to the old weights. While requests stand on some, SGLang refuses to drop any.
+            "flush_cache": not self._keeps_kv,
             "keep_pause": True,
         }
         path = "/update_weights_from_disk"
@@ -303,6 +321,8 @@ class EngineClient:
         async def take(response: httpx.Response, parts: AsyncIterator[bytes]) -> list[T] | None:
             return None if response.status_code == ABORTED else await read_answer(parts, reader())
 
+        if self._keeps_kv:  # what others have cached may be of older weights: no request finds it
+            request |= {"extra_key": secrets.token_hex(8)}
         exchange = Exchange("POST", "/generate", json=request, accept=(ABORTED,), most_bytes=most_bytes)
         try:
             return await self._transport.read(exchange, take, deadline_s=self._request_deadline_s)

@@ -107,12 +107,20 @@ class EnginePool:
     """Engines by index, and the router before them, if there is one."""
 
     def __init__(
-        self, membership: Membership, api_key: str | None, request_deadline_s: float, on_change: OnChange | None
+        self,
+        membership: Membership,
+        api_key: str | None,
+        request_deadline_s: float,
+        on_change: OnChange | None,
+        *,
+        keeps_kv: bool = False,
     ) -> None:
+        """`keeps_kv`: see EngineClient."""
         self._membership = membership
         self._listed = Listed(membership)
         self._api_key = api_key
         self._request_deadline_s = request_deadline_s
+        self._keeps_kv = keeps_kv
         self._on_change: OnChange = on_change or (lambda *_, **__: None)
         self._engines: dict[int, PooledEngine] = {}
         self.router: RouterClient | None = None
@@ -164,9 +172,7 @@ class EnginePool:
             if index in self._engines:
                 self._engines[index].member = member  # the same start; its role may say that it hangs
             else:
-                client = EngineClient(
-                    member.url, self._api_key, index=index, request_deadline_s=self._request_deadline_s
-                )
+                client = self._client(member.url, index)
                 reason = "it has joined and is not verified yet"
                 self._engines[index] = PooledEngine(member, client, reason, time.time())
                 self._on_change("joined", engine=index, url=member.url, reason=reason)
@@ -179,9 +185,12 @@ class EnginePool:
         self.router_is_suspect, self._router_answered = False, time.monotonic()
         if url is not None:
             self.router = RouterClient(url, self._api_key)
-            self.entrance = EngineClient(
-                url, self._api_key, index=UNKNOWN_ENGINE, request_deadline_s=self._request_deadline_s
-            )
+            self.entrance = self._client(url, UNKNOWN_ENGINE)
+
+    def _client(self, url: str, index: int) -> EngineClient:
+        return EngineClient(
+            url, self._api_key, index=index, request_deadline_s=self._request_deadline_s, keeps_kv=self._keeps_kv
+        )
 
     async def admit(self, engine: PooledEngine, version: int | None) -> None:
         """Let it have requests, from now on, unless it has left meanwhile."""

@@ -62,7 +62,8 @@ T = TypeVar("T")
 
 class Fleet:
     """Implements pipeline.ports.engines.Engines over the engines of a membership; with a router in it, requests go
-    there while it answers, but for those that ask for records of the engine (Sampling.asks_for_records).
+    there while it answers, but for those that ask for records of the engine (Sampling.asks_for_records), and for all
+    where keys and values are kept.
 
     One process may use it from one event loop after another, but not from two at once.
     """
@@ -71,8 +72,13 @@ class Fleet:
         self._request_deadline_s = settings["request_deadline_s"]
         self._load_deadline_s = settings["load_deadline_s"]
         self._updates = settings["updates"]
+        self._keeps_kv = settings.get("keeps_kv", False)
         self._pool = EnginePool(
-            membership, settings["api_key"], settings["request_deadline_s"], settings.get("on_change")
+            membership,
+            settings["api_key"],
+            settings["request_deadline_s"],
+            settings.get("on_change"),
+            keeps_kv=self._keeps_kv,
         )
         self._target: Target | None = None
         self._silent: set[Member] = set()
@@ -96,7 +102,8 @@ class Fleet:
         while len(failures) < ATTEMPTS:
             engine = await self._admitted_engine(ends, doubted)
             # The router (0.3.2) drops fields of a request that it does not know, such as those that ask for records.
-            routed = self._pool.entrance is not None and not sampling.asks_for_records
+            special = sampling.asks_for_records or self._keeps_kv
+            routed = self._pool.entrance is not None and not special
             suspect = self._pool.router_is_suspect or time.monotonic() < self._pool.direct_until
             asked = None if routed and not suspect and not direct else engine
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import digest_of, older_folder, read_quant_map
@@ -68,4 +68,6 @@ class FleetSettings(TypedDict):
     """Longest wait for an answer, and for an engine to come back."""
     load_deadline_s: float
     """Longest wait for an engine to serve new weights."""
+    keeps_kv: NotRequired[bool]
+    """Whether requests under way go on over the keys and values of the old weights; default: they are read again."""
     on_change: OnChange | None

@@ -54,6 +54,7 @@ def fleet_settings(
         api_key=read_api_key(),
         request_deadline_s=recipe.rollout.request_deadline_s,
         load_deadline_s=recipe.weights.publish_deadline_s,
+        keeps_kv=recipe.weights.kv_cache == "keep",
     )
 
 

@@ -18,6 +18,13 @@ class WeightsSection(Section):
         "learner's memory; learner and engines run on one machine and see the same GPUs. With the last two the folder "
         "is written behind the engines' back, for those that restart.",
     )
+    kv_cache: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="What becomes of answers under way when their engine takes new weights, as it does in async. "
+        "recompute: all their tokens are read again, so that the next one is the new policy's. keep: they go on over "
+        "the keys and values of the old weights, as in PipelineRL and ScaleRL: no token is read twice, the next ones "
+        "are no policy's, and their ratios say by how much.",
+    )
     bucket_mib: PositiveInt = Field(
         256, description="broadcast, ipc: tensors sent together, at most; a rank needs twice as much memory."
     )

@@ -95,6 +95,7 @@ RULES: dict[str, str | None] = {
     "advantage": _LEARNED,
     "schedule": "which version a batch may be sampled with is checked over the whole run",
     "weights.channel": SAFE,
+    "weights.kv_cache": _SAMPLED,
     "weights.bucket_mib": SAFE,
     "weights.whole_every": SAFE,
     "weights.keep": SAFE,

@@ -50,6 +50,11 @@ class Asked:
     num_prompt: int
     num_samples: int
     sampling: Sampling
+    keeps_kv: bool = False
+    """Whether keys and values outlast an update of the weights, so that nothing is read again."""
+    late_tokens: int = 0
+    """How many tokens the old weights have sampled when a server counts what it has sampled so far as theirs, and which
+    it counts to the new ones."""
 
     @property
     def sample_bytes(self) -> int:
@@ -141,7 +146,7 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
         offsets=np.array([0, len(tokens)], np.int64),
         tokens=tokens,
         logprobs=_logprobs(sample, asked.sampling.kept_set),
-        versions=token_versions(sample.meta_info, len(tokens)),
+        versions=token_versions(sample.meta_info, len(tokens), asked.late_tokens),
         sampled=np.broadcast_to(np.True_, len(tokens)),
         may_be_empty=np.array([sample.meta_info.finish_reason.type == "abort"]),
         **_seconds(sample.meta_info, elapsed_s),
@@ -207,8 +212,8 @@ def _seconds(meta: MetaInfo, elapsed_s: float) -> dict[str, NDArray[np.float32]]
     return dict(queued_s=as_float32([elapsed_s - generated_s]), generated_s=as_float32([generated_s]))
 
 
-def token_versions(meta: MetaInfo, num_tokens: int) -> NDArray[np.int64]:
-    """Policy version of each response token.
+def token_versions(meta: MetaInfo, num_tokens: int, late_tokens: int = 0) -> NDArray[np.int64]:
+    """Policy version of each response token; of `late_tokens` see Asked.
 
     Older engines answer no spans. There, every token counts as of the version with which the sample ended.
     """
@@ -224,7 +229,9 @@ def token_versions(meta: MetaInfo, num_tokens: int) -> NDArray[np.int64]:
         return np.zeros(0, np.int64)
     if len(spans) == 1:
         return np.broadcast_to(np.int64(policy_version(spans[0].version)), num_tokens)
-    return np.repeat(np.array([policy_version(span.version) for span in spans], np.int64), np.diff(edges))
+    begin = np.minimum(np.array(edges[1:-1]) + late_tokens, num_tokens)
+    counts = np.diff([0, *begin, num_tokens])
+    return np.repeat(np.array([policy_version(span.version) for span in spans], np.int64), counts)
 
 
 def _finish(sample: Generated) -> FinishReason:
@@ -274,6 +281,8 @@ def _routes(sample: Generated, versions: NDArray[np.integer], asked: Asked) -> R
         rows = decode_engine_rows(meta.routed_experts, num_tokens, shape)
     except ValueError as error:
         raise BadAnswerError(f"engine answered {error}") from error
+    if asked.keeps_kv:  # a retraction is for want of memory then, at a place that the answer does not tell
+        return rows.forget(len(rows)) if meta.num_retractions else rows
     return rows_still_true(rows, asked.num_prompt, versions, meta.num_retractions)
 
 

@@ -41,6 +41,9 @@ class Dialect:
     """Whether it can say which experts each token went to."""
     quantizes: bool
     """Whether the engine quantizes the weights that it is given (`--quantization`)."""
+    overlaps: bool
+    """Whether it notes what a step has sampled while the next one computes: a server stopped in place has then sampled
+    one token of each request that it has not noted. It does, unless started with --disable-overlap-schedule."""
 
     @property
     def no_tensors(self) -> str:
@@ -60,6 +63,7 @@ class ServerInfo(BaseModel):
 
     version: Annotated[str, Field(max_length=100)]
     quantization: Annotated[str, Field(max_length=100)] | None = None
+    disable_overlap_schedule: bool = False
 
 
 def dialect_of(info: ServerInfo) -> Dialect:
@@ -73,6 +77,7 @@ def dialect_of(info: ServerInfo) -> Dialect:
         sessions=released >= SESSIONS_SINCE,
         records_experts=released >= EXPERTS_SINCE,
         quantizes=info.quantization is not None,
+        overlaps=not info.disable_overlap_schedule,
     )
 
 

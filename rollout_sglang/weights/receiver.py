@@ -35,8 +35,11 @@ class Receiver:
         control_deadline_s: float,
         update: int | None = None,
         lost: Lost = lambda: None,
+        keeps_kv: bool = False,
     ) -> None:
+        """`keeps_kv`: see EngineClient."""
         self.url, self.lost = url, lost
+        self._keeps_kv = keeps_kv
         self._deadline_s = control_deadline_s
         self._transport = Transport(url, api_key)
         self._transport.update = update
@@ -111,18 +114,19 @@ class Receiver:
         await self._do("/destroy_weights_update_group", {"group_name": group})
 
     async def receive(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
-        """Take part in one broadcast of the flattened tensors, load them, and drop what other weights have cached."""
+        """Take part in one broadcast of the flattened tensors, load them, and drop what other weights have cached,
+        unless it is kept."""
         if self._staging:
             await self._stage.receive(group, tensors, deadline_s)
             return
         # The cache is flushed with every bucket, because no sender knows which is the engine's last. That costs less
         # than one call of /flush_cache, which also gives memory back to the system.
-        request = _update(group, tensors) | {"load_format": "flattened_bucket", "flush_cache": True}
+        request = _update(group, tensors) | {"load_format": "flattened_bucket", "flush_cache": not self._keeps_kv}
         await self._do("/update_weights_from_distributed", request, deadline_s)
 
     async def receive_shared(self, bucket: bytes, ranks: int, deadline_s: float) -> None:
         """Open a bucket in the memory of another process of the machine (one copy of the pickle for each rank), load
-        its tensors, and drop what was cached with other weights."""
+        its tensors, and drop what was cached with other weights, unless it is kept."""
         text = base64.b64encode(bucket).decode()
         if self._staging:
             await self._stage.receive_shared(text, deadline_s)
@@ -130,7 +134,7 @@ class Receiver:
         request = {
             "serialized_named_tensors": [text] * ranks,
             "load_format": "flattened_bucket",
-            "flush_cache": True,
+            "flush_cache": not self._keeps_kv,
         }
         await self._do("/update_weights_from_tensor", request, deadline_s)
 

@@ -101,7 +101,13 @@ class FleetUpdateSession(Fleet):
             receiver = known.get(member.index)
             if receiver is None or receiver.url != member.url:
                 deadline_s, lost = self._control_deadline_s, partial(self._pool.lost, member)
-                receiver = Receiver(member.url, self._api_key, control_deadline_s=deadline_s, lost=lost)
+                receiver = Receiver(
+                    member.url,
+                    self._api_key,
+                    control_deadline_s=deadline_s,
+                    lost=lost,
+                    keeps_kv=self._keeps_kv,
+                )
             receiver.take_part(number, staging=member.index in staging)
             self._receivers[member.index] = receiver
 

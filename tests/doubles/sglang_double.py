@@ -155,6 +155,8 @@ class EngineDouble(_Double):
         self.experts: ExpertShape | None = None
         self.retractions = 0
         """Of each request, beside those by which it was paused."""
+        self.cache_keys: list[str | None] = []
+        """Of each request: with whose it shares a prefix cache."""
         self.generate_faults: list[GenerateFault] = []
         self.spoil: Callable[[list[dict[str, Any]]], Any] | None = None
         """What is made of the samples of each answer: other samples, or bytes (tests.doubles.bad_answers)."""
@@ -169,6 +171,8 @@ class EngineDouble(_Double):
         self._abort_rounds = 0
         """Those, and each pause by `abort`."""
         self.paused = False
+        self.in_place = False
+        """Whether the last pause left requests with what they have cached."""
         self.on_pause: Callable[[str], object] = lambda mode: None
         self.highest = 0
         """Number of the latest weight update that called."""
@@ -238,7 +242,7 @@ class EngineDouble(_Double):
     def _pause(self, mode: str) -> None:
         self.on_pause(mode)
         with self._changed:
-            self.paused = True
+            self.paused, self.in_place = True, mode == "in_place"
             if mode == "abort":
                 self._abort_rounds += 1
                 self._changed.notify_all()
@@ -260,6 +264,8 @@ class EngineDouble(_Double):
             threading.Thread(target=self.stop, daemon=True).start()
             self._released.wait(30)
             return None
+        if request["flush_cache"] and self.in_place and self._active:
+            return 400, {"success": False, "message": "Weights were updated, but the cache was not flushed"}
         if self.load_fault != "wrong_version":
             self.version, self.model_path = request["weight_version"], request["model_path"]
             self.damage = self.damages.pop(0) if self.damages else None
@@ -280,6 +286,7 @@ class EngineDouble(_Double):
             return None
         with self._changed:
             rounds = self._abort_rounds
+            self.cache_keys.append(request.get("extra_key"))
             self._changed.wait_for(lambda: not self.paused, 30)
             if self.sglang == "0.5.17" and self._abort_rounds > rounds:
                 return 499, {"error": {"message": "Request 0 was aborted"}}
@@ -330,7 +337,7 @@ class EngineDouble(_Double):
         }
         if self.spans:
             meta["weight_versions"] = _spans(versions or [self.version], len(versions))
-            meta["num_retractions"] = self.retractions + len(meta["weight_versions"]) - 1
+            meta["num_retractions"] = self.retractions + (0 if self.in_place else len(meta["weight_versions"]) - 1)
         if self.experts is not None and request.get("return_routed_experts"):
             meta["routed_experts"] = _routes([*row, *tokens], self.experts)
         if self.sglang != "0.5.17" and request.get("return_sampling_mask"):

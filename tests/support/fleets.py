@@ -45,9 +45,8 @@ def fleet_of(
     key: str | None = None,
     deadline_s: float = 60.0,
     load_deadline_s: float = 60.0,
+    keeps_kv: bool = False,
 ) -> Fleet:
     """A fleet over the servers at these URLs."""
-    return Fleet(
-        members(folder, urls, router),
-        **settings(folder, key=key, deadline_s=deadline_s, load_deadline_s=load_deadline_s),
-    )
+    taken = settings(folder, key=key, deadline_s=deadline_s, load_deadline_s=load_deadline_s)
+    return Fleet(members(folder, urls, router), **{**taken, "keeps_kv": keeps_kv})

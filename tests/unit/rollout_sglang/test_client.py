@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.config.recipe import MOST_KEPT
+from pipeline.data.records import Completion
 from pipeline.data.routed_experts import ExpertShape
 from pipeline.errors import EngineUnavailableError, EngineVersionError, FatalError
 from pipeline.ports.engines import Sampling
@@ -77,6 +78,41 @@ def test_routed_experts_come_with_the_sample_when_asked_for(engine: EngineDouble
 def test_routes_of_a_retracted_request_are_unknown(engine: EngineDouble) -> None:
     engine.experts, engine.retractions = EXPERTS, 1
     client = client_of(engine)
+    [sample] = run(client, client.generate([5, 6], 1, Sampling(max_new_tokens=3, experts=EXPERTS)))
+    assert sample.experts is not None
+    assert not sample.experts.known.any()
+
+
+def test_keys_and_values_are_kept_over_an_update_and_found_by_no_other_request(
+    engine: EngineDouble, tmp_path: Path
+) -> None:
+    modes, engine.experts, engine.token_s = list[str](), EXPERTS, 0.02
+    engine.on_pause = modes.append
+    client = EngineClient(engine.url, "key", index=7, request_deadline_s=20, update=1, keeps_kv=True)
+
+    async def update() -> list[Completion]:
+        await client.generate([5, 6], 1, SAMPLING)
+        asked = asyncio.create_task(client.generate([5, 6], 2, Sampling(max_new_tokens=40, experts=EXPERTS)))
+        await asyncio.sleep(0.2)
+        await client.pause()
+        await client.update_from_disk(5, tmp_path, deadline_s=5)
+        await client.name(5)
+        await client.resume()
+        return await asked
+
+    group = run(client, update())
+    assert modes == ["in_place"]
+    assert len(set(engine.cache_keys)) == 2
+    assert None not in engine.cache_keys
+    for sample in group:
+        assert set(sample.versions) == {4, 5}
+        assert sample.experts is not None
+        assert sample.experts.known[:-1].all(), "nothing was read again"
+
+
+def test_routes_of_a_request_that_lost_its_keys_and_values_are_unknown(engine: EngineDouble) -> None:
+    engine.experts, engine.retractions = EXPERTS, 1
+    client = EngineClient(engine.url, "key", index=7, request_deadline_s=20, update=1, keeps_kv=True)
     [sample] = run(client, client.generate([5, 6], 1, Sampling(max_new_tokens=3, experts=EXPERTS)))
     assert sample.experts is not None
     assert not sample.experts.known.any()
@@ -344,6 +380,8 @@ def test_spans_that_do_not_cover_the_response_are_refused() -> None:
         }
     )
     assert token_versions(meta, 3).tolist() == [1, 2, 2]
+    assert token_versions(meta, 3, late_tokens=1).tolist() == [1, 1, 2]
+    assert token_versions(meta, 3, late_tokens=5).tolist() == [1, 1, 1]
     with pytest.raises(EngineUnavailableError, match="do not follow one another over 4 tokens"):
         token_versions(meta, 4)
 

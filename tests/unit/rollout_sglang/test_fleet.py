@@ -45,6 +45,7 @@ def with_fleet(
     router: RouterDouble | None = None,
     deadline_s: float = 30.0,
     load_deadline_s: float = 20.0,
+    keeps_kv: bool = False,
 ) -> T:
     async def main() -> T:
         fleet = fleet_of(
@@ -53,6 +54,7 @@ def with_fleet(
             router=router.url if router else None,
             deadline_s=deadline_s,
             load_deadline_s=load_deadline_s,
+            keeps_kv=keeps_kv,
         )
         try:
             return await act(fleet)
@@ -282,6 +284,14 @@ def test_a_request_for_kept_sets_goes_past_the_router_which_would_not_pass_it_on
         assert sample.kept is not None
         assert (sample.engine, len(sample.kept)) == (0, 2)
         assert "POST /generate" not in router.calls
+
+
+def test_requests_that_keep_their_cache_go_past_the_router_which_would_not_pass_their_key_on(tmp_path: Path) -> None:
+    with EngineDouble() as engine, RouterDouble([engine.url]) as router:
+        with_fleet(tmp_path, [engine], lambda fleet: fleet.generate([1], 1, SAMPLING), router=router, keeps_kv=True)
+        assert "POST /generate" not in router.calls
+        assert engine.cache_keys
+        assert None not in engine.cache_keys
 
 
 def test_the_router_forgets_a_dead_engine_until_it_is_resynced(

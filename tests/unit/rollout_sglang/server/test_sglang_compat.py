@@ -67,7 +67,12 @@ def test_a_version_says_what_a_server_can(version: str, pause: str, sessions: bo
         sessions=sessions,
         records_experts=records_experts,
         quantizes=True,
+        overlaps=True,
     )
+
+
+def test_a_server_that_notes_each_step_at_once_says_so() -> None:
+    assert not dialect_of(ServerInfo(version="0.5.23", disable_overlap_schedule=True)).overlaps
 
 
 @pytest.mark.parametrize("release", RELEASES)

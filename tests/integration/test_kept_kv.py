@@ -1,0 +1,94 @@
+"""A real SGLang server takes weights while a request goes on over the keys and values of the old ones.
+
+What it should have sampled is worked out by transformers: the old model reads up to the update and hands its cache to
+the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from pipeline.data.records import Completion
+from pipeline.ports.engines import Sampling
+from rollout_sglang.client import EngineClient
+from rollout_sglang.weights.update_lease import fresh_number
+from tests.doubles.tiny_model import reference_logprobs, reference_model
+from tests.support.engines import KEY, ROWS, TinyEngine, TinyEngines, load, num_decodes, wait_for_decode
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+
+T = TypeVar("T")
+SAMPLING = Sampling(max_new_tokens=300)
+
+
+@pytest.fixture
+def engine(tiny_engines: TinyEngines) -> TinyEngine:
+    return tiny_engines.lease(("fp32",))["fp32"]
+
+
+def keeping(engine: TinyEngine, call: Callable[[EngineClient], Awaitable[T]]) -> T:
+    """`engine.ask` by a client that keeps keys and values."""
+
+    async def main() -> T:
+        update = fresh_number()
+        client = EngineClient(engine.spec.url, KEY, index=0, request_deadline_s=120, update=update, keeps_kv=True)
+        try:
+            return await call(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
+async def updated_in_flight(engine: TinyEngine, client: EngineClient) -> list[Completion]:
+    assert engine.spec.log is not None
+    before = num_decodes(engine.spec.log)
+    asked = asyncio.create_task(client.generate(ROWS[2], 4, SAMPLING))
+    await asyncio.to_thread(wait_for_decode, engine.spec.log, before)
+    await load(client, 1, engine.checkpoints[1])
+    return await asked
+
+
+@torch.no_grad()
+def handed_over(models: Sequence[nn.Module], prompt: Sequence[int], sample: Completion, at: int) -> NDArray[np.float32]:
+    """[tokens] log-probabilities where the old model predicts the first `at` tokens and the new one, over its keys and
+    values, the others."""
+    row = torch.tensor([[*prompt, *sample.tokens.tolist()]])
+    place = len(prompt) - 1 + at  # the new model is the first to read this token
+    old = models[0](row[:, :place], use_cache=True)
+    new = models[1](row[:, place:-1], past_key_values=old.past_key_values)
+    logits = torch.cat([old.logits, new.logits], 1)[0, len(prompt) - 1 :].float()
+    return torch.log_softmax(logits, -1).gather(1, row[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def test_a_request_goes_on_over_the_keys_and_values_of_the_old_weights(engine: TinyEngine) -> None:
+    engine.load(0)
+    group = keeping(engine, lambda client: updated_in_flight(engine, client))
+    models = [reference_model(folder) for folder in engine.full_precision]
+    changed = [sample for sample in group if set(sample.versions) == {0, 1}]
+    assert changed
+    for sample in changed:
+        at = int(np.argmax(sample.versions == 1))
+        np.testing.assert_allclose(sample.logprobs, handed_over(models, ROWS[2], sample, at), atol=1e-4)
+        read_again = reference_logprobs(models[1], [*ROWS[2], *sample.tokens.tolist()])[len(ROWS[2]) - 1 :]
+        assert np.abs(sample.logprobs - read_again)[at:].max() > 0.01, "the new model alone would say otherwise"
+
+
+def test_a_new_request_finds_no_keys_and_values_of_older_weights(engine: TinyEngine) -> None:
+    engine.load(0)
+    keeping(engine, lambda client: client.generate(ROWS[1], 2, replace(SAMPLING, max_new_tokens=8)))
+    keeping(engine, lambda client: load(client, 1, engine.checkpoints[1]))
+    model = reference_model(engine.full_precision[1])
+    group = keeping(engine, lambda client: client.generate(ROWS[1], 2, replace(SAMPLING, max_new_tokens=8)))
+    for sample in group:
+        theirs = reference_logprobs(model, [*ROWS[1], *sample.tokens.tolist()])[len(ROWS[1]) - 1 :]
+        np.testing.assert_allclose(sample.logprobs, theirs, atol=1e-4)
