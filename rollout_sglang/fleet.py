@@ -73,13 +73,8 @@ class Fleet:
         self._load_deadline_s = settings["load_deadline_s"]
         self._updates = settings["updates"]
         self._keeps_kv = settings.get("keeps_kv", False)
-        self._pool = EnginePool(
-            membership,
-            settings["api_key"],
-            settings["request_deadline_s"],
-            settings.get("on_change"),
-            keeps_kv=self._keeps_kv,
-        )
+        key, told = settings["api_key"], settings.get("on_change")
+        self._pool = EnginePool(membership, key, self._request_deadline_s, told, keeps_kv=self._keeps_kv)
         self._target: Target | None = None
         self._silent: set[Member] = set()
         """Engines that did not answer when the last update began."""
@@ -102,8 +97,8 @@ class Fleet:
         while len(failures) < ATTEMPTS:
             engine = await self._admitted_engine(ends, doubted)
             # The router (0.3.2) drops fields of a request that it does not know, such as those that ask for records.
-            special = sampling.asks_for_records or self._keeps_kv
-            routed = self._pool.entrance is not None and not special
+            known = not (sampling.asks_for_records or self._keeps_kv)
+            routed = self._pool.entrance is not None and known
             suspect = self._pool.router_is_suspect or time.monotonic() < self._pool.direct_until
             asked = None if routed and not suspect and not direct else engine
             try:

@@ -437,7 +437,7 @@ MUTATIONS = (
     Mutation(
         "requests for kept sets go through the router, which drops the question",
         "rollout_sglang/fleet.py",
-        "self._pool.entrance is not None and not special",
+        "self._pool.entrance is not None and known",
         "self._pool.entrance is not None",
         (f"{UNIT}/rollout_sglang/test_fleet.py",),
     ),
