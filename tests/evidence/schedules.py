@@ -3,7 +3,7 @@
     curves   each cell of schedules.yaml is an ordinary `evenkeel train`; held-out pass@1 of published versions alone
     clocks   `--clock N`: runs without evaluations, each of the arm that has fewest, until all arms have N; the
              learner has a core of its own, engine and collector share another one (tests.bench.pace). Seconds of a
-             step, over whole stages. `--clock N --one` takes one run alone, where a machine is quiet for minutes only
+             step, over whole stages; smaller steps cost no time, so an arm by age has the clock of its twin. `--clock N --one` takes one run alone, where a machine is quiet for minutes only
 
 The seconds to a version are its steps times the arm's median seconds of a step: to evaluate in an asynchronous run
 would stop what its seconds are about. Nothing is drawn between two evaluated versions: what counts is the first that
@@ -84,7 +84,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def take_clocks(cells: Sequence[Cell], count: int, *, once: bool) -> None:
     """Runs until each arm has `count`, or one of them; each is kept at once."""
-    arms = {cell.arm: cell for cell in cells}
+    arms = {cell.arm: cell for cell in cells if clock_of(cell.arm) == cell.arm}
     while (arm := next_arm(list(arms), read_clocks(), count)) is not None:
         with tempfile.TemporaryDirectory(prefix="evenkeel-clock-") as scratch:
             seconds = clock(arms[arm], Path(scratch))
@@ -100,6 +100,11 @@ def next_arm(arms: Sequence[str], known: Clocks, count: int) -> str | None:
     """The first of those with the fewest runs, so that arms take turns; None where each has `count`."""
     arm = min(arms, key=lambda arm: len(known.get(arm, [])))
     return arm if len(known.get(arm, [])) < count else None
+
+
+def clock_of(arm: str) -> str:
+    """The arm whose seconds of a step an arm has: lr_by_lag costs none."""
+    return arm.removesuffix("_age")
 
 
 def clock(cell: Cell, folder: Path) -> float:
@@ -129,14 +134,15 @@ def table(experiment: Experiment, results: Sequence[Result], clocks: Clocks) -> 
         if not found:
             continue
         scores = [result.pass_at(1).mean(axis=1) for result in found]
-        row = [variant.title, spread(clocks.get(arm, []), ".2f"), str(len(found))]
+        paces = clocks.get(clock_of(arm), [])
+        row = [variant.title, spread(paces, ".2f"), str(len(found))]
         row += [spread([float(one[place]) for one in scores], ".3f") for place in (0, -1)]
         for level in LEVELS:
             reached = [first_at(result, level) for result in found]
             missed = f"; not in {reached.count(None)} of {len(reached)}" if None in reached else ""
             versions = [version for version in reached if version is not None]
             row.append(spread([version * found[0].samples_per_step for version in versions], ",.0f") + missed)
-            step_s = [statistics.median(clocks[arm])] if arm in clocks else []
+            step_s = [statistics.median(paces)] if paces else []
             row.append(spread([version * one for version in versions for one in step_s], ".1f") + missed)
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
