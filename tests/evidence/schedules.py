@@ -3,7 +3,8 @@
     curves   each cell of schedules.yaml is an ordinary `evenkeel train`; held-out pass@1 of published versions alone
     clocks   `--clock N`: runs without evaluations, each of the arm that has fewest, until all arms have N; the
              learner has a core of its own, engine and collector share another one (tests.bench.pace). Seconds of a
-             step, over whole stages; smaller steps cost no time, so an arm by age has the clock of its twin. `--clock N --one` takes one run alone, where a machine is quiet for minutes only
+             step, over whole stages. Smaller steps cost no time, so an arm by age has the clock of its twin.
+             `--clock N --one` takes one run alone, where a machine is quiet for minutes only
 
 The seconds to a version are its steps times the arm's median seconds of a step: to evaluate in an asynchronous run
 would stop what its seconds are about. Nothing is drawn between two evaluated versions: what counts is the first that
