@@ -264,7 +264,7 @@ class EngineDouble(_Double):
             threading.Thread(target=self.stop, daemon=True).start()
             self._released.wait(30)
             return None
-        if request["flush_cache"] and self.in_place and self._active:
+        if request.get("flush_cache", True) and self.in_place and self._active:
             return 400, {"success": False, "message": "Weights were updated, but the cache was not flushed"}
         if self.load_fault != "wrong_version":
             self.version, self.model_path = request["weight_version"], request["model_path"]
