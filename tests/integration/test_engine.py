@@ -30,7 +30,7 @@ from rollout_sglang.server.update_fence import UPDATE_HEADER
 from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.sglang_double import EngineDouble, Release
 from tests.doubles.tiny_model import reference_logprobs, reference_model
-from tests.support.engines import KEY, ROWS, TinyEngine, TinyEngines, load, num_decodes, wait_for_decode
+from tests.support.engines import KEY, ROWS, TinyEngine, TinyEngines, load, under_way
 from tests.support.fleets import fleet_of
 from tests.support.listening import beyond_loopback, listening
 from tests.support.recorded_answers import ask_all, recorded
@@ -113,9 +113,7 @@ def test_a_request_under_way_goes_on_with_new_weights(engine: TinyEngine) -> Non
     engine.load(0)
 
     async def load_midway(client: EngineClient) -> Any:
-        before = num_decodes(engine.spec.log)
-        sampling = asyncio.create_task(client.generate(ROWS[0], 8, Sampling(max_new_tokens=400)))
-        await asyncio.to_thread(wait_for_decode, engine.spec.log, before)
+        sampling = await under_way(client.generate(ROWS[0], 8, Sampling(max_new_tokens=400)), engine.spec.log)
         await load(client, 1, engine.checkpoints[1])
         return await sampling
 

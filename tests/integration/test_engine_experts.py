@@ -26,7 +26,7 @@ from rollout_sglang.server.start import EngineSpec, free_port
 from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engine_forks import start_engine
-from tests.support.engines import num_decodes, wait_for_decode
+from tests.support.engines import under_way
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -147,9 +147,7 @@ def test_routes_after_an_update_in_flight_are_known_from_the_new_weights_on(
     sampling = Sampling(max_new_tokens=300, experts=SHAPE)
 
     async def update_in_flight(client: EngineClient) -> list[Completion]:
-        before = num_decodes(log)
-        asked = asyncio.create_task(client.generate(ROWS[2], 4, sampling))
-        await asyncio.to_thread(wait_for_decode, log, before)
+        asked = await under_way(client.generate(ROWS[2], 4, sampling), log)
         await load(client, 1, folders[1])
         return await asked
 

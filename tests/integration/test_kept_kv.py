@@ -6,11 +6,9 @@ the new one.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -22,15 +20,13 @@ from pipeline.data.records import Completion
 from pipeline.data.store import BatchStore
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
-from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.tiny_model import reference_logprobs, reference_model
 from tests.support.engine_forks import forked_engines
-from tests.support.engines import KEY, ROWS, TinyEngine, TinyEngines, load, num_decodes, wait_for_decode
+from tests.support.engines import ROWS, TinyEngine, TinyEngines, load, under_way
 from tests.support.runs import evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
-T = TypeVar("T")
 SAMPLING = Sampling(max_new_tokens=300)
 
 
@@ -39,25 +35,9 @@ def engine(tiny_engines: TinyEngines) -> TinyEngine:
     return tiny_engines.lease(("fp32",))["fp32"]
 
 
-def keeping(engine: TinyEngine, call: Callable[[EngineClient], Awaitable[T]]) -> T:
-    """`engine.ask` by a client that keeps keys and values."""
-
-    async def main() -> T:
-        update = fresh_number()
-        client = EngineClient(engine.spec.url, KEY, index=0, request_deadline_s=120, update=update, keeps_kv=True)
-        try:
-            return await call(client)
-        finally:
-            await client.close()
-
-    return asyncio.run(main())
-
-
 async def updated_in_flight(engine: TinyEngine, client: EngineClient) -> list[Completion]:
     assert engine.spec.log is not None
-    before = num_decodes(engine.spec.log)
-    asked = asyncio.create_task(client.generate(ROWS[2], 4, SAMPLING))
-    await asyncio.to_thread(wait_for_decode, engine.spec.log, before)
+    asked = await under_way(client.generate(ROWS[2], 4, SAMPLING), engine.spec.log)
     await load(client, 1, engine.checkpoints[1])
     return await asked
 
@@ -76,7 +56,7 @@ def handed_over(models: Sequence[nn.Module], prompt: Sequence[int], sample: Comp
 
 def test_a_request_goes_on_over_the_keys_and_values_of_the_old_weights(engine: TinyEngine) -> None:
     engine.load(0)
-    group = keeping(engine, lambda client: updated_in_flight(engine, client))
+    group = engine.ask(lambda client: updated_in_flight(engine, client), keeps_kv=True)
     models = [reference_model(folder) for folder in engine.full_precision]
     changed = [sample for sample in group if set(sample.versions) == {0, 1}]
     assert changed
@@ -112,10 +92,10 @@ def test_a_run_whose_answers_keep_their_cache(tmp_path: Path, channel: str) -> N
 
 def test_a_new_request_finds_no_keys_and_values_of_older_weights(engine: TinyEngine) -> None:
     engine.load(0)
-    keeping(engine, lambda client: client.generate(ROWS[1], 2, replace(SAMPLING, max_new_tokens=8)))
-    keeping(engine, lambda client: load(client, 1, engine.checkpoints[1]))
+    engine.ask(lambda client: client.generate(ROWS[1], 2, replace(SAMPLING, max_new_tokens=8)), keeps_kv=True)
+    engine.ask(lambda client: load(client, 1, engine.checkpoints[1]), keeps_kv=True)
     model = reference_model(engine.full_precision[1])
-    group = keeping(engine, lambda client: client.generate(ROWS[1], 2, replace(SAMPLING, max_new_tokens=8)))
+    group = engine.ask(lambda client: client.generate(ROWS[1], 2, replace(SAMPLING, max_new_tokens=8)), keeps_kv=True)
     for sample in group:
         theirs = reference_logprobs(model, [*ROWS[1], *sample.tokens.tolist()])[len(ROWS[1]) - 1 :]
         np.testing.assert_allclose(sample.logprobs, theirs, atol=1e-4)

@@ -23,7 +23,7 @@ from pipeline.data.records import Batch, Completion, Group, LogprobContract, Pro
 from pipeline.ports.engines import Sampling
 from rollout_sglang.client import EngineClient
 from tests.integration.workers.scoring import score_batches
-from tests.support.engines import TinyEngine, TinyEngines, load, num_decodes, wait_for_decode
+from tests.support.engines import TinyEngine, TinyEngines, load, under_way
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -108,9 +108,7 @@ def sampled_over_an_update(engine: TinyEngine) -> Batch:
     sampling = Sampling(max_new_tokens=400, temperature=TEMPERATURE, top_p=TOP_P, kept_set=True)
 
     async def ask(client: EngineClient) -> list[Completion]:
-        before = num_decodes(engine.spec.log)
-        group = asyncio.create_task(client.generate(PROMPTS[0], 8, sampling))
-        await asyncio.to_thread(wait_for_decode, engine.spec.log, before)
+        group = await under_way(client.generate(PROMPTS[0], 8, sampling), engine.spec.log)
         await load(client, 1, engine.checkpoints[1])
         return await group
 

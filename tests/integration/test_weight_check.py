@@ -26,7 +26,7 @@ from rollout_sglang.fleet import Fleet
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.tiny_model import VOCABULARY, reference_logprobs, reference_model
-from tests.support.engines import KEY, TinyEngines, num_decodes, wait_for_decode
+from tests.support.engines import KEY, TinyEngines, under_way
 from tests.support.fleets import fleet_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -130,12 +130,10 @@ def test_requests_under_way_do_not_go_on_with_weights_that_fail(engines: dict[st
 
     async def act() -> list[Completion]:
         client = EngineClient(engine.url, KEY, index=0, request_deadline_s=60)
-        before = num_decodes(engine.log)
-        under_way = asyncio.create_task(client.generate(ROWS[0], 4, Sampling(max_new_tokens=400)))
-        await asyncio.to_thread(wait_for_decode, engine.log, before)
+        asked = await under_way(client.generate(ROWS[0], 4, Sampling(max_new_tokens=400)), engine.log)
         with pytest.raises(EngineUnavailableError, match=r"model\.norm\.weight"):
             await engine.fleet().load(1, folder)
-        return await under_way
+        return await asked
 
     samples = asyncio.run(act())
     assert [sample.finish for sample in samples] == ["abort"] * 4

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,11 +48,12 @@ class TinyEngine:
     full_precision: tuple[Path, Path]
     rollout_format: RolloutFormat | None
 
-    def ask(self, call: Callable[[EngineClient], Awaitable[T]], key: str = KEY) -> T:
+    def ask(self, call: Callable[[EngineClient], Awaitable[T]], key: str = KEY, *, keeps_kv: bool = False) -> T:
         """What one call of a client answers."""
 
         async def main() -> T:
-            client = EngineClient(self.spec.url, key, index=0, request_deadline_s=120, update=fresh_number())
+            update = fresh_number()
+            client = EngineClient(self.spec.url, key, index=0, request_deadline_s=120, update=update, keeps_kv=keeps_kv)
             try:
                 return await call(client)
             finally:
@@ -82,6 +83,14 @@ async def load(client: EngineClient, version: int, directory: Path) -> None:
         await client.name(version)
     finally:
         await client.resume()
+
+
+async def under_way(request: Coroutine[Any, Any, T], log: Path) -> asyncio.Task[T]:
+    """The request, once its engine has decoded tokens of it."""
+    before = num_decodes(log)
+    task = asyncio.create_task(request)
+    await asyncio.to_thread(wait_for_decode, log, before)
+    return task
 
 
 def num_decodes(log: Path) -> int:
