@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -115,13 +118,36 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "env")], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "env")], check=True, timeout=120)
     python = folder / "env/bin/python"
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    locks = [ROOT / "ops/locks" / f"{image.name}{part}.txt" for part in ("", "-cpu")]
-    subprocess.run([*pip, *(word for lock in locks for word in ("-r", str(lock)))], check=True, timeout=1200)
-    subprocess.run([*pip, "--no-build-isolation", str(source)], check=True, timeout=300)
+    [site_packages] = (folder / "env/lib").glob("python*/site-packages")
+    for package, version in (pins(f"{image.name}.txt") | pins(f"{image.name}-cpu.txt")).items():
+        link_package(package, version, site_packages)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", "--no-build-isolation", str(source)], check=True, timeout=300)
     return image, python
+
+
+def link_package(package: str, version: str, site_packages: Path) -> None:
+    """The package of this environment, which `make install` made of a lock that holds this pin too, into another.
+
+    Installing it again would take minutes. Its programs beside the interpreter are left out: no role starts one.
+    """
+    installed = distribution(package)
+    found = installed.version.partition("+")[0]  # of torch, the build for a CPU
+    assert found == version, f"{package}: {found} is installed, the image has {version}"
+    for file in installed.files or ():
+        if ".." in file.parts or "__pycache__" in file.parts:
+            continue
+        target = site_packages / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # two packages may share a folder's __init__.py
+            try:
+                target.hardlink_to(Path(str(file.locate())).resolve())
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                shutil.copy(file.locate(), target)
 
 
 def run_python(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

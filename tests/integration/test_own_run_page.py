@@ -12,14 +12,14 @@ from tests.support.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "own-run.md"
 
-pytestmark = [pytest.mark.loop, pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.loop, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every command of the page was run, in one shell."""
     folder, programs = tmp_path_factory.mktemp("own"), tmp_path_factory.mktemp("bin")
-    run_page("\n".join(blocks(PAGE, "sh")), folder, programs, deadline_s=250, without="JUDGE_")
+    run_page("\n".join(blocks(PAGE, "sh")), folder, programs, deadline_s=560, without="JUDGE_")
     return folder
 
 

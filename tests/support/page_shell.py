@@ -33,9 +33,14 @@ def run_page(commands: str, folder: Path, programs: Path, deadline_s: float, wit
             start_new_session=True,
         )
         try:
-            status = shell.wait(deadline_s)
+            shell.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            late = f"not done after {deadline_s:.0f} s; "
+        else:
+            late = ""
         finally:
             with suppress(ProcessLookupError):  # nothing runs in the background
                 os.killpg(shell.pid, signal.SIGKILL)
-    assert status == 0, said.read_text()[-4000:]
+            status = shell.wait(20)
+    assert status == 0, f"{late}status {status}:\n{said.read_text()[-4000:]}"
     return said.read_text()
