@@ -12,17 +12,40 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.evidence.matrix import read_matrix
 from tests.evidence.results import Arm, Result, load
+from tests.evidence.robust_table import BAR, RobustTable, load_results
 from tests.evidence.statistics import Spread
 
 MATTERS = 0.1
 """A smaller difference of pass@1 than this is called none."""
+MENTIONED = 4
+"""So many others are named."""
+ROBUST = Path(__file__).with_name("robust.yaml")
 
 
 def practice(folder: Path) -> list[str]:
     """A list in Markdown, from the results in the folder beside the page."""
-    rules = (_old_samples, _another_distribution, _one_stage, _formats)
+    rules = (_unknown_disagreement, _old_samples, _another_distribution, _one_stage, _formats)
     return [f"- {line}" for line in (rule(folder) for rule in rules) if line]
+
+
+def _unknown_disagreement(folder: Path) -> str:
+    matrix = read_matrix(ROBUST)
+    table = RobustTable.of(matrix, load_results(matrix, folder))
+    if len(table.whole) < 2:
+        return ""
+    first, share = next(iter(table.whole.items()))
+    worst = next(title for cell, title in table.cells.items() if table.share(first, cell) == share)
+    rest = [f"{table.titles[arm]} at {_two(one)}" for arm, one in table.whole.items() if arm != first]
+    lower = len(rest) - MENTIONED
+    return (
+        f"**Where you do not know how sampler and learner will disagree: {table.titles[first]}.** Over "
+        f"{len(table.cells)} conditions of age, rollout format and temperature it ends at {_two(share)} of the best "
+        f"arm where it does worst ({worst}){'' if share >= BAR else f', short of the bar of {_two(BAR)}'}; others in "
+        f"theirs: {', '.join(rest[:MENTIONED])}{f' and {lower} lower' if lower > 0 else ''}. "
+        f"{_seed_count(table.least_seeds)} [robust.md](robust.md) has every cell."
+    )
 
 
 def _old_samples(folder: Path) -> str:
@@ -106,9 +129,13 @@ def _seeds(results: Sequence[Result]) -> str:
     ends = [Arm.of(results, *cell).run_curve().end for cell in {(one.condition, one.arm) for one in results}]
     least, most = min(map(len, ends)), max(map(len, ends))
     if most < 2:
-        return "One seed: a screen."
+        return _seed_count(most)
     seeds = f"{most}" if least == most else f"{least} to {most}"
     return f"{seeds} seeds; runs of one recipe differ by {float(Spread.of(ends).sd):.2f}."
+
+
+def _seed_count(least: int) -> str:
+    return "One seed: a screen." if least < 2 else f"{least} seeds or more."
 
 
 def _two(end: float) -> str:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from pipeline.errors import EvenKeelError
 from tests.evidence.matrix import REPOSITORY, cells_of, read_matrix
-from tests.evidence.results import SETTLED, keep, load, unmeasured
+from tests.evidence.results import SETTLED, keep, unmeasured
 from tests.evidence.robust_page import write_page
+from tests.evidence.robust_table import kept, load_results
 from tests.evidence.runner import check_unchanged, run_cells
 
 KEPT = REPOSITORY / "docs" / "evidence"
@@ -32,22 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed = False
         for name, experiment in matrix.experiments.items():
             wanted = [one for one in cells[name] if options.only in one.name and one.seed <= options.seeds]
-            wanted = unmeasured(kept(name), wanted)
+            wanted = unmeasured(kept(KEPT, name), wanted)
             if not options.page and wanted:
                 check_unchanged(wanted)
                 failed = run_cells(matrix, experiment, wanted, options.jobs) or failed
-            keep(kept(name), cells[name], experiment.series, SETTLED)
-        results = {name: load(kept(name)) for name in matrix.experiments}
-        write_page(matrix, results, PAGE)
+            keep(kept(KEPT, name), cells[name], experiment.series, SETTLED)
+        write_page(matrix, load_results(matrix, KEPT), PAGE)
     except EvenKeelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return int(failed)
-
-
-def kept(experiment: str) -> Path:
-    """Where the results of one lie."""
-    return KEPT / f"robust-{experiment}.json"
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,13 +1,11 @@
 """docs/robust.md: which objective works in every cell, why the worst ones fail, and what the seeds could have shown.
 
 Everything follows from robust.yaml and the results; no sentence holds a number of its own.
-
-An arm that is another one without lag was not run in the fresh cells: the other one's runs stand there (`stand_in`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,105 +15,44 @@ from pipeline.data.files import write_atomically
 from tests.evidence.matrix import Experiment, Matrix
 from tests.evidence.plots import draw, draw_shares
 from tests.evidence.results import Arm, Result
+from tests.evidence.robust_table import BAR, Results, RobustTable, Score, base_of
 from tests.evidence.statistics import ALPHA, Spread, visible_difference
 
-BAR = 0.8
-"""An arm passes that ends at this share of the best arm, or more, in every cell."""
-FRESH = "fresh"
-"""The experiment without lag."""
 LATE = 0.25
 """The last share of the steps, where a table says what became of a metric."""
-
-Results = Mapping[str, Sequence[Result]]
-"""By experiment."""
-Place = tuple[str, str]
-"""A cell of the table: experiment and condition."""
 
 
 def write_page(matrix: Matrix, results: Results, path: Path) -> None:
     """The page, and its pictures beside the results."""
     folder = path.parent / "evidence"
-    found, cells = scores(matrix, results), _cells(matrix)
-    if any(found.values()):
-        best, titles = _best(found, cells), _titles(matrix)
-        shares = {
-            titles[arm]: [row[cell].mean / best[cell] if cell in row and best[cell] else None for cell in cells]
-            for arm, row in found.items()
-            if row
-        }
-        draw_shares(shares, list(cells.values()), BAR, folder / "robust.png")
+    table = RobustTable.of(matrix, results)
+    if table.scores:
+        shares = {table.titles[arm]: [table.share(arm, cell) for cell in table.cells] for arm in table.scores}
+        draw_shares(shares, list(table.cells.values()), BAR, folder / "robust.png")
     for name, experiment in matrix.experiments.items():
         if shown := _contrast(experiment, results.get(name, [])):
             draw(shown, results[name], folder / f"robust-{name}.png")
     write_atomically(path, page(matrix, results))
 
 
-def stand_in(arm: str) -> str:
-    """The arm that `arm` is where nothing is stale: age 0 leaves the learning rate, lr / √(1 + 0) is lr, and where
-    pi_old is pi both split and decoupled PPO are CISPO."""
-    base = _base(arm)
-    return "cispo" if base in ("split", "decoupled") else base
-
-
-def _base(arm: str) -> str:
-    """Without what was done to its steps."""
-    return arm.removesuffix("_age").removesuffix("_const").removesuffix("_ess")
-
-
-@dataclass(frozen=True)
-class Score:
-    """One arm in one cell."""
-
-    ends: list[float]
-    """pass@1 of the last version, seed by seed; 0 for a run that diverged."""
-
-    @property
-    def mean(self) -> float:
-        return float(np.mean(self.ends))
-
-    def __str__(self) -> str:
-        each = " ".join(f"{end:.2f}".removeprefix("0") for end in self.ends)
-        return f"{self.mean:.2f} ({each})" if len(self.ends) > 1 else each
-
-
-def scores(matrix: Matrix, results: Results) -> dict[str, dict[Place, Score]]:
-    """Arm → (experiment, condition) → its score, where it has one."""
-    arms = list(dict.fromkeys(arm for experiment in matrix.experiments.values() for arm in experiment.arms))
-    found: dict[str, dict[Place, Score]] = {arm: {} for arm in arms}
-    for name, experiment in matrix.experiments.items():
-        for condition in experiment.conditions:
-            for arm in arms:
-                run = arm if arm in experiment.arms else stand_in(arm)
-                if run != arm and name != FRESH:
-                    continue
-                measured = Arm.of(results.get(name, []), condition, run)
-                if measured.results:
-                    found[arm][name, condition] = _score(measured)
-    return found
-
-
-def _score(measured: Arm) -> Score:
-    return Score(measured.curve()[:, -1].mean(axis=1).tolist())
-
-
 def page(matrix: Matrix, results: Results) -> str:
     """docs/robust.md: the answer, then the table of cells and arms, then what it could have shown."""
-    found, cells = scores(matrix, results), _cells(matrix)
-    best, titles = _best(found, cells), _titles(matrix)
-    header = ["arm", *cells.values(), "worst", "worst ÷ best of the cell"]
-    lines = ["# One objective that never collapses?", "", *_answer(found, best, titles), ""]
+    table = RobustTable.of(matrix, results)
+    header = ["arm", *table.cells.values(), "worst", "worst ÷ best of the cell"]
+    lines = ["# One objective that never collapses?", "", *_answer(table), ""]
     lines += ["## Every arm in every cell", "", _row(header), "|---" * len(header) + "|"]
-    for arm, row in found.items():
-        if row:
-            numbers = [str(row[cell]) if cell in row else "–" for cell in cells]
-            worst = min(one.mean for one in row.values())
-            count = "" if len(row) == len(cells) else f" ({len(row)} of {len(cells)} cells)"
-            lines.append(_row([titles[arm], *numbers, f"{worst:.2f}", f"{_ratio(row, best):.2f}{count}"]))
+    for arm, row in table.scores.items():
+        numbers = [str(row[cell]) if cell in row else "–" for cell in table.cells]
+        worst = min(one.mean for one in row.values())
+        count = "" if arm in table.whole else f" ({len(row)} of {len(table.cells)} cells)"
+        lines.append(_row([table.titles[arm], *numbers, f"{worst:.2f}", f"{table.worst_share(arm):.2f}{count}"]))
     lines += [
         "",
-        "Held-out pass@1 at T = 1 of the last version: the mean, and each seed in brackets; – was not run yet.",
+        "Held-out pass@1 at T = 1 of the last version: the mean, and each seed in brackets; – was not run yet. The "
+        "best of a cell is the largest of many noisy numbers, so these shares err on the low side, most where seeds "
+        "are few.",
     ]
-    if any(found.values()):
+    if table.scores:
         lines += ["", "![Each arm's share of the best arm of its cell](evidence/robust.png)"]
     for name, experiment in matrix.experiments.items():
         measured = results.get(name, [])
@@ -126,39 +63,28 @@ def page(matrix: Matrix, results: Results) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _answer(
-    found: Mapping[str, Mapping[Place, Score]], best: Mapping[Place, float], titles: dict[str, str]
-) -> list[str]:
+def _answer(table: RobustTable) -> list[str]:
     """The bar and who passes it; what is lacking where that cannot be said yet."""
-    measured = sum(len(row) for row in found.values())
-    whole = {arm: row for arm, row in found.items() if len(row) == len(best)}
-    passing = [arm for arm, row in whole.items() if _ratio(row, best) >= BAR]
-    least = min((len(one.ends) for row in found.values() for one in row.values()), default=0)
     lines = [
         "Written by `python -m tests.evidence.robust` from `tests/evidence/robust.yaml`, which lists arms, seeds and "
         f"cells and is older than every result. The bar: one arm ends at {BAR} or more of the best arm in every cell. "
         "Small models show mechanisms, not sizes of effects.",
         "",
     ]
-    if not measured:
+    if not table.scores:
         return [*lines, "**Nothing is measured yet.**"]
-    if not whole:
-        lines.append(f"**Not known yet:** no arm has been measured in all {len(best)} cells.")
+    named = [f"{table.titles[arm]} ({share:.2f})" for arm, share in table.whole.items()]
+    passing = sum(share >= BAR for share in table.whole.values())
+    if not named:
+        lines.append(f"**Not known yet:** no arm has been measured in all {len(table.cells)} cells.")
     elif passing:
-        lines.append(
-            "**Passes the bar:** " + ", ".join(f"{titles[a]} ({_ratio(whole[a], best):.2f})" for a in passing) + "."
-        )
+        lines.append(f"**Passes the bar:** {', '.join(named[:passing])}.")
     else:
-        top = max(whole, key=lambda arm: _ratio(whole[arm], best))
-        lines.append(f"**No arm passes the bar.** The nearest is {titles[top]} ({_ratio(whole[top], best):.2f}).")
-    if least < 3:
-        lines += ["", f"Some cells have {least} seed: a screen, which ranks what to run next and decides nothing."]
+        lines.append(f"**No arm passes the bar.** The nearest is {named[0]}.")
+    if table.least_seeds < 3:
+        some = f"{table.least_seeds} seed{'s' if table.least_seeds > 1 else ''}"
+        lines += ["", f"Some cells have {some}: a screen, which ranks what to run next and decides nothing."]
     return lines
-
-
-def _ratio(row: Mapping[Place, Score], best: Mapping[Place, float]) -> float:
-    """The arm's worst share of the best arm, over its cells."""
-    return min(score.mean / best[cell] if best[cell] > 0.0 else 1.0 for cell, score in row.items())
 
 
 def _power(matrix: Matrix, name: str, results: Sequence[Result]) -> str:
@@ -210,7 +136,7 @@ def _mechanisms(experiment: Experiment, results: Sequence[Result]) -> list[str]:
     lines: list[str] = []
     for condition, variant in experiment.conditions.items():
         arms = {arm: Arm.of(results, condition, arm) for arm in experiment.arms}
-        ends = {arm: _score(one).mean for arm, one in arms.items() if one.results}
+        ends = {arm: Score.of(one).mean for arm, one in arms.items() if one.results}
         if not ends:
             continue
         lines += ["", f"### {variant.title}", "", _row(header), "|---" * len(header) + "|"]
@@ -227,10 +153,10 @@ def _contrast(experiment: Experiment, results: Sequence[Result]) -> Experiment |
     the worst, and the worst one's twins with smaller steps. None before there are two."""
     for condition in experiment.conditions:
         arms = {arm: Arm.of(results, condition, arm) for arm in experiment.arms}
-        ends = {arm: _score(one).mean for arm, one in arms.items() if one.results}
+        ends = {arm: Score.of(one).mean for arm, one in arms.items() if one.results}
         if len(ends) > 1:
             worst, best = min(ends, key=lambda arm: ends[arm]), max(ends, key=lambda arm: ends[arm])
-            shown = {arm: one for arm, one in experiment.arms.items() if arm == best or _base(arm) == _base(worst)}
+            shown = {arm: one for arm, one in experiment.arms.items() if arm == best or base_of(arm) == base_of(worst)}
             measured = {key: one for key, one in experiment.conditions.items() if _has(results, key)}
             return experiment.model_copy(update=dict(arms=shown, conditions=measured))
     return None
@@ -238,19 +164,6 @@ def _contrast(experiment: Experiment, results: Sequence[Result]) -> Experiment |
 
 def _has(results: Sequence[Result], condition: str) -> bool:
     return any(one.condition == condition for one in results)
-
-
-def _best(found: Mapping[str, Mapping[Place, Score]], cells: Mapping[Place, str]) -> dict[Place, float]:
-    return {cell: max((row[cell].mean for row in found.values() if cell in row), default=0.0) for cell in cells}
-
-
-def _titles(matrix: Matrix) -> dict[str, str]:
-    """Those of the first experiment that has an arm."""
-    return {arm: one.title for e in reversed(matrix.experiments.values()) for arm, one in e.arms.items()}
-
-
-def _cells(matrix: Matrix) -> dict[Place, str]:
-    return {(name, key): one.title for name, e in matrix.experiments.items() for key, one in e.conditions.items()}
 
 
 def _row(cells: Sequence[str]) -> str:

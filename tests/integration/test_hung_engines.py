@@ -91,7 +91,7 @@ def training(folder: Path, channel: str, engines: int, steps: int) -> Iterator[T
         pytest.param("http", "disk", marks=pytest.mark.repeated),
         pytest.param("scheduler", "disk", marks=pytest.mark.repeated),
         ("scheduler", "broadcast"),
-        ("http", "ipc"),
+        pytest.param("http", "ipc", marks=pytest.mark.repeated),
     ],
 )
 def test_a_run_does_not_notice_that_one_of_two_engines_is_frozen(tmp_path: Path, part: str, channel: str) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.evidence.practice import practice
+from tests.evidence.matrix import read_matrix
+from tests.evidence.practice import ROBUST, practice
 from tests.evidence.results import Result, save
 from tests.support.evidence import a_result
 
@@ -27,6 +28,25 @@ def test_nothing_measured_is_nothing_advised(tmp_path: Path) -> None:
     assert practice(tmp_path) == []
     kept(tmp_path, "robust-lag8", "fp32", dict(cispo=1, cispo_age=8))
     assert practice(tmp_path) == [], "the control that decides is missing"
+
+
+@pytest.mark.parametrize(
+    ("lowest", "said"),
+    [
+        (9, "CISPO, cap 5, by age.** Over 9 conditions of age, rollout format and temperature it ends at .90 of"),
+        (5, "does worst (lag 8 and FP4 rollouts), short of the bar of .80; others in theirs: GRPO, clip 0.2 at .40."),
+    ],
+)
+def test_what_to_take_where_nothing_is_known(tmp_path: Path, lowest: int, said: str) -> None:
+    matrix = read_matrix(ROBUST)
+    for name, experiment in matrix.experiments.items():
+        arms = dict(cispo=10, grpo_02=4) if name == "fresh" else dict(cispo_age=10, grpo_02=4, grpo_06=10)
+        ends = {condition: dict(arms) for condition in experiment.conditions}
+        if name == "lag8":
+            ends["fp4"]["cispo_age"] = lowest
+        rows = [a_result(arm, 1, [[end]], condition=key) for key, row in ends.items() for arm, end in row.items()]
+        save(tmp_path / f"robust-{name}.json", rows)
+    assert said in practice(tmp_path)[0]
 
 
 @pytest.mark.parametrize(

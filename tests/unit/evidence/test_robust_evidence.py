@@ -11,6 +11,7 @@ from pipeline.errors import RecipeError
 from tests.evidence import robust, robust_page
 from tests.evidence.matrix import Cell, Matrix, cells_of, read_matrix
 from tests.evidence.results import SETTLED, Result, keep, load, save, unmeasured
+from tests.evidence.robust_table import RobustTable, stand_in
 from tests.support.evidence import a_result
 
 
@@ -57,20 +58,14 @@ def test_every_cell_is_a_recipe(matrix: Matrix) -> None:
 
 
 def test_what_is_the_same_without_lag_is_measured_once(matrix: Matrix) -> None:
-    assert robust_page.stand_in("p3o_importance_const") == "p3o_importance"
-    assert (
-        robust_page.stand_in("split_age")
-        == robust_page.stand_in("decoupled")
-        == robust_page.stand_in("cispo_ess")
-        == "cispo"
-    )
-    found = robust_page.scores(
-        matrix, {"fresh": [result("t12", "cispo", 1, 6)], "lag8": [result("fp32", "cispo", 1, 2)]}
-    )
-    said = {arm: {place: str(score) for place, score in row.items()} for arm, row in found.items()}
+    assert stand_in("p3o_importance_const") == "p3o_importance"
+    assert stand_in("split_age") == stand_in("decoupled") == stand_in("cispo_ess") == "cispo"
+    results = {"fresh": [result("t12", "cispo", 1, 6)], "lag8": [result("fp32", "cispo", 1, 2)]}
+    scores = RobustTable.of(matrix, results).scores
+    said = {arm: {place: str(score) for place, score in row.items()} for arm, row in scores.items()}
     assert said["split"] == {("fresh", "t12"): ".60"}
     assert said["cispo"] == {("fresh", "t12"): ".60", ("lag8", "fp32"): ".20"}
-    assert found["p3o"] == {}
+    assert "p3o" not in said
 
 
 def test_the_page_names_who_passes_the_bar_and_who_is_nearest(matrix: Matrix) -> None:
@@ -91,7 +86,7 @@ def test_the_page_names_who_passes_the_bar_and_who_is_nearest(matrix: Matrix) ->
         return robust_page.page(matrix, results)
 
     assert "**Passes the bar:** CISPO, cap 5, by age (1.00)." in written(worst=4)
-    assert "CISPO, cap 5 (0.90), CISPO, cap 5, by age (1.00)." in written(worst=9)
+    assert "CISPO, cap 5, by age (1.00), CISPO, cap 5 (0.90)." in written(worst=9)
     row = next(line for line in written(worst=4).splitlines() if line.startswith("| CISPO, cap 5 |"))
     assert "0.40 (.40 .40 .40)" in row
     assert row.endswith("| 0.40 | 0.40 |")

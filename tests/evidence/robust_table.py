@@ -1,0 +1,120 @@
+"""Every arm of robust.yaml in every cell: what it ends at, and its share of the best arm there.
+
+An arm that is another one without lag was not run in the fresh cells: the other one's runs stand there (`stand_in`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from tests.evidence.matrix import Matrix
+from tests.evidence.results import Arm, Result, load
+
+BAR = 0.8
+"""An arm passes that ends at this share of the best arm, or more, in every cell."""
+FRESH = "fresh"
+"""The experiment without lag."""
+
+Results = Mapping[str, Sequence[Result]]
+"""By experiment."""
+Place = tuple[str, str]
+"""A cell of the table: experiment and condition."""
+
+
+def stand_in(arm: str) -> str:
+    """The arm that `arm` is where nothing is stale: age 0 leaves the learning rate, lr / √(1 + 0) is lr, and where
+    pi_old is pi both split and decoupled PPO are CISPO."""
+    base = base_of(arm)
+    return "cispo" if base in ("split", "decoupled") else base
+
+
+def base_of(arm: str) -> str:
+    """Without what was done to its steps."""
+    return arm.removesuffix("_age").removesuffix("_const").removesuffix("_ess")
+
+
+def load_results(matrix: Matrix, folder: Path) -> Results:
+    """What is kept in the folder of each experiment."""
+    return {name: load(kept(folder, name)) for name in matrix.experiments}
+
+
+def kept(folder: Path, experiment: str) -> Path:
+    """Where the results of one lie."""
+    return folder / f"robust-{experiment}.json"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One arm in one cell."""
+
+    ends: list[float]
+    """pass@1 of the last version, seed by seed; 0 for a run that diverged."""
+
+    @classmethod
+    def of(cls, measured: Arm) -> Self:
+        return cls(measured.curve()[:, -1].mean(axis=1).tolist())
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.ends))
+
+    def __str__(self) -> str:
+        each = " ".join(f"{end:.2f}".removeprefix("0") for end in self.ends)
+        return f"{self.mean:.2f} ({each})" if len(self.ends) > 1 else each
+
+
+@dataclass(frozen=True)
+class RobustTable:
+    """The whole of it."""
+
+    titles: Mapping[str, str]
+    """Of every arm that was measured somewhere, in the order of the matrix."""
+    cells: Mapping[Place, str]
+    """Title of each cell."""
+    scores: Mapping[str, Mapping[Place, Score]]
+    """Arm → cell → its score, where it has one."""
+
+    @classmethod
+    def of(cls, matrix: Matrix, results: Results) -> Self:
+        arms = {arm: one.title for e in reversed(matrix.experiments.values()) for arm, one in e.arms.items()}
+        order = list(dict.fromkeys(arm for e in matrix.experiments.values() for arm in e.arms))
+        cells = {(name, key): one.title for name, e in matrix.experiments.items() for key, one in e.conditions.items()}
+        scores: dict[str, dict[Place, Score]] = {arm: {} for arm in order}
+        for (name, condition), arm in ((cell, arm) for cell in cells for arm in order):
+            run = arm if arm in matrix.experiments[name].arms else stand_in(arm)
+            measured = Arm.of(results.get(name, []), condition, run)
+            if measured.results and (run == arm or name == FRESH):
+                scores[arm][name, condition] = Score.of(measured)
+        measured_arms = {arm: row for arm, row in scores.items() if row}
+        return cls(titles={arm: arms[arm] for arm in measured_arms}, cells=cells, scores=measured_arms)
+
+    @property
+    def best(self) -> dict[Place, float]:
+        """The highest mean of each cell; 0 where none was measured."""
+        rows = self.scores.values()
+        return {cell: max((row[cell].mean for row in rows if cell in row), default=0.0) for cell in self.cells}
+
+    @property
+    def whole(self) -> dict[str, float]:
+        """Arms that were measured in every cell, the best first, and their worst share."""
+        whole = {arm: self.worst_share(arm) for arm, row in self.scores.items() if len(row) == len(self.cells)}
+        return dict(sorted(whole.items(), key=lambda item: -item[1]))
+
+    @property
+    def least_seeds(self) -> int:
+        """Of any score; 0 without scores."""
+        return min((len(one.ends) for row in self.scores.values() for one in row.values()), default=0)
+
+    def share(self, arm: str, cell: Place) -> float | None:
+        """Of the best arm there. None where it was not measured; 1 where nobody got anything."""
+        best, row = self.best[cell], self.scores[arm]
+        return None if cell not in row else row[cell].mean / best if best > 0.0 else 1.0
+
+    def worst_share(self, arm: str) -> float:
+        """Over the cells where it was measured."""
+        return min(share for cell in self.cells if (share := self.share(arm, cell)) is not None)
