@@ -44,7 +44,7 @@ def _unknown_disagreement(folder: Path) -> str:
         f"{len(table.cells)} conditions of age, rollout format and temperature it ends at {_two(share)} of the best "
         f"arm where it does worst ({worst}){'' if share >= BAR else f', short of the bar of {_two(BAR)}'}; others in "
         f"theirs: {', '.join(rest[:MENTIONED])}{f' and {lower} lower' if lower > 0 else ''}. "
-        f"{_seed_count(table.least_seeds)} [robust.md](robust.md) has every cell."
+        f"{_seed_count(table.least_seeds(first))} [robust.md](robust.md) has every cell."
     )
 
 
@@ -135,7 +135,7 @@ def _seeds(results: Sequence[Result]) -> str:
 
 
 def _seed_count(least: int) -> str:
-    return "One seed: a screen." if least < 2 else f"{least} seeds or more."
+    return "One seed: a screen." if least < 2 else f"{least} seeds a cell or more for it, fewer for others."
 
 
 def _two(end: float) -> str:

@@ -73,7 +73,10 @@ def _answer(table: RobustTable) -> list[str]:
     ]
     if not table.scores:
         return [*lines, "**Nothing is measured yet.**"]
-    named = [f"{table.titles[arm]} ({share:.2f})" for arm, share in table.whole.items()]
+    named = [
+        f"{table.titles[arm]} ({share:.2f}, {table.least_seeds(arm)} seeds a cell or more)"
+        for arm, share in table.whole.items()
+    ]
     passing = sum(share >= BAR for share in table.whole.values())
     if not named:
         lines.append(f"**Not known yet:** no arm has been measured in all {len(table.cells)} cells.")
@@ -81,9 +84,10 @@ def _answer(table: RobustTable) -> list[str]:
         lines.append(f"**Passes the bar:** {', '.join(named[:passing])}.")
     else:
         lines.append(f"**No arm passes the bar.** The nearest is {named[0]}.")
-    if table.least_seeds < 3:
-        some = f"{table.least_seeds} seed{'s' if table.least_seeds > 1 else ''}"
-        lines += ["", f"Some cells have {some}: a screen, which ranks what to run next and decides nothing."]
+    fewest = min(map(table.least_seeds, table.scores))
+    if fewest < 3:
+        some = f"{fewest} seed{'s' if fewest > 1 else ''}"
+        lines += ["", f"Some scores have {some}: a screen, which ranks what to run next and decides nothing."]
     return lines
 
 

@@ -105,10 +105,9 @@ class RobustTable:
         whole = {arm: self.worst_share(arm) for arm, row in self.scores.items() if len(row) == len(self.cells)}
         return dict(sorted(whole.items(), key=lambda item: -item[1]))
 
-    @property
-    def least_seeds(self) -> int:
-        """Of any score; 0 without scores."""
-        return min((len(one.ends) for row in self.scores.values() for one in row.values()), default=0)
+    def least_seeds(self, arm: str) -> int:
+        """Of any of its scores."""
+        return min(len(one.ends) for one in self.scores[arm].values())
 
     def share(self, arm: str, cell: Place) -> float | None:
         """Of the best arm there. None where it was not measured; 1 where nobody got anything."""
