@@ -14,14 +14,14 @@ import numpy as np
 
 from tests.evidence.matrix import read_matrix
 from tests.evidence.results import Arm, Result, load
-from tests.evidence.robust_table import BAR, RobustTable, load_results
+from tests.evidence.robust_table import BAR, MATRIX, RobustTable, load_results, results_file
 from tests.evidence.statistics import Spread
 
 MATTERS = 0.1
 """A smaller difference of pass@1 than this is called none."""
 MENTIONED = 4
 """So many others are named."""
-ROBUST = Path(__file__).with_name("robust.yaml")
+SCREEN = "One seed: a screen."
 
 
 def practice(folder: Path) -> list[str]:
@@ -31,25 +31,28 @@ def practice(folder: Path) -> list[str]:
 
 
 def _unknown_disagreement(folder: Path) -> str:
-    matrix = read_matrix(ROBUST)
+    matrix = read_matrix(MATRIX)
     table = RobustTable.of(matrix, load_results(matrix, folder))
     if len(table.whole) < 2:
         return ""
     first, share = next(iter(table.whole.items()))
-    worst = next(title for cell, title in table.cells.items() if table.share(first, cell) == share)
+    worst = table.cells[table.worst_cell(first)]
     rest = [f"{table.titles[arm]} at {_two(one)}" for arm, one in table.whole.items() if arm != first]
     lower = len(rest) - MENTIONED
+    seeds = table.least_seeds(first)
+    fewest = min(map(table.least_seeds, table.scores))
+    trust = SCREEN if seeds < 2 else f"It has {seeds} seeds a cell or more, other arms from {fewest} on."
     return (
         f"**Where you do not know how sampler and learner will disagree: {table.titles[first]}.** Over "
         f"{len(table.cells)} conditions of age, rollout format and temperature it ends at {_two(share)} of the best "
         f"arm where it does worst ({worst}){'' if share >= BAR else f', short of the bar of {_two(BAR)}'}; others in "
         f"theirs: {', '.join(rest[:MENTIONED])}{f' and {lower} lower' if lower > 0 else ''}. "
-        f"{_seed_count(table.least_seeds(first))} [robust.md](robust.md) has every cell."
+        f"{trust} [robust.md](robust.md) has every cell."
     )
 
 
 def _old_samples(folder: Path) -> str:
-    results = load(folder / "robust-lag8.json")
+    results = load(results_file(folder, "lag8"))
     ends = _ends(results, "fp32")
     if not {"cispo", "cispo_age", "cispo_const"} <= ends.keys():
         return ""
@@ -129,13 +132,9 @@ def _seeds(results: Sequence[Result]) -> str:
     ends = [Arm.of(results, *cell).run_curve().end for cell in {(one.condition, one.arm) for one in results}]
     least, most = min(map(len, ends)), max(map(len, ends))
     if most < 2:
-        return _seed_count(most)
+        return SCREEN
     seeds = f"{most}" if least == most else f"{least} to {most}"
     return f"{seeds} seeds; runs of one recipe differ by {float(Spread.of(ends).sd):.2f}."
-
-
-def _seed_count(least: int) -> str:
-    return "One seed: a screen." if least < 2 else f"{least} seeds a cell or more for it, fewer for others."
 
 
 def _two(end: float) -> str:

@@ -17,7 +17,7 @@ from pipeline.errors import EvenKeelError
 from tests.evidence.matrix import REPOSITORY, cells_of, read_matrix
 from tests.evidence.results import SETTLED, keep, unmeasured
 from tests.evidence.robust_page import write_page
-from tests.evidence.robust_table import kept, load_results
+from tests.evidence.robust_table import MATRIX, load_results, results_file
 from tests.evidence.runner import check_unchanged, run_cells
 
 KEPT = REPOSITORY / "docs" / "evidence"
@@ -28,16 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 when a cell failed otherwise than by diverging."""
     options = _parse(arguments)
     try:
-        matrix = read_matrix(Path(__file__).with_suffix(".yaml"))
+        matrix = read_matrix(MATRIX)
         cells = {name: list(cells_of(matrix, name, options.root)) for name in matrix.experiments}
         failed = False
         for name, experiment in matrix.experiments.items():
             wanted = [one for one in cells[name] if options.only in one.name and one.seed <= options.seeds]
-            wanted = unmeasured(kept(KEPT, name), wanted)
+            wanted = unmeasured(results_file(KEPT, name), wanted)
             if not options.page and wanted:
                 check_unchanged(wanted)
                 failed = run_cells(matrix, experiment, wanted, options.jobs) or failed
-            keep(kept(KEPT, name), cells[name], experiment.series, SETTLED)
+            keep(results_file(KEPT, name), cells[name], experiment.series, SETTLED)
         write_page(matrix, load_results(matrix, KEPT), PAGE)
     except EvenKeelError as error:
         print(f"error: {error}", file=sys.stderr)

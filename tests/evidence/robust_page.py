@@ -27,17 +27,16 @@ def write_page(matrix: Matrix, results: Results, path: Path) -> None:
     folder = path.parent / "evidence"
     table = RobustTable.of(matrix, results)
     if table.scores:
-        shares = {table.titles[arm]: [table.share(arm, cell) for cell in table.cells] for arm in table.scores}
+        shares = {table.titles[arm]: [row.get(cell) for cell in table.cells] for arm, row in table.shares.items()}
         draw_shares(shares, list(table.cells.values()), BAR, folder / "robust.png")
     for name, experiment in matrix.experiments.items():
         if shown := _contrast(experiment, results.get(name, [])):
             draw(shown, results[name], folder / f"robust-{name}.png")
-    write_atomically(path, page(matrix, results))
+    write_atomically(path, page(matrix, results, table))
 
 
-def page(matrix: Matrix, results: Results) -> str:
+def page(matrix: Matrix, results: Results, table: RobustTable) -> str:
     """docs/robust.md: the answer, then the table of cells and arms, then what it could have shown."""
-    table = RobustTable.of(matrix, results)
     header = ["arm", *table.cells.values(), "worst", "worst ÷ best of the cell"]
     lines = ["# One objective that never collapses?", "", *_answer(table), ""]
     lines += ["## Every arm in every cell", "", _row(header), "|---" * len(header) + "|"]

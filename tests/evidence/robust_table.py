@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +16,7 @@ import numpy as np
 from tests.evidence.matrix import Matrix
 from tests.evidence.results import Arm, Result, load
 
+MATRIX = Path(__file__).with_name("robust.yaml")
 BAR = 0.8
 """An arm passes that ends at this share of the best arm, or more, in every cell."""
 FRESH = "fresh"
@@ -40,10 +42,10 @@ def base_of(arm: str) -> str:
 
 def load_results(matrix: Matrix, folder: Path) -> Results:
     """What is kept in the folder of each experiment."""
-    return {name: load(kept(folder, name)) for name in matrix.experiments}
+    return {name: load(results_file(folder, name)) for name in matrix.experiments}
 
 
-def kept(folder: Path, experiment: str) -> Path:
+def results_file(folder: Path, experiment: str) -> Path:
     """Where the results of one lie."""
     return folder / f"robust-{experiment}.json"
 
@@ -93,27 +95,30 @@ class RobustTable:
         measured_arms = {arm: row for arm, row in scores.items() if row}
         return cls(titles={arm: arms[arm] for arm in measured_arms}, cells=cells, scores=measured_arms)
 
-    @property
-    def best(self) -> dict[Place, float]:
-        """The highest mean of each cell; 0 where none was measured."""
+    @cached_property
+    def shares(self) -> dict[str, dict[Place, float]]:
+        """Arm → cell → its share of the best arm there, where it was measured and somebody got anything."""
         rows = self.scores.values()
-        return {cell: max((row[cell].mean for row in rows if cell in row), default=0.0) for cell in self.cells}
+        best = {cell: max((row[cell].mean for row in rows if cell in row), default=0.0) for cell in self.cells}
+        return {
+            arm: {cell: row[cell].mean / best[cell] for cell in self.cells if cell in row and best[cell] > 0.0}
+            for arm, row in self.scores.items()
+        }
 
-    @property
+    @cached_property
     def whole(self) -> dict[str, float]:
         """Arms that were measured in every cell, the best first, and their worst share."""
         whole = {arm: self.worst_share(arm) for arm, row in self.scores.items() if len(row) == len(self.cells)}
         return dict(sorted(whole.items(), key=lambda item: -item[1]))
 
+    def worst_cell(self, arm: str) -> Place:
+        """Where its share is lowest."""
+        return min(self.cells, key=lambda cell: self.shares[arm].get(cell, 1.0))
+
+    def worst_share(self, arm: str) -> float:
+        """Over the cells where it was measured; 1 where nobody got anything."""
+        return self.shares[arm].get(self.worst_cell(arm), 1.0)
+
     def least_seeds(self, arm: str) -> int:
         """Of any of its scores."""
         return min(len(one.ends) for one in self.scores[arm].values())
-
-    def share(self, arm: str, cell: Place) -> float | None:
-        """Of the best arm there. None where it was not measured; 1 where nobody got anything."""
-        best, row = self.best[cell], self.scores[arm]
-        return None if cell not in row else row[cell].mean / best if best > 0.0 else 1.0
-
-    def worst_share(self, arm: str) -> float:
-        """Over the cells where it was measured."""
-        return min(share for cell in self.cells if (share := self.share(arm, cell)) is not None)

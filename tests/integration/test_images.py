@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 from launch.cluster.kubernetes.containers import COMMAND
 from launch.cluster.kubernetes.job import USER
+from pipeline.data.files import NO_HARD_LINKS
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("precision", "pipeline", "megatron_bridge", "rollout_sglang", "launch")
@@ -141,13 +140,14 @@ def link_package(package: str, version: str, site_packages: Path) -> None:
             continue
         target = site_packages / file
         target.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):  # two packages may share a folder's __init__.py
-            try:
-                target.hardlink_to(Path(str(file.locate())).resolve())
-            except OSError as error:
-                if error.errno != errno.EXDEV:
-                    raise
-                shutil.copy(file.locate(), target)
+        try:
+            target.hardlink_to(Path(str(file.locate())).resolve())
+        except FileExistsError:  # two packages may share a folder's __init__.py
+            continue
+        except OSError as error:
+            if error.errno not in NO_HARD_LINKS:
+                raise
+            shutil.copy(file.locate(), target)
 
 
 def run_python(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -33,14 +33,12 @@ def run_page(commands: str, folder: Path, programs: Path, deadline_s: float, wit
             start_new_session=True,
         )
         try:
-            shell.wait(deadline_s)
+            status: int | str = shell.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            late = f"not done after {deadline_s:.0f} s; "
-        else:
-            late = ""
+            status = f"not done after {deadline_s:.0f} s"
         finally:
             with suppress(ProcessLookupError):  # nothing runs in the background
                 os.killpg(shell.pid, signal.SIGKILL)
-            status = shell.wait(20)
-    assert status == 0, f"{late}status {status}:\n{said.read_text()[-4000:]}"
+            shell.wait(20)
+    assert status == 0, f"status: {status}\n{said.read_text()[-4000:]}"
     return said.read_text()

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.evidence.matrix import read_matrix
-from tests.evidence.practice import ROBUST, practice
+from tests.evidence.practice import practice
 from tests.evidence.results import Result, save
+from tests.evidence.robust_table import MATRIX
 from tests.support.evidence import a_result
 
 
@@ -38,7 +39,7 @@ def test_nothing_measured_is_nothing_advised(tmp_path: Path) -> None:
     ],
 )
 def test_what_to_take_where_nothing_is_known(tmp_path: Path, lowest: int, said: str) -> None:
-    matrix = read_matrix(ROBUST)
+    matrix = read_matrix(MATRIX)
     for name, experiment in matrix.experiments.items():
         arms = dict(cispo=10, grpo_02=4) if name == "fresh" else dict(cispo_age=10, grpo_02=4, grpo_06=10)
         ends = {condition: dict(arms) for condition in experiment.conditions}

@@ -8,21 +8,25 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import RecipeError
-from tests.evidence import robust, robust_page
+from tests.evidence import robust_page
 from tests.evidence.matrix import Cell, Matrix, cells_of, read_matrix
 from tests.evidence.results import SETTLED, Result, keep, load, save, unmeasured
-from tests.evidence.robust_table import RobustTable, stand_in
+from tests.evidence.robust_table import MATRIX, Results, RobustTable, stand_in
 from tests.support.evidence import a_result
 
 
 @pytest.fixture(scope="module")
 def matrix() -> Matrix:
-    return read_matrix(Path(robust.__file__).with_suffix(".yaml"))
+    return read_matrix(MATRIX)
 
 
 def result(condition: str, arm: str, seed: int, end: int) -> Result:
     """So many of ten answers right at the end."""
     return a_result(arm, seed, [[3], [end]], condition=condition)
+
+
+def page(matrix: Matrix, results: Results) -> str:
+    return robust_page.page(matrix, results, RobustTable.of(matrix, results))
 
 
 def cell(matrix: Matrix, experiment: str, condition: str, arm: str) -> Cell:
@@ -83,15 +87,15 @@ def test_the_page_names_who_passes_the_bar_and_who_is_nearest(matrix: Matrix) ->
             ]
             for name in matrix.experiments
         }
-        return robust_page.page(matrix, results)
+        return page(matrix, results)
 
     assert "**Passes the bar:** CISPO, cap 5, by age (1.00, 3 seeds a cell or more)." in written(worst=4)
     assert "by age (1.00, 3 seeds a cell or more), CISPO, cap 5 (0.90, 3 seeds a cell or more)." in written(worst=9)
     row = next(line for line in written(worst=4).splitlines() if line.startswith("| CISPO, cap 5 |"))
     assert "0.40 (.40 .40 .40)" in row
     assert row.endswith("| 0.40 | 0.40 |")
-    assert "Nothing is measured yet" in robust_page.page(matrix, {})
-    screen = robust_page.page(matrix, {"fresh": [result("t12", "cispo", 1, 6)]})
+    assert "Nothing is measured yet" in page(matrix, {})
+    screen = page(matrix, {"fresh": [result("t12", "cispo", 1, 6)]})
     assert "no arm has been measured in all 9 cells" in screen
     assert "1 seed: a screen" in screen
 
