@@ -41,7 +41,7 @@ def _unknown_disagreement(folder: Path) -> str:
     lower = len(rest) - MENTIONED
     seeds = table.least_seeds(first)
     fewest = min(map(table.least_seeds, table.scores))
-    trust = SCREEN if seeds < 2 else f"It has {seeds} seeds a cell or more, other arms from {fewest} on."
+    trust = SCREEN if seeds < 2 else f"It has {seeds} or more seeds a cell, other arms from {fewest} on."
     return (
         f"**Where you do not know how sampler and learner will disagree: {table.titles[first]}.** Over "
         f"{len(table.cells)} conditions of age, rollout format and temperature it ends at {_two(share)} of the best "
