@@ -1,20 +1,23 @@
 """The mismatch statistics of an optimizer step, from what its passes gathered.
 
-Every rank has the log-probabilities of all tokens (passes.Gathered), and computes all statistics, on its device: they
-are the same on every rank and in every layout, and cost no communication.
+Every rank has the log-probabilities of all tokens (passes.Gathered). A large step is measured in chunks, of which each
+rank takes its share, whatever its place in the layout; the statistics are the same on every rank and in every layout.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bridge.step.passes import Gathered
 from megatron_bridge.step.response_tokens import by_token
 from pipeline.data.records import Batch
-from precision.mismatch.statistics import Mismatch, StepTokens
+from precision.mismatch.statistics import Mismatch
+from precision.mismatch.step_tokens import StepTokens
+from precision.ranks import ALONE, Ranks
 
 
 class MismatchMeter:
@@ -48,5 +51,18 @@ class MismatchMeter:
                 entropy=gathered.entropy,
                 age=tensor(batch.index + int(later_update) - batch.policy_version),
                 offsets=tensor(batch.response_offsets),
-            )
+            ),
+            all_ranks(),
         )
+
+
+def all_ranks() -> Ranks:
+    """Those of the default process group; this process alone where there is none."""
+    if not dist.is_initialized():
+        return ALONE
+    return Ranks(rank=dist.get_rank(), size=dist.get_world_size(), sum=_sum)
+
+
+def _sum(values: Tensor) -> Tensor:
+    dist.all_reduce(values)
+    return values

@@ -1,17 +1,18 @@
 """How far learner and engine are apart on the tokens of an optimizer step, over all and over parts of them.
 
-    flat logprobs of a step ──▶ chunks ──▶ GroupSums  (add over chunks, micro-batches, ranks)   ──┐
-                            ├─▶ sorted log-ratios ──▶ exact quantiles                            ──┼──▶ Mismatch
-                            └─▶ segments          ──▶ one row for each sequence                  ──┘
+    StepTokens ──▶ chunks, dealt out to the ranks ─┬▶ GroupSums            added in the chunks' order  ─┐
+                                                   ├▶ sorted log-ratios    exact quantiles, by counting ─┼▶ Mismatch
+                                                   └▶ segments             one row for each sequence   ─┘
 
-Everything up to `Mismatch` is computed where the tensors lie, in float64. What is random on a GPU (sums by atomics) is
-not used, so that ranks with the same tokens have the same statistics.
+Everything up to `Mismatch` is computed where the tensors lie, in float64. Where the chunks are cut depends on the step
+alone, and what comes of them is added in their order. What is random on a GPU (sums by atomics) is not used. So the
+statistics are the same, bit for bit, on every rank and for any number of ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +20,12 @@ from numpy.typing import NDArray
 
 from precision.ess import sequence_ess_of_totals
 from precision.histogram import NUM_LOG_RATIO_BINS
-from precision.mismatch.quantiles import quantiles_of_sorted
+from precision.mismatch import step_tokens
+from precision.mismatch.quantiles import quantiles_of_ranks
 from precision.mismatch.splits import ALL, GROUPS, OFFSETS, SPLITS
-from precision.ratios import MAX_LOG_RATIO, SUMS, RatioSums, log_ratio_bins, masked_log_ratios, ratio_terms
+from precision.mismatch.step_tokens import StepTokens
+from precision.ranks import ALONE, Ranks
+from precision.ratios import MAX_LOG_RATIO, SUMS, RatioSums, log_ratio_bins, ratio_terms, require_usable
 from precision.torch_on_use import Tensor, torch
 
 QUANTILES = (0.0, 0.001, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999, 1.0)
@@ -38,9 +42,6 @@ SEQUENCE_COLUMNS = (
     "ess",
 )
 """Of each sequence: sums over its tokens, the extremes of a token, and the ESS among its tokens."""
-
-CHUNK_TOKENS = 1 << 18
-"""Tokens that are in work at once: about 100 MB of float64 terms and memberships."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,42 +75,6 @@ def gap(learner: Tensor, engine: Tensor, mask: Tensor | None = None) -> Gap:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTokens:
-    """Per response token of a step, flat, sequence after sequence, on one device."""
-
-    learner_logprobs: Tensor
-    """[responses] nats."""
-    rollout_logprobs: Tensor
-    """[responses] nats."""
-    seen: Tensor
-    """bool [responses]; False on tokens that are not compared. Whatever else is there means nothing."""
-    advantages: Tensor
-    """[responses] of which the sign is used."""
-    entropy: Tensor
-    """[responses] nats, of the learner's distribution."""
-    age: Tensor
-    """[responses] versions between the policy that sampled the token and the one that trains on it, rounded up."""
-    offsets: Tensor
-    """int64 [sequences + 1] where each response begins."""
-
-    @property
-    def position(self) -> Tensor:
-        """int64 [responses] place in the response, from 0."""
-        return torch.arange(len(self.seen), device=self.seen.device) - torch.repeat_interleave(
-            self.offsets[:-1], self.offsets.diff()
-        )
-
-    def buckets(self) -> Tensor:
-        """int64 [seen tokens, splits]: the row in GROUPS of each token, for each of SPLITS."""
-        numbers = (self.advantages.sign(), self.position, self.entropy, self.age)
-        columns = []
-        for split, offset, number in zip(SPLITS, OFFSETS, numbers, strict=True):
-            edges = torch.tensor(split.edges, dtype=torch.float64, device=number.device)
-            columns.append(offset + torch.bucketize(number[self.seen].double(), edges, right=True))
-        return torch.stack(columns, dim=1)
-
-
 @dataclass(frozen=True)
 class GroupSums:
     """What adds up, for each of GROUPS; float64 tensors on one device. All-reduce both with SUM."""
@@ -132,8 +97,8 @@ class GroupSums:
         Sums are products with a 0-1 matrix, not scattered: deterministic, and quick on a GPU though groups are few.
         """
         found = cls.zero(learner_logprobs.device)
-        for start in range(0, len(buckets), CHUNK_TOKENS):
-            chunk = slice(start, start + CHUNK_TOKENS)
+        for start in range(0, len(buckets), step_tokens.CHUNK_TOKENS):
+            chunk = slice(start, start + step_tokens.CHUNK_TOKENS)
             found += cls._of_chunk(learner_logprobs[chunk], rollout_logprobs[chunk], buckets[chunk])
         return found
 
@@ -167,20 +132,26 @@ class Mismatch:
     """[sequences] which update saw the sequence; -1 for none."""
 
     @staticmethod
-    def of_step(tokens: StepTokens) -> Mismatch:
-        """Of one optimizer step. Raises FloatingPointError on a log-ratio that is not finite or above MAX_LOG_RATIO,
-        ValueError when no token was seen."""
-        learner, rollout, seen = tokens.learner_logprobs.double(), tokens.rollout_logprobs.double(), tokens.seen
-        padded, _ = masked_log_ratios(learner, rollout, seen)
-        if not bool(seen.any()):
+    def of_step(tokens: StepTokens, ranks: Ranks = ALONE) -> Mismatch:
+        """Of one optimizer step. Collective where there are several `ranks`: each has all tokens, measures some of the
+        step's chunks, and gets the statistics of all.
+
+        Raises, on every rank, FloatingPointError on a log-ratio that is not finite or above MAX_LOG_RATIO, ValueError
+        when no token was seen.
+        """
+        if not bool(tokens.seen.any()):
             raise ValueError("mismatch statistics of 0 tokens are undefined, expected at least 1; check the mask")
-        buckets = tokens.buckets()
-        sums = GroupSums.from_tokens(learner[seen], rollout[seen], buckets)
-        sequences = _sequences(padded, learner, rollout, tokens)
+        bounds, device = tokens.chunks(), tokens.seen.device
+        _require_usable(tokens, bounds)
+        if len(bounds) == 1:
+            ranks = ALONE
+        mine = {place: _Chunk.of(tokens.part(*bounds[place])) for place in range(ranks.rank, len(bounds), ranks.size)}
+        sums = _added(mine, len(bounds), ranks, device)
+        sequences = _in_order(mine, bounds, ranks, device)
         return Mismatch(
             sums=_host(sums.sums)[None],
             histogram=_host(sums.histogram)[None],
-            quantiles=_host(_group_quantiles(padded[seen], buckets))[None],
+            quantiles=_host(quantiles_of_ranks(_sorted_groups(mine, device), QUANTILES, ranks))[None],
             sequences=sequences,
             update=np.where(sequences[:, 0] > 0, 0, -1).astype(np.int32),
         )
@@ -280,20 +251,74 @@ def _told(sums: RatioSums, total: int) -> dict[str, float]:
     }
 
 
-def _group_quantiles(log_ratios: Tensor, buckets: Tensor) -> Tensor:
-    """float64 [groups, len(QUANTILES)] of the log-ratios [tokens] in each group."""
-    ordered, order = log_ratios.sort()
-    columns = buckets[order].T
-    rows = [quantiles_of_sorted(ordered, QUANTILES)]
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """What is measured of some sequences of a step, on the device."""
+
+    sums: GroupSums
+    log_ratios: Tensor
+    """float64 [seen tokens]"""
+    buckets: Tensor
+    """int64 [seen tokens, splits], as StepTokens.buckets."""
+    sequences: Tensor
+    """float64 [sequences, len(SEQUENCE_COLUMNS)]"""
+
+    @staticmethod
+    def of(tokens: StepTokens) -> _Chunk:
+        seen, log_ratios, buckets = tokens.seen, tokens.log_ratios(), tokens.buckets()
+        learner, rollout = tokens.learner_logprobs.double(), tokens.rollout_logprobs.double()
+        return _Chunk(
+            sums=GroupSums.from_tokens(learner[seen], rollout[seen], buckets),
+            log_ratios=log_ratios[seen],
+            buckets=buckets,
+            sequences=_sequences(log_ratios, learner, rollout, tokens),
+        )
+
+
+def _require_usable(tokens: StepTokens, bounds: Sequence[tuple[int, int]]) -> None:
+    """Of all log-ratios; each rank looks at all of them, so that none is left waiting for one that has raised."""
+    extreme = []
+    for each in bounds:
+        log_ratios = tokens.part(*each).log_ratios()
+        extreme.append(log_ratios[~(log_ratios.abs() <= MAX_LOG_RATIO)])
+    require_usable(torch.cat(extreme), f"of {int(tokens.seen.sum())} tokens")
+
+
+def _added(mine: Mapping[int, _Chunk], count: int, ranks: Ranks, device: torch.device) -> GroupSums:
+    """The sums of all `count` chunks, added in their order, of which this rank has `mine` by place. Collective."""
+    zero = GroupSums.zero(device)
+    parts = [mine[place].sums if place in mine else zero for place in range(count)]
+    sums = ranks.sum(torch.stack([part.sums for part in parts]))
+    histogram = ranks.sum(torch.stack([part.histogram for part in parts]))
+    added = zero
+    for place in range(count):
+        added += GroupSums(sums[place], histogram[place])
+    return added
+
+
+def _in_order(
+    mine: Mapping[int, _Chunk], bounds: Sequence[tuple[int, int]], ranks: Ranks, device: torch.device
+) -> NDArray[np.float64]:
+    """The rows of all sequences. Collective."""
+    rows = torch.zeros(bounds[-1][1], len(SEQUENCE_COLUMNS), dtype=torch.float64, device=device)
+    for place, chunk in mine.items():
+        rows[slice(*bounds[place])] = chunk.sequences
+    return _host(ranks.sum(rows))
+
+
+def _sorted_groups(mine: Mapping[int, _Chunk], device: torch.device) -> list[Tensor]:
+    """For each of GROUPS, the log-ratios of this rank's chunks in ascending order."""
+    nothing = torch.zeros(0, len(SPLITS), dtype=torch.int64, device=device)
+    ordered, order = torch.cat([nothing[:, 0].double(), *(chunk.log_ratios for chunk in mine.values())]).sort()
+    columns = torch.cat([nothing, *(chunk.buckets for chunk in mine.values())])[order].T
+    groups = [ordered]
     for split, offset, column in zip(SPLITS, OFFSETS, columns, strict=True):
-        rows += [
-            quantiles_of_sorted(ordered[column == offset + place], QUANTILES) for place in range(len(split.buckets))
-        ]
-    return torch.stack(rows)
+        groups += [ordered[column == offset + place] for place in range(len(split.buckets))]
+    return groups
 
 
-def _sequences(log_ratios: Tensor, learner: Tensor, rollout: Tensor, tokens: StepTokens) -> NDArray[np.float64]:
-    """[sequences, len(SEQUENCE_COLUMNS)]; `log_ratios` is 0 where no token was seen."""
+def _sequences(log_ratios: Tensor, learner: Tensor, rollout: Tensor, tokens: StepTokens) -> Tensor:
+    """float64 [sequences, len(SEQUENCE_COLUMNS)]; `log_ratios` is 0 where no token was seen."""
     seen, ratios = tokens.seen, torch.where(tokens.seen, log_ratios.exp(), 0.0)
     zero = torch.zeros_like(log_ratios)
     added = [
@@ -311,7 +336,7 @@ def _sequences(log_ratios: Tensor, learner: Tensor, rollout: Tensor, tokens: Ste
     count, total, absolute, of_learner, of_rollout, ratio, squared = sums.unbind(1)
     ess = ratio.square() / (count * squared)
     columns = torch.stack([total, absolute, highest[:, 0], -highest[:, 1], of_learner, of_rollout, ess], 1)
-    return _host(torch.cat([count[:, None], columns.masked_fill(count[:, None] == 0, math.nan)], 1))
+    return torch.cat([count[:, None], columns.masked_fill(count[:, None] == 0, math.nan)], 1)
 
 
 def _host(tensor: Tensor) -> NDArray[np.float64]:

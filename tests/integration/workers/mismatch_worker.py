@@ -20,8 +20,10 @@ from pipeline.config.layout_names import parse_layout
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.records import Batch
 from precision.mismatch.splits import GROUPS
-from precision.mismatch.statistics import GroupSums, Mismatch, StepTokens
+from precision.mismatch.statistics import GroupSums, Mismatch
+from precision.mismatch.step_tokens import StepTokens
 from precision.objectives.p3o import P3O
+from precision.ranks import Ranks
 from tests.support import mismatch_reference as reference
 
 
@@ -38,11 +40,12 @@ def in_layout(folder: Path, layout: str) -> dict[str, float]:
     advantages = np.sign(batch.reward) * (np.abs(batch.reward) > 0.3)
     captured: list[StepTokens] = []
 
-    def of_step(tokens: StepTokens) -> Mismatch:
+    def of_step(tokens: StepTokens, ranks: Ranks) -> Mismatch:
         captured.append(tokens)
-        return Mismatch.of_step(tokens)
+        return Mismatch.of_step(tokens, ranks)
 
-    with patch("megatron_bridge.step.mismatch.Mismatch", of_step=of_step):
+    several_chunks = patch("precision.mismatch.step_tokens.CHUNK_TOKENS", 40)
+    with several_chunks, patch("megatron_bridge.step.mismatch.Mismatch", of_step=of_step):
         update = learner.update(batch, advantages.astype(np.float32), learner.logprobs(batch))
     assert update.mismatch is not None
     (tokens,) = captured

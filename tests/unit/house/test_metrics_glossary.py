@@ -17,7 +17,8 @@ import torch
 from launch.run.sft import SFT_METRICS
 from pipeline.trainer.replay_effect import MEASURED
 from precision.mismatch.alarms import RULES
-from precision.mismatch.statistics import Mismatch, StepTokens
+from precision.mismatch.statistics import Mismatch
+from precision.mismatch.step_tokens import StepTokens
 from tests.support.glossary import unexplained
 from tests.support.pages import ROOT
 

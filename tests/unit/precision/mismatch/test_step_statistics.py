@@ -12,11 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from precision.mismatch import statistics as module
+from precision.mismatch import step_tokens as module
 from precision.mismatch.splits import GROUPS, OFFSETS, SPLITS
-from precision.mismatch.statistics import SEQUENCE_COLUMNS, GroupSums, Mismatch, StepTokens
+from precision.mismatch.statistics import SEQUENCE_COLUMNS, GroupSums, Mismatch
+from precision.mismatch.step_tokens import StepTokens
+from precision.ranks import Ranks
 from precision.ratios import SUMS
 from tests.support import mismatch_reference as reference
+from tests.support.threads_as_ranks import on_ranks
 
 LENGTHS = [1, 70, 3, 300, 17, 2, 1100, 40]
 
@@ -52,6 +55,43 @@ def test_every_group_equals_brute_force(chunk_tokens: int, monkeypatch: pytest.M
         close(table[0, row], [by_hand[name] for name in names])
         close(found.quantiles[0, row], reference.quantiles(learner[mask], rollout[mask]))
         assert found.histogram[0, row].sum() == mask.sum()
+
+
+@pytest.mark.parametrize("size", [2, 3, 40])
+def test_ranks_that_share_the_chunks_find_what_one_finds(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 100)
+    tokens = reference.random_tokens(8, LENGTHS)
+    assert len(tokens.chunks()) == 5  # 1 70 3 | 300 | 17 2 | 1100 | 40
+    alone = Mismatch.of_step(tokens)
+    for found in on_ranks(size, lambda ranks: Mismatch.of_step(tokens, ranks)):
+        for name, mine in vars(found).items():
+            np.testing.assert_array_equal(mine, getattr(alone, name), err_msg=name)
+
+
+def test_a_rank_measures_its_chunks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 100)
+    tokens, measured = reference.random_tokens(8, LENGTHS), []
+
+    def from_tokens(learner: Any, rollout: Any, buckets: Any) -> GroupSums:
+        measured.append(len(learner))
+        return GroupSums.zero()
+
+    monkeypatch.setattr(GroupSums, "from_tokens", from_tokens)
+    on_ranks(5, lambda ranks: Mismatch.of_step(tokens, ranks))
+    assert sorted(measured) == sorted(int(tokens.part(*each).seen.sum()) for each in tokens.chunks())
+
+
+def test_every_rank_refuses_what_one_of_them_would_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 100)
+    tokens = reference.random_tokens(8, LENGTHS)
+    broken = replace(tokens, seen=torch.ones_like(tokens.seen))  # the others are NaN
+
+    def refused(ranks: Ranks) -> str:
+        with pytest.raises(FloatingPointError, match=r"of 1533 tokens have an unusable log-ratio") as found:
+            Mismatch.of_step(broken, ranks)
+        return str(found.value)
+
+    assert len(set(on_ranks(2, refused))) == 1
 
 
 def test_sequences_equal_brute_force() -> None:
