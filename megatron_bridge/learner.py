@@ -42,7 +42,7 @@ from megatron_bridge.step.optimizer import (
     step_with_clipping,
     wrap_and_optimize,
 )
-from megatron_bridge.step.response_tokens import by_token, known_logprobs, rows_and_positions, seen_tokens
+from megatron_bridge.step.response_tokens import by_token, known_logprobs, seen_tokens
 from megatron_bridge.step.shares import split_of, sum_of_shares
 from megatron_bridge.weight_sync.export import export_policy
 from megatron_bridge.weights import convert
@@ -339,16 +339,13 @@ class MegatronLearner:
         elif present is None:
             raise ValueError("the objective needs the step scored: pass what score(batch) returned")
         else:
-            row, position = rows_and_positions(batch)
             step = ScoredStep(
                 logprobs=tensor(present),
                 rollout_logprobs=rollout,
                 old_logprobs=tensor(present if old_logprobs is None else old_logprobs),
                 advantages=given,
                 sampled=sampled,
-                row=tensor(row),
-                position=tensor(position),
-                num_rows=batch.num_samples,
+                offsets=tensor(batch.response_offsets),
             )
             prepared = _finite_or_refused(lambda: self._objective.prepare(step), batch)
         return prepared, passes.TrainingInputs(

@@ -29,13 +29,6 @@ def seen_tokens(batch: Batch, trained: NDArray[np.bool_] | None) -> Tensor:
     return torch.from_numpy(seen if trained is None else seen & np.repeat(trained, batch.response_lengths))
 
 
-def rows_and_positions(batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """int64 [responses] each: the sample that a token belongs to, and its place within the response, from 0."""
-    lengths = batch.response_lengths
-    row = np.repeat(np.arange(batch.num_samples), lengths)
-    return row, np.arange(len(row)) - np.repeat(batch.response_offsets[:-1], lengths)
-
-
 def known_logprobs(
     gathered: Gathered,
     batch: Batch,

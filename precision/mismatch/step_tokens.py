@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from precision.mismatch.splits import OFFSETS, SPLITS
+from precision.ragged import positions
 from precision.torch_on_use import Tensor, torch
 
-CHUNK_TOKENS = 1 << 18
-"""Tokens that are in work at once, more only in a response that is longer: about 100 MB of float64 terms and
+CHUNK_TOKENS = 1 << 16
+"""Tokens that are in work at once, more only in a response that is longer: about 40 MB of float64 terms and
 memberships."""
 
 
@@ -34,9 +35,7 @@ class StepTokens:
     @property
     def position(self) -> Tensor:
         """int64 [responses] place in the response, from 0."""
-        return torch.arange(len(self.seen), device=self.seen.device) - torch.repeat_interleave(
-            self.offsets[:-1], self.offsets.diff()
-        )
+        return positions(self.offsets)
 
     def buckets(self) -> Tensor:
         """int64 [seen tokens, splits]: the row in GROUPS of each token, for each of SPLITS."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from precision.measures import Measure
+from precision.ragged import positions, rows
 from precision.settings import Settings
 from precision.torch_on_use import Tensor, torch
 
@@ -73,11 +74,24 @@ class ScoredStep:
     """float32 [tokens]"""
     sampled: Tensor
     """bool [tokens]"""
-    row: Tensor
-    """int64 [tokens], the response that a token belongs to."""
-    position: Tensor
-    """int64 [tokens], its place within that response, from 0."""
-    num_rows: int
+    offsets: Tensor
+    """int64 [responses + 1], where each response begins."""
+
+    @property
+    def num_rows(self) -> int:
+        """Responses."""
+        return len(self.offsets) - 1
+
+    @property
+    def row(self) -> Tensor:
+        """int64 [tokens], the response that a token belongs to. Made when it is asked for: of a large step it takes
+        more memory than the log-probabilities."""
+        return rows(self.offsets)
+
+    @property
+    def position(self) -> Tensor:
+        """int64 [tokens], its place within that response, from 0. Made when it is asked for."""
+        return positions(self.offsets)
 
     def row_sum(self, values: Tensor) -> Tensor:
         """float64 [num_rows]: `values` [tokens] (bool counts) summed over the sampled tokens of each response."""

@@ -10,6 +10,9 @@ the ranks; the median of the repetitions, and in brackets their range.
 
 `routes` has the experts of 48 layers for each token, `dense` has none. What the learner itself holds of a whole step,
 a few vectors of one number for each response token (ops/decisions/0069), is not in it.
+
+`mismatch` is what a rank of all ranks needs to measure the mismatch of a step of the dense batch (decision 0095): the
+memory that is allocated at once, and processor time; sums over ranks are left out.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import gc
 import json
 import statistics
 import tempfile
+import time
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +31,9 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_bridge.step.micro_batches import Split, deal
 from pipeline.data.records import Batch
@@ -36,6 +42,9 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.trainer.batch_source import BatchSource
+from precision.mismatch.statistics import Mismatch
+from precision.mismatch.step_tokens import StepTokens
+from precision.ranks import Ranks
 from tests.support.batches import batch_of_rewards
 from tests.support.counted_file import CountedFile
 from tests.support.one_rank import OneRank
@@ -131,6 +140,46 @@ def turns(folder: Path, made: Batch) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def mismatch_figures(tokens: StepTokens, ranks: int) -> dict[str, float]:
+    """Of the first rank, which has most of the chunks."""
+    first = Ranks(rank=0, size=ranks, sum=lambda values: values)
+    began = time.process_time()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        Mismatch.of_step(tokens, first)
+    seconds, allocated, peak = time.process_time() - began, 0, 0
+    assert profiled.profiler is not None
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    return dict(peak=peak, processor=seconds)
+
+
+def mismatch_turns(made: Batch) -> dict[str, dict[str, list[float]]]:
+    """As `turns`."""
+    offsets = torch.from_numpy(made.response_offsets)
+    rollout = torch.from_numpy(made.rollout_logprobs)
+    noise = torch.randn(len(rollout), generator=torch.Generator().manual_seed(0))
+    tokens = StepTokens(
+        learner_logprobs=rollout + 0.02 * noise,
+        rollout_logprobs=rollout,
+        seen=torch.ones(len(rollout), dtype=torch.bool),
+        advantages=noise,
+        entropy=-rollout,
+        age=torch.zeros(len(rollout), dtype=torch.int32),
+        offsets=offsets,
+    )
+    found: dict[str, dict[str, list[float]]] = {f"DP {ranks}": {"peak": [], "processor": []} for ranks in RANKS}
+    for _ in range(REPETITIONS):
+        one: dict[str, float] = {}
+        for ranks in RANKS:
+            figures = mismatch_figures(tokens, ranks)
+            one = one or figures
+            for name, value in figures.items():
+                found[f"DP {ranks}"][name].append(value / one[name])
+    return found
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
 
@@ -142,9 +191,15 @@ def main() -> None:
         for name, made in (("routes", batch(median=1024, routes=True)), ("dense", batch(median=4096, routes=False))):
             with tempfile.TemporaryDirectory() as folder:
                 results[name] = turns(Path(folder), made)
-            for ranks, figures in results[name].items():
-                print(f"{name}, {ranks}: {', '.join(f'{key} {text(values)}' for key, values in figures.items())}")
+            tell(name, results[name])
+    results["mismatch"] = mismatch_turns(batch(median=4096, routes=False))
+    tell("mismatch", results["mismatch"])
     print(json.dumps(results))
+
+
+def tell(name: str, figures: dict[str, dict[str, list[float]]]) -> None:
+    for ranks, of_ranks in figures.items():
+        print(f"{name}, {ranks}: {', '.join(f'{key} {text(values)}' for key, values in of_ranks.items())}")
 
 
 def text(values: Sequence[float]) -> str:

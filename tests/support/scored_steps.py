@@ -35,10 +35,13 @@ def scored_step(
         old_logprobs=ROLLOUT + prox,
         advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths),
         sampled=torch.ones_like(learner, dtype=torch.bool),
-        row=torch.arange(len(lengths)).repeat_interleave(lengths),
-        position=torch.cat([torch.arange(n) for n in lengths.tolist()]),
-        num_rows=len(lengths),
+        offsets=offsets_of(lengths),
     )
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Where responses of these lengths begin, and where the last one ends."""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 @st.composite
@@ -62,9 +65,7 @@ def scored_steps(draw: Any) -> ScoredStep:
         old_logprobs=old,
         advantages=torch.randn(len(lengths), generator=generator, dtype=torch.float64).repeat_interleave(lengths),
         sampled=sampled,
-        row=torch.arange(len(lengths)).repeat_interleave(lengths),
-        position=torch.cat([torch.arange(n) for n in lengths.tolist()]),
-        num_rows=len(lengths),
+        offsets=offsets_of(lengths),
     )
 
 
@@ -78,5 +79,5 @@ def reordered(step: ScoredStep, *, seed: int = 1) -> tuple[ScoredStep, Tensor]:
     """The same responses in another order, and the index with which per-token results of `step` follow them."""
     order = torch.randperm(step.num_rows, generator=torch.Generator().manual_seed(seed))
     index = torch.cat([torch.nonzero(step.row == row).flatten() for row in order.tolist()])
-    moved = {name: getattr(step, name)[index] for name in (*TOKEN_FIELDS, "sampled", "position")}
-    return dataclasses.replace(step, **moved, row=order.argsort()[step.row[index]]), index
+    moved = {name: getattr(step, name)[index] for name in (*TOKEN_FIELDS, "sampled")}
+    return dataclasses.replace(step, **moved, offsets=offsets_of(step.offsets.diff()[order])), index
