@@ -115,15 +115,16 @@ def _listed(run: Mapping[str, Any]) -> tuple[str, ...]:
 def render_comparison(compared: Mapping[str, Any]) -> Table:
     """A column a run, of what pipeline.analysis.run_list.compare_runs returned; only rows in which runs differ."""
     runs = compared["runs"]
-    table = Table(title=Text(f"{len(runs)} runs, where they differ"), title_justify="left")
+    told = [_by_name(run) for run in runs]
+    rows = {name: [numbers.get(name, "–") for numbers in told] for name in dict.fromkeys(n for t in told for n in t)}
+    differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    where = "where they differ" if differing or compared["recipe"] else "which differ in nothing"
+    table = Table(title=Text(f"{len(runs)} runs, {where}"), title_justify="left")
     table.add_column(style="dim", overflow="fold")
     for run in runs:
         table.add_column(Text(run["path"]), overflow="fold")
-    told = [_by_name(run) for run in runs]
-    rows = {name: [numbers.get(name, "–") for numbers in told] for name in dict.fromkeys(n for t in told for n in t)}
-    for name, values in rows.items():
-        if len(set(values)) > 1:
-            table.add_row(Text(name), *map(Text, values))
+    for name, values in differing.items():
+        table.add_row(Text(name), *map(Text, values))
     table.add_section()
     for key, chosen in compared["recipe"].items():
         table.add_row(Text(key), *(Text(str(value)) for value in chosen))

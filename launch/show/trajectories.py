@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launch.build.components import build_tokenizer
 from launch.progress import counted
-from pipeline.analysis.trajectories import SAMPLE_COLUMNS, logprobs_of, render_batch, sample_rows
+from pipeline.analysis.trajectories import SAMPLE_COLUMNS, logprobs_of, render_batch, sample_rows, tokenizer_of
 from pipeline.data.files import replacing
 from pipeline.data.frozen.recipes import shown_recipe
+from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import MachineError, RecipeError, StoreError
@@ -64,18 +64,26 @@ class _Reader:
 
     path: Path
     run: RunDirectory = field(init=False)
-    tokenizer: Tokenizer = field(init=False)
+    model: Path = field(init=False)
     store: BatchStore = field(init=False)
+    _tokenizers: dict[str, Tokenizer] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.run = RunDirectory(self.path)
-        self.tokenizer = build_tokenizer(shown_recipe(self.path))
+        self.model = shown_recipe(self.path).model.path
         self.store = BatchStore(self.run.batches)
+
+    def tokenizer(self, batch: Batch) -> Tokenizer:
+        """The one that it was sampled with. Raises ModelError."""
+        sha256 = batch.contract.tokenizer_sha256
+        if sha256 not in self._tokenizers:
+            self._tokenizers[sha256] = tokenizer_of(self.run, self.model, sha256)
+        return self._tokenizers[sha256]
 
     def rows(self, index: int) -> Iterator[dict[str, Any]]:
         batch = self.store.read(index, None)
         learner_logprobs = logprobs_of(self.run, index, len(batch.rollout_logprobs))
-        return sample_rows(batch, self.tokenizer, learner_logprobs=learner_logprobs)
+        return sample_rows(batch, self.tokenizer(batch), learner_logprobs=learner_logprobs)
 
 
 def show(path: Path, index: int, limit: int) -> None:
@@ -86,7 +94,7 @@ def show(path: Path, index: int, limit: int) -> None:
     if learner_logprobs is None:
         print(f"batch {index} is not trained yet: no learner logprobs to compare with")
     samples = range(min(limit, batch.num_samples))
-    for line in render_batch(batch, reader.tokenizer, learner_logprobs=learner_logprobs, samples=samples):
+    for line in render_batch(batch, reader.tokenizer(batch), learner_logprobs=learner_logprobs, samples=samples):
         print(line)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from pipeline.data.frozen.run_format import is_sealed
 from pipeline.data.records import FINISH_REASONS, VERIFIER_FAILED, Batch
 from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import ModelError
 from pipeline.tasks.tokenizer import Tokenizer
 
 SAMPLE_COLUMNS = (
@@ -95,6 +98,22 @@ def logprobs_of(run: RunDirectory, index: int, responses: int) -> NDArray[np.flo
     return run.learner_logprobs(index, responses) if is_sealed(run.path) else None
 
 
+def tokenizer_of(run: RunDirectory, model: Path, sha256: str) -> Tokenizer:
+    """The one that batches with this digest were sampled with: from `model`, where the recipe names it, or from a model
+    of the run. Raises ModelError where neither has it, for example where the run was copied from another machine.
+    """
+    policies = sorted(run.policies.glob("[0-9]*"), reverse=True)
+    for folder in (model, run.model, *policies[:1]):
+        with suppress(ModelError):
+            tokenizer = Tokenizer.load(folder)
+            if tokenizer.sha256 == sha256:
+                return tokenizer
+    raise ModelError(
+        f"the tokenizer that {run.path} was sampled with is neither in {model} nor in a model of the run; put the "
+        f"model back there, or its tokenizer into {run.model}"
+    )
+
+
 def visible(text: str) -> str:
     """One line that shows what it holds: line ends and tabs as symbols, other unprintable characters as escapes."""
     return "".join(_SYMBOLS.get(c) or (c if c.isprintable() else _escape(c)) for c in text)
@@ -108,11 +127,12 @@ def _render_sample(batch: Batch, tokenizer: Tokenizer, sample: int) -> Iterator[
     tokens = batch.sample_tokens(sample)
     prompt, response = np.split(tokens, [int(batch.prompt_lengths[sample])])
     parts = {name: float(values[sample]) for name, values in batch.reward_parts.items()}
-    explained = ", ".join(f"{visible(name)} {value:g}" for name, value in parts.items() if not np.isnan(value))
     yield f"sample {sample}, group {batch.group[sample]}"
     yield f"  prompt    {visible(tokenizer.decode(prompt.tolist(), special=True))}"
     yield f"  response  {visible(tokenizer.decode(response.tolist(), special=True))}"
-    yield f"  reward    {batch.reward[sample]:g}{f' ({explained})' if explained else ''}"
+    reward = "none: its verifier failed" if parts.pop(VERIFIER_FAILED, 0.0) == 1.0 else f"{batch.reward[sample]:g}"
+    explained = ", ".join(f"{visible(name)} {value:g}" for name, value in parts.items() if not np.isnan(value))
+    yield f"  reward    {reward}{f' ({explained})' if explained else ''}"
     yield (
         f"  finish    {FINISH_REASONS[batch.finish[sample]]} after {len(response)} tokens, "
         f"engine {batch.engine[sample]}, queued {batch.queued_s[sample]:.3g} s, "

@@ -13,7 +13,13 @@ CONTRACT = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, to
 
 
 def batch_of_rewards(
-    rewards: Sequence[Sequence[float]], *, index: int = 0, seed: int = 0, unsampled: float = 0.0, vocabulary: int = 256
+    rewards: Sequence[Sequence[float]],
+    *,
+    index: int = 0,
+    seed: int = 0,
+    unsampled: float = 0.0,
+    vocabulary: int = 256,
+    contract: LogprobContract = CONTRACT,
 ) -> Batch:
     """One group for each of `rewards`, of prompts of 2 to 5 tokens and answers of 1 to 9; of their tokens the share
     `unsampled` was not sampled (the first always was)."""
@@ -37,5 +43,5 @@ def batch_of_rewards(
         for number, group in enumerate(rewards)
     ]
     return Batch.from_groups(
-        index, groups, contract=CONTRACT, dropped=(), next_group=len(groups), recipe_sha256="cd" * 32
+        index, groups, contract=contract, dropped=(), next_group=len(groups), recipe_sha256="cd" * 32
     )

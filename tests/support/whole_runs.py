@@ -17,12 +17,13 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.membership import Member
 from pipeline.data.mismatch_files import mismatch_path
+from pipeline.data.records import LogprobContract
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.store import BatchStore
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.trainer.checkpoints import Checkpoints
 from precision.controller.records import Evidence, State
-from tests.support.batches import batch_of_rewards
+from tests.support.batches import CONTRACT, batch_of_rewards
 from tests.support.one_rank import OneRank
 
 GROUPS = 2
@@ -56,6 +57,7 @@ def whole_run(
     policies: Sequence[int] = (3, 4, 5),
     controlled: bool = False,
     steps: int = 8,
+    contract: LogprobContract = CONTRACT,
 ) -> RunDirectory:
     """`committed` batches, of which `published` are trained; checkpoints at `saved`."""
     run = RunDirectory(folder / "run")
@@ -70,7 +72,7 @@ def whole_run(
         run.write_evaluation(due, dict(pass_at_1=0.5))
     store = BatchStore(run.batches)
     for index in range(committed):
-        batch = batch_of_rewards([[1.0, 0.0]] * GROUPS, index=index, seed=index)
+        batch = batch_of_rewards([[1.0, 0.0]] * GROUPS, index=index, seed=index, contract=contract)
         required = recipe.build_schedule().required_version(index)
         store.commit(
             replace(

@@ -13,7 +13,7 @@ from launch.show.columns import Columns, columns
 from pipeline.analysis import run_list
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summary
-from pipeline.analysis.trajectories import sample_rows
+from pipeline.analysis.trajectories import sample_rows, tokenizer_of
 from pipeline.config.recipe import Recipe
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
@@ -74,9 +74,8 @@ class Run:
 
     def samples(self, index: int) -> list[dict[str, Any]]:
         """A mapping a sample: prompt and response as text, reward and its parts, versions, log-ratios."""
-        from launch.build.components import build_tokenizer
-
-        batch, tokenizer = self.batch(index), build_tokenizer(self.recipe)
+        batch = self.batch(index)
+        tokenizer = tokenizer_of(self._directory, self.recipe.model.path, batch.contract.tokenizer_sha256)
         return list(sample_rows(batch, tokenizer, learner_logprobs=self.learner_logprobs(index)))
 
 

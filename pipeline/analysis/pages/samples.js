@@ -25,7 +25,8 @@ function show() {
   const ordered = order ? [...groups].sort((a, b) => b.group.dataset[order] - a.group.dataset[order]) : groups;
   element("groups").append(...ordered.map(({ group }) => group));
   highlight(found, wanted);
-  const texts = wanted ? `, ${found.length} texts hold “${element("search").value}”` : "";
+  const hold = found.length === 1 ? "text holds" : "texts hold";
+  const texts = wanted ? `, ${found.length} ${hold} “${element("search").value}”` : "";
   element("told").textContent = `${shown} of ${groups.length} groups${texts}`;
 }
 

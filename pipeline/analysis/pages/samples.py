@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pipeline.analysis.pages.chosen_samples import ChosenSamples, choose, shares_of, spread_over, token_gaps
 from pipeline.analysis.pages.style import page_style
 from pipeline.analysis.run_log import RunLog
-from pipeline.analysis.trajectories import logprobs_of, visible
+from pipeline.analysis.trajectories import logprobs_of, tokenizer_of, visible
 from pipeline.data.files import write_atomically
 from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
@@ -109,15 +109,11 @@ def _render(run_log: RunLog, run: RunDirectory, found: _Found) -> str:
 
 
 def _tokenizer(run_log: RunLog, run: RunDirectory, chosen: Sequence[ChosenSamples]) -> Tokenizer | None:
-    """The one that the batches were sampled with, from where the recipe names it or from a model of the run; None where
-    neither has it, for example where the run was copied from another machine."""
+    """The one that the batches were sampled with; None where it is not there, or where they differ."""
     wanted = {one.batch.contract.tokenizer_sha256 for one in chosen}
-    policies = sorted(run.policies.glob("[0-9]*"), reverse=True)
-    for folder in (run_log.recipe.model.path, run.model, *policies[:1]):
-        with suppress(ModelError):
-            tokenizer = Tokenizer.load(folder)
-            if {tokenizer.sha256} == wanted:
-                return tokenizer
+    with suppress(ModelError):
+        if len(wanted) == 1:
+            return tokenizer_of(run, run_log.recipe.model.path, *wanted)
     return None
 
 

@@ -28,6 +28,7 @@ FREE = {
     r"(.*/)?skipped/\d{6,}": "empty: the name says all",
     r"(mismatch|trace)\.json": "a result for people, made anew at will",
     r"damaged/.*": "set aside by `evenkeel repair`",
+    r"exports/.*": "what `evenkeel export` wrote for another tool, in that tool's format",
 }
 """Pattern of a file's name in the run directory → why no bit of it matters."""
 _FREE = re.compile("|".join(f"(?:{pattern})" for pattern in FREE))

@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,30 @@ def root_is_a_file(shop: Workshop) -> list[str]:
 
 def taken_metrics_port(shop: Workshop, place: int) -> list[str]:
     """… with the port taken that is `place` behind --metrics-port."""
-    shop.listener.bind(("127.0.0.1", 0))
+    first = free_ports(4)
+    shop.listener.bind(("127.0.0.1", first + place))
     shop.listener.listen()
-    return [*shop.train(), "--metrics-port", str(shop.listener.getsockname()[1] - place)]
+    return [*shop.train(), "--metrics-port", str(first)]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many in a row, at none of which another test or program listens."""
+    while True:
+        with ExitStack() as bound:
+            first = bound.enter_context(bound_socket(0)).getsockname()[1]
+            try:
+                for port in range(first + 1, first + count):
+                    bound.enter_context(bound_socket(port))
+            except (OSError, OverflowError):  # taken, or above the last port
+                continue
+            return first
+
+
+@contextmanager
+def bound_socket(port: int) -> Iterator[socket.socket]:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", port))
+        yield one
 
 
 def taken_port(shop: Workshop) -> list[str]:

@@ -10,7 +10,9 @@ from launch.endings import end_of
 from launch.export.export import export
 from launch.export.points import STEP, VERSION, Key, RunPoints, of_step
 from pipeline.data.event_log import EventLog
+from pipeline.data.integrity.walk import damaged_files
 from pipeline.errors import RecipeError, RunConflictError, StoreError
+from pipeline.trainer.checkpoints import verify
 from tests.support.written_runs import write_run
 from tests.unit.launch.export.growing import (
     Rows,
@@ -77,6 +79,14 @@ def test_killed_while_it_follows_then_resumed_and_exported_again(run: Path, targ
     assert (result["steps"], result["versions"]) == (33, 0)
     if target == "tensorboard":
         assert tensorboard_curve(run / "exports" / target) == [(s, (100 if s < 9 else 200) + s) for s in range(33)]
+
+
+def test_an_exported_run_is_still_whole(run: Path) -> None:
+    """`evenkeel verify history` reads every file of a run; those of other tools have no checksums of ours."""
+    train(run, 1, range(3))
+    export(run, "tensorboard", None, follow=False)
+    assert list((run / "exports").rglob("*tfevents*"))
+    assert damaged_files(run, verify) == []
 
 
 def test_a_torn_end_is_passed_over_wherever_it_is_torn(run: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import evenkeel
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, StoreError
-from tests.support.batches import batch_of_rewards
+from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.tokenizer import Tokenizer
+from tests.support.batches import CONTRACT, batch_of_rewards
 from tests.support.runs import ROOT
 from tests.support.written_runs import write_run
 
@@ -73,6 +76,18 @@ def test_batches_are_arrays(tmp_path: Path) -> None:
     assert run.learner_logprobs(0) is None
     with pytest.raises(StoreError):
         run.batch(1)
+
+
+def test_samples_are_texts_with_their_rewards(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path / "m", "0123456789=abcdefghijklmnopqrstuvwxyz")
+    contract = replace(CONTRACT, tokenizer_sha256=Tokenizer.load(tmp_path / "m").sha256)
+    path = write_run(tmp_path, 1, overrides=dict(model=dict(path=str(tmp_path / "m"))))
+    batch = batch_of_rewards([[0.0, 1.0]], vocabulary=30, contract=contract)
+    BatchStore(RunDirectory(path).batches).commit(batch)
+    found = evenkeel.Run(path).samples(0)
+    assert [one["reward"] for one in found] == [0.0, 1.0]
+    expected = Tokenizer.load(tmp_path / "m").decode(batch.response_tokens.tolist(), special=True)
+    assert "".join(one["response"] for one in found) == expected
 
 
 def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,12 +13,14 @@ import pytest
 
 from launch.convert.new_model import new_model
 from launch.show.trajectories import Filter, as_mapping, export
-from pipeline.data.records import FINISH_REASONS
+from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import RecipeError, StoreError
-from tests.support.batches import batch_of_rewards
-from tests.support.runs import evenkeel
+from pipeline.errors import ModelError, RecipeError, StoreError
+from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.tokenizer import Tokenizer
+from tests.support.batches import CONTRACT, batch_of_rewards
+from tests.support.runs import evenkeel, evenkeel_json
 from tests.support.written_runs import write_run
 
 
@@ -25,8 +28,14 @@ from tests.support.written_runs import write_run
 def run(tmp_path: Path) -> RunDirectory:
     new_model(tmp_path / "base", hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=16)
     found = RunDirectory(write_run(tmp_path, 1, steps=1, overrides=dict(model=dict(path=str(tmp_path / "base")))))
-    BatchStore(found.batches).commit(batch_of_rewards([[1.0, 0.0]], vocabulary=40))
+    BatchStore(found.batches).commit(batch(tmp_path, [[1.0, 0.0]]))
     return found
+
+
+def batch(folder: Path, rewards: list[list[float]], **given: Any) -> Batch:
+    """… that was sampled with the tokenizer of the model in `folder`."""
+    contract = replace(CONTRACT, tokenizer_sha256=Tokenizer.load(folder / "base").sha256)
+    return batch_of_rewards(rewards, vocabulary=40, contract=contract, **given)
 
 
 def test_log_probabilities_of_another_length_are_named(run: RunDirectory) -> None:
@@ -49,9 +58,9 @@ def test_a_run_that_is_a_file(run: RunDirectory) -> None:
 
 
 def test_parquet_and_json_lines_hold_the_same_rows(run: RunDirectory, tmp_path: Path) -> None:
-    batch = BatchStore(run.batches).read(0, None)
-    gaps = np.linspace(-0.5, 0.25, len(batch.rollout_logprobs), dtype=np.float32)
-    run.write_learner_logprobs(0, batch.rollout_logprobs + gaps)
+    sampled = BatchStore(run.batches).read(0, None)
+    gaps = np.linspace(-0.5, 0.25, len(sampled.rollout_logprobs), dtype=np.float32)
+    run.write_learner_logprobs(0, sampled.rollout_logprobs + gaps)
     for kind in ("parquet", "jsonl"):
         written = {"parquet": None, "jsonl": None, kind: tmp_path / f"out.{kind}"}
         assert export(run.path, **written, chosen=Filter())["samples"] == 2
@@ -62,14 +71,14 @@ def test_parquet_and_json_lines_hold_the_same_rows(run: RunDirectory, tmp_path: 
     ]
     assert rows == lines == as_mapping(run.path, 0, 8)["samples"]
     assert [row["reward"] for row in rows] == [1.0, 0.0]
-    first = int(batch.response_lengths[0])
+    first = int(sampled.response_lengths[0])
     assert rows[0]["log_ratio_mean"] == pytest.approx(float(gaps[:first].mean()), abs=1e-6)
     assert rows[1]["log_ratio_abs_max"] == pytest.approx(float(np.abs(gaps[first:]).max()), abs=1e-6)
     assert rows[0]["response_tokens"] == first
 
 
 def test_filters_keep_what_they_name(run: RunDirectory, tmp_path: Path) -> None:
-    BatchStore(run.batches).commit(batch_of_rewards([[0.5, 0.25]], index=1, seed=1, vocabulary=40))
+    BatchStore(run.batches).commit(batch(tmp_path, [[0.5, 0.25]], index=1, seed=1))
     text = as_mapping(run.path, 1, 1)["samples"][0]["response"]
 
     def kept(**chosen: object) -> list[tuple[int, float]]:
@@ -96,13 +105,13 @@ def test_samples_of_one_finish_or_source_are_kept(run: RunDirectory, tmp_path: P
     path = write_run(
         tmp_path, 1, steps=1, name="mixed", overrides=dict(model=dict(path=str(tmp_path / "base")), task=_two_sources())
     )
-    batch = replace(
-        batch_of_rewards([[1.0, 0.0], [0.5, 0.25]], vocabulary=40),
+    mixed = replace(
+        batch(tmp_path, [[1.0, 0.0], [0.5, 0.25]]),
         problem=np.array([0, 0, 7, 7]),
         sources=dict(sums=range(7), words=range(7, 9)),
         finish=np.array([FINISH_REASONS.index(reason) for reason in ("stop", "length", "stop", "length")], np.uint8),
     )
-    BatchStore(RunDirectory(path).batches).commit(batch)
+    BatchStore(RunDirectory(path).batches).commit(mixed)
 
     def kept(*options: str) -> list[float]:
         done = evenkeel("trajectories", "export", path, "--jsonl", tmp_path / "out.jsonl", *options)
@@ -127,3 +136,27 @@ def _two_sources() -> dict[str, object]:
 def test_a_file_that_cannot_be_written_is_named(run: RunDirectory, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"cannot write .*missing/out\.jsonl"):
         export(run.path, parquet=None, jsonl=tmp_path / "missing" / "out.jsonl", chosen=Filter())
+
+
+def test_a_run_whose_model_is_gone_is_read_with_a_model_of_its_own(run: RunDirectory, tmp_path: Path) -> None:
+    said = as_mapping(run.path, 0, 8)
+    (tmp_path / "base").rename(run.model)
+    assert as_mapping(run.path, 0, 8) == said
+    assert evenkeel("trajectories", "show", run.path, 0).returncode == 0
+    run.model.rename(tmp_path / "elsewhere")
+    with pytest.raises(ModelError, match=r"neither in .*base nor in a model of the run; put the model back there"):
+        as_mapping(run.path, 0, 8)
+
+
+def test_a_batch_is_not_read_with_another_tokenizer(run: RunDirectory, tmp_path: Path) -> None:
+    """It would show other words than were said."""
+    write_character_tokenizer(tmp_path / "base", "zyxwvutsrqponmlkjihgfedcba9876543210=+ ")
+    done = evenkeel("trajectories", "show", run.path, 0)
+    assert (done.returncode, "response" in done.stdout) == (1, False)
+    assert done.stderr.startswith(f"error: the tokenizer that {run.path} was sampled with is neither in ")
+
+
+def test_samples_as_json(run: RunDirectory) -> None:
+    found = evenkeel_json("trajectories", "show", run.path, 0, "--limit", 1)
+    assert (found["batch"], found["num_samples"], len(found["samples"])) == (0, 2, 1)
+    assert found["samples"][0]["reward"] == 1.0

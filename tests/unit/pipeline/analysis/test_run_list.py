@@ -69,6 +69,12 @@ def test_a_comparison_names_the_keys_that_differ_and_no_other(write_run: WriteRu
     assert "bottleneck" not in told  # both say the same
 
 
+def test_a_comparison_of_equal_runs_says_so(write_run: WriteRun) -> None:
+    compared = compare_runs([write_run(3, name="a"), write_run(3, name="b")])
+    compared["recipe"] = {}  # their names
+    assert "2 runs, which differ in nothing" in text_of(render_comparison(compared))
+
+
 def test_a_comparison_keeps_the_order_of_its_runs(write_run: WriteRun) -> None:
     first, second = write_run(24, name="z"), write_run(24, name="a")
     assert [run["name"] for run in compare_runs([first, second])["runs"]] == ["z", "a"]

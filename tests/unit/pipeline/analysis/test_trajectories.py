@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.analysis.trajectories import render_batch, visible
 from pipeline.data.ledger.dropped import DroppedGroup
-from pipeline.data.records import Batch
+from pipeline.data.records import VERIFIER_FAILED, Batch
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer
 
@@ -90,6 +90,15 @@ def test_groups_of_solved_problems_are_counted(tokenizer: Tokenizer, make_batch:
     batch = replace(make_batch(0, dropped=(4,)), dropped=(*solved, DroppedGroup(group=4, reason="too long")))
     first = next(render_batch(batch, tokenizer))
     assert first.endswith("; group 4 dropped: too long; 2 groups of solved problems passed over")
+
+
+def test_a_sample_without_a_reward_says_so(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    failed = make_batch(0, num_groups=1)
+    failed = replace(failed, reward_parts=failed.reward_parts | {VERIFIER_FAILED: np.array([1.0, np.nan, 1.0], "f4")})
+    rewards = [line for line in render_batch(failed, tokenizer) if line.startswith("  reward")]
+    assert rewards[0] == "  reward    none: its verifier failed"
+    assert not rewards[1].startswith("  reward    none")
+    assert rewards[2] == "  reward    none: its verifier failed (format 0.5, odd/name ü 1)"
 
 
 def test_all_samples_are_shown_by_default(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,37 @@ from pipeline.data.event_log import read_metrics
 from pipeline.data.frozen.recipes import shown_recipe
 from pipeline.data.frozen.run_format import RUN_FORMAT, is_sealed
 from pipeline.data.integrity.sealed import seal
+from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, StoreError
+from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.tokenizer import Tokenizer
+from tests.support.batches import CONTRACT
 from tests.support.runs import evenkeel, evenkeel_json
 from tests.support.whole_runs import whole_run
 
 FORMAT_1 = Path(__file__).parents[4] / "golden" / "store" / "run_format_1.yaml"
-COMMANDS = (("runs", "show"), ("report",), ("verify", "history"))
+COMMANDS = (
+    ("runs", "show", "RUN"),
+    ("report", "RUN"),
+    ("verify", "history", "RUN"),
+    ("trajectories", "show", "RUN", "0"),
+)
+
+
+def readable_run(folder: Path) -> RunDirectory:
+    """A run with a tokenizer that knows the tokens of its batches."""
+    write_character_tokenizer(folder / "m", "".join(map(chr, range(0x4E00, 0x4F00))))
+    contract = replace(CONTRACT, tokenizer_sha256=Tokenizer.load(folder / "m").sha256)
+    run = whole_run(folder, saved=(2, 4), published=5, contract=contract)
+    shutil.rmtree(run.logprobs)  # they are those of other batches
+    (folder / "m").rename(run.model)
+    return run
 
 
 @pytest.fixture
 def later(tmp_path: Path) -> Path:
     """A run of the next format, whose recipe has a section, a key and an objective that do not exist yet."""
-    run = whole_run(tmp_path, saved=(2, 4), published=5)
+    run = readable_run(tmp_path)
     data = yaml.safe_load((run.path / "recipe.yaml").read_text())
     data |= dict(novelty=dict(weight=1), objective=dict(name="p9o", power=3))
     data["rollout"]["speculative"] = True
@@ -37,7 +57,7 @@ def later(tmp_path: Path) -> Path:
 @pytest.fixture
 def earlier(tmp_path: Path) -> Path:
     """A run of format 4, whose files had no checksums."""
-    run = whole_run(tmp_path, saved=(2, 4), published=5).path
+    run = readable_run(tmp_path).path
     for path in (*run.rglob("*.jsonl"), run / "recipe.yaml"):
         text = re.sub(r', "crc32": "[0-9a-f]{8}"\}', "}", path.read_text())
         path.write_text(re.sub(r"# crc32 [0-9a-f]{8}\n", "", text))
@@ -47,12 +67,12 @@ def earlier(tmp_path: Path) -> Path:
 
 def test_a_later_run_is_shown_and_what_is_unknown_is_named(later: Path) -> None:
     for command in COMMANDS:
-        done = evenkeel(*command, later)
+        done = evenkeel(*(later if word == "RUN" else word for word in command))
         warnings = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
         assert len(warnings) == 2, (command, done.stderr)
         assert f"a later version of Even Keel (run format {RUN_FORMAT + 1}" in warnings[0]
         assert all(name in warnings[1] for name in ("novelty", "rollout.speculative", "objective"))
-        assert "error" not in done.stderr
+        assert "error" not in done.stderr, (command, done.stderr)
     assert evenkeel_json("runs", "show", later)["steps"] == 5
     assert shown_recipe(later).rollout.group_size == 2
 
@@ -61,14 +81,14 @@ def test_an_earlier_run_without_checksums_is_shown(earlier: Path) -> None:
     assert not is_sealed(earlier)
     assert [line["step"] for line in read_metrics(earlier)] == [0, 1, 2, 3, 4]
     assert evenkeel_json("runs", "show", earlier)["steps"] == 5
-    done = evenkeel("report", earlier)
-    assert (done.returncode, (earlier / "report.html").exists()) == (0, True), done.stderr
-    assert "an earlier version of Even Keel (run format 4" in done.stderr
+    for command in COMMANDS:
+        done = evenkeel(*(earlier if word == "RUN" else word for word in command))
+        assert "an earlier version of Even Keel (run format 4" in done.stderr, command
+        assert "error" not in done.stderr, (command, done.stderr)
+    assert (earlier / "report.html").exists()
 
 
 def test_other_versions_are_still_not_gone_on_with(later: Path) -> None:
-    from pipeline.data.run_directory import RunDirectory
-
     with pytest.raises(StoreError, match="made by a later version"):
         RunDirectory(later).recipe()
 
