@@ -64,8 +64,22 @@ MUTATIONS = (
         (f"{UNIT}/precision/mismatch/test_step_statistics.py",),
     ),
     Mutation(
-        "a number at an edge counts for the bucket below",
+        "a rank counts its own values alone where several look for a quantile",
+        "precision/mismatch/quantiles.py",
+        "found = ranks.sum(not_above) > wanted",
+        "found = not_above > wanted",
+        (f"{UNIT}/precision/mismatch/test_quantiles.py",),
+    ),
+    Mutation(
+        "a rank keeps the rows of its own sequences alone",
         "precision/mismatch/statistics.py",
+        "return _host(ranks.sum(rows))",
+        "return _host(rows)",
+        (f"{UNIT}/precision/mismatch/test_step_statistics.py",),
+    ),
+    Mutation(
+        "a number at an edge counts for the bucket below",
+        "precision/mismatch/step_tokens.py",
         "number[self.seen].double(), edges, right=True",
         "number[self.seen].double(), edges, right=False",
         (f"{UNIT}/precision/mismatch/test_step_statistics.py",),
