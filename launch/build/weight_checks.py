@@ -9,7 +9,7 @@ from launch.build.engines import engine_dtype
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from megatron_bridge.weight_sync.disk import WeightCheckPlan
 from pipeline.config.recipe import Recipe, RolloutPrecision
-from pipeline.ports.weight_check import NUM_ROWS, ROW_TOKENS, probe_rows
+from pipeline.ports.weight_check import NUM_ROWS, NUM_ROWS_ON_CPU, ROW_TOKENS, probe_rows
 from rollout_sglang.server.start import has_cuda
 from rollout_sglang.weights.expected_checksums import ExpectedChecksums
 
@@ -23,14 +23,16 @@ MAX_GAP_NATS: dict[RolloutPrecision, float] = {
     "emulated_nvfp4": 2.0,
     "emulated_mxfp4": 2.0,
 }
-"""Default of weights.probe_max_gap_nats. It is at least 2.5 times the largest mean gap, on random tokens, of right
-weights among six tiny models, random and trained, with the formats emulated: bf16 0.023, FP8 0.14. Of the emulated
-formats it is at least 4 times that among four (FP6 0.18, FP4 0.43): learning under stress may widen their gap, and on
-the CPUs that serve them checksums find every wrong weight.
+"""Default of weights.probe_max_gap_nats, on random tokens. Where the learner emulates the formats for the probe, right
+weights are nowhere near it: at most .011 nats over 120 versions of each of eight training runs, FP4 and block FP8.
 
-Faults in FP8 for comparison. All scales 1.25 times too large: 0.47 to 0.65 in trained models (right weights: 0.06 to
-0.14), 0.08 to 0.19 in random ones (0.01 to 0.08). One scale: 0.2 to 0.33 and 0.02 to 0.12, medians. The digests find
-smaller faults. Where they are not known, lower the bound to 1.5 times the probe_gap_nats in the run's metrics."""
+Where it does not (Transformer Engine's layers), the formats themselves count. BF16 costs at most .023, so that bound has
+room. FP8 cost at most .14 in six tiny models when this was set, but up to .33 in trained ones since, FP4 up to 1.08; an
+engine that is refused with right weights wants a higher bound in its recipe.
+
+Faults in FP8 for comparison. All scales 1.25 times too large: 0.47 to 0.65 in trained models, 0.08 to 0.19 in random
+ones. One scale: 0.2 to 0.33 and 0.02 to 0.12, medians. The digests find smaller faults. Where they are not known, lower
+the bound to 1.5 times the probe_kernels_nats in the run's metrics, or the probe_gap_nats where it has none."""
 
 
 def build_weight_check_plan(recipe: Recipe) -> WeightCheckPlan:
@@ -42,7 +44,7 @@ def build_weight_check_plan(recipe: Recipe) -> WeightCheckPlan:
             tokenizer.vocab_size,
             {tokenizer.eos_token_id, tokenizer.pad_token_id},
             recipe.run.seed,
-            num_rows=max(NUM_ROWS, recipe.learner.data_parallel),
+            num_rows=max(NUM_ROWS if has_cuda() else NUM_ROWS_ON_CPU, recipe.learner.data_parallel),
             row_tokens=min(ROW_TOKENS, recipe.rollout.context_tokens - 1),
         ),
         max_mean_gap_nats=MAX_GAP_NATS[coarser_precision(recipe)] if allowed is None else allowed,

@@ -36,5 +36,6 @@ class WeightsSection(Section):
     probe_max_gap_nats: PositiveFloat | None = Field(
         None,
         description="An engine whose prefill log-probabilities of the probe differ from the learner's by more than "
-        "this, in the mean, gets no requests. Default: by rollout.precision.",
+        "this, in the mean, gets no requests; from those with its formats emulated, where the learner can. Default: by "
+        "rollout.precision.",
     )

@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHT_CHECK_FILE = "weight_check.json"
-NUM_ROWS, ROW_TOKENS = 2, 32
-"""Of a probe, more rows where there are more data parallel ranks. Both sides score it at every publish, which on a CPU
-takes longer than sending the weights; digests find what a mean over so few tokens does not (decision 0096)."""
+NUM_ROWS, ROW_TOKENS = 4, 32
+"""Of a probe; more rows where there are more data parallel ranks."""
+NUM_ROWS_ON_CPU = 2
+"""Both sides score the probe at every publish, which takes a CPU longer than sending the weights; digests, which are
+known there, find what a mean over so few tokens does not (decision 0096)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,8 @@ class Probe:
     quantized: tuple[tuple[float, ...], ...] = ()
     """The same with the rollout's formats emulated; () where that is not possible."""
     max_mean_gap_nats: float
-    """Largest mean |log π_learner − log π_engine| over all tokens at which the engine passes."""
+    """Largest mean |log π_learner − log π_engine| over all tokens at which the engine passes; the learner with the
+    formats emulated, where `quantized` is known."""
 
     def mean_gap_nats(self, engine: Sequence[NDArray[np.float32]]) -> float:
         """Mean |log π_learner − log π_engine|; infinite when one of the engine's log-probabilities is not finite.

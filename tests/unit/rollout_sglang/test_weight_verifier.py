@@ -84,6 +84,20 @@ def test_the_formats_are_taken_out_of_the_gap_where_they_are_emulated(
     assert len(engines) == 2
 
 
+def test_an_engine_is_judged_by_its_own_formats_where_they_are_emulated(
+    tmp_path: Path, fleet: Fleet, engines: list[EngineDouble]
+) -> None:
+    """Formats that cost more than the bound are no fault; what else differs by more than the bound is one."""
+    far = replace(PROBE, logprobs=((-4 / 8, -6 / 8), (-8 / 8,)), quantized=PROBE.logprobs)
+    measured = asyncio.run(fleet.load(1, tmp_path, WeightCheck(version=1, probe=far, digests=DIGESTS)))
+    assert measured["probe_gap_nats"] == pytest.approx(0.25)
+    assert PROBE.max_mean_gap_nats < 0.25
+    assert measured["probe_kernels_nats"] == pytest.approx(0)
+    wrong = replace(PROBE, quantized=far.logprobs)
+    with pytest.raises(EngineUnavailableError, match=r"0\.25 nats from the learner in the engine's formats"):
+        asyncio.run(fleet.load(1, tmp_path, WeightCheck(version=1, probe=wrong, digests=DIGESTS)))
+
+
 def test_formats_are_asked_for_once_an_admission(
     tmp_path: Path, engines: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
 ) -> None:
