@@ -26,7 +26,7 @@ MAX_GAP_NATS: dict[RolloutPrecision, float] = {
 """Default of weights.probe_max_gap_nats, on random tokens. Where the learner emulates the formats for the probe, right
 weights are nowhere near it: at most .011 nats over 120 versions of each of eight runs, in FP4 and block FP8.
 
-Where it does not (Transformer Engine's layers), the formats themselves count. BF16 costs at most .023, so that bound has
+Where it does not (Transformer Engine's layers), the formats themselves count. BF16 costs at most .023: its bound has
 room. FP8 cost at most .14 in six tiny models when this was set, but up to .33 in trained ones since, FP4 up to 1.08. An
 engine that is refused with right weights wants a higher bound in its recipe.
 
