@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -98,6 +99,7 @@ class _Double:
         """Sent with each answer."""
         self.port = 0
         self._server: _Server | None = None
+        self._held_port: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._released = threading.Event()
 
@@ -108,17 +110,27 @@ class _Double:
     def start(self) -> None:
         self._released.clear()
         self._server = _Server(self.port, self)
+        self._release_port()
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
+        """Connections are refused from now on. The port stays this double's, so that it can start again."""
         self._released.set()
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
             self._server = None
+            self._held_port = socket.socket()
+            self._held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._held_port.bind(("127.0.0.1", self.port))
+
+    def _release_port(self) -> None:
+        if self._held_port is not None:
+            self._held_port.close()
+            self._held_port = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -126,6 +138,7 @@ class _Double:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        self._release_port()
 
     def answer(self, method: str, path: str, request: Any, headers: Mapping[str, str]) -> tuple[int, Any] | None:
         """Status and JSON body, or None to hang up."""

@@ -41,13 +41,15 @@ def _unknown_disagreement(folder: Path) -> str:
     lower = len(rest) - MENTIONED
     seeds = table.least_seeds(first)
     fewest = min(map(table.least_seeds, table.scores))
+    ties = sum(round(one, 2) == round(share, 2) for one in table.whole.values()) - 1
+    mean = f" In the mean it has {_two(table.mean_share(first))} of the best." if ties else ""
     trust = SCREEN if seeds < 2 else f"It has {seeds} or more seeds a cell, other arms from {fewest} on."
     return (
         f"**Where you do not know how sampler and learner will disagree: {table.titles[first]}.** Over "
         f"{len(table.cells)} conditions of age, rollout format and temperature it ends at {_two(share)} of the best "
         f"arm where it does worst ({worst}){'' if share >= BAR else f', short of the bar of {_two(BAR)}'}; others in "
         f"theirs: {', '.join(rest[:MENTIONED])}{f' and {lower} lower' if lower > 0 else ''}. "
-        f"{trust} [robust.md](robust.md) has every cell."
+        f"{trust}{mean} [robust.md](robust.md) has every cell."
     )
 
 

@@ -73,7 +73,8 @@ def _answer(table: RobustTable) -> list[str]:
     if not table.scores:
         return [*lines, "**Nothing is measured yet.**"]
     named = [
-        f"{table.titles[arm]} ({share:.2f}, {table.least_seeds(arm)} or more seeds a cell)"
+        f"{table.titles[arm]} ({share:.2f}, in the mean {table.mean_share(arm):.2f}, {table.least_seeds(arm)} or more "
+        "seeds a cell)"
         for arm, share in table.whole.items()
     ]
     passing = sum(share >= BAR for share in table.whole.values())

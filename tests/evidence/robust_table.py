@@ -107,9 +107,14 @@ class RobustTable:
 
     @cached_property
     def whole(self) -> dict[str, float]:
-        """Arms that were measured in every cell, the best first, and their worst share."""
+        """Arms that were measured in every cell, the best first, and their worst share. Arms that are one arm where
+        nothing is stale often share their worst cell; the mean over all cells then says which is first."""
         whole = {arm: self.worst_share(arm) for arm, row in self.scores.items() if len(row) == len(self.cells)}
-        return dict(sorted(whole.items(), key=lambda item: -item[1]))
+        return dict(sorted(whole.items(), key=lambda item: (-item[1], -self.mean_share(item[0]))))
+
+    def mean_share(self, arm: str) -> float:
+        """Over the cells where it was measured."""
+        return float(np.mean([*self.shares[arm].values()]))
 
     def worst_cell(self, arm: str) -> Place:
         """Where its share is lowest."""
