@@ -212,6 +212,7 @@ def test_torch_does_not_hear_of_the_groups(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.repeated  # engines of whole runs die in tests.chaos.kills, and freeze in test_hung_engines, as well
 def test_a_run_with_a_dying_engine(tmp_path: Path) -> None:
     """The command line from start to end, with 128×128-block FP8 sent."""
     make_model(tmp_path / "model")

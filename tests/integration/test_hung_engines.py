@@ -90,7 +90,7 @@ def training(folder: Path, channel: str, engines: int, steps: int) -> Iterator[T
     [
         pytest.param("http", "disk", marks=pytest.mark.repeated),
         pytest.param("scheduler", "disk", marks=pytest.mark.repeated),
-        ("scheduler", "broadcast"),
+        pytest.param("scheduler", "broadcast", marks=pytest.mark.repeated),
         pytest.param("http", "ipc", marks=pytest.mark.repeated),
     ],
 )

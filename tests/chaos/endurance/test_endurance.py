@@ -85,7 +85,7 @@ def test_sixty_steps_hoard_nothing(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=[pytest.mark.repeated] if kind in ("finished", "ctrl-c") else []) for kind in ENDINGS],
+    [pytest.param(kind, marks=[] if kind == "kill-9" else [pytest.mark.repeated]) for kind in ENDINGS],
 )
 def test_nothing_is_left_however_a_run_ends(kind: str, tmp_path: Path) -> None:
     assert end_so(kind, tmp_path / "case", {}) == "ok"

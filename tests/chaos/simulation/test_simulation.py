@@ -12,10 +12,13 @@ from tests.chaos.simulation.disk import _found
 from tests.chaos.simulation.plan import Fault, Plan, plan_of
 from tests.chaos.simulation.simulate import simulate
 
-SEEDS, BLOCK = 200, 20
+SEEDS, EVERYDAY, BLOCK = 200, 100, 20
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, BLOCK))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(n, marks=[] if n < EVERYDAY else [pytest.mark.slow]) for n in range(0, SEEDS, BLOCK)],
+)
 def test_seeds(first: int) -> None:
     for seed in range(first, first + BLOCK):
         result = simulate(plan_of(seed))

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
 ]
 
-FORMATS = ("fp8_tensor", "fp8_block")
+FORMATS = (pytest.param("fp8_tensor", marks=pytest.mark.slow), "fp8_block")
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Qwen3-30B-A3B TP4 PP4 EP4": (QWEN3_30B_A3B, dict(tensor=4, pipeline=4, expert=4, sequence=True)),
     "Qwen3-30B-A3B TP4 EP8": (QWEN3_30B_A3B, dict(tensor=4, data=2, expert=8, sequence=True)),
 }
-LIKE_OTHERS = ("Qwen3-32B TP4 PP4", "Qwen3-32B TP8 PP2", "Qwen2.5-32B TP4 PP4", "Qwen2.5-32B TP8 PP2")
+LIKE_OTHERS = (
+    "Qwen3-32B TP4 PP4",
+    "Qwen3-32B TP8 PP2",
+    "Qwen2.5-32B TP4 PP4",
+    "Qwen2.5-32B TP8 PP2",
+    "Qwen3-30B-A3B TP4 PP4 EP4",
+)
 """Cases whose layout or model another case has; `make test-slow` runs them."""
 BILLIONS = {"Qwen3-32B": 32_762_123_264, "Qwen2.5-32B": 32_763_876_352, "Qwen3-30B-A3B": 30_532_122_624}
 

@@ -94,6 +94,7 @@ def test_random_drifts() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.repeated
 def test_a_thousand_random_drifts() -> None:
     for seed in range(1000):
         check(seed)
