@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precision.mismatch.quantiles import quantiles_of_ranks, quantiles_of_sorted
-from precision.ranks import ALONE
+from precision.ranks import ALONE, Ranks
 from tests.support.threads_as_ranks import on_ranks
 
 ORDERS = (0.0, 0.001, 0.5, 0.99, 1.0)
@@ -26,9 +26,9 @@ def test_ranks_find_the_quantiles_of_all(values: list[tuple[float, int]]) -> Non
     groups = [held(None), held(None).abs().sort().values]
     expected = quantiles_of_ranks(groups, ORDERS, ALONE)
 
-    def quantiles(ranks: object) -> torch.Tensor:
-        mine = held(ranks.rank)  # type: ignore[attr-defined]
-        return quantiles_of_ranks([mine, mine.abs().sort().values], ORDERS, ranks)  # type: ignore[arg-type]
+    def quantiles(ranks: Ranks) -> torch.Tensor:
+        mine = held(ranks.rank)
+        return quantiles_of_ranks([mine, mine.abs().sort().values], ORDERS, ranks)
 
     for found in on_ranks(3, quantiles):
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
