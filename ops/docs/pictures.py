@@ -1,12 +1,15 @@
-"""Pictures of pages as docs/pages.md shows them: wide and narrow, in light and dark, by a real browser.
+"""Pictures of pages as docs/pages.md shows them: runs are made, then their pages, then pictures by a real browser.
 
-python -m ops.docs.pictures docs/pictures report=runs/demo/report.html comparison=comparison.html
+python -m ops.docs.pictures               all, from nothing; runs that are finished stay in runs/pictured
+python -m ops.docs.pictures report site   of these pages alone
 
-It needs chromium and Pillow; neither is part of the environment that the project pins for running.
+Each page is taken wide and narrow, in light and dark. It needs chromium, which no lock file installs.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
 import subprocess
 import sys
@@ -16,6 +19,19 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+ROOT = Path(__file__).parents[2]
+RECIPE = "ops/docs/pictured/recipe.yaml"
+MODEL, BASE = Path("runs/models/demo"), Path("runs/models/demo-base")
+RUNS = Path("runs/pictured")
+PICTURES = Path("docs/pictures")
+PAGES = {
+    "report": RUNS / "resumed/report.html",
+    "one-step": RUNS / "one/report.html",
+    "samples": RUNS / "resumed/samples.html",
+    "comparison": RUNS / "comparison.html",
+    "mismatch": RUNS / "mismatch/mismatch.html",
+    "site": Path("build/docs/concepts.html"),
+}
 WIDTHS, SCHEMES = (1440, 420), {"dark": 0, "light": 1}
 TALLEST = 2400
 """Pixels of a page that are kept: pictures are to show a page, not to replace it."""
@@ -24,14 +40,63 @@ COLORS = 128
 DEADLINE_S = 120
 
 
-def take(browser: str, page: str, picture: Path, width: int, scheme: str) -> None:
-    """One picture of a page (a file or an address), cut below its last content, in few colors."""
-    address = page if "://" in page else Path(page).resolve().as_uri()
+def evenkeel(*arguments: str | Path) -> None:
+    """Run the command line, which shows what it does."""
+    subprocess.run([sys.executable, "-m", "launch.cli", *map(str, arguments)], check=True, cwd=ROOT)
+
+
+def settings(**values: object) -> list[str]:
+    """Keys with a double underscore for each dot, as options of `train`."""
+    pairs = ((key.replace("__", "."), value) for key, value in values.items())
+    return [word for key, value in pairs for word in ("--set", f"{key}={value}")]
+
+
+def write_prompts(path: Path, fewest: int, most: int) -> None:
+    """Digits to sort, of so many places."""
+    draw = random.Random(fewest)
+    rows = []
+    for _ in range(400):
+        digits = "".join(draw.choices("0123456789", k=draw.randint(fewest, most)))
+        rows.append(json.dumps(dict(prompt=f"{digits}=", answer="".join(sorted(digits)))))
+    path.write_text("\n".join(dict.fromkeys(rows)) + "\n")
+
+
+def make_runs() -> None:
+    """Three runs, of which the first was extended, their comparison and an attribution."""
+    if not BASE.is_dir():
+        evenkeel("model", "new", BASE)
+    if not MODEL.is_dir():
+        alone = settings(model__path=BASE, learner__tensor_parallel=1)
+        evenkeel("sft", "demo", "--out", MODEL, "--steps", "300", "--batch-size", "32", *alone)
+    RUNS.mkdir(parents=True, exist_ok=True)
+    write_prompts(RUNS / "short.jsonl", 3, 7)
+    write_prompts(RUNS / "long.jsonl", 8, 12)
+    if not (RUNS / "resumed/report.html").is_file():
+        evenkeel("train", RECIPE)
+        evenkeel("train", RECIPE, *settings(run__steps=22))
+    evenkeel("train", RECIPE, *settings(run__name="one", run__steps=1, evaluation__every=1))
+    other = settings(
+        run__name="other",
+        run__steps=16,
+        objective__name="clipped",
+        schedule="{kind: sync}",
+        rollout__precision="fp32",
+        learner__optimizer__lr=2e-4,
+    )
+    evenkeel("train", RECIPE, *other)
+    named = [RUNS / name for name in ("resumed", "other", "one")]
+    evenkeel("runs", "compare", *named, "--html", PAGES["comparison"])
+    if not PAGES["mismatch"].is_file():
+        evenkeel("mismatch", RUNS / "resumed", "--out", PAGES["mismatch"].parent)
+
+
+def take(browser: str, page: Path, picture: Path, width: int, scheme: str) -> None:
+    """One picture of a page, cut below its last content, in few colors."""
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw.png"
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         command += [f"--user-data-dir={folder}/profile", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}"]
-        command += [f"--window-size={width},{TALLEST}", f"--screenshot={raw}", address]
+        command += [f"--window-size={width},{TALLEST}", f"--screenshot={raw}", page.resolve().as_uri()]
         subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S)
         image = Image.open(raw).convert("RGB")
     pixels = np.asarray(image)
@@ -53,18 +118,24 @@ def in_few_colors(image: Image.Image) -> Image.Image:
     return few
 
 
-def main(folder: Path, pages: list[str]) -> None:
-    """Four pictures of each NAME=PAGE: NAME-1440-dark.png and so on."""
+def main(names: list[str]) -> None:
+    """Four pictures of each page: NAME-1440-dark.png and so on."""
+    if unknown := sorted(set(names) - PAGES.keys()):
+        sys.exit(f"error: no such page: {', '.join(unknown)}; there are {', '.join(PAGES)}")
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
-        sys.exit("no chromium here; install it, or name a machine that has it")
-    for given in pages:
-        name, _, page = given.partition("=")
+        sys.exit("error: no chromium here, by that name or as google-chrome; install it")
+    chosen = names or [*PAGES]
+    if set(chosen) - {"site"}:
+        make_runs()
+    if "site" in chosen:
+        subprocess.run(["make", "docs"], check=True, cwd=ROOT)
+    for name in chosen:
         for width in WIDTHS:
             for scheme in SCHEMES:
-                take(browser, page, folder / f"{name}-{width}-{scheme}.png", width, scheme)
-                print(folder / f"{name}-{width}-{scheme}.png", flush=True)
+                take(browser, PAGES[name], PICTURES / f"{name}-{width}-{scheme}.png", width, scheme)
+                print(PICTURES / f"{name}-{width}-{scheme}.png", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1:])

@@ -48,6 +48,11 @@ class Columns(Section):
     answer: str | None = Field(
         "answer", min_length=1, description="Text or a number; null: there are none, and the reward needs none."
     )
+    system_prompt: str | None = Field(
+        None,
+        min_length=1,
+        description="Text: a system prompt of the row's own; the task's system_prompt where a row has none.",
+    )
 
 
 FUNCTION = r"[\w.]+:\w+"
@@ -110,8 +115,10 @@ class DataTask(Section):
 
     @model_validator(mode="after")
     def _a_template_writes_it(self) -> Self:
-        prompts = [self.system_prompt, *(source.system_prompt for source in self.sources)]
-        if any(prompts) and not self.chat_template:
+        given = [self.system_prompt, self.columns.system_prompt]
+        for source in self.sources:
+            given += [source.system_prompt, source.columns and source.columns.system_prompt]
+        if any(given) and not self.chat_template:
             raise ValueError("system_prompt is written by the chat template; set task.chat_template to true")
         return self
 

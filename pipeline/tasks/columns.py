@@ -12,6 +12,7 @@ from pipeline.tasks.base import Problem
 from pipeline.tasks.rows.row import Row
 from precision.text.short import listed, one_line, quoted
 
+_MISSING = object()
 _KIND = {"dict": "an object", "list": "a list", "bool": "true or false", "float": "a number", "int": "a number"}
 
 
@@ -20,13 +21,14 @@ def problem_of(row: Row, section: DataTask) -> Problem:
     columns = section.columns
     name = columns.prompt or ("messages" if "messages" in row.values and "prompt" not in row.values else "prompt")
     found = _found(row, name)
+    system = _system_prompt(row, section)
     if isinstance(found, list):
-        messages = _conversation(row, name, found, section)
+        messages = _conversation(row, name, found, section.chat_template, system)
         text = "\n\n".join(str(one["content"]) for one in messages if one["role"] != "system")
     elif isinstance(found, str):
         text, messages = found, ()
-        if section.system_prompt is not None:
-            messages = (_system(section.system_prompt), dict(role="user", content=text))
+        if system:
+            messages = (*system, dict(role="user", content=text))
     else:
         raise _unfit(row, "prompt", name, found, "text or messages")
     if not text:
@@ -36,27 +38,36 @@ def problem_of(row: Row, section: DataTask) -> Problem:
     return Problem(text=text, answer=_answer(row, columns.answer), messages=messages, metadata=metadata)
 
 
-def _conversation(row: Row, name: str, found: list[Any], section: DataTask) -> tuple[dict[str, Any], ...]:
+def _system_prompt(row: Row, section: DataTask) -> tuple[dict[str, Any], ...]:
+    """The row's own, else the task's, else none, as messages. A row without the column is refused, since it may be
+    misspelt; null and empty text are none of the row's own."""
+    name, text = section.columns.system_prompt, None
+    if name is not None:
+        text = _found(row, name, missing=_MISSING)
+        if not isinstance(text, str | None):
+            got = None if text is _MISSING else text
+            raise _unfit(row, "system_prompt", name, got, "text, or null for the task's system_prompt")
+    text = text or section.system_prompt
+    return () if text is None else (dict(role="system", content=text),)
+
+
+def _conversation(
+    row: Row, name: str, found: list[Any], chat_template: bool, system: tuple[dict[str, Any], ...]
+) -> tuple[dict[str, Any], ...]:
     """The messages of a row, after the system prompt where they have none. Raises RecipeError for what is none, and for
     a conversation in which the model has no turn."""
     for one in found:
         if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
             raise _unfit(row, "prompt", name, found, 'text or messages {"role": …, "content": text}')
     messages = tuple({key: value for key, value in one.items() if value is not None} for one in found)
-    if not section.chat_template:
+    if not chat_template:
         raise RecipeError(
             f"{row.where}: {name} holds messages, which a chat template writes; set task.chat_template=true"
         )
     if not messages or messages[-1]["role"] in ("assistant", "system"):
         last = f"ends with the {messages[-1]['role']}'s message" if messages else "holds no messages"
         raise RecipeError(f"{row.where}: {name} {last}, so that there is nothing to answer; end it with the user's")
-    if section.system_prompt is None or messages[0]["role"] == "system":
-        return messages
-    return (_system(section.system_prompt), *messages)
-
-
-def _system(text: str) -> dict[str, Any]:
-    return dict(role="system", content=text)
+    return messages if messages[0]["role"] == "system" else (*system, *messages)
 
 
 def plain(value: Any) -> Any:
@@ -82,13 +93,13 @@ def _answer(row: Row, name: str | None) -> str:
     return json.dumps(value)
 
 
-def _found(row: Row, name: str) -> Any:
-    """The value of a column; `a.b` is b of the object a, unless a column has that name. None where there is none."""
+def _found(row: Row, name: str, missing: object = None) -> Any:
+    """The value of a column; `a.b` is b of the object a, unless a column has that name. Else `missing`."""
     if name in row.values:
         return row.values[name]
     value: Any = row.values
     for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
+        value = value.get(part, missing) if isinstance(value, dict) else missing
     return value
 
 

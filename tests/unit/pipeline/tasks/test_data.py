@@ -313,9 +313,44 @@ def test_conversations_that_are_none(tmp_path: Path, messages: Any, chat_templat
         task_of(path, chat_template=chat_template)
 
 
-def test_a_system_prompt_needs_a_template(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [dict(system_prompt="Be brief."), dict(columns=dict(system_prompt="system"))])
+def test_a_system_prompt_needs_a_template(tmp_path: Path, keys: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"set task\.chat_template to true"):
-        task_of(tmp_path, system_prompt="Be brief.")
+        task_of(tmp_path, **keys)
+
+
+@pytest.mark.parametrize("column", ["system", "of.system"])
+def test_a_row_may_have_a_system_prompt_of_its_own(tmp_path: Path, column: str) -> None:
+    def row(number: int, system: str | None, prompt: Any) -> dict[str, Any]:
+        outer, _, inner = column.partition(".")
+        return dict(prompt=prompt or f"{number}?", answer="1") | {outer: {inner: system} if inner else system}
+
+    rows = [row(i, ("Own.", None, "")[i % 3], None) for i in range(60)]
+    rows += [row(60, "Own.", [asked("60?")]), row(61, "Own.", [SYSTEM, asked("61?")])]
+    path = write(tmp_path / "p", *rows)
+    problems = all_of(task_of(path, chat_template=True, system_prompt="Task.", columns=dict(system_prompt=column)))
+    said = {one.text: one.messages[0]["content"] for one in problems}
+    wanted = {f"{i}?": ("Own.", "Task.", "Task.")[i % 3] for i in range(60)}
+    assert said == wanted | {"60?": "Own.", "61?": SYSTEM["content"]}
+    assert problems[0].metadata == {name: value for name, value in rows[0].items() if name not in ("prompt", "answer")}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {},
+            r"system is nothing, expected text, or null .*keys found: prompt, answer; set task\.columns\.system_prompt",
+        ),
+        (dict(system=7), "system is .*a number, expected text, or null for the task's system_prompt; correct the row"),
+    ],
+)
+def test_a_row_without_the_column_of_system_prompts_is_named(
+    tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path / "p.jsonl", dict(prompt="1?", answer="1", **more))
+    with pytest.raises(RecipeError, match=f"line 1: {message}"):
+        task_of(path, chat_template=True, columns=dict(system_prompt="system"))
 
 
 def test_metadata_is_plain(tmp_path: Path) -> None:
