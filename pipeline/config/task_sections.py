@@ -115,10 +115,9 @@ class DataTask(Section):
 
     @model_validator(mode="after")
     def _a_template_writes_it(self) -> Self:
-        given = [self.system_prompt, self.columns.system_prompt]
-        for source in self.sources:
-            given += [source.system_prompt, source.columns and source.columns.system_prompt]
-        if any(given) and not self.chat_template:
+        columns = [self.columns, *(source.columns or Columns() for source in self.sources)]
+        given = [self.system_prompt, *(source.system_prompt for source in self.sources)]
+        if any([*given, *(one.system_prompt for one in columns)]) and not self.chat_template:
             raise ValueError("system_prompt is written by the chat template; set task.chat_template to true")
         return self
 
