@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 LOCK   := ops/locks/cpu.txt
 DEMO   := pipeline/recipes/demo.yaml
-SHARED := -n 4 --dist loadfile
+SHARED := -n 3 --dist loadfile
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -26,7 +26,7 @@ demo: install  ## Fine-tune a tiny model, then train it with P3O on FP8 rollouts
 	    --set model.path=runs/models/demo-base --set learner.tensor_parallel=1 --set learner.data_parallel=2
 	@$(BIN)/evenkeel train $(DEMO)
 
-test: install  ## The loop, the learner and the engines, real ones, four files at a time (about 12 minutes).
+test: install  ## The loop, the learner and the engines, real ones, three files at a time (about 15 minutes).
 	@$(BIN)/python -m pytest $(SHARED) --durations 10 -m "not slow and not cluster"
 
 test-slow: install  ## Longer runs, tools around training, and every example of the property tests.

@@ -112,7 +112,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
         )
         ranks = stack.enter_context(Ranks(4, broadcast_worker.measure, task))
         mend(ranks, root, servers)
-        results = ranks.results(deadline_s=120)
+        results = ranks.results(deadline_s=240)
         results[0]["groups_of_engine_0"] = (root / "engine-0.log").read_text().count("init custom process group")
         yield results
 

@@ -32,10 +32,12 @@ def test_long_files_come_first_and_tests_keep_their_order() -> None:
 
 def test_files_that_share_engines_are_one_unit_and_the_one_that_ends_engines_is_last() -> None:
     assert {unit_of(f"{file}::test") for file in SHARE_ENGINES} == {ENGINES}
-    found = items(*(f"{file}::test" for file in (ENGINES, *SHARE_ENGINES[1:])), "tests/integration/test_ipc.py::x")
+    found = items(
+        *(f"{file}::test" for file in (ENGINES, *SHARE_ENGINES[1:])), "tests/integration/test_bad_input.py::x"
+    )
     sort_by_length(found)
     assert [unit_of(item.nodeid) for item in found] == [
         *[ENGINES] * len(SHARE_ENGINES),
-        "tests/integration/test_ipc.py",
+        "tests/integration/test_bad_input.py",
     ]
     assert found[len(SHARE_ENGINES) - 1].nodeid.startswith(ENGINES)
