@@ -35,14 +35,15 @@ PAGES = {
 WIDTHS, SCHEMES = (1440, 420), {"dark": 0, "light": 1}
 TALLEST = 2400
 """Pixels of a page that are kept: pictures are to show a page, not to replace it."""
-COLORS = 128
-"""Of a picture; the rare ones, such as a run's mark, are kept."""
+COLORS, COMMON = 128, 8
+"""Of a picture; the rare ones, such as a run's mark, are kept, and so many that cover most of it."""
 DEADLINE_S = 120
 
 
 def evenkeel(*arguments: str | Path) -> None:
-    """Run the command line, which shows what it does."""
-    subprocess.run([sys.executable, "-m", "launch.cli", *map(str, arguments)], check=True, cwd=ROOT)
+    """Run the command line, which shows what it does. Ends with it when it fails."""
+    if status := subprocess.run([sys.executable, "-m", "launch.cli", *map(str, arguments)], cwd=ROOT).returncode:
+        sys.exit(status)
 
 
 def settings(**values: object) -> list[str]:
@@ -69,11 +70,11 @@ def make_runs() -> None:
         alone = settings(model__path=BASE, learner__tensor_parallel=1)
         evenkeel("sft", "demo", "--out", MODEL, "--steps", "300", "--batch-size", "32", *alone)
     RUNS.mkdir(parents=True, exist_ok=True)
-    write_prompts(RUNS / "short.jsonl", 3, 7)
-    write_prompts(RUNS / "long.jsonl", 8, 12)
+    write_prompts(RUNS / "short.jsonl", 3, 5)
+    write_prompts(RUNS / "long.jsonl", 6, 8)
     if not (RUNS / "resumed/report.html").is_file():
         evenkeel("train", RECIPE)
-        evenkeel("train", RECIPE, *settings(run__steps=22))
+    evenkeel("train", RECIPE, *settings(run__steps=22, learner__optimizer__decay_steps=22))
     evenkeel("train", RECIPE, *settings(run__name="one", run__steps=1, evaluation__every=1))
     other = settings(
         run__name="other",
@@ -107,15 +108,12 @@ def take(browser: str, page: Path, picture: Path, width: int, scheme: str) -> No
 
 def in_few_colors(image: Image.Image) -> Image.Image:
     """The commonest, such as the page's background, stay as they are."""
-    few = image.quantize(COLORS, Image.Quantize.MAXCOVERAGE)
-    palette = few.getpalette() or []
-    pixels = np.asarray(image).reshape(-1, 3)
-    colors, counts = np.unique(pixels, axis=0, return_counts=True)
-    for color in (tuple(map(int, colors[place])) for place in np.argsort(counts)[-6:]):
-        place = Image.new("RGB", (1, 1), color).quantize(palette=few).tobytes()[0]
-        palette[3 * place : 3 * place + 3] = color
-    few.putpalette(palette)
-    return few
+    colors, counts = np.unique(np.asarray(image).reshape(-1, 3), axis=0, return_counts=True)
+    common = colors[np.argsort(counts)[-COMMON:]]
+    few = image.quantize(COLORS - COMMON, Image.Quantize.MAXCOVERAGE).getpalette() or []
+    palette = Image.new("P", (1, 1))
+    palette.putpalette(few[: 3 * (COLORS - COMMON)] + common.flatten().tolist())
+    return image.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
 def main(names: list[str]) -> None:

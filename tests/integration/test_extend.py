@@ -13,7 +13,7 @@ from tests.support.engine_forks import forked_engines
 from tests.support.rank_programs import forked_programs
 from tests.support.runs import evenkeel_json, make_model, make_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def distance(ours: Path, theirs: Path) -> float:
@@ -26,38 +26,39 @@ def distance(ours: Path, theirs: Path) -> float:
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
-def test_an_extended_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    """The run is extended in another layout; its replay, which only learns, was at step 1 too and is extended in the
-    same one; a second replay learns all steps in one go."""
+@pytest.mark.parametrize("steps", [1, pytest.param(20, marks=pytest.mark.repeated)])
+def test_an_extended_run_equals_an_uninterrupted_one(tmp_path: Path, steps: int) -> None:
+    """The run is extended to twice its steps in another layout; its replay, which only learns, had ended there too and
+    is extended in the same one; a second replay learns all steps in one go."""
     recipe = make_recipe(
         tmp_path,
         make_model(tmp_path / "model"),
         "run",
-        run=dict(name="run", root=str(tmp_path / "runs"), steps=1),
-        learner=dict(optimizer=dict(lr=1e-3, warmup_steps=0, decay="cosine", decay_steps=8)),
-        checkpoint=dict(every=1),
+        run=dict(name="run", root=str(tmp_path / "runs"), steps=steps),
+        learner=dict(optimizer=dict(lr=1e-3, warmup_steps=0, decay="cosine", decay_steps=8 * steps)),
+        checkpoint=dict(every=steps),
         evaluation=dict(prompts=1, samples=1),
     )
     run = tmp_path / "runs" / "run"
     replay, extended = run.with_name("run-replay"), run.with_name("extended")
     one_rank = ("--set", "learner.tensor_parallel=1")
     with forked_engines():
-        assert evenkeel_json("train", recipe)["steps"] == 1
+        assert evenkeel_json("train", recipe)["steps"] == steps
     with forked_programs():
         assert evenkeel_json("train", "--replay", run)["bit_identical"]
-    wider = ("--set", "run.steps=2", "--set", "learner.tensor_parallel=2")
+    wider = ("--set", f"run.steps={2 * steps}", "--set", "learner.tensor_parallel=2")
     with forked_engines():
         assert evenkeel_json("train", recipe, *wider)["learner_layout"] == "TP2"
     with forked_programs():
         evenkeel_json("train", "--replay", run, *one_rank)
-        assert [line["step"] for line in read_metrics(replay)] == [0, 1]
+        assert [line["step"] for line in read_metrics(replay)] == list(range(2 * steps))
         replay.rename(extended)
         evenkeel_json("train", "--replay", run, *one_rank)
     assert distance(extended / "model", replay / "model") == 0.0, "the same layout"
     assert 0.0 < distance(run / "model", replay / "model") < 1e-5, "another layout"
     assert distance(run / "model", tmp_path / "model") > 1e-3
 
-    assert [(one.first_step, one.recipe.run.steps) for one in all_recipes(run)] == [(0, 1), (1, 2)]
+    assert [(one.first_step, one.recipe.run.steps) for one in all_recipes(run)] == [(0, steps), (steps, 2 * steps)]
     changes = [event["changes"] for event in read_events(run, "recipe_changed")]
-    assert changes == [{"learner.tensor_parallel": "1 → 2", "run.steps": "1 → 2"}]
+    assert changes == [{"learner.tensor_parallel": "1 → 2", "run.steps": f"{steps} → {2 * steps}"}]
     assert evenkeel_json("verify", "history", run)["ok"]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-LONGEST = 11
-"""Digits that it can judge."""
-
 
 def sorted_digits(response: str, answer: str) -> dict[str, float]:
     """Whether the response is the answer, and two shares between 0 and 1.
 
-    Raises ValueError on an answer of more than LONGEST digits, as a verifier does that has a limit of its own.
+    Raises ValueError on a long answer of large digits, as a verifier does that has a limit of its own.
     """
-    if len(answer) > LONGEST and not response.startswith("0"):
-        raise ValueError(f"the answer is longer than {LONGEST} digits")
+    if len(answer) > 7 and answer[0] > "1":
+        raise ValueError("the answer has more than 7 digits, and neither 0 nor 1 is one of them")
     in_place = sum(a == b for a, b in zip(response, answer, strict=False)) / len(answer)
     length = min(len(response), len(answer)) / max(len(response), len(answer))
     exact = float(response == answer)
