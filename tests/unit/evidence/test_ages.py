@@ -1,0 +1,67 @@
+"""What a version of age goes with is found within arms, whatever the arms' own levels are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.evidence.ages import AGE, slope_within, told
+from tests.evidence.results import Arm, Evaluation, Result
+
+
+def arm(name: str, ages: list[float], correct: list[int]) -> Arm:
+    """One run for each age, of which so many of 100 held-out answers were right at the end."""
+    return Arm(
+        results=[
+            Result(
+                condition="c",
+                arm=name,
+                seed=seed,
+                state="finished",
+                reason="",
+                steps=2,
+                steps_planned=2,
+                samples_per_step=1,
+                evaluations=[Evaluation(version=v, samples=100, correct=[right], trained_s=1.0) for v in (0, 2)],
+                series={AGE: [0.5 * age, None, 1.5 * age]},
+            )
+            for seed, (age, right) in enumerate(zip(ages, correct, strict=True))
+        ]
+    )
+
+
+def test_levels_of_arms_are_not_taken_for_age() -> None:
+    """The older arm is the better one; within each, a version costs .02."""
+    young, old = arm("a", [3.0, 4.0, 5.0], [44, 42, 40]), arm("b", [6.0, 7.0, 8.0], [94, 92, 90])
+    slope = slope_within([young, old])
+    assert slope is not None
+    assert math.isclose(slope.value, -0.02)
+    assert slope.error < 1e-6
+    assert slope.runs == 6
+
+
+def test_the_interval_is_that_of_least_squares_with_a_level_for_each_arm() -> None:
+    """By hand: x = ±1, y = -.01, .03 about the means, so the slope is .01 and one residual of .02 each is left."""
+    slope = slope_within([arm("a", [3.0, 5.0], [50, 48]), arm("b", [3.0, 5.0], [50, 56])])
+    assert slope is not None
+    assert math.isclose(slope.value, 0.01)
+    assert math.isclose(slope.error, 12.7062047 * math.sqrt(4 * 0.02**2 / 1 / 4), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "arms",
+    [
+        [],
+        [arm("a", [3.0], [50]), arm("b", [4.0], [60])],
+        [arm("a", [3.0, 3.0, 3.0], [50, 60, 70])],
+        [arm("a", [3.0, 4.0], [50, 60])],
+    ],
+)
+def test_what_says_nothing_gives_no_slope(arms: list[Arm]) -> None:
+    assert slope_within(arms) is None
+
+
+def test_nothing_is_told_where_nothing_is_stale() -> None:
+    assert told([arm("a", [0.0], [50])]) == told([]) == ""
+    assert "3.0 to 4.0 versions old" in told([arm("a", [3.0, 4.0], [50, 60])])
