@@ -14,12 +14,12 @@ import pytest
 from tests.chaos.ledger import OK
 from tests.chaos.malformed import cases, kind, present, tries
 from tests.chaos.malformed.mutations import judged_line
-from tests.chaos.malformed.tries import run_tries
+from tests.chaos.malformed.tries import run_apart, run_tries
 
 
 @pytest.mark.parametrize("name", present())
 def test_malformed_input_ends_in_one_line_or_harmlessly(name: str) -> None:
-    verdicts = run_tries(name, range(kind(name).IN_MAKE_TEST))
+    verdicts = run_apart(name, kind(name).IN_MAKE_TEST)
     assert {seed: verdict for seed, verdict in verdicts.items() if verdict != OK} == {}
     assert len(verdicts) == kind(name).IN_MAKE_TEST
 
