@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-ROOT = Path(__file__).parents[2]
 RECIPE = "ops/docs/pictured/recipe.yaml"
-MODEL, BASE = Path("runs/models/demo"), Path("runs/models/demo-base")
 RUNS = Path("runs/pictured")
+MODEL, BASE = RUNS / "model", RUNS / "base"
 PICTURES = Path("docs/pictures")
 PAGES = {
     "report": RUNS / "resumed/report.html",
@@ -42,7 +41,7 @@ DEADLINE_S = 120
 
 def evenkeel(*arguments: str | Path) -> None:
     """Run the command line, which shows what it does. Ends with it when it fails."""
-    if status := subprocess.run([sys.executable, "-m", "launch.cli", *map(str, arguments)], cwd=ROOT).returncode:
+    if status := subprocess.run([sys.executable, "-m", "launch.cli", *map(str, arguments)]).returncode:
         sys.exit(status)
 
 
@@ -67,7 +66,7 @@ def make_runs() -> None:
     if not BASE.is_dir():
         evenkeel("model", "new", BASE)
     if not MODEL.is_dir():
-        alone = settings(model__path=BASE, learner__tensor_parallel=1)
+        alone = settings(run__root=RUNS, model__path=BASE, learner__tensor_parallel=1)
         evenkeel("sft", "demo", "--out", MODEL, "--steps", "300", "--batch-size", "32", *alone)
     RUNS.mkdir(parents=True, exist_ok=True)
     write_prompts(RUNS / "short.jsonl", 3, 5)
@@ -127,7 +126,7 @@ def main(names: list[str]) -> None:
     if set(chosen) - {"site"}:
         make_runs()
     if "site" in chosen:
-        subprocess.run(["make", "docs"], check=True, cwd=ROOT)
+        subprocess.run(["make", "docs"], check=True)
     for name in chosen:
         for width in WIDTHS:
             for scheme in SCHEMES:

@@ -13,6 +13,7 @@ import numpy as np
 from scipy import stats
 
 from tests.evidence.results import Arm
+from tests.evidence.statistics import Array
 
 AGE = "lag_mean"
 """The metric: versions, mean over the tokens of a step."""
@@ -29,27 +30,21 @@ class Slope:
     runs: int
 
 
-def mean_ages(arm: Arm) -> list[float]:
-    """Versions, run by run; nan of a run that took no step."""
-    return [float(np.mean(run)) if run else float("nan") for run in arm.metric(AGE)]
+def ages_and_ends(arm: Arm) -> Array:
+    """[runs, 2] mean age in versions and pass@1 at the end, of the runs that took a step."""
+    if not arm.results:
+        return np.empty((0, 2))
+    runs = zip(arm.metric(AGE), arm.run_curve().end, strict=True)
+    return np.array([(np.mean(ages), end) for ages, end in runs if ages]).reshape(-1, 2)
 
 
 def slope_within(arms: Sequence[Arm]) -> Slope | None:
     """None where no arm has runs of different ages, or where they leave no degree of freedom."""
-    ages, ends, cells = [], [], 0
-    for arm in arms:
-        if not arm.results:
-            continue
-        age, end = np.array(mean_ages(arm)), arm.curve()[:, -1].mean(axis=1)
-        known = np.isfinite(age)
-        if known.sum() > 1:
-            ages.append(age[known] - age[known].mean())
-            ends.append(end[known] - end[known].mean())
-            cells += 1
+    cells = [runs - runs.mean(axis=0) for runs in map(ages_and_ends, arms) if len(runs) > 1]
     if not cells:
         return None
-    x, y = np.concatenate(ages), np.concatenate(ends)
-    free = len(x) - cells - 1
+    x, y = np.concatenate(cells).T
+    free = len(x) - len(cells) - 1
     if free < 1 or not x.any():
         return None
     value = float(x @ y / (x @ x))
@@ -59,7 +54,7 @@ def slope_within(arms: Sequence[Arm]) -> Slope | None:
 
 def told(arms: Sequence[Arm]) -> str:
     """A paragraph; empty where nothing was stale."""
-    ages = [age for arm in arms if arm.results for age in mean_ages(arm) if np.isfinite(age)]
+    ages = [age for arm in arms for age in ages_and_ends(arm)[:, 0]]
     if not ages or max(ages) == 0.0:
         return ""
     text = (

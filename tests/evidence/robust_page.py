@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.data.files import write_atomically
-from tests.evidence.ages import AGE, told
+from tests.evidence.ages import told
 from tests.evidence.matrix import Experiment, Matrix
 from tests.evidence.plots import draw, draw_shares
 from tests.evidence.results import Arm, Result
@@ -57,9 +57,8 @@ def page(matrix: Matrix, results: Results, table: RobustTable) -> str:
     for name, experiment in matrix.experiments.items():
         measured = results.get(name, [])
         lines += ["", f"## {experiment.title}", "", experiment.text, "", _power(matrix, name, measured)]
-        if AGE in experiment.series:
-            every = [Arm.of(measured, c, a) for c in experiment.conditions for a in experiment.arms]
-            lines += ["", text] if (text := told(every)) else []
+        if ages := told([Arm.of(measured, c, a) for c in experiment.conditions for a in experiment.arms]):
+            lines += ["", ages]
         lines += _mechanisms(experiment, measured)
         if _contrast(experiment, measured):
             lines += ["", f"![{experiment.title}](evidence/robust-{name}.png)"]

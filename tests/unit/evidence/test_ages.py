@@ -7,25 +7,15 @@ import math
 import pytest
 
 from tests.evidence.ages import AGE, slope_within, told
-from tests.evidence.results import Arm, Evaluation, Result
+from tests.evidence.results import Arm
+from tests.support.evidence import a_result
 
 
 def arm(name: str, ages: list[float], correct: list[int]) -> Arm:
     """One run for each age, of which so many of 100 held-out answers were right at the end."""
     return Arm(
         results=[
-            Result(
-                condition="c",
-                arm=name,
-                seed=seed,
-                state="finished",
-                reason="",
-                steps=2,
-                steps_planned=2,
-                samples_per_step=1,
-                evaluations=[Evaluation(version=v, samples=100, correct=[right], trained_s=1.0) for v in (0, 2)],
-                series={AGE: [0.5 * age, None, 1.5 * age]},
-            )
+            a_result(name, seed, [[right], [right]], samples=100, series={AGE: [0.5 * age, None, 1.5 * age]})
             for seed, (age, right) in enumerate(zip(ages, correct, strict=True))
         ]
     )
