@@ -18,7 +18,7 @@ import psutil
 
 from pipeline.data.event_log import read_events
 from pipeline.data.run_directory import RunDirectory
-from tests.chaos.endurance.slopes import BOUNDS, Slope, slope
+from tests.chaos.endurance.slopes import BOUNDS, HORIZON, Slope, slope
 from tests.chaos.endurance.watch import files, holdings, kinds, names
 from tests.chaos.kills.plan import Plan
 from tests.chaos.kills.run import write_recipe
@@ -40,6 +40,7 @@ def stay_flat(
     *,
     every: int = EVERY_STEPS,
     series: Sequence[str] = tuple(BOUNDS),
+    horizon: int = HORIZON,
 ) -> str:
     """The verdict on a run of `steps` steps in `folder`, by those `series`. Called again it goes on where it was."""
     run, measured = begin(folder.absolute(), steps), folder / "measured.jsonl"
@@ -54,7 +55,7 @@ def stay_flat(
     if status != 0:
         return f"train ended with {status}: {(folder / 'train.err').read_text()[-300:].strip()}"
     shutil.rmtree((folder / "tmp").resolve(), ignore_errors=True)
-    return verdict(measured, run, details, series)
+    return verdict(measured, run, details, series, horizon)
 
 
 def begin(folder: Path, steps: int, **plan: Any) -> Path:
@@ -141,9 +142,9 @@ def measure(train: psutil.Process, run: Path, tmp: Path) -> dict[str, Any]:
     return dict(processes=found, files=files(shm_of(train), tmp, run))
 
 
-def verdict(measured: Path, run: Path, details: dict[str, Any], series: Sequence[str]) -> str:
+def verdict(measured: Path, run: Path, details: dict[str, Any], series: Sequence[str], horizon: int) -> str:
     """From the measurements of the newest start of the run; details name each series with its slope."""
-    slopes = [one for one in slopes_of(measured) if one.series.rpartition(".")[2] in series]
+    slopes = [one for one in slopes_of(measured, horizon) if one.series.rpartition(".")[2] in series]
     details["slopes"] = [str(one) for one in slopes]
     details["uncertain"] = [one.series for one in slopes if one.is_flat and not one.is_certain]
     wrong = [f"grows: {one}" for one in slopes if not one.is_flat]
@@ -157,7 +158,7 @@ def verdict(measured: Path, run: Path, details: dict[str, Any], series: Sequence
     return "; ".join(wrong) or "ok"
 
 
-def slopes_of(measured: Path) -> list[Slope]:
+def slopes_of(measured: Path, horizon: int) -> list[Slope]:
     """Every series that one process has over the whole time."""
     steps: dict[str, list[float]] = defaultdict(list)
     values: dict[str, list[float]] = defaultdict(list)
@@ -175,7 +176,9 @@ def slopes_of(measured: Path) -> list[Slope]:
         for series, value in rows.items():
             steps[series].append(line["step"])
             values[series].append(value)
-    return [slope(name, steps[name], values[name]) for name in sorted(values) if len(values[name]) > len(lines) / 2]
+    return [
+        slope(name, steps[name], values[name], horizon) for name in sorted(values) if len(values[name]) > len(lines) / 2
+    ]
 
 
 def end(train: psutil.Process) -> list[str]:

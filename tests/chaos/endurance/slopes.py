@@ -21,6 +21,9 @@ WARM_UP = 0.3
 CONFIDENCE = 0.95
 HORIZON = 100_000
 """Steps of a long training."""
+SHORT_HORIZON = 500
+"""What a run of some tens of steps is judged by. A pool of connections that fills by one or two looks like growth in so
+few steps, by chance even beyond doubt; what is lost in every step still stands out."""
 BOUNDS = {
     "rss_kib": 1 << 20,
     "anon_kib": 1 << 20,
@@ -31,8 +34,8 @@ BOUNDS = {
     "tmp_files": 200.0,
     "temporaries": 100.0,
 }
-"""What a series may grow by over HORIZON, by the last word of its name: 1 GiB of memory a process, 256 MiB of shared
-memory, a tenth of the 1,024 descriptors that a process usually may have."""
+"""What a series may grow by over the horizon, by the last word of its name: 1 GiB of memory a process, 256 MiB of
+shared memory, a tenth of the 1,024 descriptors that a process usually may have."""
 
 
 COUNTED = ("descriptors", "threads", "shm_files", "tmp_files", "temporaries")
@@ -49,11 +52,13 @@ class Slope:
     first: float
     last: float
     """The first and the last block."""
+    horizon: int
+    """Steps over which growth up to BOUNDS is allowed."""
 
     @property
     def bound(self) -> float:
         """Growth a step that is too little to matter."""
-        return BOUNDS[self.series.rpartition(".")[2]] / HORIZON
+        return BOUNDS[self.series.rpartition(".")[2]] / self.horizon
 
     @property
     def is_flat(self) -> bool:
@@ -72,7 +77,7 @@ class Slope:
         )
 
 
-def slope(series: str, steps: Sequence[float], values: Sequence[float]) -> Slope:
+def slope(series: str, steps: Sequence[float], values: Sequence[float], horizon: int = HORIZON) -> Slope:
     """Of one series, by its measurements at some steps. Raises ValueError with fewer than three after the warm-up."""
     x, y = np.asarray(steps, float), np.asarray(values, float)
     late = x >= x.min() + WARM_UP * (x.max() - x.min())
@@ -84,8 +89,8 @@ def slope(series: str, steps: Sequence[float], values: Sequence[float]) -> Slope
     x = np.asarray([x[part].mean() for part in blocks])
     y = np.asarray([of_block(y[part]) for part in blocks])
     if np.ptp(y) == 0:
-        return Slope(series, 0.0, 0.0, 0.0, float(y[0]), float(y[-1]))
+        return Slope(series, 0.0, 0.0, 0.0, float(y[0]), float(y[-1]), horizon)
     line = stats.linregress(x, y)
     reach = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(x) - 2)) * line.stderr
     a_step = float(line.slope)
-    return Slope(series, a_step, a_step - reach, a_step + reach, float(y[0]), float(y[-1]))
+    return Slope(series, a_step, a_step - reach, a_step + reach, float(y[0]), float(y[-1]), horizon)

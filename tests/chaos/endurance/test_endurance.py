@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.endurance import ENDINGS
 from tests.chaos.endurance.endings import end_so
 from tests.chaos.endurance.long_run import stay_flat
-from tests.chaos.endurance.slopes import BOUNDS, HORIZON, slope
+from tests.chaos.endurance.slopes import BOUNDS, HORIZON, SHORT_HORIZON, slope
 
 STEPS = np.arange(0, 1000, 5)
 
@@ -65,6 +65,14 @@ def test_what_is_open_for_a_moment_is_no_leak_and_one_a_step_is() -> None:
     assert not slope("a.descriptors", steps, moment + steps // 6).is_flat
 
 
+def test_in_a_short_run_a_pool_may_fill_and_one_lost_a_step_stands_out() -> None:
+    steps = np.arange(0, 60, 2)
+    pool = np.where(steps < 30, 13.0, np.where(steps < 46, 14.0, 15.0))
+    assert not slope("router.descriptors", steps, pool).is_flat
+    assert slope("router.descriptors", steps, pool, SHORT_HORIZON).is_flat
+    assert not slope("router.descriptors", steps, 13.0 + steps, SHORT_HORIZON).is_flat
+
+
 def test_too_few_measurements_are_refused() -> None:
     with pytest.raises(ValueError, match="2 measurements after the warm-up"):
         slope("rank.threads", [0, 1, 2], [1, 1, 1])
@@ -76,7 +84,8 @@ def test_too_few_measurements_are_refused() -> None:
 def test_sixty_steps_hoard_nothing(tmp_path: Path) -> None:
     """Too few to judge memory by; descriptors, threads and files are counted."""
     details: dict[str, Any] = {}
-    verdict = stay_flat(60, tmp_path, details, every=2, series=("descriptors", "threads", "shm_files", "tmp_files"))
+    counted = ("descriptors", "threads", "shm_files", "tmp_files")
+    verdict = stay_flat(60, tmp_path, details, every=2, series=counted, horizon=SHORT_HORIZON)
     assert verdict == "ok", details.get("slopes")
 
 
