@@ -3,9 +3,9 @@
 import os
 import warnings
 
-from megatron_bridge.megatron_imports import hide_writers
+from megatron_bridge.megatron_imports import import_less
 
-hide_writers()
+import_less()
 
 # Megatron-Core says so on every import; `model.choose_layers` decides what is built.
 warnings.filterwarnings("ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed")

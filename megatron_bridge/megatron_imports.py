@@ -1,22 +1,49 @@
-"""What Megatron-Core imports wherever it is installed, though a learner never uses it.
+"""What Megatron-Core and mbridge import wherever it is installed, though a learner never uses it.
 
-It can draw its own timers by W&B and TensorBoard. Ours are drawn from the run directory (launch.export), by another
-program. To import W&B takes a rank a second and a half at its start, and two folders in its temporary directory, which
-stay when it is killed.
+Megatron-Core can draw its own timers by W&B and TensorBoard. Ours are drawn from the run directory (launch.export), by
+another program. To import W&B takes a rank a second and a half at its start, and two folders in its temporary
+directory, which stay when it is killed.
+
+mbridge imports every model that it knows, pictures and all. A rank needs the names of one.
+
+Megatron-Core has its fused operations compiled by torch. On a CPU none is in use, and the compiler alone takes a rank
+longer to import than Megatron-Core.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
 
 WRITERS = ("wandb", "torch.utils.tensorboard")
+EVERY_MODEL = ("mbridge", "mbridge.models")
+"""Packages that import all of their modules. Here they are namespaces: what is in them is imported by its own name."""
+COMPILED = "megatron.core.jit"
 
 
-class _WithoutWriters(MetaPathFinder):
-    def find_spec(self, fullname: str, *_: object) -> None:
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname in WRITERS and _importer().startswith("megatron."):
             raise ModuleNotFoundError(f"{fullname} is kept from Megatron-Core", name=fullname)
+        if fullname in EVERY_MODEL and (spec := PathFinder.find_spec(fullname, path, target)) is not None:
+            spec.loader = None  # so a package is a namespace
+            return spec
+        if fullname == COMPILED and (spec := PathFinder.find_spec(fullname, path, target)) is not None and spec.origin:
+            spec.loader = _WithoutCompiler(fullname, spec.origin)
+            return spec
+        return None
+
+
+class _WithoutCompiler(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        if not module.torch.cuda.is_available():
+            module.disable_jit_fuser()
 
 
 def _importer() -> str:
@@ -27,7 +54,7 @@ def _importer() -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def hide_writers() -> None:
-    """From Megatron-Core, in this process; everybody else may import them. Before it is imported."""
-    if not any(isinstance(finder, _WithoutWriters) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WithoutWriters())
+def import_less() -> None:
+    """In this process, from here on. Call it before either is imported."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

@@ -1,14 +1,16 @@
-"""Megatron-Core finds no W&B and no TensorBoard; everybody else does."""
+"""What Megatron-Core and mbridge are kept from importing, and that nobody else is."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 
 import pytest
 
 import megatron_bridge
 from megatron_bridge.megatron_imports import WRITERS
+from tests.support.runs import ROOT, environment
 
 assert megatron_bridge, "it hides them"
 
@@ -19,3 +21,19 @@ def test_only_megatron_does_not_find_a_writer(writer: str, monkeypatch: pytest.M
     with pytest.raises(ModuleNotFoundError, match="kept from Megatron-Core"):
         exec(f"import {writer}", {"__name__": "megatron.core.timers"})
     assert importlib.util.find_spec(writer) is not None
+
+
+def test_a_learner_on_a_cpu_loads_no_compiler_and_no_model_that_it_is_not() -> None:
+    code = "import sys, megatron_bridge.learner; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded = set(done.stdout.split())
+    assert "mbridge.models.qwen2moe" in loaded
+    assert not loaded & {"mbridge.models.glm4_vl", "torch._dynamo", "torch._inductor"}

@@ -1,7 +1,3 @@
-"""Imports Megatron-Core once, quietly: it warns about packages that a CPU does not have, and warnings are errors."""
+"""Imports Megatron-Core once, quietly."""
 
-import warnings
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import mbridge.core.llm_bridge  # noqa: F401
+from tests.support import quiet_megatron  # noqa: F401
