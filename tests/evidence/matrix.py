@@ -150,7 +150,9 @@ class Experiment(Section):
     series: tuple[str, ...] = Field(description="Metrics of each step that are kept, and drawn.")
     columns: tuple[Column, ...] = ()
     claims: tuple[Claim, ...] = ()
-    quick: dict[str, Any] = Field(default_factory=dict, description="Fields that `--quick` replaces; `set` is added.")
+    quick: dict[str, Any] | None = Field(
+        default_factory=dict, description="Fields that `--quick` replaces; `set` is added. Null: it is left out."
+    )
 
     def others(self, claim: Claim) -> list[str]:
         """The arms that a comparison is with."""
@@ -174,7 +176,7 @@ class Experiment(Section):
 
     def quickened(self) -> Self:
         """The same question, asked of less."""
-        fields: dict[str, Any] = dict(self.quick)
+        fields: dict[str, Any] = dict(self.quick or {})
         kept = {key: fields.pop(key, list(getattr(self, key))) for key in ("conditions", "arms")}
         for key, names in kept.items():
             fields[key] = {name: getattr(self, key)[name] for name in names}
@@ -233,9 +235,8 @@ def read_matrix(path: Path, *, quick: bool = False) -> Matrix:
         matrix = Matrix.model_validate(yaml.safe_load(path.read_text()))
         if not quick:
             return matrix
-        return matrix.model_copy(
-            update=dict(experiments={name: e.quickened() for name, e in matrix.experiments.items()})
-        )
+        asked = {name: one.quickened() for name, one in matrix.experiments.items() if one.quick is not None}
+        return matrix.model_copy(update=dict(experiments=asked))
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
         raise RecipeError(f"{path}: {problems}") from None

@@ -129,6 +129,11 @@ class TestMatrix:
         assert [claim.text for claim in experiment.claims] == ["a"]  # the other one needs grpo
         assert len(read_matrix(path).experiments["trial"].claims) == 2
 
+    def test_quick_leaves_an_experiment_out(self, tmp_path: Path) -> None:
+        path = matrix_file(tmp_path, quick=None)
+        assert not read_matrix(path, quick=True).experiments
+        assert list(read_matrix(path).experiments) == ["trial"]
+
     @pytest.mark.parametrize("quick", [False, True])
     def test_every_shipped_cell_is_a_valid_recipe_with_a_name_of_its_own(self, tmp_path: Path, quick: bool) -> None:
         matrix = read_matrix(SHIPPED, quick=quick)
