@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from pipeline.data.deltas.chain import INDEX_FILE
 from pipeline.data.deltas.delta import Delta, DeltaWriter, state_of
+from pipeline.data.files import temporary_name
 from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.run_directory import numbered
 
@@ -48,8 +49,9 @@ def write_version(
     policies: Path, version: int, tensors: Tensors, *, base: tuple[int, Tensors] | None = None, whole: bool = False
 ) -> Path:
     """A version: its weights where it is `whole` or has no `base`, and what changed of the version and tensors of the
-    `base`."""
-    folder = policies / numbered(version)
+    `base`. Like a learner's it is there at once: whoever follows the run sees no half of it."""
+    published = policies / numbered(version)
+    folder = temporary_name(published)
     folder.mkdir(parents=True)
     manifest = manifest_of(tensors)
     (folder / "manifest.json").write_text(json.dumps({"tensors": manifest}))
@@ -66,4 +68,4 @@ def write_version(
         save_file(dict(tensors), folder / "model-00001.safetensors")
         (folder / INDEX_FILE).write_text("{}")
     list_checksums(folder)
-    return folder
+    return folder.rename(published)
