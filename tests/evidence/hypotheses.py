@@ -131,8 +131,10 @@ def faster(curves: Curves, ours: CellKey, theirs: CellKey, cost: str, target: fl
 
 
 def order(curves: Curves, ours: CellKey, theirs: CellKey, share: float) -> Tested:
-    """Who is ahead at `share` of the run is ahead at its end; the estimate is the difference at the end."""
-    version = curves[ours].at(share)
+    """Who is ahead at `share` of the run is ahead at its end; the estimate is the difference at the end. While a run is
+    under way its arm may have no evaluation there yet: then both are read at the last one before that both have."""
+    both = set(curves[ours].versions) & set(curves[theirs].versions)
+    version = max(version for version in both if version <= curves[ours].at(share))
     known = [curve for curve in curves.values() if version in curve.versions]
     spread = Spread.of(curve.values[..., curve.versions.index(version)] for curve in known)
     our_early, their_early = (curves[key].values[..., curves[key].versions.index(version)] for key in (ours, theirs))

@@ -90,6 +90,15 @@ def test_a_page_of_equal_arms_seldom_has_a_false_verdict(falls: bool) -> None:
     assert 0.0 < false_page_rate(matrix.experiments, results, falls=falls) <= ALPHA
 
 
+def four_runs(*values: float) -> Curve:
+    """An evaluation every ten versions."""
+    noise = np.array([[0.0], [0.01], [-0.01], [0.005]])
+    times = np.broadcast_to(np.arange(float(len(values))), (4, len(values)))
+    return Curve(
+        versions=tuple(range(0, 10 * len(values), 10)), values=np.array(values) + noise, samples=times, seconds=times
+    )
+
+
 @pytest.mark.parametrize(
     ("early", "end", "shown", "refuted"),
     [(0.3, 0.2, True, False), (-0.3, -0.2, True, False), (0.3, -0.2, False, True), (0.3, 0.0, False, False)],
@@ -98,14 +107,16 @@ def test_an_order_is_foretold_when_both_differences_lie_on_one_side(
     early: float, end: float, shown: bool, refuted: bool
 ) -> None:
     """Four evaluations: a third of the run is the second one."""
-    noise = np.array([[0.0], [0.01], [-0.01], [0.005]])
-
-    def runs(*values: float) -> Curve:
-        times = np.broadcast_to(np.arange(4.0), (4, 4))
-        return Curve(versions=(0, 10, 20, 30), values=np.array(values) + noise, samples=times, seconds=times)
-
     ours, theirs = ("plain", "ours"), ("plain", "theirs")
-    curves = {ours: runs(0.1, 0.4 + early, 0.5, 0.6 + end), theirs: runs(0.1, 0.4, 0.5, 0.6)}
+    curves = {ours: four_runs(0.1, 0.4 + early, 0.5, 0.6 + end), theirs: four_runs(0.1, 0.4, 0.5, 0.6)}
     found = order(curves, ours, theirs, 0.3334)
     assert (bool(found.shown < 0.05), bool(found.refuted < 0.05)) == (shown, refuted)
     assert float(found.estimate.value) == pytest.approx(end)
+
+
+@pytest.mark.parametrize("under_way", ["ours", "theirs"])
+def test_an_order_is_read_where_both_arms_have_been(under_way: str) -> None:
+    """An arm of which a run is under way has fewer evaluations."""
+    whole, begun = four_runs(0.1, 0.4, 0.5, 0.6), four_runs(0.1)
+    curves = {("plain", name): begun if name == under_way else whole for name in ("ours", "theirs")}
+    assert float(order(curves, ("plain", "ours"), ("plain", "theirs"), 0.3334).shown) == 1.0
