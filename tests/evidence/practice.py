@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.evidence.forecast import forecast_errors
+from tests.evidence.hypotheses import FORECAST_MARGIN
 from tests.evidence.matrix import read_matrix
 from tests.evidence.results import Arm, Result, load
 from tests.evidence.robust_table import BAR, MATRIX, RobustTable, load_results, results_file
@@ -26,7 +28,7 @@ SCREEN = "One seed: a screen."
 
 def practice(folder: Path) -> list[str]:
     """A list in Markdown, from the results in the folder beside the page."""
-    rules = (_unknown_disagreement, _old_samples, _another_distribution, _one_stage, _formats)
+    rules = (_unknown_disagreement, _old_samples, _another_distribution, _one_stage, _formats, _forecast)
     return [f"- {line}" for line in (rule(folder) for rule in rules) if line]
 
 
@@ -120,6 +122,26 @@ def _formats(folder: Path) -> str:
         "**FP8 rollouts cost little by themselves, FP4 much.** Before any training block FP8 leaves an ESS of "
         f"{fp8:.3f}, MXFP4 one of {mxfp4:.2f}; a learner that computes in the same format (`learner.fp8_emulation`) "
         "takes that away ([unified-precision.md](unified-precision.md))."
+    )
+
+
+def _forecast(folder: Path) -> str:
+    results = load(folder / "scaling.json")
+    arms = [Arm.of(results, "fp32", name) for name in dict.fromkeys(one.arm for one in results)]
+    shares = {"third": 0.3334, "half": 0.5}
+    errors = {
+        name: [float(forecast_errors(arm, share).mean()) for arm in arms if arm.results]
+        for name, share in shares.items()
+    }
+    if not errors["third"] or not np.isfinite([*errors["third"], *errors["half"]]).all():
+        return ""
+    close = {name: max(map(abs, found)) <= FORECAST_MARGIN for name, found in errors.items()}
+    advice = "a third of it is enough" if close["third"] else "not by its first third"
+    told = {name: " and ".join(f"{error:+.2f}".replace("0.", ".") for error in found) for name, found in errors.items()}
+    return (
+        f"**Stopping a run by a forecast of its end: {advice}.** ScaleRL's sigmoid, fitted to the first third, misses "
+        f"the end by {told['third']}, fitted to the first half by {told['half']} (one number a recipe, the mean of its "
+        f"seeds; less than {_two(FORECAST_MARGIN)} would do). {_seeds(results)}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.evidence.matrix import read_matrix
@@ -96,3 +97,15 @@ def test_stages_and_formats(tmp_path: Path) -> None:
     assert "an ESS of 0.990, MXFP4 one of 0.84" in formats
     kept(tmp_path, "staged", "fp32", dict(sync=8, clip=9))
     assert "a gain at the end was seen" in practice(tmp_path)[0]
+
+
+@pytest.mark.parametrize(("late", "said"), [(0, "a third of it is enough"), (80, "not by its first third")])
+def test_a_forecast(tmp_path: Path, late: int, said: str) -> None:
+    """A sigmoid of the samples in a hundred answers; in the second case the end falls, which the beginning
+    did not show."""
+    versions = np.arange(25)
+    right = 10 + 80 / (1 + (6.0 / np.maximum(versions, 1e-9)) ** 2) - np.where(versions > 18, late, 0)
+    scores = [[int(one) for one in row] for row in np.round(right)[:, None]]
+    save(tmp_path / "scaling.json", [a_result("cispo", 1, scores, samples=100, condition="fp32")])
+    (line,) = practice(tmp_path)
+    assert said in line
