@@ -1,4 +1,4 @@
-"""What Megatron-Core and mbridge import wherever it is installed, though a learner never uses it.
+"""What Megatron-Core and mbridge import wherever they are installed, though a learner never uses it.
 
 Megatron-Core can draw its own timers by W&B and TensorBoard. Ours are drawn from the run directory (launch.export), by
 another program. To import W&B takes a rank a second and a half at its start, and two folders in its temporary
@@ -6,8 +6,8 @@ directory, which stay when it is killed.
 
 mbridge imports every model that it knows, pictures and all. A rank needs the names of one.
 
-Megatron-Core has its fused operations compiled by torch. On a CPU none is in use, and the compiler alone takes a rank
-longer to import than Megatron-Core.
+Megatron-Core has its fused operations compiled by torch. On a CPU none is in use. The compiler and mbridge's models
+together were four tenths of the processor time that a rank takes to import a learner.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ ROUNDS = 15
 """The first is left out."""
 DEADLINE = timedelta(seconds=60)
 NUM_BYTES = 101_000_000
-"""As many as the policy of tests.bench.publish has."""
+"""About as many as the policy of tests.bench.publish has."""
 
 
 def main() -> None:

@@ -127,28 +127,30 @@ def _formats(folder: Path) -> str:
 
 def _forecast(folder: Path) -> str:
     results = load(folder / "scaling.json")
-    arms = [Arm.of(results, "fp32", name) for name in dict.fromkeys(one.arm for one in results)]
-    shares = {"third": 0.3334, "half": 0.5}
-    errors = {
-        name: [float(forecast_errors(arm, share).mean()) for arm in arms if arm.results]
-        for name, share in shares.items()
-    }
-    if not errors["third"] or not np.isfinite([*errors["third"], *errors["half"]]).all():
+    arms = _arms(results, "fp32").values()
+    third, half = ([float(forecast_errors(arm, share).mean()) for arm in arms] for share in (0.3334, 0.5))
+    if not arms or not np.isfinite(third + half).all():
         return ""
-    close = {name: max(map(abs, found)) <= FORECAST_MARGIN for name, found in errors.items()}
-    advice = "a third of it is enough" if close["third"] else "not by its first third"
-    told = {name: " and ".join(f"{error:+.2f}".replace("0.", ".") for error in found) for name, found in errors.items()}
+    advice = "a third of it is enough" if max(map(abs, third)) <= FORECAST_MARGIN else "not by its first third"
+    by_third, by_half = (
+        " and ".join(f"{error:+.2f}".replace("0.", ".") for error in errors) for errors in (third, half)
+    )
     return (
         f"**Stopping a run by a forecast of its end: {advice}.** ScaleRL's sigmoid, fitted to the first third, misses "
-        f"the end by {told['third']}, fitted to the first half by {told['half']} (one number a recipe, the mean of its "
+        f"the end by {by_third}, fitted to the first half by {by_half} (one number a recipe, the mean of its "
         f"seeds; less than {_two(FORECAST_MARGIN)} would do). {_seeds(results)}"
     )
 
 
 def _ends(results: Sequence[Result], condition: str) -> Mapping[str, float]:
     """Arm → mean pass@1 of the last version."""
+    return {name: float(arm.run_curve().end.mean()) for name, arm in _arms(results, condition).items()}
+
+
+def _arms(results: Sequence[Result], condition: str) -> Mapping[str, Arm]:
+    """Those with an evaluation, by name."""
     arms = {one.arm: Arm.of(results, condition, one.arm) for one in results if one.condition == condition}
-    return {name: float(arm.run_curve().end.mean()) for name, arm in arms.items() if arm.results}
+    return {name: arm for name, arm in arms.items() if arm.results}
 
 
 def _seeds(results: Sequence[Result]) -> str:
