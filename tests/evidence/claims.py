@@ -61,10 +61,9 @@ class Question:
 
 
 def judge(experiments: Mapping[str, Experiment], results: Mapping[str, Sequence[Result]]) -> dict[str, list[Judged]]:
-    """All claims of a page, by experiment, from the cells that came to their end."""
-    settled = {name: [r for r in results[name] if r.state in ("finished", "diverged")] for name in experiments}
+    """All claims of a page, by experiment."""
     questions = [
-        question for name, experiment in experiments.items() for question in _ask(name, experiment, settled[name])
+        question for name, experiment in experiments.items() for question in _ask(name, experiment, results[name])
     ]
     adjusted = adjusted_p([question.tested for question in questions])
     judged: dict[str, list[Judged]] = {name: [] for name in experiments}
@@ -72,7 +71,7 @@ def judge(experiments: Mapping[str, Experiment], results: Mapping[str, Sequence[
         claims = judged[question.experiment]
         if not claims or claims[-1].claim is not question.claim:
             claims.append(Judged(question.claim, []))
-        experiment, found = experiments[question.experiment], settled[question.experiment]
+        experiment, found = experiments[question.experiment], results[question.experiment]
         claims[-1].verdicts.append(_verdict(question, experiment, found, p))
     return judged
 
@@ -163,10 +162,10 @@ def _figures(question: Question, experiment: Experiment, results: Sequence[Resul
             return f"pass@1 differs by {early:+.3f} at version {version} and by {late} at the end"
         case Forecast(share=share):
             arm = Arm.of(results, condition, claim.judge.arm)
-            told = forecast_end(arm, share)
+            told, end = forecast_end(arm, share), ours.end.mean()
             return (
-                f"from the first {told.points} evaluations {show(told.value)}, measured {show(ours.end.mean())}: "
-                f"error {with_interval(estimate, sign=True)}; A {told.asymptote}"
+                f"from the first {told.points} evaluations of each run {show(end + estimate.value)}, measured "
+                f"{show(end)}: error {with_interval(estimate, sign=True)}; A of their mean {told.asymptote}"
             )
 
 

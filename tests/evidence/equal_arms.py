@@ -2,12 +2,13 @@
 
 The simulated experiments have the conditions, arms, seeds and evaluations that were recorded. All arms of one share a
 curve, the mean of the recorded ones made non-decreasing; each evaluation of each run adds normal noise with the
-experiment's recorded run-to-run standard deviation at the end.
+experiment's recorded run-to-run standard deviation at the end, or with that of its own cell (`scatter`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -19,9 +20,16 @@ from tests.evidence.statistics import ALPHA, Array, Spread
 
 NUM_PAGES = 2000
 
+Scatter = Literal["alike", "own"]
+"""Whether arms of an experiment scatter alike, as the verdicts assume, or each as its own few runs do."""
+
 
 def false_page_rate(
-    experiments: Mapping[str, Experiment], results: Mapping[str, Sequence[Result]], *, falls: bool
+    experiments: Mapping[str, Experiment],
+    results: Mapping[str, Sequence[Result]],
+    *,
+    falls: bool,
+    scatter: Scatter = "alike",
 ) -> float:
     """The share of NUM_PAGES pages with any false verdict.
 
@@ -36,7 +44,7 @@ def false_page_rate(
         for claim in experiment.claims:
             k = pass_at(claim)
             if k not in simulated:
-                simulated[k] = simulate(curves_of(experiment, results[name], k), rng, falls=falls)
+                simulated[k] = simulate(curves_of(experiment, results[name], k), rng, falls=falls, scatter=scatter)
             for condition in claim.conditions or experiment.conditions:
                 others = experiment.others(claim) if isinstance(claim.judge, COMPARING) else []
                 known = all((condition, arm) in simulated[k] for arm in (claim.judge.arm, *others))
@@ -61,16 +69,18 @@ def _false_verdicts(judge: object, falls: bool) -> tuple[bool, bool]:
     return True, True
 
 
-def simulate(recorded: Mapping[CellKey, Curve], rng: np.random.Generator, *, falls: bool) -> dict[CellKey, Curve]:
+def simulate(
+    recorded: Mapping[CellKey, Curve], rng: np.random.Generator, *, falls: bool, scatter: Scatter
+) -> dict[CellKey, Curve]:
     """Curves with values [pages, runs, evaluations]."""
-    spread = Spread.of(curve.end for curve in recorded.values()) if recorded else Spread(np.asarray(0.0), 0)
-    sd = float(np.nan_to_num(spread.sd))
+    pooled = run_to_run_sd(recorded.values())
     simulated = {}
     for key, curve in recorded.items():
         truth = _common_curve(recorded, curve.versions)
         if falls:
             truth = np.append(np.maximum(truth[:-1], truth[-1]), truth[-1] - DECAY)
             truth[:-1] = np.minimum(truth[:-1], truth[-1] + DECAY)
+        sd = run_to_run_sd([curve]) if scatter == "own" else pooled
         noise = rng.normal(0.0, sd, (NUM_PAGES, *curve.values.shape)) if sd else np.zeros((1, *curve.values.shape))
         simulated[key] = Curve(
             versions=curve.versions,
@@ -79,6 +89,11 @@ def simulate(recorded: Mapping[CellKey, Curve], rng: np.random.Generator, *, fal
             seconds=curve.samples,  # a sample takes every arm equally long
         )
     return simulated
+
+
+def run_to_run_sd(curves: Collection[Curve]) -> float:
+    """Of the ends, pooled within cells; 0 where no cell has two runs."""
+    return float(np.nan_to_num(Spread.of(curve.end for curve in curves).sd)) if curves else 0.0
 
 
 def _common_curve(recorded: Mapping[CellKey, Curve], versions: Sequence[int]) -> Array:

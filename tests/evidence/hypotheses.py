@@ -62,13 +62,14 @@ class Curve:
 
     def bracket(self, cost: str, target: float) -> tuple[Array, Array]:
         """[..., runs] cost of the last evaluation before the target is reached and of the first that reaches it; what
-        is never reached has the cost of the whole run and infinity."""
+        is never reached has the cost of the whole run, up to where it diverged, and infinity."""
         costs = np.broadcast_to(self.samples if cost == "samples" else self.seconds, self.values.shape)
+        known = np.maximum.accumulate(np.where(np.isfinite(costs), costs, 0.0), axis=-1)
         reached = self.values >= target
         first = np.where(reached.any(axis=-1), reached.argmax(axis=-1), len(self.versions))[..., None]
-        padded = np.concatenate([costs[..., :1] * 0.0, costs, np.full((*costs.shape[:-1], 1), np.inf)], axis=-1)
-        before, after = (np.take_along_axis(padded, first + place, axis=-1)[..., 0] for place in (0, 1))
-        return before, after
+        below = np.concatenate([known[..., :1] * 0.0, known], axis=-1)
+        at = np.concatenate([costs, np.full((*costs.shape[:-1], 1), np.inf)], axis=-1)
+        return np.take_along_axis(below, first, axis=-1)[..., 0], np.take_along_axis(at, first, axis=-1)[..., 0]
 
 
 Curves = Mapping[CellKey, Curve]
@@ -131,8 +132,8 @@ def faster(curves: Curves, ours: CellKey, theirs: CellKey, cost: str, target: fl
 
 
 def order(curves: Curves, ours: CellKey, theirs: CellKey, share: float) -> Tested:
-    """Who is ahead at `share` of the run is ahead at its end; the estimate is the difference at the end. While a run is
-    under way its arm may have no evaluation there yet: then both are read at the last one before that both have."""
+    """Who is ahead at `share` of the run is ahead at its end; the estimate is the difference at the end. An arm all of
+    whose runs diverged may have no evaluation there: then both are read at the last one before that both have."""
     both = set(curves[ours].versions) & set(curves[theirs].versions)
     version = max(version for version in both if version <= curves[ours].at(share))
     known = [curve for curve in curves.values() if version in curve.versions]

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.data.files import write_atomically
 from tests.evidence.claims import Judged, curves_of, judge, quantity, show, with_interval
-from tests.evidence.equal_arms import NUM_PAGES, false_page_rate
+from tests.evidence.equal_arms import NUM_PAGES, false_page_rate, run_to_run_sd
 from tests.evidence.hypotheses import DECAY, FORECAST_MARGIN, Curve
 from tests.evidence.matrix import Column, Experiment, Matrix
 from tests.evidence.plots import draw
@@ -62,16 +62,12 @@ the bracket between two evaluations that speaks against it. *Forecast*: the erro
 *Order*: the differences at the share and at the end lie both on one side of zero, each by a test of its own.
 
 **How often that is wrong.** In {pages:,} simulated pages with these arms, seeds and measured spreads, but equal arms,
-{steady:.1%} have any false verdict, and {falling:.1%} where all fall by {decay:.2f} at the end. {old}
+{steady:.1%} have any false verdict, and {falling:.1%} where all fall by {decay:.2f} at the end; forecasts are not
+simulated. **The weak points:** a pooled variance assumes that arms of one experiment scatter alike. If each cell truly
+had the spread that its own few runs show, from {least:.2f} to {most:.2f}, {steady_own:.0%} of the pages would have a
+false verdict ({falling_own:.0%} where all fall): so few runs a cell can neither show nor exclude that. And runs of one
+seed share their prompts, which widens the intervals of differences and narrows those of levels.
 """
-
-OLD = """\
-The bootstrap over two seeds
-that judged this page before had a false verdict on 99.7% of 2,000 such pages with equal arms: it called two equal arms
-different in 6 to 39% of cases, according to their spread. **The weak point:** a pooled variance assumes that arms of
-one experiment scatter alike. If each cell truly had the spread that its own two runs show, from .01 to .27, 30% of the
-pages would have a false verdict (16% where all fall): two runs a cell can neither show nor exclude that."""
-"""Measured once: the bootstrap on the 25 claims of two seeds that the page had then; own spreads with this page's."""
 
 
 def write_page(matrix: Matrix, page: Path, *, quick: bool) -> None:
@@ -104,7 +100,12 @@ def _head(
     declared = sum(len(e.seeds) * len(e.conditions) * len(e.arms) for e in matrix.experiments.values())
     measured = sum(map(len, results.values()))
     answers = [verdict.answer for claims in judged.values() for one in claims for verdict in one.verdicts]
-    rates = {falls: false_page_rate(matrix.experiments, results, falls=falls) for falls in (False, True)}
+    steady, falling, steady_own, falling_own = (
+        false_page_rate(matrix.experiments, results, falls=falls, scatter=scatter)
+        for scatter in ("alike", "own")
+        for falls in (False, True)
+    )
+    scatters = _own_scatters(matrix, results)
     return HEAD.format(
         note="**The quick version: too few steps and seeds to conclude from.** " if quick else "",
         command="make evidence QUICK=1" if quick else "make evidence",
@@ -119,10 +120,19 @@ def _head(
         decay=DECAY,
         margin=FORECAST_MARGIN,
         pages=NUM_PAGES,
-        steady=rates[False],
-        falling=rates[True],
-        old="" if quick else OLD,
+        steady=steady,
+        falling=falling,
+        steady_own=steady_own,
+        falling_own=falling_own,
+        least=min(scatters, default=0.0),
+        most=max(scatters, default=0.0),
     ).split("\n")
+
+
+def _own_scatters(matrix: Matrix, results: Mapping[str, Sequence[Result]]) -> list[float]:
+    """The run-to-run standard deviation of each cell that has two runs."""
+    curves = [curve for name, one in matrix.experiments.items() for curve in curves_of(one, results[name]).values()]
+    return [run_to_run_sd([curve]) for curve in curves if curve.end.shape[-1] > 1]
 
 
 def _power(matrix: Matrix, results: Mapping[str, Sequence[Result]], num_hypotheses: int) -> list[str]:

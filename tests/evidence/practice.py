@@ -16,7 +16,7 @@ from tests.evidence.forecast import forecast_errors
 from tests.evidence.hypotheses import FORECAST_MARGIN
 from tests.evidence.matrix import read_matrix
 from tests.evidence.results import Arm, Result, load
-from tests.evidence.robust_table import BAR, MATRIX, RobustTable, load_results, results_file
+from tests.evidence.robust_table import BAR, MATRIX, RobustTable, load_results, results_file, stand_in
 from tests.evidence.statistics import Spread
 
 MATTERS = 0.1
@@ -43,6 +43,10 @@ def _unknown_disagreement(folder: Path) -> str:
     lower = len(rest) - MENTIONED
     seeds = table.least_seeds(first)
     fewest = min(map(table.least_seeds, table.scores))
+    own = len(table.own_cells(first))
+    borrowed = ""
+    if own < len(table.cells):
+        borrowed = f" {own} of them tell it from its kin: in the others it is {table.titles[stand_in(first)]}."
     ties = sum(round(one, 2) == round(share, 2) for one in table.whole.values()) - 1
     mean = f" In the mean it has {_two(table.mean_share(first))} of the best." if ties else ""
     trust = SCREEN if seeds < 2 else f"It has {seeds} or more seeds a cell, other arms from {fewest} on."
@@ -50,7 +54,7 @@ def _unknown_disagreement(folder: Path) -> str:
         f"**Where you do not know how sampler and learner will disagree: {table.titles[first]}.** Over "
         f"{len(table.cells)} conditions of age, rollout format and temperature it ends at {_two(share)} of the best "
         f"arm where it does worst ({worst}){'' if share >= BAR else f', short of the bar of {_two(BAR)}'}; others in "
-        f"theirs: {', '.join(rest[:MENTIONED])}{f' and {lower} lower' if lower > 0 else ''}. "
+        f"theirs: {', '.join(rest[:MENTIONED])}{f' and {lower} lower' if lower > 0 else ''}.{borrowed} "
         f"{trust}{mean} [robust.md](robust.md) has every cell."
     )
 
@@ -80,7 +84,7 @@ def _old_samples(folder: Path) -> str:
 def _another_distribution(folder: Path) -> str:
     results = load(folder / "mismatch.json")
     hot, fp8 = _ends(results, "t12"), _ends(results, "fp8")
-    if not hot or not fp8:
+    if any("grpo_02" not in ends or len(ends) < 2 for ends in (hot, fp8)):
         return ""
     top = [max(ends, key=lambda arm: ends[arm]) for ends in (hot, fp8)]
     rest = [end for ends in (hot, fp8) for arm, end in ends.items() if arm != "grpo_02"]
@@ -155,7 +159,8 @@ def _arms(results: Sequence[Result], condition: str) -> Mapping[str, Arm]:
 
 def _seeds(results: Sequence[Result]) -> str:
     """How far to trust it."""
-    ends = [Arm.of(results, *cell).run_curve().end for cell in {(one.condition, one.arm) for one in results}]
+    arms = [Arm.of(results, *cell) for cell in {(one.condition, one.arm) for one in results}]
+    ends = [arm.run_curve().end for arm in arms if arm.results]
     least, most = min(map(len, ends)), max(map(len, ends))
     if most < 2:
         return SCREEN

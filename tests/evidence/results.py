@@ -18,6 +18,7 @@ import numpy as np
 
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import read_events
+from pipeline.data.files import write_atomically
 from pipeline.rollout.evaluation import pass_at_k
 from tests.evidence.hypotheses import Curve
 from tests.evidence.matrix import Cell
@@ -112,7 +113,8 @@ def _evaluations(history: RunLog) -> list[Evaluation]:
     spent, found = 0.0, []
     for event in history.evaluations:
         version = int(event["version"])
-        at = published.get(version, begin)
+        started = float(event["started"])
+        at = published.get(version, started)  # where the event was lost, a publish comes before its evaluation
         found.append(
             Evaluation(
                 version=version,
@@ -121,7 +123,7 @@ def _evaluations(history: RunLog) -> list[Evaluation]:
                 trained_s=round(max(0.0, at - begin - spent), 2),
             )
         )
-        if float(event["started"]) >= begin:  # that of version 0 comes before the first batch
+        if started >= begin:  # that of version 0 comes before the first batch
             spent += float(event["seconds"])
     return found
 
@@ -137,7 +139,7 @@ def save(path: Path, results: Iterable[Result]) -> None:
     """One line a cell, so that a changed cell is a changed line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(result), separators=(",", ":")) for result in results]
-    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+    write_atomically(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def load(path: Path) -> list[Result]:
@@ -149,14 +151,14 @@ def load(path: Path) -> list[Result]:
 
 def keep(path: Path, cells: Sequence[Cell], series: Sequence[str], states: Collection[State]) -> None:
     """Write what the run directories of the cells hold, of those in one of the states; any other cell keeps what was
-    harvested before. Writes nothing where nothing is known."""
+    harvested before, also one that is declared no more. Writes nothing where nothing is known."""
     known = {(one.condition, one.arm, one.seed): one for one in load(path)}
     for cell in cells:
         if state_of(cell.directory)[0] in states and (found := harvest(cell, series)):
             known[cell.condition, cell.arm, cell.seed] = found
-    declared = [(cell.condition, cell.arm, cell.seed) for cell in cells]
-    if kept := [known[key] for key in declared if key in known]:
-        save(path, kept)
+    declared = [key for cell in cells if (key := (cell.condition, cell.arm, cell.seed)) in known]
+    if known:
+        save(path, [known[key] for key in dict.fromkeys([*declared, *known])])
 
 
 def unmeasured(path: Path, cells: Sequence[Cell]) -> list[Cell]:
@@ -174,16 +176,17 @@ class Arm:
     """The cells of one arm in one condition, seeds together."""
 
     results: list[Result]
-    """By seed; those with at least one evaluation."""
+    """By seed; those that finished or diverged, with at least one evaluation."""
 
     @staticmethod
     def of(results: Iterable[Result], condition: str, arm: str, seeds: Iterable[int] | None = None) -> Arm:
-        """Cells of `arm` in `condition`, of the given seeds or of all."""
+        """Cells of `arm` in `condition` that came to their end, of the given seeds or of all."""
         chosen = None if seeds is None else set(seeds)
         found = [
             result
             for result in results
             if (result.condition, result.arm) == (condition, arm)
+            and result.state in SETTLED
             and result.evaluations
             and (chosen is None or result.seed in chosen)
         ]
@@ -195,9 +198,11 @@ class Arm:
 
     @property
     def versions(self) -> list[int]:
-        """Evaluated versions: of a diverged cell also those that it never reached; of unfinished ones the common."""
-        alive = [set(result.versions) for result in self.results if result.state != "diverged"]
-        return sorted(set.intersection(*alive) if alive else set(self.results[0].versions))
+        """Evaluated versions: of a diverged cell also those that it never reached. Where every cell diverged, those that
+        one came to, and the end that none did."""
+        alive = [set(result.versions) for result in self.results if result.state == "finished"]
+        gone = [{*result.versions, result.steps_planned} for result in self.results]
+        return sorted(set.intersection(*alive) if alive else set.union(*gone))
 
     def curve(self, k: int = 1) -> Array:
         """[seeds, evaluations, prompts] pass@k. After it diverged a run has no policy: it scores 0."""

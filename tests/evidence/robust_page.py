@@ -48,7 +48,8 @@ def page(matrix: Matrix, results: Results, table: RobustTable) -> str:
         lines.append(_row([table.titles[arm], *numbers, f"{worst:.2f}", f"{table.worst_share(arm):.2f}{count}"]))
     lines += [
         "",
-        "Held-out pass@1 at T = 1 of the last version: the mean, and each seed in brackets; – was not run yet. The "
+        "Held-out pass@1 at T = 1 of the last version: the mean, and each seed in brackets; – was not run yet; = are "
+        "the runs of the arm that this one is where nothing is stale. The "
         "best of a cell is the largest of many noisy numbers, so these shares err on the low side, most where seeds "
         "are few.",
     ]

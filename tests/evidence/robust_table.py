@@ -56,10 +56,12 @@ class Score:
 
     ends: list[float]
     """pass@1 of the last version, seed by seed; 0 for a run that diverged."""
+    stands_in: bool = False
+    """Whether the runs are those of another arm, which this one is without lag."""
 
     @classmethod
-    def of(cls, measured: Arm) -> Self:
-        return cls(measured.curve()[:, -1].mean(axis=1).tolist())
+    def of(cls, measured: Arm, *, stands_in: bool = False) -> Self:
+        return cls(measured.curve()[:, -1].mean(axis=1).tolist(), stands_in)
 
     @property
     def mean(self) -> float:
@@ -67,7 +69,7 @@ class Score:
 
     def __str__(self) -> str:
         each = " ".join(f"{end:.2f}".removeprefix("0") for end in self.ends)
-        return f"{self.mean:.2f} ({each})" if len(self.ends) > 1 else each
+        return "= " * self.stands_in + (f"{self.mean:.2f} ({each})" if len(self.ends) > 1 else each)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class RobustTable:
             run = arm if arm in matrix.experiments[name].arms else stand_in(arm)
             measured = Arm.of(results.get(name, []), condition, run)
             if measured.results and (run == arm or name == FRESH):
-                scores[arm][name, condition] = Score.of(measured)
+                scores[arm][name, condition] = Score.of(measured, stands_in=run != arm)
         measured_arms = {arm: row for arm, row in scores.items() if row}
         return cls(titles={arm: arms[arm] for arm in measured_arms}, cells=cells, scores=measured_arms)
 
@@ -123,6 +125,10 @@ class RobustTable:
     def worst_share(self, arm: str) -> float:
         """Over the cells where it was measured; 1 where nobody got anything."""
         return self.shares[arm].get(self.worst_cell(arm), 1.0)
+
+    def own_cells(self, arm: str) -> list[Place]:
+        """Where it was run itself."""
+        return [cell for cell, score in self.scores[arm].items() if not score.stands_in]
 
     def least_seeds(self, arm: str) -> int:
         """Of any of its scores."""

@@ -7,7 +7,9 @@ pooled within the cells c of one experiment, with n_c runs each:
 
 so that the difference of two means has the standard error s √(1/n_1 + 1/n_2) and, divided by it, Student's t
 distribution with ν degrees of freedom (Snedecor and Cochran, Statistical Methods, 1989, sections 6.7 and 12.2). Runs of
-one seed share their prompts; leaving that out makes the interval of a difference too wide, never too narrow.
+one seed share their prompts; leaving that out makes the interval of a difference too wide, never too narrow, and that
+of a mean too narrow: cells that share prompts tell less of the variance than ν says. A verdict asks for differences,
+between arms or within runs; means are printed only.
 
 Arrays carry any number of leading axes (simulated pages); the runs of a cell are the last axis.
 """

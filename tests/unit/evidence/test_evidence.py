@@ -245,12 +245,13 @@ class TestHarvest:
         evaluated(131.0, 6.0, 10, [2, 4])
         event(160.0, "published", version=20)
         evaluated(161.0, 6.0, 20, [3, 4])
+        evaluated(190.0, 6.0, 30, [4, 4])  # its event of the publish was lost
         event_log.metrics(0, ess=0.123456789)
         event_log.metrics(2, ess=0.5)
         found = harvest(cell, ["ess", "entropy"])
         assert found is not None
-        assert [e.trained_s for e in found.evaluations] == [0.0, 30.0, 54.0]
-        assert found.pass_at(1).tolist() == [[0.25, 0.0], [0.5, 1.0], [0.75, 1.0]]
+        assert [e.trained_s for e in found.evaluations] == [0.0, 30.0, 54.0, 78.0]
+        assert found.pass_at(1).tolist() == [[0.25, 0.0], [0.5, 1.0], [0.75, 1.0], [1.0, 1.0]]
         assert found.series == dict(ess=[0.12346, None, 0.5], entropy=[None, None, None])
         assert (found.state, found.steps, found.steps_planned, found.samples_per_step) == ("unfinished", 3, 20, 256)
 
@@ -272,13 +273,18 @@ class TestHarvest:
         assert arm.versions == [0, 10, 20]
         assert arm.curve()[1].tolist() == [[0.5, 0.5], [1.0, 0.0], [0.0, 0.0]]
 
-    def test_of_unfinished_cells_the_common_part_counts(self) -> None:
-        arm = Arm.of(
-            [result("p3o", 1, [[2], [4], [4]]), result("p3o", 2, [[2], [4]], state="unfinished")], "plain", "p3o"
-        )
-        assert arm.versions == [0, 10]
-        assert arm.costs("samples").tolist() == [0.0, 2560.0]
-        assert arm.costs("seconds").tolist() == [0.0, 10.0]
+    def test_an_arm_that_always_diverged_ends_at_nothing(self) -> None:
+        broken = [result("p3o", seed, [[2], [4]][:seed], state="diverged", steps_planned=30) for seed in (1, 2)]
+        arm = Arm.of(broken, "plain", "p3o")
+        assert arm.versions == [0, 10, 30]
+        assert arm.curve()[..., 0].tolist() == [[0.5, 0.0, 0.0], [0.5, 1.0, 0.0]]
+
+    def test_what_did_not_come_to_its_end_does_not_count(self) -> None:
+        whole, under_way = result("p3o", 1, [[2], [4], [4]]), result("p3o", 2, [[2], [4]], state="unfinished")
+        arm = Arm.of([whole, under_way, result("p3o", 3, [[2]], state="failed")], "plain", "p3o")
+        assert arm.seeds == [1]
+        assert arm.costs("samples").tolist() == [0.0, 2560.0, 5120.0]
+        assert arm.costs("seconds").tolist() == [0.0, 10.0, 20.0]
 
 
 def experiment_with(judged: dict[str, Any], **fields: Any) -> Experiment:

@@ -82,6 +82,19 @@ def test_cost_is_compared_by_the_unfavorable_end_of_the_bracket() -> None:
     assert faster({never: stuck, early: far}, never, early, "seconds", 0.6).refuted < 1e-6
 
 
+def test_a_run_that_diverged_makes_nobody_faster() -> None:
+    """It reached nothing, so how long it would have taken is not known."""
+    ours, theirs = ("plain", "ours"), ("plain", "theirs")
+    near = line(0.1, 0.7, 0.8, seconds=60.0)
+    seconds = np.array([[0.0, 10.0, 20.0]] * 3 + [[0.0, np.inf, np.inf]])
+    values = np.array([[0.1, 0.7, 0.8]] * 3 + [[0.1, 0.0, 0.0]])
+    broken = Curve(versions=(0, 1, 2), values=values, samples=seconds, seconds=seconds)
+    found = faster({ours: near, theirs: broken}, ours, theirs, "seconds", 0.6)
+    assert found.shown > 0.5
+    assert found.refuted == 1.0
+    assert [ends.tolist() for ends in broken.bracket("seconds", 0.6)] == [[0.0] * 4, [10.0, 10.0, 10.0, np.inf]]
+
+
 @pytest.mark.parametrize("falls", [False, True])
 def test_a_page_of_equal_arms_seldom_has_a_false_verdict(falls: bool) -> None:
     """2,000 pages with the structure and the measured spreads of the real one."""
