@@ -24,6 +24,7 @@ from pathlib import Path
 
 from pipeline.config.loader import load_recipe
 from pipeline.data.event_log import read_metrics
+from pipeline.data.files import write_atomically
 from pipeline.errors import EvenKeelError
 from tests.bench.pace import train
 from tests.evidence.matrix import REPOSITORY, Cell, Experiment, cells_of, read_matrix
@@ -92,7 +93,7 @@ def take_clocks(cells: Sequence[Cell], count: int, *, once: bool) -> None:
         say(f"{arm}: {seconds:.3f} s a step")
         known = read_clocks()
         known.setdefault(arm, []).append(round(seconds, 4))
-        CLOCKS.write_text(json.dumps(known, indent=2) + "\n")
+        write_atomically(CLOCKS, json.dumps(known, indent=2) + "\n")
         if once:
             return
 
