@@ -18,6 +18,7 @@ from pipeline.analysis.pages.hover import add_values
 from pipeline.analysis.pages.style import page_style
 from pipeline.analysis.run_list import compare_runs
 from pipeline.analysis.run_log import RunLog, number
+from pipeline.analysis.steps import steps_of
 from pipeline.data.files import write_atomically
 
 CURVES = (
@@ -61,17 +62,15 @@ def write_comparison(paths: Sequence[Path], page: Path) -> Path:
 
 
 def positions(run_log: RunLog) -> dict[str, dict[int, float]]:
-    """Of each axis: steps trained → the place on it. Samples are those of the batches trained; seconds count from the
+    """Of each axis: steps done → the place on it. Samples are those of the batches trained; seconds count from the
     first line of the logs, with the pauses between two starts."""
-    committed = {int(event["batch"]): int(event["samples"]) for event in run_log.of_kind("committed")}
-    times = [float(line["time"]) for line in (*run_log.events, *run_log.metrics)]
-    begin, samples = min(times, default=0.0), 0
+    begin = min((float(line["time"]) for line in (*run_log.events, *run_log.metrics)), default=0.0)
+    samples, ended = 0.0, begin
     places: dict[str, dict[int, float]] = dict(steps={0: 0.0}, samples={0: 0.0}, seconds={0: 0.0})
-    for line in run_log.metrics:
-        done = int(line["step"]) + 1
-        samples += committed.get(int(line["step"]), 0)
-        places["steps"][done], places["samples"][done] = float(done), float(samples)
-        places["seconds"][done] = float(line["time"]) - begin
+    for done, step in enumerate(steps_of(run_log), 1):
+        samples += step.samples or 0.0
+        ended = ended if step.ended is None else step.ended
+        places["steps"][done], places["samples"][done], places["seconds"][done] = float(done), samples, ended - begin
     return places
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.analysis.run_log import RunLog, number
 from pipeline.analysis.scaling.sigmoid import Floats, Points
+from pipeline.analysis.steps import steps_of
 from pipeline.errors import RecipeError, StoreError
 
 COMPUTE_AXES = ("samples", "tokens", "hours")
@@ -91,26 +92,23 @@ def _run_curve(run: Path, x: str, y: str) -> Curve:
 
 
 def spent_by_version(run_log: RunLog, x: str) -> list[float]:
-    """[versions] compute spent when version v had been trained, from version 0 (which cost nothing).
+    """[versions] compute spent when version v had been trained, from version 0 (which cost nothing). A step that was
+    skipped cost nothing either.
 
     `hours` counts every accelerator of the run, learner ranks and engines, over the seconds of its steps, waiting for
     rollouts included; start-up and the pauses between two sessions are not. On a CPU machine a process is one.
     """
+    steps = steps_of(run_log)
     match x:
         case "samples":
-            committed = {int(event["batch"]): float(event["samples"]) for event in run_log.of_kind("committed")}
-            each = [committed.get(int(line["step"]), 0.0) for line in run_log.metrics]
+            each = [step.samples for step in steps]
         case "tokens":
-            each = [number(line, "num_tokens") or 0.0 for line in run_log.metrics]
+            each = [step.tokens for step in steps]
         case _:
             rollout = run_log.recipe.rollout
             accelerators = run_log.recipe.learner.num_processes + rollout.engines * rollout.tensor_parallel
-            each = [accelerators * _seconds(line) / 3600.0 for line in run_log.metrics]
-    return list(itertools.accumulate(each, initial=0.0))
-
-
-def _seconds(line: Mapping[str, Any]) -> float:
-    return sum(float(spent) for spent in (line.get("seconds") or {}).values())
+            each = [None if step.seconds is None else accelerators * step.seconds / 3600.0 for step in steps]
+    return list(itertools.accumulate((spent or 0.0 for spent in each), initial=0.0))
 
 
 def _file_curve(path: Path, x: str | None, y: str | None) -> Curve:

@@ -80,6 +80,29 @@ def test_a_step_trained_again_counts_once(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("x", "spent"),
+    [("samples", [0, 210, 460 - 120]), ("tokens", [0, 2100, 4600 - 1200]), ("hours", [0, 1 / 15, 7 / 45])],
+)
+def test_a_skipped_step_costs_nothing_and_moves_no_version(run: Path, x: str, spent: list[float]) -> None:
+    """Step 2 was trained by a learner that was killed; its batch was damaged before the next one read it. Hours: 8
+    accelerators × (10 + 20) s = 240 s; × (10 + 20 + 40) s = 560 s."""
+    skip(run, 2)
+    np.testing.assert_allclose(read_curve(run, x, None).compute, spent)
+
+
+def test_a_skipped_step_leaves_no_line(run: Path) -> None:
+    skip(run, 4)
+    EventLog(run, "learner-000002").metrics(5, num_tokens=70, seconds={})
+    EventLog(run, "learner-000002").event("evaluated", version=6, pass_at_1=0.8)
+    np.testing.assert_allclose(read_curve(run, "tokens", None).compute, [0, 2100, 4600, 4670])
+
+
+def skip(run: Path, step: int) -> None:
+    RunDirectory(run).note_skipped(step)
+    EventLog(run, "learner-000002").event("skipped", step=step)
+
+
+@pytest.mark.parametrize(
     ("x", "y", "error", "message"),
     [
         ("steps", None, RecipeError, "--x steps is not known for a run, expected one of samples, tokens, hours"),
