@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.analysis.run_log import RunLog, number
+from pipeline.config.recipe import Recipe
+from pipeline.data.frozen.recipes import all_recipes, recipe_of_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +23,8 @@ class Step:
     samples: float | None
     tokens: float | None
     """Of responses."""
-    seconds: float | None
-    """Of all its phases, waiting included."""
+    hours: float | None
+    """Accelerator-hours: every accelerator of the run over all phases of the step, waiting included."""
     ended: float | None
     """Seconds since 1970."""
 
@@ -33,20 +35,32 @@ def steps_of(run_log: RunLog) -> list[Step]:
     samples = {int(event["batch"]): float(event["samples"]) for event in run_log.of_kind("committed")}
     skipped_at = {int(event["step"]): float(event["time"]) for event in run_log.of_kind("skipped")}
     skipped = set(run_log.skipped)
+    recipes = all_recipes(run_log.run_dir, lambda _: None)  # what is unknown has been said
     return [
-        Step(samples=0.0, tokens=0.0, seconds=0.0, ended=skipped_at.get(step))
+        Step(samples=0.0, tokens=0.0, hours=0.0, ended=skipped_at.get(step))
         if step in skipped
-        else _trained(lines.get(step), samples.get(step))
+        else _trained(lines.get(step), samples.get(step), recipe_of_step(recipes, step))
         for step in range(run_log.num_steps)
     ]
 
 
-def _trained(line: Mapping[str, Any] | None, samples: float | None) -> Step:
+def _trained(line: Mapping[str, Any] | None, samples: float | None, recipe: Recipe) -> Step:
     if line is None:
-        return Step(samples=samples, tokens=None, seconds=None, ended=None)
+        return Step(samples=samples, tokens=None, hours=None, ended=None)
     return Step(
         samples=samples,
         tokens=number(line, "num_tokens"),
-        seconds=sum(float(spent) for spent in line["seconds"].values()) if "seconds" in line else None,
+        hours=_accelerators(recipe) * _seconds(line) / 3600.0 if "seconds" in line else None,
         ended=float(line["time"]),
     )
+
+
+def _seconds(line: Mapping[str, Any]) -> float:
+    return sum(float(spent) for spent in line["seconds"].values())
+
+
+def _accelerators(recipe: Recipe) -> int:
+    """Of learner, engines and the teacher that the run starts. On a CPU machine a process is one."""
+    rollout, teacher = recipe.rollout, recipe.started_teacher
+    engines = rollout.engines * rollout.tensor_parallel
+    return recipe.learner.num_processes + engines + (0 if teacher is None else teacher.tensor_parallel)

@@ -95,8 +95,9 @@ def spent_by_version(run_log: RunLog, x: str) -> list[float]:
     """[versions] compute spent when version v had been trained, from version 0 (which cost nothing). A step that was
     skipped cost nothing either.
 
-    `hours` counts every accelerator of the run, learner ranks and engines, over the seconds of its steps, waiting for
-    rollouts included; start-up and the pauses between two sessions are not. On a CPU machine a process is one.
+    `hours` counts every accelerator of the run, of learner, engines and a teacher that it starts, over the seconds of
+    its steps, waiting for rollouts included; start-up and the pauses between two sessions are not. On a CPU machine a
+    process is one.
     """
     steps = steps_of(run_log)
     match x:
@@ -105,9 +106,7 @@ def spent_by_version(run_log: RunLog, x: str) -> list[float]:
         case "tokens":
             each = [step.tokens for step in steps]
         case _:
-            rollout = run_log.recipe.rollout
-            accelerators = run_log.recipe.learner.num_processes + rollout.engines * rollout.tensor_parallel
-            each = [None if step.seconds is None else accelerators * step.seconds / 3600.0 for step in steps]
+            each = [step.hours for step in steps]
     return list(itertools.accumulate((spent or 0.0 for spent in each), initial=0.0))
 
 

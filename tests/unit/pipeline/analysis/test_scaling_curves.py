@@ -13,6 +13,7 @@ import pytest
 from pipeline.analysis.scaling.curves import Curve, points_of, read_curve
 from pipeline.config.loader import recipe_from
 from pipeline.data.event_log import EventLog
+from pipeline.data.frozen.recipes import add_recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, StoreError
 
@@ -22,21 +23,24 @@ def jsonl(path: Path, lines: list[dict[str, Any]]) -> Path:
     return path
 
 
+def recipe_data(root: Path) -> dict[str, Any]:
+    return dict(
+        run=dict(name="demo", steps=4, root=str(root)),
+        model=dict(path="m"),
+        task={"name": "sort_digits"},
+        learner=dict(tensor_parallel=2),
+        rollout=dict(engines=3, tensor_parallel=2),
+    )
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Four steps; 100, 110, 120, 130 samples; 1,000, 1,100, … tokens; 10 s, 20 s, 30 s, 40 s; evaluated at 0, 2, 4.
 
     Two learner processes (TP2) and three engines of two accelerators each: eight accelerators.
     """
-    data: dict[str, Any] = dict(
-        run=dict(name="demo", steps=4, root=str(tmp_path)),
-        model=dict(path="m"),
-        task={"name": "sort_digits"},
-        learner=dict(tensor_parallel=2),
-        rollout=dict(engines=3, tensor_parallel=2),
-    )
     directory = RunDirectory(tmp_path / "demo")
-    directory.freeze(recipe_from(data, source="test"))
+    directory.freeze(recipe_from(recipe_data(tmp_path), source="test"))
     event_log = EventLog(directory.path, "learner-000001")
     for step in range(4):
         event_log.event("committed", batch=step, samples=100 + 10 * step, dropped=0)
@@ -79,6 +83,11 @@ def test_a_step_trained_again_counts_once(run: Path) -> None:
     assert read_curve(run, "tokens", None).compute[-1] == 1000 + 1100 + 1200 + 2000
 
 
+def skip(run: Path, step: int) -> None:
+    RunDirectory(run).note_skipped(step)
+    EventLog(run, "learner-000002").event("skipped", step=step)
+
+
 @pytest.mark.parametrize(
     ("x", "spent"),
     [("samples", [0, 210, 460 - 120]), ("tokens", [0, 2100, 4600 - 1200]), ("hours", [0, 1 / 15, 7 / 45])],
@@ -97,9 +106,17 @@ def test_a_skipped_step_leaves_no_line(run: Path) -> None:
     np.testing.assert_allclose(read_curve(run, "tokens", None).compute, [0, 2100, 4600, 4670])
 
 
-def skip(run: Path, step: int) -> None:
-    RunDirectory(run).note_skipped(step)
-    EventLog(run, "learner-000002").event("skipped", step=step)
+def test_hours_are_those_of_the_layout_in_which_a_step_was_trained(run: Path) -> None:
+    """From step 2 on four learner processes, one engine of two, and a teacher on three: nine accelerators."""
+    changed = dict(
+        learner=dict(tensor_parallel=4),
+        rollout=dict(engines=1, tensor_parallel=2),
+        distillation=dict(path="t", tensor_parallel=3),
+        advantage=dict(name="grpo", zero_variance="keep"),
+    )
+    add_recipe(run, recipe_from(recipe_data(run.parent) | changed, source="test"), first_step=2, first_batch=3)
+    hours = [0, 8 * 30 / 3600, (8 * 30 + 9 * 70) / 3600]
+    np.testing.assert_allclose(read_curve(run, "hours", None).compute, hours)
 
 
 @pytest.mark.parametrize(
