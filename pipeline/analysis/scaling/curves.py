@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -14,11 +13,8 @@ import numpy as np
 
 from pipeline.analysis.run_log import RunLog, number
 from pipeline.analysis.scaling.sigmoid import Floats, Points
-from pipeline.analysis.steps import steps_of
+from pipeline.analysis.steps import COMPUTE_AXES, spent_by_version, steps_of
 from pipeline.errors import RecipeError, StoreError
-
-COMPUTE_AXES = ("samples", "tokens", "hours")
-"""Compute of a run: samples trained on; response tokens trained on; accelerator-hours of its steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +73,13 @@ def _run_curve(run: Path, x: str, y: str) -> Curve:
     known = {version: score for version, score in scores.items() if score is not None}
     if not known:
         raise StoreError(f"{run} has no evaluation with a number {y!r} yet; train on, or choose another --y")
-    spent = spent_by_version(run_log, x)
+    spent = spent_by_version(steps_of(run_log), x)
     missing = [version for version in known if version >= len(spent)]
     if missing:
-        raise StoreError(f"{run}: version {missing[0]} was evaluated, but its log ends at version {len(spent) - 1}")
+        raise StoreError(
+            f"{run}: version {missing[0]} was evaluated, but the {x} of step {len(spent) - 1} are in no log; put back "
+            "copies of the run's metrics, events and batches, or choose another --x"
+        )
     versions = sorted(known)
     return Curve(
         name=run.name,
@@ -89,25 +88,6 @@ def _run_curve(run: Path, x: str, y: str) -> Curve:
         compute=np.array([spent[version] for version in versions]),
         score=np.array([known[version] for version in versions]),
     )
-
-
-def spent_by_version(run_log: RunLog, x: str) -> list[float]:
-    """[versions] compute spent when version v had been trained, from version 0 (which cost nothing). A step that was
-    skipped cost nothing either.
-
-    `hours` counts every accelerator of the run, of learner, engines and a teacher that it starts, over the seconds of
-    its steps, waiting for rollouts included; start-up and the pauses between two sessions are not. On a CPU machine a
-    process is one.
-    """
-    steps = steps_of(run_log)
-    match x:
-        case "samples":
-            each = [step.samples for step in steps]
-        case "tokens":
-            each = [step.tokens for step in steps]
-        case _:
-            each = [step.hours for step in steps]
-    return list(itertools.accumulate((spent or 0.0 for spent in each), initial=0.0))
 
 
 def _file_curve(path: Path, x: str | None, y: str | None) -> Curve:

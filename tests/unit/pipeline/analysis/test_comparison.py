@@ -78,6 +78,16 @@ def test_an_evaluation_after_a_skipped_step_has_its_place(tmp_path: Path) -> Non
     assert series(run_log, "pass_at_1", "seconds")[0] == [0.0, 14.0, 15.0]
 
 
+def test_samples_end_where_those_of_a_batch_are_in_no_log(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 4)
+    path = run / "events/learner-000001.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(line for line in lines if (b'"committed"' not in line or b'"batch": 2' not in line)))
+    run_log = RunLog.read(run)
+    assert series(run_log, "reward_mean", "samples")[0] == [256.0, 512.0]
+    assert series(run_log, "reward_mean", "steps")[0] == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_one_run_is_refused(runs: list[Path], tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="expected at least two"):
         write_comparison(runs[:1], tmp_path / "page.html")

@@ -15,7 +15,9 @@ from pipeline.config.loader import recipe_from
 from pipeline.data.event_log import EventLog
 from pipeline.data.frozen.recipes import add_recipe
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, StoreError
+from tests.support.batches import batch_of_rewards
 
 
 def jsonl(path: Path, lines: list[dict[str, Any]]) -> Path:
@@ -133,8 +135,32 @@ def test_bad_axes_of_a_run(run: Path, x: str | None, y: str | None, error: type[
 
 def test_an_evaluation_beyond_the_journal(run: Path) -> None:
     EventLog(run, "learner-000001").event("evaluated", version=9, pass_at_1=0.9)
-    with pytest.raises(StoreError, match="version 9 was evaluated, but its log ends at version 4"):
+    with pytest.raises(StoreError, match="version 9 was evaluated, but the samples of step 4 are in no log; put back"):
         read_curve(run, None, None)
+
+
+def forget(path: Path, **line: Any) -> None:
+    """As a killed process, or a host that loses power, leaves a log: without the line that holds these values."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(one for one in lines if not line.items() <= json.loads(one).items()))
+
+
+def test_a_step_without_a_line_costs_what_nobody_knows(run: Path) -> None:
+    forget(run / "metrics/learner-000001.jsonl", step=1)
+    with pytest.raises(StoreError, match="version 2 was evaluated, but the tokens of step 1 are in no log"):
+        read_curve(run, "tokens", None)
+    np.testing.assert_array_equal(read_curve(run, "samples", None).compute, [0, 210, 460])
+
+
+def test_samples_whose_event_is_lost_are_those_of_the_batch(run: Path) -> None:
+    forget(run / "events/learner-000001.jsonl", kind="committed", batch=1)
+    with pytest.raises(StoreError, match="version 2 was evaluated, but the samples of step 1 are in no log"):
+        read_curve(run, "samples", None)
+    path = BatchStore(run / "batches").commit(batch_of_rewards([[1.0, 0.0, 0.5]] * 2, index=1))
+    np.testing.assert_array_equal(read_curve(run, "samples", None).compute, [0, 106, 356])
+    path.write_bytes(b"damaged")
+    with pytest.raises(StoreError, match="the samples of step 1 are in no log"):
+        read_curve(run, "samples", None)
 
 
 def test_jsonl_sorts_and_passes_over_other_lines(tmp_path: Path) -> None:
