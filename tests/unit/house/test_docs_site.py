@@ -165,6 +165,17 @@ def test_recipe_keys_exist(page: Path) -> None:
 
 
 @EVERY_PAGE
+def test_no_command_tunes_a_model_into_its_own_folder(page: Path) -> None:
+    """Shipped recipes name the model that fine-tuning makes, so the command says which one it begins with."""
+    for command in commands(page):
+        words = words_of(command)
+        if words[0] == "sft" and "--out" in words and (SHIPPED / f"{words[1]}.yaml").exists():
+            said = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
+            begins = load_recipe(SHIPPED / f"{words[1]}.yaml", said).model.path
+            assert Path(words[words.index("--out") + 1]) != begins, command
+
+
+@EVERY_PAGE
 def test_recipes_on_a_page_load(page: Path) -> None:
     """A whole one as it stands, a part of one upon the demo's."""
     for text in blocks(page, "yaml"):
