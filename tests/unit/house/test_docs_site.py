@@ -121,6 +121,16 @@ def test_a_user_finds_each_of_sixteen_questions_by_one_link() -> None:
     assert len(set(questions)) == 16
 
 
+def test_the_demo_by_hand_is_that_of_make_demo() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    rules = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert rules is not None
+    made = rules[1].replace("\\\n", " ").replace("$(DEMO)", "demo")
+    called = [f"evenkeel {' '.join(words.split())}" for words in re.findall(r"\$\(BIN\)/evenkeel (.*)", made)]
+    by_hand = [" ".join(command.split()) for command in fenced_commands(DOCS / "index.md")]
+    assert [command for command in by_hand if command.split()[1] in ("model", "sft", "train")] == called
+
+
 def test_quoted_messages_are_in_the_code() -> None:
     rows = re.findall(r"^\| `([^`]*)` \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     quoted = [message for message in rows if " " in message]
