@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from launch.verify.layouts import LAYOUTS, Case, build_cases
 from ops.docs.hooks import DOCS, FROM_REPOSITORY, MADE, extra_pages, in_site, resolved, with_links_of_the_site
 from pipeline.config.loader import SHIPPED, load_recipe
 from pipeline.config.meant_keys import known_keys
@@ -129,6 +130,18 @@ def test_the_demo_by_hand_is_that_of_make_demo() -> None:
     called = [f"evenkeel {' '.join(words.split())}" for words in re.findall(r"\$\(BIN\)/evenkeel (.*)", made)]
     by_hand = [" ".join(command.split()) for command in fenced_commands(DOCS / "index.md")]
     assert [command for command in by_hand if command.split()[1] in ("model", "sft", "train")] == called
+
+
+def test_the_layouts_that_are_counted_are_those_that_are_compared() -> None:
+    cases = [case for model in LAYOUTS for case in build_cases(model, None) if case != Case(model, "one")]
+    dense, experts, replay = (sum(case.model == model and not case.checkpoint for case in cases) for model in LAYOUTS)
+    said = " ".join((DOCS / "tested.md").read_text().split())
+    assert (
+        f"dense model in {dense} layouts, of a mixture in {experts}, and of one with replayed experts in {replay} "
+        in said
+    )
+    assert f"So do {len(cases) - dense - experts - replay} runs whose third step follows a checkpoint: two save" in said
+    assert f"(`verify layouts`, {len(cases)} cases)" in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_quoted_messages_are_in_the_code() -> None:
