@@ -55,7 +55,7 @@ OF_STEP = {
     "entropy": "evenkeel_entropy_nats",
     "grad_norm": "evenkeel_gradient_norm",
 }
-"""Field of a line of metrics.jsonl → gauge."""
+"""Field of a line of metrics → gauge."""
 OF_BUCKET = {
     "share": "evenkeel_bucket_token_ratio",
     "ess": "evenkeel_bucket_ess_ratio",

@@ -34,7 +34,7 @@ def check_history(path: Path) -> dict[str, Any]:
     damaged = damaged_files(path, lambda folder: verify(folder, _step(folder))) if is_sealed(path) else []
     audit = verify_history(path, schedule, recipe.run.steps, build_solved_prompt_rule(recipe), limits, forked_at(path))
     repaired = sorted(repaired_paths(run))
-    gaps = find_gaps(run, recipe, repaired)
+    gaps = find_gaps(run, repaired)
     return dict(
         lost=len(audit.lost),
         duplicated=len(audit.duplicated),

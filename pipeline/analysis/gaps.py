@@ -2,17 +2,19 @@
 
 metrics, logprobs, mismatch, control     of each step that a checkpoint holds; they are written before it
 evaluations                              of each version that was due before a batch that is committed
+
+Which were due, and whether a controller left a record, says the recipe that the batch was sampled by, or the step
+trained by: a fork may have another schedule and another controller than the run that it comes from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.frozen.recipes import all_recipes, recipe_of_batch
+from pipeline.data.frozen.recipes import RecipeInForce, all_recipes, recipe_of_batch, recipe_of_step
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 
@@ -33,11 +35,11 @@ class Gaps:
         return not any(getattr(self, field.name) for field in fields(self))
 
 
-def find_gaps(run: RunDirectory, recipe: Recipe, repaired: Iterable[str]) -> Gaps:
+def find_gaps(run: RunDirectory, repaired: Iterable[str]) -> Gaps:
     """`repaired` names files, relative to the run, that a repair has set aside."""
-    known = set(repaired)
+    known, recipes = set(repaired), all_recipes(run.path, lambda _: None)  # what is unknown has been said
     finished = run.path / "finished"
-    steps = recipe.run.steps if (finished / "learner").exists() else max(run.saved_steps(), default=0)
+    steps = recipes[-1].recipe.run.steps if (finished / "learner").exists() else max(run.saved_steps(), default=0)
     trained = sorted(set(range(steps)) - set(run.skipped_steps()))
 
     def without(folder: Path, suffix: str, numbers: Iterable[int]) -> tuple[int, ...]:
@@ -47,25 +49,25 @@ def find_gaps(run: RunDirectory, recipe: Recipe, repaired: Iterable[str]) -> Gap
 
     noted = {int(line["step"]) for line in read_metrics(run.path)}
     measures = any(run.mismatch.glob("*.zarr.zip"))
-    due = _due(run)
+    controlled = [step for step in trained if recipe_of_step(recipes, step).controller is not None]
+    due = _due(run, recipes)
     evaluated = {int(event["version"]) for event in read_events(run.path, "evaluated")}
     return Gaps(
         metrics=tuple(step for step in trained if step not in noted),
         logprobs=without(run.logprobs, ".npy", trained),
         mismatch=without(run.mismatch, ".zarr.zip", trained) if measures else (),
-        control=without(run.control, ".json", trained) if recipe.controller is not None else (),
+        control=without(run.control, ".json", controlled),
         evaluations=tuple(sorted({*without(run.evaluations, ".json", due), *(set(due) - evaluated)})),
     )
 
 
-def _due(run: RunDirectory) -> list[int]:
-    """Versions that must have been evaluated by now: before their batch was committed, or the collector ended. Which
-    were due says the recipe that the batch was sampled by."""
-    recipes = all_recipes(run.path, lambda _: None)  # what is unknown has been said
-    schedule = recipes[-1].recipe.build_schedule()
-    batches = range(BatchStore(run.batches).next_index)
-    every = [recipe_of_batch(recipes, index).evaluation.every for index in batches]
-    due = {schedule.published_before(index) for index in batches if index % every[index] == 0}
+def _due(run: RunDirectory, recipes: Sequence[RecipeInForce]) -> list[int]:
+    """Versions that must have been evaluated by now: before their batch was committed, or the collector ended."""
+    due = set()
+    for index in range(BatchStore(run.batches).next_index):
+        recipe = recipe_of_batch(recipes, index)
+        if index % recipe.evaluation.every == 0:
+            due.add(recipe.build_schedule().published_before(index))
     if (run.path / "finished" / "collector").exists():
-        due.add(schedule.published_before(schedule.steps))
+        due.add(recipes[-1].recipe.run.steps)
     return sorted(due)

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.analysis.run_log import RunLog
@@ -38,8 +39,8 @@ class Guide:
     low: float | None = None
     high: float | None = None
     """Bounds of the rule of thumb."""
-    times_mean: float | None = None
-    """The same, as a multiple of the mean over the run."""
+    times_median: float | None = None
+    """The same, as a multiple of the median over the steps of the run at which the number is not next to 0."""
 
     @property
     def to_do(self) -> str:
@@ -95,9 +96,15 @@ def _bounds(guide: Guide, run_log: RunLog, values: Sequence[float]) -> tuple[flo
     if guide.rule is not None:
         bound = guide.rule.bound_for(quantized=samples_coarser(run_log.recipe))
         return (-math.inf, bound) if guide.rule.wrong == "above" else (bound, math.inf)
-    if guide.times_mean is not None:
-        return -math.inf, guide.times_mean * sum(values) / len(values)
+    if guide.times_median is not None:
+        # Not the mean: ten percent of the steps would lift it to a tenth of what they hold, and so hide themselves.
+        return -math.inf, guide.times_median * median(_beside_zero(values))
     return (-math.inf if guide.low is None else guide.low), (math.inf if guide.high is None else guide.high)
+
+
+def _beside_zero(values: Sequence[float]) -> list[float]:
+    """Those above a millionth of the largest: without a contrast a gradient is 0, or what rounding makes of it."""
+    return [value for value in values if value > 1e-6 * max(values)] or list(values)
 
 
 def _sentence(markdown: str) -> str:
@@ -189,11 +196,11 @@ GUIDES = (
     Guide(
         look_at="`grad_norm`",
         healthy="steady; early steps may be large; near 0 where no group has a contrast",
-        closer="10 times its mean",
+        closer="10 times its median",
         then="lower `learner.optimizer.lr`; see the batch",
         titles=("Gradient norm",),
         metric="grad_norm",
-        times_mean=10.0,
+        times_median=10.0,
     ),
     Guide(
         look_at="`entropy`",

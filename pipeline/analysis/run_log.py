@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.frozen.recipes import shown_recipe
+from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 
 
@@ -54,9 +55,14 @@ class RunLog:
         return [by_version[version] for version in sorted(by_version)]
 
     @property
+    def skipped(self) -> list[int]:
+        """Steps that were skipped because their batch was lost by damage, ascending."""
+        return RunDirectory(self.run_dir).skipped_steps()
+
+    @property
     def num_steps(self) -> int:
-        """Steps trained so far, or skipped because their batch was lost by damage."""
-        return max((int(line["step"]) + 1 for line in (*self.metrics[-1:], *self.of_kind("skipped"))), default=0)
+        """Steps trained so far, or skipped."""
+        return 1 + max([*(int(line["step"]) for line in self.metrics[-1:]), *self.skipped[-1:]], default=-1)
 
     @property
     def is_complete(self) -> bool:

@@ -10,6 +10,7 @@ from pipeline.analysis.alarm_history import alarm_history
 from pipeline.analysis.flight.bottleneck import bottleneck
 from pipeline.analysis.flight.timeline import timeline
 from pipeline.analysis.run_log import RunLog, number
+from pipeline.analysis.steps import samples_of_batches
 from pipeline.config.advice import advice
 from pipeline.config.layout_names import layout_name
 from pipeline.config.recipe import Recipe
@@ -33,7 +34,7 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
     """As `summary`, of a RunLog that is already in memory."""
     recipe = run_log.recipe
     tokens = sum(run_log.series("num_tokens")[1])
-    committed = run_log.of_kind("committed")
+    committed, samples = run_log.of_kind("committed"), sum(samples_of_batches(run_log).values())
     return dict(
         name=recipe.run.name,
         state=_state(run_log),
@@ -41,7 +42,7 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         steps_planned=recipe.run.steps,
         **_held_out(run_log),
         wall_s=run_log.wall_s,
-        samples=sum(int(event["samples"]) for event in committed),
+        samples=samples,
         tokens=int(tokens),
         tokens_per_s=tokens / run_log.wall_s if run_log.wall_s > 0 else None,
         learner_layout=layout_name(recipe.learner).replace("one", "one process"),
@@ -64,18 +65,15 @@ def summarize(run_log: RunLog) -> dict[str, Any]:
         verifier_failures=int(sum(run_log.series("verifier_failures")[1])),
         bottleneck=bottleneck(timeline(run_log)),
         teacher_failures=int(sum(run_log.series("teacher_failures")[1])),
-        warnings=[*advice(recipe), *_failed_rewards(run_log), *_failed_teacher(run_log)],
+        warnings=[*advice(recipe), *_failed_rewards(run_log, samples), *_failed_teacher(run_log, samples)],
         alarms=[history.text for history in alarm_history(run_log)],
     )
 
 
-def _failed_rewards(run_log: RunLog) -> list[str]:
-    """How many samples have no reward, and why the first has none, in one sentence; none where all have one."""
+def _failed_rewards(run_log: RunLog, samples: int) -> list[str]:
+    """How many of `samples` have no reward, and why the first has none, in one sentence; none where all have one."""
     told = run_log.of_kind("reward_failed")
-    failed, samples = (
-        sum(run_log.series("verifier_failures")[1]),
-        sum(int(e["samples"]) for e in run_log.of_kind("committed")),
-    )
+    failed = sum(run_log.series("verifier_failures")[1])
     if not told and not failed:
         return []
     if not failed:
@@ -87,13 +85,12 @@ def _failed_rewards(run_log: RunLog) -> list[str]:
     return [f"{failed:.0f} of {samples} samples had no reward, since their verifier failed{first}"]
 
 
-def _failed_teacher(run_log: RunLog) -> list[str]:
-    """How many samples the teacher did not score, and why, in one sentence; none where it scored all."""
+def _failed_teacher(run_log: RunLog, samples: int) -> list[str]:
+    """How many of `samples` the teacher did not score, and why, in one sentence; none where it scored all."""
     told = run_log.of_kind("teacher_failed")
     failed = sum(run_log.series("teacher_failures")[1])
     if not told and not failed:
         return []
-    samples = sum(int(event["samples"]) for event in run_log.of_kind("committed"))
     first = f"; the first, {told[0]['reason']}: {told[0]['detail']}" if told else ""
     return [f"{failed:.0f} of {samples} samples were not scored by the teacher and left out of the loss{first}"]
 

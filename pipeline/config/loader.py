@@ -210,7 +210,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         )
     node = data
     for section in sections:
-        node = node.setdefault(section, {})
+        if node.get(section) is None:  # a resolved recipe says null of a section that it does not have
+            node[section] = {}
+        node = node[section]
         if not isinstance(node, dict):
             raise RecipeError(
                 f"--set {quoted(override)}: {quoted(section)} is a value, not a section; leave out what follows it"

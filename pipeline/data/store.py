@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from pipeline.data.arrays.batch_file import Choose, read_batch, read_share
+from pipeline.data.arrays.batch_file import Choose, read_batch, read_num_samples, read_share
 from pipeline.data.arrays.zarr_reader import open_zarr_zip, seek_zarr_zip
 from pipeline.data.arrays.zarr_writer import write_zarr_zip
 from pipeline.data.batch_format import arrays_of, attributes_of, check_batch, num_bytes, with_digests
@@ -173,11 +173,25 @@ class BatchStore:
         except MemoryError:
             raise
         except Exception as error:
-            reason = one_line(error, 300) or type(error).__name__
-            raise CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}") from error
+            raise self._corrupt(path, error) from error
         if contract is not None and batch.contract != contract:
             _refuse_contract(path, found=batch.contract, expected=contract)
         return batch
+
+    def num_samples(self, index: int) -> int:
+        """How many samples batch `index` has. Raises CorruptBatchError when its file fails a check, or is gone."""
+        path = self.path(index)
+        try:
+            with seek_zarr_zip(path) as file:
+                return read_num_samples(file)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise self._corrupt(path, error) from error
+
+    def _corrupt(self, path: Path, error: Exception) -> CorruptBatchError:
+        reason = one_line(error, 300) or type(error).__name__
+        return CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}")
 
     def _remedy(self) -> str:
         return (

@@ -3,6 +3,7 @@ steps, samples and seconds. Nothing is fetched, and no script runs."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -18,6 +19,7 @@ from pipeline.analysis.pages.hover import add_values
 from pipeline.analysis.pages.style import page_style
 from pipeline.analysis.run_list import compare_runs
 from pipeline.analysis.run_log import RunLog, number
+from pipeline.analysis.steps import spent_by_version, steps_of
 from pipeline.data.files import write_atomically
 
 CURVES = (
@@ -61,18 +63,16 @@ def write_comparison(paths: Sequence[Path], page: Path) -> Path:
 
 
 def positions(run_log: RunLog) -> dict[str, dict[int, float]]:
-    """Of each axis: steps trained → the place on it. Samples are those of the batches trained; seconds count from the
-    first line of the logs, with the pauses between two starts."""
-    committed = {int(event["batch"]): int(event["samples"]) for event in run_log.of_kind("committed")}
-    times = [float(line["time"]) for line in (*run_log.events, *run_log.metrics)]
-    begin, samples = min(times, default=0.0), 0
-    places: dict[str, dict[int, float]] = dict(steps={0: 0.0}, samples={0: 0.0}, seconds={0: 0.0})
-    for line in run_log.metrics:
-        done = int(line["step"]) + 1
-        samples += committed.get(int(line["step"]), 0)
-        places["steps"][done], places["samples"][done] = float(done), float(samples)
-        places["seconds"][done] = float(line["time"]) - begin
-    return places
+    """Of each axis: steps done → the place on it. Samples are those of the batches trained, up to the first of
+    which they are not known; seconds count from the first line of the logs, with the pauses between two starts."""
+    steps = steps_of(run_log)
+    begin = min((float(line["time"]) for line in (*run_log.events, *run_log.metrics)), default=0.0)
+    ended = [begin, *(begin if step.ended is None else step.ended for step in steps)]
+    return dict(
+        steps={done: float(done) for done in range(len(steps) + 1)},
+        samples=dict(enumerate(spent_by_version(steps, "samples"))),
+        seconds={done: time - begin for done, time in enumerate(itertools.accumulate(ended, max))},
+    )
 
 
 def series(run_log: RunLog, metric: str, over: str) -> tuple[list[float], list[float]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,8 @@ import numpy as np
 
 from pipeline.analysis.run_log import RunLog, number
 from pipeline.analysis.scaling.sigmoid import Floats, Points
+from pipeline.analysis.steps import COMPUTE_AXES, spent_by_version, steps_of
 from pipeline.errors import RecipeError, StoreError
-
-COMPUTE_AXES = ("samples", "tokens", "hours")
-"""Compute of a run: samples trained on; response tokens trained on; accelerator-hours of its steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +73,13 @@ def _run_curve(run: Path, x: str, y: str) -> Curve:
     known = {version: score for version, score in scores.items() if score is not None}
     if not known:
         raise StoreError(f"{run} has no evaluation with a number {y!r} yet; train on, or choose another --y")
-    spent = spent_by_version(run_log, x)
+    spent = spent_by_version(steps_of(run_log), x)
     missing = [version for version in known if version >= len(spent)]
     if missing:
-        raise StoreError(f"{run}: version {missing[0]} was evaluated, but its log ends at version {len(spent) - 1}")
+        raise StoreError(
+            f"{run}: version {missing[0]} was evaluated, but the {x} of step {len(spent) - 1} are in no log; put back "
+            "copies of the run's metrics, events and batches, or choose another --x"
+        )
     versions = sorted(known)
     return Curve(
         name=run.name,
@@ -88,29 +88,6 @@ def _run_curve(run: Path, x: str, y: str) -> Curve:
         compute=np.array([spent[version] for version in versions]),
         score=np.array([known[version] for version in versions]),
     )
-
-
-def spent_by_version(run_log: RunLog, x: str) -> list[float]:
-    """[versions] compute spent when version v had been trained, from version 0 (which cost nothing).
-
-    `hours` counts every accelerator of the run, learner ranks and engines, over the seconds of its steps, waiting for
-    rollouts included; start-up and the pauses between two sessions are not. On a CPU machine a process is one.
-    """
-    match x:
-        case "samples":
-            committed = {int(event["batch"]): float(event["samples"]) for event in run_log.of_kind("committed")}
-            each = [committed.get(int(line["step"]), 0.0) for line in run_log.metrics]
-        case "tokens":
-            each = [number(line, "num_tokens") or 0.0 for line in run_log.metrics]
-        case _:
-            rollout = run_log.recipe.rollout
-            accelerators = run_log.recipe.learner.num_processes + rollout.engines * rollout.tensor_parallel
-            each = [accelerators * _seconds(line) / 3600.0 for line in run_log.metrics]
-    return list(itertools.accumulate(each, initial=0.0))
-
-
-def _seconds(line: Mapping[str, Any]) -> float:
-    return sum(float(spent) for spent in (line.get("seconds") or {}).values())
 
 
 def _file_curve(path: Path, x: str | None, y: str | None) -> Curve:

@@ -52,6 +52,12 @@ def read_batch(file: ZarrFile) -> Batch:
     return batch
 
 
+def read_num_samples(file: ZarrFile) -> int:
+    """How many samples a batch has, of any schema; no array is read. Raises as `read_batch`."""
+    _attributes(file)
+    return file.arrays["prompt_lengths"].shape[0]
+
+
 def read_share(file: ZarrFile, choose: Choose) -> Batch:
     """A batch that holds the chosen samples alone (Batch.share): of the tokens of the others, of a file of schema 6,
     nothing is read but how many they are. Raises as `read_batch`."""

@@ -84,6 +84,11 @@ def recipe_of_batch(recipes: Sequence[RecipeInForce], index: int) -> Recipe:
     return [one.recipe for one in recipes if one.first_batch <= index][-1]
 
 
+def recipe_of_step(recipes: Sequence[RecipeInForce], step: int) -> Recipe:
+    """The one of `all_recipes` that `step` was trained by."""
+    return [one.recipe for one in recipes if one.first_step <= step][-1]
+
+
 def begin_recipe(run: Path, recipe: Recipe) -> None:
     """Store the recipe that a run begins with, unless it has one: of two that start at once, one wins."""
     make_folder(run)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from launch.verify.layouts import LAYOUTS, Case, build_cases
 from ops.docs.hooks import DOCS, FROM_REPOSITORY, MADE, extra_pages, in_site, resolved, with_links_of_the_site
 from pipeline.config.loader import SHIPPED, load_recipe
 from pipeline.config.meant_keys import known_keys
@@ -121,6 +122,28 @@ def test_a_user_finds_each_of_sixteen_questions_by_one_link() -> None:
     assert len(set(questions)) == 16
 
 
+def test_the_demo_by_hand_is_that_of_make_demo() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    rules = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert rules is not None
+    made = rules[1].replace("\\\n", " ").replace("$(DEMO)", "demo")
+    called = [f"evenkeel {' '.join(words.split())}" for words in re.findall(r"\$\(BIN\)/evenkeel (.*)", made)]
+    by_hand = [" ".join(command.split()) for command in fenced_commands(DOCS / "index.md")]
+    assert [command for command in by_hand if command.split()[1] in ("model", "sft", "train")] == called
+
+
+def test_the_layouts_that_are_counted_are_those_that_are_compared() -> None:
+    cases = [case for model in LAYOUTS for case in build_cases(model, None) if case != Case(model, "one")]
+    dense, experts, replay = (sum(case.model == model and not case.checkpoint for case in cases) for model in LAYOUTS)
+    said = " ".join((DOCS / "tested.md").read_text().split())
+    assert (
+        f"dense model in {dense} layouts, of a mixture in {experts}, and of one with replayed experts in {replay} "
+        in said
+    )
+    assert f"So do {len(cases) - dense - experts - replay} runs whose third step follows a checkpoint: two save" in said
+    assert f"(`verify layouts`, {len(cases)} cases)" in " ".join((ROOT / "README.md").read_text().split())
+
+
 def test_quoted_messages_are_in_the_code() -> None:
     rows = re.findall(r"^\| `([^`]*)` \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     quoted = [message for message in rows if " " in message]
@@ -162,6 +185,17 @@ def test_recipe_keys_exist(page: Path) -> None:
     sections = "|".join(Recipe.model_fields)
     named = re.findall(rf"`(?:--set )?((?:{sections})(?:\.[a-z_0-9]+)+)(?:[=:][^`]*)?`", page.read_text())
     assert sorted({key for key in named if key not in known_keys() and not key.startswith("model.layers")}) == []
+
+
+@EVERY_PAGE
+def test_no_command_tunes_a_model_into_its_own_folder(page: Path) -> None:
+    """Shipped recipes name the model that fine-tuning makes, so the command says which one it begins with."""
+    for command in commands(page):
+        words = words_of(command)
+        if words[0] == "sft" and "--out" in words and (SHIPPED / f"{words[1]}.yaml").exists():
+            said = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
+            begins = load_recipe(SHIPPED / f"{words[1]}.yaml", said).model.path
+            assert Path(words[words.index("--out") + 1]) != begins, command
 
 
 @EVERY_PAGE

@@ -9,8 +9,10 @@ from matplotlib.figure import Figure
 from pipeline.analysis.figures.drawing import plain_values
 from pipeline.analysis.pages.comparison import AXES, series, write_comparison
 from pipeline.analysis.run_log import RunLog
+from pipeline.data.event_log import EventLog
+from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
-from tests.support.written_runs import write_run
+from tests.support.written_runs import START, write_run
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,28 @@ def test_places_on_each_axis(runs: list[Path]) -> None:
     assert series(run_log, "reward_mean", "samples")[0][:3] == [256.0, 512.0, 768.0]
     assert series(run_log, "reward_mean", "seconds")[0][:3] == [12.0, 14.0, 16.0]
     assert series(run_log, "pass_at_1", "steps") == ([0.0, 24.0], [0.125, 0.5])
+
+
+def test_an_evaluation_after_a_skipped_step_has_its_place(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 2)
+    RunDirectory(run).note_skipped(2)
+    event_log = EventLog(run, "learner-000002")
+    event_log.event("skipped", step=2, time=START + 15.0)
+    event_log.event("evaluated", version=3, pass_at_1=0.75, time=START + 16.0)
+    run_log = RunLog.read(run)
+    assert series(run_log, "pass_at_1", "steps") == ([0.0, 2.0, 3.0], [0.125, 0.5, 0.75])
+    assert series(run_log, "pass_at_1", "samples")[0] == [0.0, 512.0, 512.0]
+    assert series(run_log, "pass_at_1", "seconds")[0] == [0.0, 14.0, 15.0]
+
+
+def test_samples_end_where_those_of_a_batch_are_in_no_log(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 4)
+    path = run / "events/learner-000001.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(line for line in lines if (b'"committed"' not in line or b'"batch": 2' not in line)))
+    run_log = RunLog.read(run)
+    assert series(run_log, "reward_mean", "samples")[0] == [256.0, 512.0]
+    assert series(run_log, "reward_mean", "steps")[0] == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_one_run_is_refused(runs: list[Path], tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launch.fork.fork import fork_run
 from launch.verify.history import check_history
 from pipeline.analysis.gaps import find_gaps
 from pipeline.data.event_log import EventLog
@@ -25,7 +27,7 @@ def without_record(run: RunDirectory) -> dict[str, list[int]]:
 def test_a_whole_run_has_no_gaps(tmp_path: Path) -> None:
     run = whole_run(tmp_path, controlled=True)
     assert without_record(run) == {}
-    assert find_gaps(run, run.recipe(), ()).none
+    assert find_gaps(run, ()).none
 
 
 @pytest.mark.parametrize(
@@ -88,3 +90,26 @@ def test_what_a_repair_has_set_aside_is_no_gap(tmp_path: Path) -> None:
     found = check_history(run.path)
     assert found["without_record"] == {}
     assert json.dumps(found["repaired"]) == '["logprobs/000003.npy", "mismatch/000001.zarr.zip"]'
+
+
+@pytest.mark.parametrize(
+    ("parent", "change"),
+    [
+        (dict(), 'controller={"ess_floor":0.9}'),
+        (dict(schedule=dict(kind="staged", updates_per_stage=4)), 'schedule={"kind":"sync"}'),
+        (dict(schedule=dict(kind="sync"), controlled=True), "controller=null"),
+    ],
+)
+def test_what_a_fork_took_over_is_judged_by_its_parents_recipe(
+    tmp_path: Path, parent: dict[str, Any], change: str
+) -> None:
+    """Steps without a controller left no record of one; versions of a stage's end alone were evaluated."""
+    fork_run(whole_run(tmp_path, **parent).path, Path("new"), 4, [change])
+    assert without_record(RunDirectory(tmp_path / "new")) == {}
+
+
+def test_what_a_fork_took_over_may_lack_a_record(tmp_path: Path) -> None:
+    fork_run(whole_run(tmp_path, controlled=True).path, Path("new"), 4, ["controller=null"])
+    run = RunDirectory(tmp_path / "new")
+    (run.control / "000001.json").unlink()
+    assert without_record(run) == {"control": [1]}

@@ -13,13 +13,26 @@ import pytest
 from pipeline.analysis.scaling.curves import Curve, points_of, read_curve
 from pipeline.config.loader import recipe_from
 from pipeline.data.event_log import EventLog
+from pipeline.data.frozen.recipes import add_recipe
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.store import BatchStore
 from pipeline.errors import RecipeError, StoreError
+from tests.support.batches import batch_of_rewards
 
 
 def jsonl(path: Path, lines: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def recipe_data(root: Path) -> dict[str, Any]:
+    return dict(
+        run=dict(name="demo", steps=4, root=str(root)),
+        model=dict(path="m"),
+        task={"name": "sort_digits"},
+        learner=dict(tensor_parallel=2),
+        rollout=dict(engines=3, tensor_parallel=2),
+    )
 
 
 @pytest.fixture
@@ -28,15 +41,8 @@ def run(tmp_path: Path) -> Path:
 
     Two learner processes (TP2) and three engines of two accelerators each: eight accelerators.
     """
-    data: dict[str, Any] = dict(
-        run=dict(name="demo", steps=4, root=str(tmp_path)),
-        model=dict(path="m"),
-        task={"name": "sort_digits"},
-        learner=dict(tensor_parallel=2),
-        rollout=dict(engines=3, tensor_parallel=2),
-    )
     directory = RunDirectory(tmp_path / "demo")
-    directory.freeze(recipe_from(data, source="test"))
+    directory.freeze(recipe_from(recipe_data(tmp_path), source="test"))
     event_log = EventLog(directory.path, "learner-000001")
     for step in range(4):
         event_log.event("committed", batch=step, samples=100 + 10 * step, dropped=0)
@@ -79,6 +85,42 @@ def test_a_step_trained_again_counts_once(run: Path) -> None:
     assert read_curve(run, "tokens", None).compute[-1] == 1000 + 1100 + 1200 + 2000
 
 
+def skip(run: Path, step: int) -> None:
+    RunDirectory(run).note_skipped(step)
+    EventLog(run, "learner-000002").event("skipped", step=step)
+
+
+@pytest.mark.parametrize(
+    ("x", "spent"),
+    [("samples", [0, 210, 460 - 120]), ("tokens", [0, 2100, 4600 - 1200]), ("hours", [0, 1 / 15, 7 / 45])],
+)
+def test_a_skipped_step_costs_nothing_and_moves_no_version(run: Path, x: str, spent: list[float]) -> None:
+    """Step 2 was trained by a learner that was killed; its batch was damaged before the next one read it. Hours: 8
+    accelerators × (10 + 20) s = 240 s; × (10 + 20 + 40) s = 560 s."""
+    skip(run, 2)
+    np.testing.assert_allclose(read_curve(run, x, None).compute, spent)
+
+
+def test_a_skipped_step_leaves_no_line(run: Path) -> None:
+    skip(run, 4)
+    EventLog(run, "learner-000002").metrics(5, num_tokens=70, seconds={})
+    EventLog(run, "learner-000002").event("evaluated", version=6, pass_at_1=0.8)
+    np.testing.assert_allclose(read_curve(run, "tokens", None).compute, [0, 2100, 4600, 4670])
+
+
+def test_hours_are_those_of_the_layout_in_which_a_step_was_trained(run: Path) -> None:
+    """From step 2 on four learner processes, one engine of two, and a teacher on three: nine accelerators."""
+    changed = dict(
+        learner=dict(tensor_parallel=4),
+        rollout=dict(engines=1, tensor_parallel=2),
+        distillation=dict(path="t", tensor_parallel=3),
+        advantage=dict(name="grpo", zero_variance="keep"),
+    )
+    add_recipe(run, recipe_from(recipe_data(run.parent) | changed, source="test"), first_step=2, first_batch=3)
+    hours = [0, 8 * 30 / 3600, (8 * 30 + 9 * 70) / 3600]
+    np.testing.assert_allclose(read_curve(run, "hours", None).compute, hours)
+
+
 @pytest.mark.parametrize(
     ("x", "y", "error", "message"),
     [
@@ -93,8 +135,32 @@ def test_bad_axes_of_a_run(run: Path, x: str | None, y: str | None, error: type[
 
 def test_an_evaluation_beyond_the_journal(run: Path) -> None:
     EventLog(run, "learner-000001").event("evaluated", version=9, pass_at_1=0.9)
-    with pytest.raises(StoreError, match="version 9 was evaluated, but its log ends at version 4"):
+    with pytest.raises(StoreError, match="version 9 was evaluated, but the samples of step 4 are in no log; put back"):
         read_curve(run, None, None)
+
+
+def forget(path: Path, **line: Any) -> None:
+    """As a killed process, or a host that loses power, leaves a log: without the line that holds these values."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(one for one in lines if not line.items() <= json.loads(one).items()))
+
+
+def test_a_step_without_a_line_costs_what_nobody_knows(run: Path) -> None:
+    forget(run / "metrics/learner-000001.jsonl", step=1)
+    with pytest.raises(StoreError, match="version 2 was evaluated, but the tokens of step 1 are in no log"):
+        read_curve(run, "tokens", None)
+    np.testing.assert_array_equal(read_curve(run, "samples", None).compute, [0, 210, 460])
+
+
+def test_samples_whose_event_is_lost_are_those_of_the_batch(run: Path) -> None:
+    forget(run / "events/learner-000001.jsonl", kind="committed", batch=1)
+    with pytest.raises(StoreError, match="version 2 was evaluated, but the samples of step 1 are in no log"):
+        read_curve(run, "samples", None)
+    path = BatchStore(run / "batches").commit(batch_of_rewards([[1.0, 0.0, 0.5]] * 2, index=1))
+    np.testing.assert_array_equal(read_curve(run, "samples", None).compute, [0, 106, 356])
+    path.write_bytes(b"damaged")
+    with pytest.raises(StoreError, match="the samples of step 1 are in no log"):
+        read_curve(run, "samples", None)
 
 
 def test_jsonl_sorts_and_passes_over_other_lines(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from rich.console import Console
 from launch.show.runs import render
 from pipeline.analysis.summary import summary
 from pipeline.data.event_log import EventLog
+from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
+from tests.support.batches import batch_of_rewards
 
 
 def text_of(table: object) -> str:
@@ -118,6 +120,15 @@ def test_prompts_that_were_not_asked_as_they_came_are_counted_and_shown(write_ru
     numbers = summary(run)
     assert (numbers["refills"], numbers["zero_variance"], numbers["solved_groups"]) == (7, 4, 2)
     assert "refills 7, groups without contrast 4, groups of solved problems 2" in text_of(render(numbers))
+
+
+def test_samples_are_those_of_every_batch_once(write_run: Callable[..., Path]) -> None:
+    """A collector may be killed between a batch and its event; a batch whose file is gone may be made again."""
+    run = write_run(2)
+    BatchStore(run / "batches").commit(batch_of_rewards([[1.0, 0.0]] * 4, index=2))
+    assert summary(run)["samples"] == 2 * 256 + 8
+    EventLog(run, "collector-000002").event("committed", batch=1, samples=248)
+    assert summary(run)["samples"] == 256 + 248 + 8
 
 
 def test_a_run_that_has_not_begun(write_run: Callable[..., Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import shutil
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,34 @@ def test_bad_bases(tmp_path: Path, files: dict[str, Any], parts: list[str]) -> N
         load_recipe(tmp_path / "r.yaml")
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "override"),
+    [
+        ("controller", "controller.ess_floor=0.9"),
+        ("reference", "reference.coefficient=0.1"),
+        ("distillation", "distillation.path=teacher"),
+        ("rollout.interruption", "rollout.interruption.phrase=stop"),
+        ("reward.overlong", "reward.overlong.penalty=0.5"),
+    ],
+)
+def test_an_override_opens_a_section_that_a_resolved_recipe_does_not_have(
+    tmp_path: Path, section: str, override: str
+) -> None:
+    resolved, plain = tmp_path / "resolved.yaml", tmp_path / "plain.yaml"
+    plain.write_text(yaml.safe_dump(data()))
+    resolved.write_text(load_recipe(plain).to_yaml())
+    assert operator.attrgetter(section)(load_recipe(resolved)) is None
+    assert _told(resolved, override) == _told(plain, override)
+
+
+def _told(path: Path, override: str) -> str:
+    """The recipe, or what is said of it."""
+    try:
+        return load_recipe(path, [override]).to_yaml()
+    except RecipeError as error:
+        return str(error).replace(str(path), "")
 
 
 @pytest.mark.parametrize("override", ["run.steps", "=3", "run.steps.deep=3"])

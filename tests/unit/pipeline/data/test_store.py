@@ -98,6 +98,19 @@ def test_round_trip_of_a_batch_whose_groups_were_all_dropped(
     assert_same(store.read(0, None), batch)
 
 
+def test_the_number_of_samples_is_that_of_the_batch(tmp_path: Path, make_batch: MakeBatch) -> None:
+    store = BatchStore(tmp_path)
+    store.commit(make_batch(0, num_groups=3))
+    assert store.num_samples(0) == store.read(0, None).num_samples == 9
+    for index, golden in enumerate((SCHEMA_1, SCHEMA_2, SCHEMA_3, SCHEMA_4, SCHEMA_5), 5):
+        shutil.copy(golden, store.path(index))
+        assert store.num_samples(index) == store.read(index, None, check=False).num_samples
+    store.path(0).write_bytes(store.path(0).read_bytes().replace(b'"index": 0', b'"index": 1'))
+    for index in (0, 1):  # changed, gone
+        with pytest.raises(CorruptBatchError, match=f"{index:06d}.zarr.zip fails its checks"):
+            store.num_samples(index)
+
+
 @given(data=st.data())
 @settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_round_trip_of_any_batch(tmp_path: Path, make_batch: MakeBatch, data: st.DataObject) -> None:
