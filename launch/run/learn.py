@@ -89,6 +89,7 @@ def build_channel(
         quant,
         plan,
         IpcTransport if section.channel == "ipc" else ProcessGroupTransport,
+        num_engines=recipe.rollout.engines,
         bucket_bytes=section.bucket_mib << 20,
         **shared,
     )

@@ -13,8 +13,8 @@ Engines hash what they hold as soon as they have it, and score the probe, while 
 is compared when both are there (pipeline.ports.coming_check).
 
 A pipeline stage streams only what it holds; the stages stream at the same time. Every rank of a stage has the gathered
-tensors, so the engines are divided among its first ranks, as many as there were engines at the last publish; the others
-keep no snapshot. Which engines there are is read anew by rank 0 at each publish, and told to the others with the number
+tensors, so the engines are divided among its first ranks, as many as the recipe has engines; the others never keep a
+snapshot. Which engines there are is read anew by rank 0 at each publish, and told to the others with the number
 of the update. A rank sends through process groups (ProcessGroupTransport) or through memory that the engine opens
 (IpcTransport). An engine that dies or hangs delays the publish by at most its deadline. It is skipped for the rest of
 the publish, then quarantined.
@@ -100,12 +100,14 @@ class StreamedChannel:
         plan: WeightCheckPlan,
         new_transport: type[WeightTransport],
         *,
+        num_engines: int,
         keep: int,
         bucket_bytes: int,
         deadline_s: float,
     ) -> None:
-        """`keep` older policies stay on disk beside the published one. `deadline_s` bounds how long one engine may take
-        for all tensors together, and how long the folder may take."""
+        """`num_engines` are expected: no more ranks of a stage send. `keep` older policies stay on disk beside the
+        published one. `deadline_s` bounds how long one engine may take for all tensors together, and how long the
+        folder may take."""
         self._learner = learner
         self._session = session
         self._run = run
@@ -123,8 +125,7 @@ class StreamedChannel:
         self._num_stages = 1 + max(stage_of)
         self._stage = stage_of[self._rank_sync.rank]
         ranks = [rank for rank, stage in enumerate(stage_of) if stage == self._stage]
-        self._stage_rank, self._senders = ranks.index(self._rank_sync.rank), len(ranks)
-        self._stage_size = len(ranks)
+        self._stage_rank, self._senders = ranks.index(self._rank_sync.rank), min(len(ranks), num_engines)
         self._transport = new_transport(session, self._event_loop, learner.device, deadline_s)
         self._engines: list[Member] = []
         """Those of the last publish."""
@@ -179,7 +180,6 @@ class StreamedChannel:
 
     def _begin(self, version: int, *, learner_waits: bool) -> None:
         self.wait_for_folder()
-        self._senders = min(self._stage_size, len(self._engines) or self._stage_size)
         publish = _Publish(version, self._run.policy_directory(version), self._quant, learner_waits)
         self._snapshot.begin()
         if learner_waits:

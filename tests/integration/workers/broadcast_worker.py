@@ -89,6 +89,7 @@ class Rank:
             None,
             WeightCheckPlan(rows=ROWS, max_mean_gap_nats=1e-3, new_checksums=new_checksums),
             ProcessGroupTransport,
+            num_engines=len(self.task["urls"]),
             keep=2,
             bucket_bytes=BUCKET_BYTES,
             deadline_s=self.task["deadline_s"],
