@@ -2,8 +2,9 @@
 
 So does any precision but float32 for bfloat16 and FP8, and either kind of layers: see `weights_only`.
 
-Two files of the format are pickles. The index is searched for foreign classes before Megatron loads it. `common.pt` is
-not: load only checkpoints that you saved.
+Files of the format are pickles, of which nothing but numbers and tensors is let through. The index is searched for
+foreign classes before Megatron loads it. `common.pt`, tensors and the state of random generators are read with
+`weights_only=True`; the last not by Megatron, which would read any object.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_bridge.checkpoint.beside_training import ShardSave
+from megatron_bridge.checkpoint.damage import damage_as
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
 from megatron_bridge.checkpoint.shard_writers import write_in_threads
 from megatron_bridge.checkpoint.weights_only import chunk_keys, fill, sharded_weights
 from megatron_bridge.parallel.layout import Layout
 from pipeline.errors import CorruptCheckpointError
+from precision.text.short import one_line
 
 _RESHARDABLE = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -66,24 +68,32 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
         # Loading fills tensors in place, and Adam makes its own only in the first step.
         part._init_optimizer_states_with_dummy_values()
     state = _sharded_state(model, optimizer, index.tensors)
-    try:
-        saved = dist_checkpointing.load_common_state_dict(str(directory))["learner"]
-        same_ranks = saved["layout"] == asdict(layout) and saved.get("device", _device()) == _device()
-        if same_ranks:
-            state["rng"] = _rng_object(None)
+    step, same_ranks = _said_by_the_learner(directory, layout)
+    rng = _stored_rng(index) if same_ranks else None
+    with damage_as(f"{directory} is not a complete checkpoint", "use an older one"):
         loaded = dist_checkpointing.load(state, str(directory))
-    except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
-        raise CorruptCheckpointError(
-            f"{directory} is not a complete checkpoint ({' '.join(str(error).split())[:300]}); use an older one"
-        ) from error
     for name, chunk in _named_chunks(model):
         fill(chunk, loaded[name])
     _place_steps(optimizer, loaded["optimizer"])
     optimizer.load_state_dict(loaded["optimizer"])
     _unshare_steps(optimizer)
-    if same_ranks:
-        _restore_rng(loaded["rng"])
-    return int(saved["step"])
+    if rng is not None:
+        _restore_rng(rng)
+    return step
+
+
+def _said_by_the_learner(directory: Path, layout: Layout) -> tuple[int, bool]:
+    """The step, and whether layout and kind of device are those that saved. Raises CorruptCheckpointError."""
+    try:
+        saved = dist_checkpointing.load_common_state_dict(str(directory))["learner"]
+        return int(saved["step"]), saved["layout"] == asdict(layout) and saved.get("device", _device()) == _device()
+    except MemoryError:
+        raise
+    except Exception as error:  # what a damaged pickle raises depends on its bytes
+        raise CorruptCheckpointError(
+            f"{directory} does not say which learner saved it ({type(error).__name__}: {one_line(error, 300)}); "
+            "use an older one"
+        ) from error
 
 
 def _distributed_parts(optimizer: Any) -> list[Any]:
@@ -172,6 +182,14 @@ def _device() -> str:
 def _rng_object(data: dict[str, Any] | None) -> ShardedObject:
     """One object for each rank: generators differ over tensor, pipeline and data parallel ranks."""
     return ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _stored_rng(index: CheckpointIndex) -> dict[str, Any]:
+    """What `_rng_state` returned on this rank when it was saved. Raises CorruptCheckpointError."""
+    match index.read_object(_rng_object(None).unique_key):
+        case [{"torch": torch.Tensor(), "tracker": dict()} as state]:  # Megatron makes a list of every object
+            return state
+    raise CorruptCheckpointError(f"{index.directory} holds no state of random generators where it should; use another")
 
 
 def _rng_state() -> dict[str, Any]:

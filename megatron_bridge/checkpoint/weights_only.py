@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from megatron_bridge.checkpoint.damage import damage_as
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
 from pipeline.errors import CorruptCheckpointError
 
@@ -39,13 +39,8 @@ def load(directory: Path, chunks: Sequence[Any]) -> None:
     Stored values are cast to the chunks' dtype. Raises CorruptCheckpointError.
     """
     index = CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
-    try:
+    with damage_as(f"{directory} does not hold this model's weights", "look at it with `evenkeel convert inspect`"):
         loaded = dist_checkpointing.load(sharded_weights(chunks, index.tensors), str(directory))
-    except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
-        raise CorruptCheckpointError(
-            f"{directory} does not hold this model's weights ({' '.join(str(error).split())[:300]}); "
-            "look at it with `evenkeel convert inspect`"
-        ) from error
     with torch.no_grad():
         for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
             fill(chunk, loaded[key])

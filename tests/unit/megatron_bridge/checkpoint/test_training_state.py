@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launch.verify.layout_ranks import TEMPERATURE, train
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
 from pipeline.config.recipe import LearnerSection, OptimizerSection
+from pipeline.errors import CorruptCheckpointError
 from precision.objectives.p3o import P3O
 from tests.support.learners import learner_here
 
@@ -50,3 +56,69 @@ def test_the_optimizer_goes_by_the_recipe_and_not_by_the_checkpoint(
         train(fork, 1)
         used = {(tuple(group["betas"]), group["eps"]) for group in fork.optimizer.param_groups}
     assert used == {((0.8, 0.9), 1e-6)}
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> Iterator[MegatronLearner]:
+    with learner(model) as created:
+        yield created
+
+
+@pytest.fixture(scope="module")
+def whole(loaded: MegatronLearner, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints") / "whole"
+    train(loaded, 0)
+    loaded.save(folder)
+    return folder
+
+
+class _Touch:
+    """What it touches shows that it was unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def saved_bytes(value: Any) -> bytes:
+    torch.save(value, file := io.BytesIO())
+    return file.getvalue()
+
+
+def say_of_random_numbers(folder: Path, content: bytes) -> None:
+    """Other bytes for the state of the generators of rank 0."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301 - our own
+    (folder / "other.distcp").write_bytes(content)
+    place = next(info for index, info in metadata.storage_data.items() if index.fqn == "rng/shard_0_1")
+    place.relative_path, place.offset, place.length = "other.distcp", 0, len(content)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def say_in_common(folder: Path, content: bytes) -> None:
+    (folder / "common.pt").write_bytes(content)
+
+
+def spoil_tensors(folder: Path, content: bytes) -> None:
+    """Files as long as before, so that the index does not show it."""
+    for file in folder.glob("*.distcp"):
+        file.write_bytes(content.ljust(file.stat().st_size, b"\0")[: file.stat().st_size])
+
+
+@pytest.mark.parametrize("content", ["a foreign class", "nothing", "no pickle", "another pickle"])
+@pytest.mark.parametrize("place", [say_of_random_numbers, say_in_common, spoil_tensors])
+def test_what_is_no_checkpoint_is_refused_and_not_unpickled(
+    loaded: MegatronLearner, whole: Path, tmp_path: Path, place: Callable[[Path, bytes], None], content: str
+) -> None:
+    contents = {
+        "a foreign class": saved_bytes([_Touch(tmp_path / "touched")]),
+        "nothing": b"",
+        "no pickle": b"\x80\x04no pickle",
+        "another pickle": saved_bytes([1]),
+    }
+    place(shutil.copytree(whole, tmp_path / "damaged"), contents[content])
+    with pytest.raises(CorruptCheckpointError):
+        loaded.load(tmp_path / "damaged")
+    assert not (tmp_path / "touched").exists()
+    loaded.load(whole)
