@@ -49,6 +49,7 @@ def begin_save(
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
+    _begin_states(optimizer)
     state = _sharded_state(model, optimizer)
     state["learner"] = {"step": step, "layout": asdict(layout), "device": _device()}
     state["rng"] = _rng_object(_rng_state())
@@ -100,6 +101,21 @@ def _distributed_parts(optimizer: Any) -> list[Any]:
     return [part for part in optimizer.chained_optimizers if hasattr(part, "_init_optimizer_states_with_dummy_values")]
 
 
+def _begin_states(optimizer: Any) -> None:
+    """Give an optimizer that has taken no step the state that its first one begins with. Megatron-Core 0.16.1 saves only
+    what is there, and refuses torch's Adam without any."""
+    for part in optimizer.chained_optimizers:
+        if part.optimizer.state:
+            continue
+        part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
+        else:
+            for group in part.optimizer.param_groups:
+                group["step"] = 0
+
+
 def _unshare_steps(optimizer: Any) -> None:
     """Give each parameter a `step` tensor of its own, and each group a whole number.
 
@@ -146,7 +162,7 @@ def _place_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
         state = loaded if len(parts) == 1 else loaded[number]
         state = state.get("optimizer", state)  # float32 parameters: nothing beside Adam's own
         steps = [group.pop("step") for group in state["param_groups"] if "step" in group]
-        step = state["state"].pop("common_step", *steps[:1])
+        step = state["state"].pop("common_step", next(iter(steps), 0))  # Megatron leaves out a 0
         if isinstance(part.optimizer, torch.optim.AdamW):
             state["state"]["common_step"] = torch.tensor(float(step))
         else:

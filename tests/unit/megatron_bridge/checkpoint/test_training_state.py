@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.verify.layout_ranks import TEMPERATURE, train
+from launch.verify.layout_ranks import TEMPERATURE, train, weights
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
 from pipeline.config.recipe import LearnerSection, OptimizerSection
@@ -56,6 +56,30 @@ def test_the_optimizer_goes_by_the_recipe_and_not_by_the_checkpoint(
         train(fork, 1)
         used = {(tuple(group["betas"]), group["eps"]) for group in fork.optimizer.param_groups}
     assert used == {((0.8, 0.9), 1e-6)}
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_learner_that_has_taken_no_step_is_saved_too(model: Path, tmp_path: Path, distributed: bool) -> None:
+    """When the first batch was lost by damage, for example."""
+    with learner(model, distributed) as fresh:
+        initial = weights(fresh)
+        fresh.save(tmp_path / "saved")
+        assert (weights(fresh) == initial).all()
+        train(fresh, 0)
+        train(fresh, 1)
+        expected = weights(fresh)
+    with learner(model, distributed) as straight:
+        train(straight, 0)
+        train(straight, 1)
+        assert (weights(straight) == expected).all()
+    with learner(model, distributed) as again:
+        train(again, 2)
+        again.load(tmp_path / "saved")
+        assert again.step == 0
+        assert (weights(again) == initial).all()
+        train(again, 0)
+        train(again, 1)
+        assert (weights(again) == expected).all()
 
 
 @pytest.fixture(scope="module")
