@@ -32,13 +32,14 @@ def write_policy(
     quant: QuantMap | None,
     *,
     digests: ChecksumRecorder | None = None,
+    beside: Callable[[Path], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
     fence: Callable[[], None] = unfenced,
 ) -> None:
     """Write `named_tensors` (HF names, the whole model) as the policy folder `target`, replacing one that is there.
 
     config.json and the tokenizer come from `source_folder`; `quant` converts weights to the rollout's formats, and
-    `digests` observes what is written.
+    `digests` observes what is written. `beside` writes more files into the folder before it gets its name.
     manifest.json holds `{"tensors": …}`, a `shard_writer.Manifest`. Needs no Megatron and no process group.
     """
     require_space(target.parent, _expected_bytes(target, source_folder, quant), f"the weights in {target.name}")
@@ -49,6 +50,8 @@ def write_policy(
         stream = digests.watch(stream)
     try:
         manifest = write_shards(whole_tensors(stream), temporary, shard_bytes=shard_bytes)
+        if beside is not None:
+            beside(temporary)
         complete_policy(temporary, target, manifest, source_folder, quant, fence)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)  # on a full disk it would be in its own way

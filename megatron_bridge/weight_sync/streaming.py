@@ -43,7 +43,7 @@ from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_m
 from megatron_bridge.weight_sync.buckets import bucket_size, pack
 from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
-from megatron_bridge.weight_sync.export import joined_digests, prune
+from megatron_bridge.weight_sync.export import joined_digests, prune, taking
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.snapshot import HostSnapshot
 from megatron_bridge.weight_sync.transport import WeightTransport
@@ -53,7 +53,7 @@ from pipeline.background import in_background
 from pipeline.data.files import temporary_name
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineUnavailableError, NonFiniteError
+from pipeline.errors import EngineUnavailableError
 from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.weight_check import Probe, WeightCheck
 from pipeline.ports.weight_update import WeightUpdateReport, WeightUpdateSession
@@ -208,20 +208,16 @@ class StreamedChannel:
         """Fill the snapshot; what failed. Every rank of the stage exhausts the gathers, whatever happens."""
         tensors = watch.timed("gather_s", convert.export_stage(self._learner.model, self._learner.model_config))
         try:
-            if self._stage_rank < self._senders:
-                stream = tensors
-                if self._share is not None:
-                    stream = watch.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
-                for name, tensor in stream:
-                    with watch.phase("keep_s"):
-                        self._snapshot.add(name, tensor)
-        except FloatingPointError as error:
-            return NonFiniteError(f"weights cannot be published: {error}")
+            with taking(tensors):
+                if self._stage_rank < self._senders:
+                    stream = tensors
+                    if self._share is not None:
+                        stream = watch.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
+                    for name, tensor in stream:
+                        with watch.phase("keep_s"):
+                            self._snapshot.add(name, tensor)
         except Exception as error:  # noqa: BLE001 (raised by finish, on every rank)
             return error
-        finally:
-            for _ in tensors:
-                pass
         return None
 
     def _deliver(self, publish: _Publish) -> dict[str, float]:

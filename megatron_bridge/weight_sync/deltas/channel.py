@@ -30,7 +30,7 @@ from megatron_bridge.hf.writer import complete_delta, complete_policy
 from megatron_bridge.parallel.rank_sync import RankSync
 from megatron_bridge.weight_sync.deltas.published_share import PublishedShare, share_of
 from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
-from megatron_bridge.weight_sync.export import joined_digests, prune
+from megatron_bridge.weight_sync.export import joined_digests, prune, taking
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weights import convert
 from pipeline.background import in_background
@@ -38,7 +38,7 @@ from pipeline.data.deltas.delta import Delta, DeltaWriter, list_of, payload_name
 from pipeline.data.files import temporary_name
 from pipeline.data.integrity.space import require_space
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineUnavailableError, NonFiniteError
+from pipeline.errors import EngineUnavailableError
 from pipeline.ports.engines import Engines
 from pipeline.ports.weight_check import Probe, WeightCheck
 from pipeline.stopwatch import Stopwatch
@@ -196,13 +196,8 @@ class DeltaChannel:
         stream: Iterator[tuple[str, Tensor]] = ((name, one) for name, one in tensors if name in self._names)
         if self._shared_map is not None:
             stream = quantize_state(stream, self._shared_map, quantize_block)
-        try:
+        with taking(tensors):
             self._share.take(stream if digests is None else digests.watch(stream), writer)
-        except FloatingPointError as error:
-            raise NonFiniteError(f"weights cannot be published: {error}") from error
-        finally:
-            for _ in tensors:
-                pass
         return dict(
             bytes=self._share.num_bytes,
             numbers=self._share.num_numbers,
