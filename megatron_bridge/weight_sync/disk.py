@@ -62,6 +62,7 @@ class DiskChannel:
         run: RunDirectory,
         quant: QuantMap | None,
         plan: WeightCheckPlan,
+        probe: ProbeScorer,
         *,
         keep: int,
         deadline_s: float,
@@ -73,7 +74,7 @@ class DiskChannel:
         self._run = run
         self._quant = quant
         self._plan = plan
-        self._probe = ProbeScorer(learner)
+        self._probe = probe
         self._keep = keep
         self._rank_zero = RankZero(2 * deadline_s + CONTROL_S)
         self._delivery: Future[dict[str, float]] | None = None

@@ -98,6 +98,7 @@ class StreamedChannel:
         run: RunDirectory,
         quant: QuantMap | None,
         plan: WeightCheckPlan,
+        probe: ProbeScorer,
         new_transport: type[WeightTransport],
         *,
         num_engines: int,
@@ -113,7 +114,7 @@ class StreamedChannel:
         self._run = run
         self.set_map(quant)
         self._plan = plan
-        self._probe = ProbeScorer(learner)
+        self._probe = probe
         self._keep = keep
         self._bucket_bytes = bucket_bytes
         self._share_bytes = 0

@@ -67,6 +67,7 @@ class DeltaChannel:
         run: RunDirectory,
         quant: QuantMap | None,
         plan: WeightCheckPlan,
+        probe: ProbeScorer,
         *,
         keep: int,
         whole_every: int,
@@ -79,7 +80,7 @@ class DeltaChannel:
         self._run = run
         self._quant = quant
         self._plan = plan
-        self._probe = ProbeScorer(learner)
+        self._probe = probe
         self._keep = keep
         self._whole_every = whole_every
         self._rank_sync = RankSync(3 * deadline_s + CONTROL_S)

@@ -18,6 +18,7 @@ from megatron_bridge.weight_sync.deltas import channel as module
 from megatron_bridge.weight_sync.deltas.channel import DeltaChannel
 from megatron_bridge.weight_sync.deltas.published_share import PublishedShare, share_of
 from megatron_bridge.weight_sync.disk import WeightCheckPlan
+from megatron_bridge.weight_sync.probe import ProbeScorer
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.deltas.chain import is_whole
 from pipeline.data.files import is_temporary
@@ -60,7 +61,8 @@ class Publisher:
         plan = WeightCheckPlan(rows=((1, 2, 3, 4),), max_mean_gap_nats=1.0, new_checksums=None)
         self.learner, self.run, self.engines = learner, run, Listening()
         settings: dict[str, Any] = dict(keep=100, whole_every=whole_every, deadline_s=10.0)
-        self.channel = DeltaChannel(learner, self.engines, run, quant, plan, **settings)  # type: ignore[arg-type]
+        probe, engines = ProbeScorer(learner), self.engines
+        self.channel = DeltaChannel(learner, engines, run, quant, plan, probe, **settings)  # type: ignore[arg-type]
         self.version = run.published_version()
 
     def publish(self, scale: float = 1.0) -> dict[str, float]:

@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def channel(learner: Any, run: RunDirectory, recorder: Recorder, quant: QuantMap | None = None) -> DiskChannel:
     plan = WeightCheckPlan(rows=((1, 2, 3, 4),), max_mean_gap_nats=1.0, new_checksums=lambda: recorder)  # type: ignore[arg-type, return-value]
     engines: Any = Taking()
-    return DiskChannel(learner, engines, run, quant, plan, keep=1, deadline_s=10.0)
+    return DiskChannel(learner, engines, run, quant, plan, ProbeScorer(learner), keep=1, deadline_s=10.0)
 
 
 def test_the_check_is_part_of_the_folder_that_gets_a_name(learner: Any, run: RunDirectory) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_bridge.weight_sync import streaming
 from megatron_bridge.weight_sync.disk import WeightCheckPlan
+from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.config.recipe import LearnerSection
@@ -60,12 +61,12 @@ def test_only_ranks_that_send_keep_a_version(
     monkeypatch.setattr(StreamedChannel, "_deliver", lambda *_: {})
     plan = WeightCheckPlan(rows=((1, 2, 3, 4),), max_mean_gap_nats=1.0, new_checksums=None)
     settings: dict[str, Any] = dict(num_engines=num_engines, keep=1, bucket_bytes=1 << 20, deadline_s=10.0)
-    kept = []
+    probe, kept = ProbeScorer(learner), []
     for rank in range(STAGE_SIZE):
         monkeypatch.setattr(streaming, "RankSync", lambda _deadline_s, rank=rank: LikeRanks(rank))
         session: Any = NoEngines()
         run = RunDirectory(tmp_path / "run")
-        channel = StreamedChannel(learner, session, run, None, plan, ProcessGroupTransport, **settings)
+        channel = StreamedChannel(learner, session, run, None, plan, probe, ProcessGroupTransport, **settings)
         for version in (1, 2):
             channel.publish(version)
             kept.append(bool(channel._snapshot._memory))
