@@ -69,7 +69,8 @@ def prune(policies: Path, published: int, keep: int) -> list[int]:
     for version in reversed(doomed):  # a delta goes before what it was made from
         aside = temporary_name(policies / numbered(version))
         (policies / numbered(version)).rename(aside)  # no reader may find a folder half deleted
-        shutil.rmtree(aside)
+        # The version is published by now. What cannot be deleted, as on NFS while it is read, waits for the next start.
+        shutil.rmtree(aside, ignore_errors=True)
     return doomed
 
 
