@@ -7,7 +7,6 @@ are found anew (`te_precision.warm_up_passes`).
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_bridge.checkpoint.damage import damage_as
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
+from megatron_bridge.checkpoint.shard_writers import write_in_threads
 from pipeline.errors import CorruptCheckpointError
 
 
@@ -28,8 +27,7 @@ def save(directory: Path, chunks: Sequence[Any]) -> None:
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    # As in `training_state.save`: results stay in this process, so that Megatron starts no manager process for them.
-    filesystem_async._results_queue = queue.SimpleQueue()
+    write_in_threads()
     dist_checkpointing.save(sharded_weights(chunks), str(directory))
 
 
