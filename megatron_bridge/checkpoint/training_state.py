@@ -71,7 +71,7 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
     state = _sharded_state(model, optimizer, index.tensors)
     step, same_ranks = _said_by_the_learner(directory, layout)
     rng = _stored_rng(index) if same_ranks else None
-    with damage_as(f"{directory} is not a complete checkpoint", "use an older one"):
+    with damage_as(lambda why: f"{directory} is not a complete checkpoint ({why}); use an older one"):
         loaded = dist_checkpointing.load(state, str(directory))
     for name, chunk in _named_chunks(model):
         fill(chunk, loaded[name])
@@ -92,7 +92,7 @@ def _said_by_the_learner(directory: Path, layout: Layout) -> tuple[int, bool]:
         raise
     except Exception as error:  # what a damaged pickle raises depends on its bytes
         raise CorruptCheckpointError(
-            f"{directory} does not say which learner saved it ({type(error).__name__}: {one_line(error, 300)}); "
+            f"{directory} is not a complete checkpoint (common.pt: {type(error).__name__}: {one_line(error, 300)}); "
             "use an older one"
         ) from error
 
@@ -102,8 +102,8 @@ def _distributed_parts(optimizer: Any) -> list[Any]:
 
 
 def _begin_states(optimizer: Any) -> None:
-    """Give an optimizer that has taken no step the state that its first one begins with. Megatron-Core 0.16.1 saves only
-    what is there, and refuses torch's Adam without any."""
+    """Give an optimizer that has taken no step the state that its first one begins with. Megatron-Core 0.16.1 saves
+    only what is there, and refuses torch's Adam without any."""
     for part in optimizer.chained_optimizers:
         if part.optimizer.state:
             continue
@@ -204,7 +204,7 @@ def _stored_rng(index: CheckpointIndex) -> dict[str, Any]:
     """What `_rng_state` returned on this rank when it was saved. Raises CorruptCheckpointError."""
     match index.read_object(_rng_object(None).unique_key):
         case [{"torch": torch.Tensor(), "tracker": dict()} as state]:  # Megatron makes a list of every object
-            return state
+            return dict(state)
     raise CorruptCheckpointError(f"{index.directory} holds no state of random generators where it should; use another")
 
 

@@ -37,7 +37,11 @@ def load(directory: Path, chunks: Sequence[Any]) -> None:
     Stored values are cast to the chunks' dtype. Raises CorruptCheckpointError.
     """
     index = CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
-    with damage_as(f"{directory} does not hold this model's weights", "look at it with `evenkeel convert inspect`"):
+    with damage_as(
+        lambda why: (
+            f"{directory} does not hold this model's weights ({why}); look at it with `evenkeel convert inspect`"
+        )
+    ):
         loaded = dist_checkpointing.load(sharded_weights(chunks, index.tensors), str(directory))
     with torch.no_grad():
         for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):

@@ -22,8 +22,8 @@ from precision.formats.quant_map import QuantMap
 
 @contextmanager
 def taking(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-    """Around what takes gathered `tensors` to publish them: they are exhausted at the end, whatever happens, and weights
-    that are not finite are a NonFiniteError."""
+    """Around what takes gathered `tensors` to publish them: they are exhausted at the end, whatever happens. Raises
+    NonFiniteError for weights that are not finite."""
     with exhausted(tensors):
         try:
             yield

@@ -255,9 +255,7 @@ def test_numbers_that_are_not_finite_reach_no_optimizer_step(models: Path) -> No
     assert np.isfinite(before).all()
 
 
-def test_a_rank_whose_weight_is_not_finite_gathers_all_the_same(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_weight_is_not_finite_gathers_all_the_same(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that share a later linear, but not this one, are in its gather."""
     gathered, at_the_end = [0], list[int]()
     whole_weights, agree = Fp8Emulation._whole_weights, Fp8Emulation._agree
