@@ -37,8 +37,8 @@ from megatron_bridge.step.learning_rate import LearningRates
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches
 from megatron_bridge.step.mismatch import MismatchMeter
 from megatron_bridge.step.optimizer import (
+    follow_recipe,
     reduced_gradient_norm,
-    set_learning_rate,
     step_with_clipping,
     wrap_and_optimize,
 )
@@ -360,7 +360,7 @@ class MegatronLearner:
         """One step of the optimizer, on clipped gradients. Returns its learning rate."""
         section = self.section.optimizer
         lr = lr_factor * self.rates.at(batch, self.step)
-        set_learning_rate(self.optimizer, lr, section.weight_decay)
+        follow_recipe(self.optimizer, section, lr)
         step_with_clipping(self.optimizer, grad_norm, section.clip_grad)
         weights_changed(self.emulation)
         self.step += 1

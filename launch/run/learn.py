@@ -37,6 +37,7 @@ from megatron_bridge.weight_sync.deltas.channel import DeltaChannel
 from megatron_bridge.weight_sync.disk import DiskChannel
 from megatron_bridge.weight_sync.ipc_transport import IpcTransport
 from megatron_bridge.weight_sync.map_transition import MapTransition
+from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.child_process import see_own_classes
@@ -68,16 +69,22 @@ def build_learner(recipe: Recipe, layers: Layers | None = None) -> MegatronLearn
 
 
 def build_channel(
-    run: RunDirectory, recipe: Recipe, learner: MegatronLearner, epoch: Epoch | None = None
+    run: RunDirectory,
+    recipe: Recipe,
+    learner: MegatronLearner,
+    epoch: Epoch | None = None,
+    probe: ProbeScorer | None = None,
 ) -> DiskChannel | DeltaChannel | StreamedChannel:
-    """How this learner's weights reach the run's engines. Collective. `epoch` is the learner's; tools have none."""
+    """How this learner's weights reach the run's engines. Collective. `epoch` is the learner's; tools have none.
+    `probe` is that of another channel of the run, if there is one."""
     quant, plan, section = build_quant_map(recipe), build_weight_check_plan(recipe), recipe.weights
+    probe = probe or ProbeScorer(learner)
     shared: dict[str, Any] = dict(keep=section.keep, deadline_s=section.publish_deadline_s)
     if section.channel == "disk":
-        return DiskChannel(learner, build_fleet(run, recipe, epoch), run, quant, plan, **shared)
+        return DiskChannel(learner, build_fleet(run, recipe, epoch), run, quant, plan, probe, **shared)
     if section.channel == "delta":
         shared |= dict(whole_every=section.whole_every)
-        return DeltaChannel(learner, build_fleet(run, recipe, epoch), run, quant, plan, **shared)
+        return DeltaChannel(learner, build_fleet(run, recipe, epoch), run, quant, plan, probe, **shared)
     membership = run.membership(recipe.rollout.urls)
     if section.channel == "ipc":
         require_engines_here([engine.url for engine in membership.engines()])
@@ -88,7 +95,9 @@ def build_channel(
         run,
         quant,
         plan,
+        probe,
         IpcTransport if section.channel == "ipc" else ProcessGroupTransport,
+        num_engines=recipe.rollout.engines,
         bucket_bytes=section.bucket_mib << 20,
         **shared,
     )
@@ -96,12 +105,13 @@ def build_channel(
 
 def build_transition(run: RunDirectory, recipe: Recipe, learner: MegatronLearner, epoch: Epoch) -> MapTransition:
     """The same for a run whose quant map may change. Collective."""
-    usual = build_channel(run, recipe, learner, epoch)
+    probe = ProbeScorer(learner)  # one: what it saw last was published last, by whichever channel
+    usual = build_channel(run, recipe, learner, epoch, probe)
     assert not isinstance(usual, DeltaChannel), "the recipe refuses it with a controller"
     disk: DiskChannel | DeltaChannel | StreamedChannel = usual
     if not isinstance(disk, DiskChannel):
         by_disk = recipe.model_copy(update=dict(weights=recipe.weights.model_copy(update=dict(channel="disk"))))
-        disk = build_channel(run, by_disk, learner, epoch)
+        disk = build_channel(run, by_disk, learner, epoch, probe)
     assert isinstance(disk, DiskChannel), disk
     return MapTransition(usual, disk, build_quant_map(recipe), older_maps(run, recipe, learner))
 

@@ -1,7 +1,8 @@
 """Reads a Megatron distributed checkpoint (torch_dist) tensor by tensor, without a model or process groups.
 
 `.metadata` says which boxes of each tensor lie where in the `*.distcp` files. It is a pickle, so only the classes that
-such an index is made of are let through; the boxes themselves are read with `weights_only=True`.
+such an index is made of are let through; the boxes themselves, and objects that are no tensors, are read with
+`weights_only=True`.
 """
 
 from __future__ import annotations
@@ -48,12 +49,17 @@ _ALLOWED = {
 
 
 @dataclass(frozen=True)
-class _Box:
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+class _Place:
     file: str
     start: int
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Box:
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: _Place
 
     def reaches(self, lead: tuple[int, ...]) -> bool:
         """Whether it holds values at these indices of the first dimensions."""
@@ -74,7 +80,7 @@ class CheckpointIndex:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.tensors = _read(directory)
+        self.tensors, self._objects = _read(directory)
         self._check_files()
 
     def read(self, name: str, lead: tuple[int, ...] = ()) -> Tensor:
@@ -89,34 +95,45 @@ class CheckpointIndex:
             )
         result = torch.empty(shape, dtype=stored.dtype)
         for box in boxes:
-            part = self._load(box, stored.dtype)
+            part = self._load_box(box, stored.dtype)
             for index, at in zip(lead, box.offsets, strict=False):
                 part = part[index - at]
             place = tuple(slice(at, at + size) for at, size in zip(box.offsets[len(lead) :], part.shape, strict=True))
             result[place] = part
         return result
 
-    def _load(self, box: _Box, dtype: torch.dtype) -> Tensor:
-        path = self.directory / box.file
+    def read_object(self, name: str) -> Any:
+        """What was saved under a name that is no tensor's: numbers, texts, tensors, and lists and dicts of them."""
+        if name not in self._objects:
+            raise CorruptCheckpointError(f"{self.directory} holds no {quoted(name)}; use another checkpoint")
+        return self._load(self._objects[name])
+
+    def _load_box(self, box: _Box, dtype: torch.dtype) -> Tensor:
+        tensor = self._load(box.place)
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != box.sizes or tensor.dtype != dtype:
+            raise CorruptCheckpointError(
+                f"{self.directory / box.place.file} holds something else than its index says at byte {box.place.start}"
+            )
+        return tensor
+
+    def _load(self, place: _Place) -> Any:
+        path = self.directory / place.file
         try:
             with path.open("rb") as file:
-                file.seek(box.start)
-                tensor = torch.load(io.BytesIO(file.read(box.num_bytes)), map_location="cpu", weights_only=True)
+                file.seek(place.start)
+                return torch.load(io.BytesIO(file.read(place.num_bytes)), map_location="cpu", weights_only=True)
         except MemoryError:
             raise
         except Exception as error:
             raise CorruptCheckpointError(
-                f"{path} is damaged at byte {box.start} ({one_line(error, 200)}); use another checkpoint"
+                f"{path} is damaged at byte {place.start} ({one_line(error, 200)}); use another checkpoint"
             ) from error
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != box.sizes or tensor.dtype != dtype:
-            raise CorruptCheckpointError(f"{path} holds something else than its index says at byte {box.start}")
-        return tensor
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
-        for stored in self.tensors.values():
-            for box in stored.boxes:
-                ends[box.file] = max(ends.get(box.file, 0), box.start + box.num_bytes)
+        boxes = (box.place for stored in self.tensors.values() for box in stored.boxes)
+        for place in (*boxes, *self._objects.values()):
+            ends[place.file] = max(ends.get(place.file, 0), place.start + place.num_bytes)
         for name, end in ends.items():
             path = self.directory / name
             found = path.stat().st_size if path.is_file() else 0
@@ -125,7 +142,7 @@ class CheckpointIndex:
                     f"{path} has {found} bytes, its index needs {end}; copy the checkpoint again or use another one"
                 )
         for name, stored in self.tensors.items():
-            if any(stored.dtype.itemsize * math.prod(box.sizes) > box.num_bytes for box in stored.boxes):
+            if any(stored.dtype.itemsize * math.prod(box.sizes) > box.place.num_bytes for box in stored.boxes):
                 raise CorruptCheckpointError(
                     f"{self.directory / INDEX_FILE} claims more values for {name} than its bytes hold; use another "
                     "checkpoint"
@@ -140,17 +157,19 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into the index of a checkpoint")
 
 
-def _read(directory: Path) -> dict[str, StoredTensor]:
+def _read(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, _Place]]:
+    """Tensors, and the places of all else, by name."""
     path = directory / INDEX_FILE
     try:
         with path.open("rb") as file:
             metadata = _IndexUnpickler(file).load()
         places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        entries = metadata.state_dict_metadata.items()
         return {
             name: _stored(entry, {tuple(chunk.offsets): places[name, tuple(chunk.offsets)] for chunk in entry.chunks})
-            for name, entry in metadata.state_dict_metadata.items()
+            for name, entry in entries
             if hasattr(entry, "chunks")
-        }
+        }, {name: _place(places[name, ()]) for name, entry in entries if not hasattr(entry, "chunks")}
     except FileNotFoundError:
         raise CorruptCheckpointError(
             f"{directory} has no {INDEX_FILE}: it is no distributed checkpoint; name the folder that was saved"
@@ -173,17 +192,20 @@ def _stored(entry: Any, places: dict[tuple[int, ...], Any]) -> StoredTensor:
         ends = (at + size for at, size in zip(box.offsets, box.sizes, strict=True))
         if len(box.sizes) != len(shape) or any(end > whole for end, whole in zip(ends, shape, strict=True)):
             raise ValueError(f"a box of {box.sizes} at {box.offsets} is not within {shape}")
-        if math.prod(box.sizes) * dtype.itemsize > box.num_bytes:
-            raise ValueError(f"a box of {box.sizes} has {box.num_bytes} bytes")
+        if math.prod(box.sizes) * dtype.itemsize > box.place.num_bytes:
+            raise ValueError(f"a box of {box.sizes} has {box.place.num_bytes} bytes")
     return StoredTensor(shape=shape, dtype=dtype, boxes=boxes)
 
 
 def _box(chunk: Any, info: Any) -> _Box:
+    return _Box(_numbers(chunk.offsets), _numbers(chunk.sizes), _place(info))
+
+
+def _place(info: Any) -> _Place:
     name = info.relative_path
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or info.transform_descriptors:
-        raise ValueError(f"unexpected storage of a box: {quoted(info)}")
-    start, num_bytes = _numbers((info.offset, info.length))
-    return _Box(_numbers(chunk.offsets), _numbers(chunk.sizes), name, start, num_bytes)
+        raise ValueError(f"unexpected storage of a value: {quoted(info)}")
+    return _Place(name, *_numbers((info.offset, info.length)))
 
 
 def _numbers(values: Any) -> tuple[int, ...]:

@@ -33,8 +33,8 @@ class _Outcome:
 
 
 def write_in_threads() -> None:
-    """From now on, a save of this process forks nothing. A save that blocks, as ours do, hands its results over inside
-    this process: left alone, Megatron starts a manager process for them, too."""
+    """From now on, a save of this process forks nothing. One that blocks hands its results over inside this process:
+    left alone, Megatron starts a manager process for them, too."""
     filesystem_async._results_queue = queue.SimpleQueue()
     _Writer.write_preloaded_data_multiproc = staticmethod(_write_all)
 

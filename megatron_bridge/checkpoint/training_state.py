@@ -2,8 +2,9 @@
 
 So does any precision but float32 for bfloat16 and FP8, and either kind of layers: see `weights_only`.
 
-Two files of the format are pickles. The index is searched for foreign classes before Megatron loads it. `common.pt` is
-not: load only checkpoints that you saved.
+Files of the format are pickles, of which nothing but numbers and tensors is let through. The index is searched for
+foreign classes before Megatron loads it. `common.pt`, tensors and the state of random generators are read with
+`weights_only=True`; the last not by Megatron, which would read any object.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_bridge.checkpoint.beside_training import ShardSave
+from megatron_bridge.checkpoint.damage import damage_as
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
 from megatron_bridge.checkpoint.shard_writers import write_in_threads
 from megatron_bridge.checkpoint.weights_only import chunk_keys, fill, sharded_weights
 from megatron_bridge.parallel.layout import Layout
 from pipeline.errors import CorruptCheckpointError
+from precision.text.short import one_line
 
 _RESHARDABLE = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -47,6 +49,7 @@ def begin_save(
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
+    _begin_states(optimizer)
     state = _sharded_state(model, optimizer)
     state["learner"] = {"step": step, "layout": asdict(layout), "device": _device()}
     state["rng"] = _rng_object(_rng_state())
@@ -66,28 +69,51 @@ def load(directory: Path, model: Sequence[Any], optimizer: Any, *, layout: Layou
         # Loading fills tensors in place, and Adam makes its own only in the first step.
         part._init_optimizer_states_with_dummy_values()
     state = _sharded_state(model, optimizer, index.tensors)
-    try:
-        saved = dist_checkpointing.load_common_state_dict(str(directory))["learner"]
-        same_ranks = saved["layout"] == asdict(layout) and saved.get("device", _device()) == _device()
-        if same_ranks:
-            state["rng"] = _rng_object(None)
+    step, same_ranks = _said_by_the_learner(directory, layout)
+    rng = _stored_rng(index) if same_ranks else None
+    with damage_as(lambda why: f"{directory} is not a complete checkpoint ({why}); use an older one"):
         loaded = dist_checkpointing.load(state, str(directory))
-    except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
-        raise CorruptCheckpointError(
-            f"{directory} is not a complete checkpoint ({' '.join(str(error).split())[:300]}); use an older one"
-        ) from error
     for name, chunk in _named_chunks(model):
         fill(chunk, loaded[name])
     _place_steps(optimizer, loaded["optimizer"])
     optimizer.load_state_dict(loaded["optimizer"])
     _unshare_steps(optimizer)
-    if same_ranks:
-        _restore_rng(loaded["rng"])
-    return int(saved["step"])
+    if rng is not None:
+        _restore_rng(rng)
+    return step
+
+
+def _said_by_the_learner(directory: Path, layout: Layout) -> tuple[int, bool]:
+    """The step, and whether layout and kind of device are those that saved. Raises CorruptCheckpointError."""
+    try:
+        saved = dist_checkpointing.load_common_state_dict(str(directory))["learner"]
+        return int(saved["step"]), saved["layout"] == asdict(layout) and saved.get("device", _device()) == _device()
+    except MemoryError:
+        raise
+    except Exception as error:  # what a damaged pickle raises depends on its bytes
+        raise CorruptCheckpointError(
+            f"{directory} is not a complete checkpoint (common.pt: {type(error).__name__}: {one_line(error, 300)}); "
+            "use an older one"
+        ) from error
 
 
 def _distributed_parts(optimizer: Any) -> list[Any]:
     return [part for part in optimizer.chained_optimizers if hasattr(part, "_init_optimizer_states_with_dummy_values")]
+
+
+def _begin_states(optimizer: Any) -> None:
+    """Give an optimizer that has taken no step the state that its first one begins with. Megatron-Core 0.16.1 saves
+    only what is there, and refuses torch's Adam without any."""
+    for part in optimizer.chained_optimizers:
+        if part.optimizer.state:
+            continue
+        part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
+        else:
+            for group in part.optimizer.param_groups:
+                group["step"] = 0
 
 
 def _unshare_steps(optimizer: Any) -> None:
@@ -136,7 +162,7 @@ def _place_steps(optimizer: Any, loaded: dict[Any, Any]) -> None:
         state = loaded if len(parts) == 1 else loaded[number]
         state = state.get("optimizer", state)  # float32 parameters: nothing beside Adam's own
         steps = [group.pop("step") for group in state["param_groups"] if "step" in group]
-        step = state["state"].pop("common_step", *steps[:1])
+        step = state["state"].pop("common_step", next(iter(steps), 0))  # Megatron leaves out a 0
         if isinstance(part.optimizer, torch.optim.AdamW):
             state["state"]["common_step"] = torch.tensor(float(step))
         else:
@@ -172,6 +198,14 @@ def _device() -> str:
 def _rng_object(data: dict[str, Any] | None) -> ShardedObject:
     """One object for each rank: generators differ over tensor, pipeline and data parallel ranks."""
     return ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _stored_rng(index: CheckpointIndex) -> dict[str, Any]:
+    """What `_rng_state` returned on this rank when it was saved. Raises CorruptCheckpointError."""
+    match index.read_object(_rng_object(None).unique_key):
+        case [{"torch": torch.Tensor(), "tracker": dict()} as state]:  # Megatron makes a list of every object
+            return dict(state)
+    raise CorruptCheckpointError(f"{index.directory} holds no state of random generators where it should; use another")
 
 
 def _rng_state() -> dict[str, Any]:

@@ -7,7 +7,6 @@ are found anew (`te_precision.warm_up_passes`).
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from megatron_bridge.checkpoint.damage import damage_as
 from megatron_bridge.checkpoint.dcp_reader import CheckpointIndex, StoredTensor
+from megatron_bridge.checkpoint.shard_writers import write_in_threads
 from pipeline.errors import CorruptCheckpointError
 
 
@@ -28,8 +27,7 @@ def save(directory: Path, chunks: Sequence[Any]) -> None:
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    # As in `training_state.save`: results stay in this process, so that Megatron starts no manager process for them.
-    filesystem_async._results_queue = queue.SimpleQueue()
+    write_in_threads()
     dist_checkpointing.save(sharded_weights(chunks), str(directory))
 
 
@@ -39,13 +37,12 @@ def load(directory: Path, chunks: Sequence[Any]) -> None:
     Stored values are cast to the chunks' dtype. Raises CorruptCheckpointError.
     """
     index = CheckpointIndex(directory)  # Megatron unpickles the index without looking: look first
-    try:
+    with damage_as(
+        lambda why: (
+            f"{directory} does not hold this model's weights ({why}); look at it with `evenkeel convert inspect`"
+        )
+    ):
         loaded = dist_checkpointing.load(sharded_weights(chunks, index.tensors), str(directory))
-    except (CheckpointingException, OSError, KeyError, RuntimeError) as error:
-        raise CorruptCheckpointError(
-            f"{directory} does not hold this model's weights ({' '.join(str(error).split())[:300]}); "
-            "look at it with `evenkeel convert inspect`"
-        ) from error
     with torch.no_grad():
         for key, chunk in zip(chunk_keys(chunks), chunks, strict=True):
             fill(chunk, loaded[key])

@@ -32,16 +32,17 @@ def write_policy(
     quant: QuantMap | None,
     *,
     digests: ChecksumRecorder | None = None,
+    beside: Callable[[Path], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
     fence: Callable[[], None] = unfenced,
 ) -> None:
     """Write `named_tensors` (HF names, the whole model) as the policy folder `target`, replacing one that is there.
 
     config.json and the tokenizer come from `source_folder`; `quant` converts weights to the rollout's formats, and
-    `digests` observes what is written.
+    `digests` observes what is written. `beside` writes more files into the folder before it gets its name.
     manifest.json holds `{"tensors": …}`, a `shard_writer.Manifest`. Needs no Megatron and no process group.
     """
-    require_space(target.parent, _expected_bytes(target, source_folder, quant), f"the weights in {target.name}")
+    require_space(target.parent, expected_bytes(target, source_folder, quant), f"the weights in {target.name}")
     temporary = temporary_name(target)
     temporary.mkdir(parents=True)
     stream = named_tensors if quant is None else quantize_state(named_tensors, quant, quantize_block)
@@ -49,6 +50,8 @@ def write_policy(
         stream = digests.watch(stream)
     try:
         manifest = write_shards(whole_tensors(stream), temporary, shard_bytes=shard_bytes)
+        if beside is not None:
+            beside(temporary)
         complete_policy(temporary, target, manifest, source_folder, quant, fence)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)  # on a full disk it would be in its own way
@@ -69,11 +72,12 @@ def complete_delta(
     replace_folder(temporary, target, fence)
 
 
-def _expected_bytes(target: Path, source_folder: Path, quant: QuantMap | None) -> int:
-    """As many as the version before has; of the first, those of the source. Quantized ones are not known before."""
-    before = sorted(path for path in target.parent.glob("[0-9]*") if path.is_dir() and target.name.isdigit())
+def expected_bytes(target: Path, source_folder: Path, quant: QuantMap | None) -> int:
+    """As many as the largest version before has (a delta is smaller than what is written whole); of the first, those of
+    the source. Quantized ones are not known before."""
+    before = [path for path in target.parent.glob("[0-9]*") if path.is_dir() and target.name.isdigit()]
     if before:
-        return size_of(before[-1])
+        return max(size_of(path) for path in before)
     return sum(path.stat().st_size for path in source_folder.glob("*.safetensors")) if quant is None else 0
 
 

@@ -40,7 +40,7 @@ _WARPS = 8
 
 
 def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """As `vocab_chunks.statistics`; `rows` [tokens, vocab/tp] in bfloat16, float16 or float32, of unit stride."""
+    """As `logprobs_torch.statistics`; `rows` [tokens, vocab/tp] in bfloat16, float16 or float32, of unit stride."""
     peak = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
     sums = peak.new_empty(len(rows), 3)
     if len(rows):
@@ -52,7 +52,7 @@ def statistics(rows: Tensor, wanted: Tensor, temperature: float) -> tuple[Tensor
 def write_gradient(
     rows: Tensor, wanted: Tensor, normalizer: Tensor, scale: Tensor, temperature: float, target: Tensor
 ) -> None:
-    """As `vocab_chunks.write_gradient`; rows of `scale` 0 are not even read."""
+    """As `logprobs_torch.write_gradient`; rows of `scale` 0 are not even read."""
     if len(rows):
         strides = (rows.stride(0), target.stride(0))
         arguments = (rows, wanted, normalizer, scale, target, *strides, math.log2(math.e) / temperature)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron_bridge.hf.model_config import ModelConfig
 from megatron_bridge.model.te_precision import Layers
+from megatron_bridge.parallel.gathered import exhausted
 from megatron_bridge.weights.convert import gather_shards, join_slices
 from megatron_bridge.weights.name_map import NameMap, ShardCoords, TensorSlice, layers_of, parameter_names
 from pipeline.config.recipe import LearnerSection
@@ -201,12 +202,13 @@ class Fp8Emulation:
         if versions == self._made_from:
             return
         targets = {held.name: linear for linear in self._linears for held in linear.slices}
-        error = ""
-        try:
-            for name, tensor in fake_quantize_state(self._whole_weights(), self._share):
-                targets[name].fill(name, tensor)
-        except FloatingPointError as found:
-            error = str(found)
+        error, whole = "", self._whole_weights()
+        with exhausted(whole):
+            try:
+                for name, tensor in fake_quantize_state(whole, self._share):
+                    targets[name].fill(name, tensor)
+            except FloatingPointError as found:
+                error = str(found)
         self._agree(error)
         self._made_from = versions
 
@@ -225,7 +227,8 @@ class Fp8Emulation:
         return replace(self._coords, tensor_rank=rank)
 
     def _agree(self, error: str) -> None:
-        """The ranks that share a linear fail alike, but the others must hear of it."""
+        """The ranks that share a linear fail alike, but the others must hear of it. All gathers are over by then: ranks
+        that share one linear need not share the next, which may be an expert."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         failed = torch.tensor(float(bool(error)), device=device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)

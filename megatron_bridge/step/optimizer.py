@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from pipeline.config.recipe import LearnerSection
+from pipeline.config.recipe import LearnerSection, OptimizerSection
 
 
 def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[list[DistributedDataParallel], Any]:
@@ -57,11 +57,16 @@ def wrap_and_optimize(chunks: Sequence[Any], learner: LearnerSection) -> tuple[l
     return model, optimizer
 
 
-def set_learning_rate(optimizer: Any, lr: float, weight_decay: float) -> None:
-    """Megatron's groups carry multipliers (no decay on norms and biases) that only its own scheduler applies."""
+def follow_recipe(optimizer: Any, section: OptimizerSection, lr: float) -> None:
+    """Make the next step one of the recipe's AdamW, at learning rate `lr`.
+
+    Megatron's groups carry multipliers (no decay on norms and biases) that only its own scheduler applies. A loaded
+    checkpoint replaces the groups by those that were saved, and a fork may have a recipe of its own.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
-        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+        group["weight_decay"] = section.weight_decay * group.get("wd_mult", 1.0)
+        group["betas"], group["eps"] = section.betas, section.eps
 
 
 def reduced_gradient_norm(optimizer: Any) -> float:

@@ -62,6 +62,7 @@ class DiskChannel:
         run: RunDirectory,
         quant: QuantMap | None,
         plan: WeightCheckPlan,
+        probe: ProbeScorer,
         *,
         keep: int,
         deadline_s: float,
@@ -73,7 +74,7 @@ class DiskChannel:
         self._run = run
         self._quant = quant
         self._plan = plan
-        self._probe = ProbeScorer(learner)
+        self._probe = probe
         self._keep = keep
         self._rank_zero = RankZero(2 * deadline_s + CONTROL_S)
         self._delivery: Future[dict[str, float]] | None = None
@@ -87,7 +88,7 @@ class DiskChannel:
 
         `older` are quant maps that some engines were started with, beside the one in use. Returns score_s, export_s,
         prune_s, publish_s (total) in seconds, what ProbeScorer.score measures and what Engines.load reports; {} but on
-        rank 0. What fails on rank 0 is raised on every rank, an EvenKeelError as what it is.
+        rank 0. What fails on one rank is raised on every rank, an EvenKeelError as what it is.
         """
         self.begin(version, older)
         return self.finish()
@@ -125,9 +126,16 @@ class DiskChannel:
 
     def _export(self, version: int, folder: Path, quant: QuantMap | None, probe: Probe) -> WeightCheck | None:
         """Write one policy folder with its check; the check on rank 0."""
-        new_checksums, is_writer = self._plan.new_checksums, self._rank_zero.is_rank_zero
-        digests = new_checksums() if new_checksums is not None and is_writer else None
+        digests = None if self._plan.new_checksums is None else self._plan.new_checksums()
         learner = self._learner
+        check: WeightCheck | None = None
+
+        def write_check(folder: Path) -> None:
+            nonlocal check
+            known = () if digests is None else digests.digests()
+            check = WeightCheck(version=version, probe=probe, digests=known, formats=self._plan.formats(quant))
+            check.save(folder)
+
         export_policy(
             learner.named_weights(),
             learner.model_folder,
@@ -135,13 +143,9 @@ class DiskChannel:
             self._rank_zero,
             quant=quant,
             digests=digests,
+            beside=write_check,
             fence=self._run.fence,
         )
-        if not is_writer:
-            return None
-        known = () if digests is None else digests.digests()
-        check = WeightCheck(version=version, probe=probe, digests=known, formats=self._plan.formats(quant))
-        check.save(folder)
         return check
 
     def _load_and_name(self, version: int, folder: Path, check: WeightCheck | None) -> dict[str, float]:

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
 from megatron_bridge.hf.writer import write_policy
+from megatron_bridge.parallel.gathered import exhausted
 from megatron_bridge.parallel.rank_sync import RankZero
 from pipeline.data.deltas.chain import needed
 from pipeline.data.files import temporary_name
 from pipeline.data.run_directory import numbered, numbered_folders, unfenced
+from pipeline.errors import NonFiniteError
 from pipeline.ports.weight_check import ChecksumRecorder
 from precision.formats.quant_map import QuantMap
+
+
+@contextmanager
+def taking(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+    """Around what takes gathered `tensors` to publish them: they are exhausted at the end, whatever happens. Raises
+    NonFiniteError for weights that are not finite."""
+    with exhausted(tensors):
+        try:
+            yield
+        except FloatingPointError as error:
+            raise NonFiniteError(f"weights cannot be published: {error}") from error
 
 
 def export_policy(
@@ -25,23 +39,22 @@ def export_policy(
     *,
     quant: QuantMap | None = None,
     digests: ChecksumRecorder | None = None,
+    beside: Callable[[Path], None] | None = None,
     fence: Callable[[], None] = unfenced,
 ) -> None:
-    """Write named HF tensors, with config and tokenizer of `model_folder`, as the policy folder `folder`.
+    """Write named HF tensors, with config and tokenizer of `model_folder`, as the policy folder `folder`; `digests` and
+    `beside` as in `write_policy`.
 
     Collective: each tensor is gathered from all ranks when it is asked for, so every rank exhausts `tensors`. What
-    fails on rank 0 is raised on every rank, after all ranks have finished gathering.
+    fails on one rank is raised on every rank, after all ranks have finished gathering.
     """
 
-    def write() -> None:
-        try:
-            write_policy(tensors, model_folder, folder, quant, digests=digests, fence=fence)
-        finally:
-            _exhaust(tensors)  # the other ranks are in the same gathers, whatever happened here
+    def take() -> None:
+        with taking(tensors):
+            if rank_zero.is_rank_zero:
+                write_policy(tensors, model_folder, folder, quant, digests=digests, beside=beside, fence=fence)
 
-    if not rank_zero.is_rank_zero:
-        _exhaust(tensors)
-    rank_zero.run(write)
+    rank_zero.everywhere(take)
 
 
 def prune(policies: Path, published: int, keep: int) -> list[int]:
@@ -56,7 +69,8 @@ def prune(policies: Path, published: int, keep: int) -> list[int]:
     for version in reversed(doomed):  # a delta goes before what it was made from
         aside = temporary_name(policies / numbered(version))
         (policies / numbered(version)).rename(aside)  # no reader may find a folder half deleted
-        shutil.rmtree(aside)
+        # The version is published by now. What cannot be deleted, as on NFS while it is read, waits for the next start.
+        shutil.rmtree(aside, ignore_errors=True)
     return doomed
 
 
@@ -66,8 +80,3 @@ def joined_digests(shares: Iterable[Sequence[Mapping[str, str]]]) -> tuple[Mappi
     return tuple(
         {name: digest for part in ranks for name, digest in part.items()} for ranks in zip(*known, strict=True)
     )
-
-
-def _exhaust(tensors: Iterator[tuple[str, Tensor]]) -> None:
-    for _ in tensors:
-        pass

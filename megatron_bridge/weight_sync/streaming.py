@@ -13,8 +13,8 @@ Engines hash what they hold as soon as they have it, and score the probe, while 
 is compared when both are there (pipeline.ports.coming_check).
 
 A pipeline stage streams only what it holds; the stages stream at the same time. Every rank of a stage has the gathered
-tensors, so the engines are divided among its first ranks, as many as there were engines at the last publish; the others
-keep no snapshot. Which engines there are is read anew by rank 0 at each publish, and told to the others with the number
+tensors, so the engines are divided among its first ranks, as many as the recipe has engines; the others never keep a
+snapshot. Which engines there are is read anew by rank 0 at each publish, and told to the others with the number
 of the update. A rank sends through process groups (ProcessGroupTransport) or through memory that the engine opens
 (IpcTransport). An engine that dies or hangs delays the publish by at most its deadline. It is skipped for the rest of
 the publish, then quarantined.
@@ -43,7 +43,7 @@ from megatron_bridge.weight_sync.background_writer import FolderWriter, gather_m
 from megatron_bridge.weight_sync.buckets import bucket_size, pack
 from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
 from megatron_bridge.weight_sync.event_loop_thread import EventLoopThread
-from megatron_bridge.weight_sync.export import joined_digests, prune
+from megatron_bridge.weight_sync.export import joined_digests, prune, taking
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.snapshot import HostSnapshot
 from megatron_bridge.weight_sync.transport import WeightTransport
@@ -53,7 +53,7 @@ from pipeline.background import in_background
 from pipeline.data.files import temporary_name
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineUnavailableError, NonFiniteError
+from pipeline.errors import EngineUnavailableError
 from pipeline.ports.coming_check import ComingCheck
 from pipeline.ports.weight_check import Probe, WeightCheck
 from pipeline.ports.weight_update import WeightUpdateReport, WeightUpdateSession
@@ -98,20 +98,23 @@ class StreamedChannel:
         run: RunDirectory,
         quant: QuantMap | None,
         plan: WeightCheckPlan,
+        probe: ProbeScorer,
         new_transport: type[WeightTransport],
         *,
+        num_engines: int,
         keep: int,
         bucket_bytes: int,
         deadline_s: float,
     ) -> None:
-        """`keep` older policies stay on disk beside the published one. `deadline_s` bounds how long one engine may take
-        for all tensors together, and how long the folder may take."""
+        """`num_engines` are expected: no more ranks of a stage send. `keep` older policies stay on disk beside the
+        published one. `deadline_s` bounds how long one engine may take for all tensors together, and how long the
+        folder may take."""
         self._learner = learner
         self._session = session
         self._run = run
         self.set_map(quant)
         self._plan = plan
-        self._probe = ProbeScorer(learner)
+        self._probe = probe
         self._keep = keep
         self._bucket_bytes = bucket_bytes
         self._share_bytes = 0
@@ -123,8 +126,7 @@ class StreamedChannel:
         self._num_stages = 1 + max(stage_of)
         self._stage = stage_of[self._rank_sync.rank]
         ranks = [rank for rank, stage in enumerate(stage_of) if stage == self._stage]
-        self._stage_rank, self._senders = ranks.index(self._rank_sync.rank), len(ranks)
-        self._stage_size = len(ranks)
+        self._stage_rank, self._senders = ranks.index(self._rank_sync.rank), min(len(ranks), num_engines)
         self._transport = new_transport(session, self._event_loop, learner.device, deadline_s)
         self._engines: list[Member] = []
         """Those of the last publish."""
@@ -179,7 +181,6 @@ class StreamedChannel:
 
     def _begin(self, version: int, *, learner_waits: bool) -> None:
         self.wait_for_folder()
-        self._senders = min(self._stage_size, len(self._engines) or self._stage_size)
         publish = _Publish(version, self._run.policy_directory(version), self._quant, learner_waits)
         self._snapshot.begin()
         if learner_waits:
@@ -208,20 +209,16 @@ class StreamedChannel:
         """Fill the snapshot; what failed. Every rank of the stage exhausts the gathers, whatever happens."""
         tensors = watch.timed("gather_s", convert.export_stage(self._learner.model, self._learner.model_config))
         try:
-            if self._stage_rank < self._senders:
-                stream = tensors
-                if self._share is not None:
-                    stream = watch.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
-                for name, tensor in stream:
-                    with watch.phase("keep_s"):
-                        self._snapshot.add(name, tensor)
-        except FloatingPointError as error:
-            return NonFiniteError(f"weights cannot be published: {error}")
+            with taking(tensors):
+                if self._stage_rank < self._senders:
+                    stream = tensors
+                    if self._share is not None:
+                        stream = watch.timed("quantize_s", quantize_state(tensors, self._share, quantize_block))
+                    for name, tensor in stream:
+                        with watch.phase("keep_s"):
+                            self._snapshot.add(name, tensor)
         except Exception as error:  # noqa: BLE001 (raised by finish, on every rank)
             return error
-        finally:
-            for _ in tensors:
-                pass
         return None
 
     def _deliver(self, publish: _Publish) -> dict[str, float]:

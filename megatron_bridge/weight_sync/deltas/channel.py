@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +28,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_bridge.hf.shard_writer import Manifest
-from megatron_bridge.hf.writer import complete_delta, complete_policy
+from megatron_bridge.hf.writer import complete_delta, complete_policy, expected_bytes
 from megatron_bridge.parallel.rank_sync import RankSync
 from megatron_bridge.weight_sync.deltas.published_share import PublishedShare, share_of
 from megatron_bridge.weight_sync.disk import CONTROL_S, WeightCheckPlan
-from megatron_bridge.weight_sync.export import joined_digests, prune
+from megatron_bridge.weight_sync.export import joined_digests, prune, taking
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weights import convert
 from pipeline.background import in_background
@@ -38,7 +40,7 @@ from pipeline.data.deltas.delta import Delta, DeltaWriter, list_of, payload_name
 from pipeline.data.files import temporary_name
 from pipeline.data.integrity.space import require_space
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineUnavailableError, NonFiniteError
+from pipeline.errors import EngineUnavailableError
 from pipeline.ports.engines import Engines
 from pipeline.ports.weight_check import Probe, WeightCheck
 from pipeline.stopwatch import Stopwatch
@@ -65,6 +67,7 @@ class DeltaChannel:
         run: RunDirectory,
         quant: QuantMap | None,
         plan: WeightCheckPlan,
+        probe: ProbeScorer,
         *,
         keep: int,
         whole_every: int,
@@ -77,7 +80,7 @@ class DeltaChannel:
         self._run = run
         self._quant = quant
         self._plan = plan
-        self._probe = ProbeScorer(learner)
+        self._probe = probe
         self._keep = keep
         self._whole_every = whole_every
         self._rank_sync = RankSync(3 * deadline_s + CONTROL_S)
@@ -93,6 +96,8 @@ class DeltaChannel:
         self._delivery: Future[dict[str, float]] | None = None
         self._whole = 0
         """The newest version that is whole."""
+        self._whole_bytes = 0
+        """Of the last version, over all ranks; 0 before the first."""
 
     def publish(self, version: int) -> dict[str, float]:
         """Give the engines the learner's present weights under the name `version`. Collective.
@@ -113,7 +118,8 @@ class DeltaChannel:
         begun = self._tell(lambda: self._begin(version))
         temporary = self._run.policies / begun["temporary"]
         base, self._base = (self._base if begun["compares"] else None), None
-        shares = self._rank_sync.all_gather_result(lambda: self._take(temporary, base is not None))
+        with self._removed_on_failure(temporary):
+            shares = self._rank_sync.all_gather_result(lambda: self._take(temporary, base is not None))
         watch.lap("export_s")
         self._delivery = in_background(
             lambda: terms | self._deliver(version, watch, probe, base, begun, shares), "delivery"
@@ -137,6 +143,7 @@ class DeltaChannel:
         """On every rank, in a thread of its own: from the shares to PUBLISHED."""
         temporary, is_whole = self._run.policies / begun["temporary"], begun["is_whole"]
         sizes = {name: sum(share[name] for share in shares) for name in ("bytes", "delta_bytes", "numbers", "changed")}
+        self._whole_bytes = sizes["bytes"]
         if base is None or sizes["delta_bytes"] > DENSE * sizes["bytes"]:
             base, is_whole = None, True
         check = WeightCheck(
@@ -179,10 +186,11 @@ class DeltaChannel:
     def _begin(self, version: int) -> dict[str, Any]:
         compares = self._base is not None and self._base[0] == self._run.published_version()
         stuck = any(engine.stuck for engine in self._run.membership().engines())
-        if compares:
-            require_space(self._run.policies, self._share.num_bytes, f"version {version}")
+        folder = self._run.policy_directory(version)
+        num_bytes = self._whole_bytes or expected_bytes(folder, self._learner.model_folder, self._quant)
+        require_space(self._run.policies, num_bytes, f"version {version}")
         return dict(
-            temporary=temporary_name(self._run.policy_directory(version)).name,
+            temporary=temporary_name(folder).name,
             compares=compares,
             is_whole=not compares or stuck or version - self._whole >= self._whole_every,
         )
@@ -196,13 +204,8 @@ class DeltaChannel:
         stream: Iterator[tuple[str, Tensor]] = ((name, one) for name, one in tensors if name in self._names)
         if self._shared_map is not None:
             stream = quantize_state(stream, self._shared_map, quantize_block)
-        try:
+        with taking(tensors):
             self._share.take(stream if digests is None else digests.watch(stream), writer)
-        except FloatingPointError as error:
-            raise NonFiniteError(f"weights cannot be published: {error}") from error
-        finally:
-            for _ in tensors:
-                pass
         return dict(
             bytes=self._share.num_bytes,
             numbers=self._share.num_numbers,
@@ -223,8 +226,6 @@ class DeltaChannel:
             return self._share.write_whole(temporary, self._rank) if is_whole else self._share.manifest()
 
         manifest: Manifest = {}
-        for part in self._rank_sync.all_gather_result(share):
-            manifest |= part
 
         def complete() -> None:
             check.save(temporary)
@@ -236,8 +237,22 @@ class DeltaChannel:
             else:
                 complete_delta(temporary, folder, manifest, self._quant, fence)
 
-        self._tell(complete)
+        with self._removed_on_failure(temporary):
+            for part in self._rank_sync.all_gather_result(share):
+                manifest |= part
+            self._tell(complete)
         return state_of(manifest)
+
+    @contextmanager
+    def _removed_on_failure(self, temporary: Path) -> Iterator[None]:
+        """Around what all ranks fail together: none writes any more. On a full disk the folder would be in its own
+        way."""
+        try:
+            yield
+        except BaseException:
+            if not self._rank:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
     def _load(self, check: WeightCheck, is_whole: bool) -> dict[str, float] | None:
         """Have the engines load the version, and name it. None when none took a delta."""

@@ -18,6 +18,7 @@ from megatron_bridge.learner import MegatronLearner
 from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.weight_sync.buckets import Bucket, pack
 from megatron_bridge.weight_sync.disk import WeightCheckPlan
+from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
 from pipeline.config.recipe import LearnerSection
@@ -88,7 +89,9 @@ class Rank:
             self.run,
             None,
             WeightCheckPlan(rows=ROWS, max_mean_gap_nats=1e-3, new_checksums=new_checksums),
+            ProbeScorer(self.learner),
             ProcessGroupTransport,
+            num_engines=len(self.task["urls"]),
             keep=2,
             bucket_bytes=BUCKET_BYTES,
             deadline_s=self.task["deadline_s"],

@@ -15,6 +15,7 @@ from megatron_bridge.model.logprobs_kept import KeptRows
 from megatron_bridge.parallel.layout import Layout, initialize
 from megatron_bridge.step.fp8_emulation import emulated
 from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan
+from megatron_bridge.weight_sync.probe import ProbeScorer
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.data.given_batch import Response, given_batch
 from pipeline.data.kept_sets import KeptSets
@@ -172,7 +173,8 @@ class Worker:
 
         run = RunDirectory(self.out)
         plan = WeightCheckPlan(rows=((3, 1, 4, 1, 5), (9, 2, 6)), max_mean_gap_nats=0.1, new_checksums=self.digests)
-        channel = DiskChannel(learner, Engines(), run, None, plan, keep=1, deadline_s=60)  # type: ignore[arg-type]
+        probe, engines = ProbeScorer(learner), Engines()
+        channel = DiskChannel(learner, engines, run, None, plan, probe, keep=1, deadline_s=60)  # type: ignore[arg-type]
         self.found["publish"] = channel.publish(1)
         try:
             channel.publish(2)

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from launch.verify.layout_ranks import TEMPERATURE, train, weights
 from launch.verify.layouts import write_model
+from megatron_bridge.checkpoint import weights_only
 from megatron_bridge.learner import MegatronLearner
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from precision.objectives.p3o import P3O
@@ -45,11 +46,15 @@ def test_a_save_forks_nothing_and_loads_again(tmp_path: Path, monkeypatch: pytes
         train(trained, 0)
         monkeypatch.setattr(os, "fork", fork)
         trained.save(tmp_path / "saved")
+        weights_only.save(tmp_path / "weights", [chunk.module for chunk in trained.model])
         monkeypatch.undo()
+        alone = weights(trained)
         assert len(list((tmp_path / "saved").glob("*.distcp"))) >= 2, "several files, as Megatron's processes write"
         train(trained, 1)
         expected = weights(trained)
     with learner(tmp_path / "model") as again:
+        weights_only.load(tmp_path / "weights", [chunk.module for chunk in again.model])
+        assert (weights(again) == alone).all()
         again.load(tmp_path / "saved")
         train(again, 1)
         assert (weights(again) == expected).all()

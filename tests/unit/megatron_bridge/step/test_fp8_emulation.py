@@ -255,6 +255,34 @@ def test_numbers_that_are_not_finite_reach_no_optimizer_step(models: Path) -> No
     assert np.isfinite(before).all()
 
 
+def test_a_rank_whose_weight_is_not_finite_gathers_all_the_same(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that share a later linear, but not this one, are in its gather."""
+    gathered, at_the_end = [0], list[int]()
+    whole_weights, agree = Fp8Emulation._whole_weights, Fp8Emulation._agree
+
+    def counted(self: Fp8Emulation) -> Iterator[tuple[str, Tensor]]:
+        gathered[0] = 0
+        for entry in whole_weights(self):
+            gathered[0] += 1
+            yield entry
+
+    def noted(self: Fp8Emulation, error: str) -> None:
+        at_the_end.append(gathered[0])
+        agree(self, error)
+
+    monkeypatch.setattr(Fp8Emulation, "_whole_weights", counted)
+    monkeypatch.setattr(Fp8Emulation, "_agree", noted)
+    with learner(models / "experts", quant_map("experts", "fp8_block")) as trained:
+        trained.score_tokens([[1, 2, 3]])
+        (chunk,) = [chunk.module for chunk in trained.model]
+        with torch.no_grad():
+            chunk.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight[0, 0] = torch.nan
+        with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp\.experts\.0\."):
+            trained.score_tokens([[1, 2, 3]])
+    assert at_the_end[0] > 0
+    assert at_the_end == at_the_end[:1] * 2
+
+
 def test_a_map_of_another_model_is_refused(models: Path) -> None:
     with (
         pytest.raises(ModelError, match=r"model\.layers\.4\.\S+, which is no linear layer of this"),

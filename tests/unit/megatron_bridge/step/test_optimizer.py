@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_bridge.step.learning_rate import LearningRates, RateSpan, learning_rate
-from megatron_bridge.step.optimizer import set_learning_rate
+from megatron_bridge.step.optimizer import follow_recipe
 from pipeline.config.recipe import OptimizerSection
 
 
@@ -49,5 +49,5 @@ def test_a_run_that_is_all_warm_up() -> None:
 
 def test_multipliers_of_groups_are_kept() -> None:
     groups: list[dict[str, Any]] = [{"wd_mult": 1.0, "lr_mult": 1.0}, {"wd_mult": 0.0, "lr_mult": 0.5}]
-    set_learning_rate(SimpleNamespace(param_groups=groups), 0.1, 0.01)
+    follow_recipe(SimpleNamespace(param_groups=groups), OptimizerSection(weight_decay=0.01), 0.1)
     assert [(g["lr"], g["weight_decay"]) for g in groups] == [(0.1, 0.01), (0.05, 0.0)]

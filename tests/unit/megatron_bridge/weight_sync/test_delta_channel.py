@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import errno
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +16,16 @@ import pytest
 
 from megatron_bridge.weight_sync.deltas import channel as module
 from megatron_bridge.weight_sync.deltas.channel import DeltaChannel
-from megatron_bridge.weight_sync.deltas.published_share import share_of
+from megatron_bridge.weight_sync.deltas.published_share import PublishedShare, share_of
 from megatron_bridge.weight_sync.disk import WeightCheckPlan
+from megatron_bridge.weight_sync.probe import ProbeScorer
 from pipeline.config.recipe import LearnerSection
 from pipeline.data.deltas.chain import is_whole
+from pipeline.data.files import is_temporary
+from pipeline.data.integrity.space import SPARE_BYTES, size_of
 from pipeline.data.membership import Member
-from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import EngineUnavailableError
+from pipeline.data.run_directory import RunDirectory, numbered_folders
+from pipeline.errors import DiskFullError, EngineUnavailableError
 from precision.formats.quant_map import QuantMap
 from precision.formats.quant_map_file import QuantMapFile
 from precision.objectives.p3o import P3O
@@ -55,7 +61,8 @@ class Publisher:
         plan = WeightCheckPlan(rows=((1, 2, 3, 4),), max_mean_gap_nats=1.0, new_checksums=None)
         self.learner, self.run, self.engines = learner, run, Listening()
         settings: dict[str, Any] = dict(keep=100, whole_every=whole_every, deadline_s=10.0)
-        self.channel = DeltaChannel(learner, self.engines, run, quant, plan, **settings)  # type: ignore[arg-type]
+        probe, engines = ProbeScorer(learner), self.engines
+        self.channel = DeltaChannel(learner, engines, run, quant, plan, probe, **settings)  # type: ignore[arg-type]
         self.version = run.published_version()
 
     def publish(self, scale: float = 1.0) -> dict[str, float]:
@@ -155,6 +162,68 @@ def test_nothing_changed_is_a_version_all_the_same(learner: Any, run: RunDirecto
     measured = publisher.publish()
     assert (measured["delta_density"], measured["published_bytes"]) == (0.0, 0.0)
     check_replica(publisher, tmp_path)
+
+
+class TwoAlike:
+    """In the place of RankSync, on rank 0 of two that say the same."""
+
+    rank = 0
+
+    def __init__(self, _deadline_s: float) -> None:
+        pass
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def all_gather_result(self, action: Callable[[], Any]) -> list[Any]:
+        return self.all_gather_json(action())
+
+
+def leave_free(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
+    free = SimpleNamespace(f_bavail=int(num_bytes) + SPARE_BYTES, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: free)
+
+
+def test_there_must_be_room_for_the_shares_of_all_ranks(
+    learner: Any, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RankSync", TwoAlike)
+    publisher = Publisher(learner, run)
+    whole = publisher.publish()["whole_bytes"]
+    leave_free(monkeypatch, 0.75 * whole)
+    with pytest.raises(DiskFullError, match=r"too full for version 2"):
+        publisher.publish()
+    leave_free(monkeypatch, 1.25 * whole)
+    publisher.version = 1
+    assert publisher.publish()["published_whole"] == 0.0
+
+
+def test_after_a_start_there_must_be_room_for_what_is_there_already(
+    learner: Any, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Publisher(learner, run)
+    before.publish()
+    before.publish(1.5)  # a delta, which is small
+    leave_free(monkeypatch, 0.75 * size_of(run.policy_directory(1)))
+    with pytest.raises(DiskFullError, match=r"too full for version 3"):
+        Publisher(learner, run).publish()
+
+
+@pytest.mark.parametrize("lost", ["take", "write_whole"])
+def test_a_version_that_cannot_be_written_leaves_no_folder(
+    learner: Any, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    publisher = Publisher(learner, run)
+    publisher.publish()
+    publisher.channel._base = None  # the next one is whole
+    monkeypatch.setattr(PublishedShare, lost, full)
+    with pytest.raises(OSError, match="No space left"):
+        publisher.publish()
+    assert numbered_folders(run.policies) == [1]
+    assert not any(is_temporary(path.name) for path in run.policies.iterdir())
 
 
 def test_what_an_engine_stacks_stays_together_and_ranks_share_evenly() -> None:

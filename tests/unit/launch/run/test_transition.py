@@ -1,0 +1,47 @@
+"""How the channels of a run whose quant map may change are put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.convert.new_model import new_model
+from launch.run import learn
+from megatron_bridge.weight_sync.disk import DiskChannel
+from megatron_bridge.weight_sync.streaming import StreamedChannel
+from pipeline.config.loader import recipe_from
+from pipeline.data.run_directory import RunDirectory
+
+
+def test_both_channels_compare_with_what_either_published_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise probe_staleness_nats spans several versions after a change of channel."""
+    new_model(tmp_path / "model", hidden=32, ffn=32, head_dim=16)
+    recipe = recipe_from(
+        dict(
+            run=dict(name="run", root=str(tmp_path), steps=4),
+            model=dict(path=str(tmp_path / "model")),
+            task=dict(name="sort_digits"),
+            rollout=dict(precision="fp8_block"),
+            weights=dict(channel="broadcast"),
+            controller=dict(),
+        ),
+        source="test",
+    )
+    probes: dict[type, Any] = {}
+
+    def noted(self: Any, *arguments: Any, **_: Any) -> None:
+        probes[type(self)] = arguments[5]
+
+    for kind in (DiskChannel, StreamedChannel):
+        monkeypatch.setattr(kind, "__init__", noted)
+    monkeypatch.setattr(learn, "build_fleet", lambda *_: None)
+    monkeypatch.setattr(learn, "fleet_settings", lambda *_: {})
+    monkeypatch.setattr(learn, "FleetUpdateSession", lambda *_, **__: None)
+    monkeypatch.setattr(learn, "build_weight_check_plan", lambda _recipe: None)
+    learner: Any = None
+    epoch: Any = None
+    learn.build_transition(RunDirectory(tmp_path / "run"), recipe, learner, epoch)
+    assert set(probes) == {DiskChannel, StreamedChannel}
+    assert probes[DiskChannel] is probes[StreamedChannel]

@@ -1,0 +1,102 @@
+"""What a publish by disk does when it fails before the engines are asked: a real learner, and engines that take all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan
+from megatron_bridge.weight_sync.probe import ProbeScorer
+from pipeline.config.recipe import LearnerSection
+from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import NonFiniteError
+from pipeline.ports.weight_check import WeightCheck
+from precision.formats.quant_map import QuantMap
+from precision.formats.quant_map_file import QuantMapFile
+from precision.objectives.p3o import P3O
+from tests.support.learners import learner_here
+from tests.support.runs import make_model
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
+]
+
+
+class Taking:
+    """Engines that take what they are told to."""
+
+    async def load(self, version: int, directory: Path, check: WeightCheck) -> dict[str, float]:
+        await asyncio.sleep(0)
+        assert WeightCheck.load(directory) == check
+        return {"load_s": 0.0}
+
+
+class Recorder:
+    """Checksums of nothing; or an error, as when a part of a stacked parameter never came."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error
+
+    def watch(self, stream: Any) -> Any:
+        return stream
+
+    def digests(self) -> tuple[dict[str, str], ...]:
+        if self._error is not None:
+            raise self._error
+        return ({"a": "b"},)
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = make_model(tmp_path_factory.mktemp("disk-channel") / "model")
+    section = LearnerSection(precision="bf16", micro_batch_tokens=256)
+    with learner_here(folder, section, P3O(), temperature=1.0, seed=0, total_steps=10) as learner:
+        yield learner
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    run = RunDirectory(tmp_path / "run")
+    run.make_folders()
+    return run
+
+
+def channel(learner: Any, run: RunDirectory, recorder: Recorder, quant: QuantMap | None = None) -> DiskChannel:
+    plan = WeightCheckPlan(rows=((1, 2, 3, 4),), max_mean_gap_nats=1.0, new_checksums=lambda: recorder)  # type: ignore[arg-type, return-value]
+    engines: Any = Taking()
+    return DiskChannel(learner, engines, run, quant, plan, ProbeScorer(learner), keep=1, deadline_s=10.0)
+
+
+def test_the_check_is_part_of_the_folder_that_gets_a_name(learner: Any, run: RunDirectory) -> None:
+    channel(learner, run, Recorder()).publish(1)
+    sums = (run.policy_directory(1) / "SHA256SUMS").read_text()
+    assert "weight_check.json" in sums
+
+
+def test_a_folder_without_its_check_gets_no_name(learner: Any, run: RunDirectory) -> None:
+    with pytest.raises(ValueError, match="a part never came"):
+        channel(learner, run, Recorder(ValueError("a part never came"))).publish(1)
+    assert list(run.policies.iterdir()) == []
+
+
+def test_weights_that_are_not_finite_are_told_as_such(
+    learner: Any, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quant = QuantMap.from_file(QuantMapFile(base="fp8_block"), learner.model_config.num_layers, None)
+    weight = next(one for one in learner.model[0].module.decoder.parameters() if one.dim() == 2)
+    before = weight.detach().clone()
+    monkeypatch.setattr(ProbeScorer, "score", lambda *_: (None, {}))
+    with torch.no_grad():
+        weight[0, 0] = torch.nan
+    try:
+        with pytest.raises(NonFiniteError, match="weights cannot be published: model"):
+            channel(learner, run, Recorder(), quant).publish(1)
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+    assert list(run.policies.iterdir()) == []

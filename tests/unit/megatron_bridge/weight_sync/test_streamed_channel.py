@@ -1,0 +1,74 @@
+"""Which ranks of a stage keep a version in host memory: a real learner in the place of each, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_bridge.weight_sync import streaming
+from megatron_bridge.weight_sync.disk import WeightCheckPlan
+from megatron_bridge.weight_sync.probe import ProbeScorer
+from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
+from megatron_bridge.weight_sync.streaming import StreamedChannel
+from pipeline.config.recipe import LearnerSection
+from pipeline.data.run_directory import RunDirectory
+from precision.objectives.p3o import P3O
+from tests.support.learners import learner_here
+from tests.support.runs import make_model
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
+]
+
+STAGE_SIZE = 4
+
+
+class LikeRanks:
+    """In the place of RankSync: the ranks of one stage, all of which say what this one does."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        return [value] * STAGE_SIZE
+
+    def all_gather_result(self, action: Callable[[], Any]) -> list[Any]:
+        return self.all_gather_json(action())
+
+
+class NoEngines:
+    """In the place of a WeightUpdateSession: nothing is delivered."""
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = make_model(tmp_path_factory.mktemp("streamed-channel") / "model")
+    section = LearnerSection(precision="bf16", micro_batch_tokens=256)
+    with learner_here(folder, section, P3O(), temperature=1.0, seed=0, total_steps=10) as learner:
+        yield learner
+
+
+@pytest.mark.parametrize(("num_engines", "senders"), [(1, 1), (3, 3), (9, 4)])
+def test_only_ranks_that_send_keep_a_version(
+    learner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_engines: int, senders: int
+) -> None:
+    monkeypatch.setattr(StreamedChannel, "_deliver", lambda *_: {})
+    plan = WeightCheckPlan(rows=((1, 2, 3, 4),), max_mean_gap_nats=1.0, new_checksums=None)
+    settings: dict[str, Any] = dict(num_engines=num_engines, keep=1, bucket_bytes=1 << 20, deadline_s=10.0)
+    probe, kept = ProbeScorer(learner), []
+    for rank in range(STAGE_SIZE):
+        monkeypatch.setattr(streaming, "RankSync", lambda _deadline_s, rank=rank: LikeRanks(rank))
+        session: Any = NoEngines()
+        run = RunDirectory(tmp_path / "run")
+        channel = StreamedChannel(learner, session, run, None, plan, probe, ProcessGroupTransport, **settings)
+        for version in (1, 2):
+            channel.publish(version)
+            kept.append(bool(channel._snapshot._memory))
+        channel.close()
+    assert kept == [rank < senders for rank in range(STAGE_SIZE) for _ in range(2)]
