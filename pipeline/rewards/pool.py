@@ -261,10 +261,7 @@ def _encoded(samples: Sequence[tuple[str, str, str, Mapping[str, Any], Mapping[s
 
 
 def _cannot_import(reward: str, problem: str, sandbox: Sandbox | None) -> str:
-    advice = "install the package that holds it, or set the task's reward to another package.module:function"
-    if sandbox is None:
-        return f"reward {reward!r} cannot be imported: {problem}; {advice}"
-    return (
-        f"reward {reward!r} cannot be imported in the sandbox ({sandbox.rung}): {problem}; {advice}; docs/sandbox.md "
-        "says what the sandbox shows"
-    )
+    advice = "correct it, install its package, or set the task's reward to another package.module:function"
+    where = "" if sandbox is None else f" in the sandbox ({sandbox.rung})"
+    page = "" if sandbox is None else "; docs/sandbox.md says what the sandbox shows"
+    return f"reward {reward!r} cannot be imported or called{where}: {problem}; {advice}{page}"

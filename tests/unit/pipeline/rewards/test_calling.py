@@ -18,7 +18,7 @@ import pytest
 from pipeline.rewards import judgment as judgments
 from pipeline.rewards.calling import retries
 from pipeline.rewards.calling.judge import as_judgment, without_secrets
-from pipeline.rewards.calling.wants import Wants
+from pipeline.rewards.calling.wants import Wants, call
 from pipeline.rewards.failure_watch import FailureWatch
 from pipeline.rewards.judgment import Judgment, decode_judgment, encode_judgment, failure, together
 from pipeline.rewards.pool import Verdict, Verifiers
@@ -65,6 +65,45 @@ def test_what_a_function_wants_is_read_from_its_names() -> None:
     assert Wants.of(reward_examples.batched) == Wants(batched=True)
     for wants in (Wants.of(reward_examples.of_info), Wants.of(reward_examples.with_all_the_rest)):
         assert wants == Wants(info=True) == Wants.from_numbers(wants.numbers())
+
+
+GIVEN = dict(prompt="P", response="R", answer="A", metadata={}, info={})
+
+
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [
+        (lambda response, answer, *args: (response, answer, args), ("R", "A", ())),
+        (lambda response, answer, *args, **rest: (args, [*rest]), ((), ["prompt", "metadata", "info"])),
+        (lambda question, reply, truth, **rest: (question, reply, truth, rest), ("P", "R", "A", {})),
+        (lambda question, reply, truth, /: (question, reply, truth), ("P", "R", "A")),
+        (lambda *texts, **rest: (texts, rest), (("P", "R", "A"), {})),
+        (lambda **rest: [*rest], [*GIVEN]),
+        (lambda scale=2.0, **rest: (scale, rest["answer"]), (2.0, "A")),
+    ],
+)
+def test_a_function_gets_what_it_names(function: Callable[..., Any], got: Any) -> None:
+    Wants.of(function)
+    assert call(function, **GIVEN) == got
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (
+            lambda response, answer, question: 0.0,
+            r"\(response, answer, question\): missing .*'question'; name some of prompt, ",
+        ),
+        (lambda response, *, truth: 0.0, "missing .*'truth'"),
+        (lambda reply, truth: 0.0, "too many positional arguments; .* take prompt, response, answer in this order"),
+        (lambda responses, references: [], "missing .*'references'; name some of prompts, responses, answers, "),
+        (lambda responses, prompt: [], "missing .*'prompt'"),
+        (lambda prompts, completions: [], "too many positional arguments"),
+    ],
+)
+def test_a_function_that_would_get_wrong_texts_is_refused(function: Callable[..., Any], why: str) -> None:
+    with pytest.raises(TypeError, match=why):
+        Wants.of(function)
 
 
 def test_info_tells_lengths_end_and_siblings() -> None:
