@@ -16,8 +16,11 @@ import pytest
 from pipeline.errors import RecipeError
 from pipeline.rewards import worker_process
 from pipeline.rewards.calling.judge import judge
+from pipeline.rewards.children import RunIsGoneError
+from pipeline.rewards.judgment import Judgment, failure
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.rewards.verifiers import TRUSTED, math_verify
+from pipeline.rewards.worker import judged
 from pipeline.rewards.worker_process import Sandbox
 from tests.support.sandboxes import EVERY_RUNG, sandbox_of
 
@@ -198,6 +201,24 @@ def test_any_text_reaches_the_verifier(sandbox: Sandbox | None) -> None:
         for text in ("", "\x00\n\r", "é漢🙂", "\udcff", "long" * 500_000):
             verdict = asyncio.run(verifiers.score(text, text, text))
             assert (verdict.reward, verdict.parts) == (1.0, {"characters": float(len(text))})
+
+
+class Stumbling:
+    """A judge that a sample makes raise."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def judge(self, texts: bytes) -> Judgment:
+        raise self._error
+
+
+def test_a_sample_over_which_a_worker_stumbles_is_a_failed_one() -> None:
+    found = judged(Stumbling(OverflowError("too large")), b"")  # type: ignore[arg-type]
+    assert found == failure("raised", "OverflowError: too large")
+    for error in (RunIsGoneError(), OSError(11, "no process"), MemoryError()):  # a fresh worker may do better
+        with pytest.raises(type(error)):
+            judged(Stumbling(error), b"")  # type: ignore[arg-type]
 
 
 def test_judge_reports_what_was_raised() -> None:

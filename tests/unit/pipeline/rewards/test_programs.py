@@ -141,6 +141,7 @@ def test_fences_say_what_is_the_program(response: str, program: str) -> None:
         (1, "NaN", False),
         (1, "[" * 10**5, False),
         (1, "9" * 5000, False),
+        (0.5, "1" * 400, False),
     ],
 )
 def test_values_are_compared_as_json(value: object, printed: str, same: bool) -> None:
