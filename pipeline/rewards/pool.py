@@ -186,31 +186,33 @@ class Verifiers:
 
     def _keep(self, worker: WorkerProcess, started: Future[str | None], busy: _BusySpan) -> None:
         """Body of a worker's thread. Where samples take no time, one is posted ahead, so that the worker need not wait
-        for this thread."""
-        started.set_result(worker.start())
+        for this thread. What is raised here costs the samples that were asked for, and neither the others, which would
+        wait for ever, nor the thread."""
+        try:
+            started.set_result(worker.start())
+        except Exception as error:  # noqa: BLE001 - told by the thread that waits
+            started.set_result(f"{type(error).__name__}: {error}")
         asked: deque[list[_Job]] = deque()
         quick, closed = False, False
         while asked or not closed:
-            if not closed and len(asked) < (_POSTED_AHEAD if quick else 1):
-                with suppress(Empty):
-                    if not asked and self._jobs.empty():
-                        busy.pause()
-                    jobs = self._next_jobs(block=not asked)
-                    closed = None in jobs
-                    wanted = [job for job in jobs if job is not None and job.judgments.set_running_or_notify_cancel()]
-                    if wanted:
-                        worker.post(*(text for job in wanted for text in job.texts))
-                        asked.append(wanted)
-                    continue
-            began = time.monotonic()
-            judgment = worker.collect()
-            ended = time.monotonic()
-            quick = ended - began < _QUICK_S
-            done = asked.popleft()
-            of_each = iter(judgment.of_each(sum(len(job.texts) for job in done)))
-            busy.scored(began, ended, sum(len(job.texts) for job in done))
-            for job in done:
-                job.judgments.set_result([next(of_each) for _ in job.texts])
+            try:
+                if not closed and len(asked) < (_POSTED_AHEAD if quick else 1):
+                    with suppress(Empty):
+                        if not asked and self._jobs.empty():
+                            busy.pause()
+                        jobs = self._next_jobs(block=not asked)
+                        closed = None in jobs
+                        _post(worker, asked, jobs)
+                        continue
+                quick = _collect(worker, asked, busy)
+            except Exception as error:  # noqa: BLE001 - told by the judgments
+                _log.exception("a worker of verifier %s is given up", self._reward)
+                with suppress(Exception):
+                    worker.forget()
+                broken = failure("crashed", f"its worker could not be asked: {type(error).__name__}: {error}")
+                while asked:
+                    for job in asked.popleft():
+                        job.judgments.set_result(broken.of_each(len(job.texts)))
 
     def _next_jobs(self, *, block: bool) -> list[_Job | None]:
         """One that waits and, for an async function, as many more as it may have under way. None ends the worker.
@@ -254,6 +256,27 @@ class _Job(NamedTuple):
 
     texts: Sequence[bytes]
     judgments: Future[list[Judgment]]
+
+
+def _post(worker: WorkerProcess, asked: deque[list[_Job]], jobs: Sequence[_Job | None]) -> None:
+    """Ask for those for which somebody still waits."""
+    wanted = [job for job in jobs if job is not None and job.judgments.set_running_or_notify_cancel()]
+    if wanted:
+        asked.append(wanted)
+        worker.post(*(text for job in wanted for text in job.texts))
+
+
+def _collect(worker: WorkerProcess, asked: deque[list[_Job]], busy: _BusySpan) -> bool:
+    """Give those who were asked for first their judgments. Returns whether they were quick."""
+    began = time.monotonic()
+    judgment = worker.collect()
+    ended = time.monotonic()
+    count = sum(len(job.texts) for job in asked[0])
+    of_each = iter(judgment.of_each(count))
+    busy.scored(began, ended, count)
+    for job in asked.popleft():
+        job.judgments.set_result([next(of_each) for _ in job.texts])
+    return ended - began < _QUICK_S
 
 
 def _encoded(samples: Sequence[tuple[str, str, str, Mapping[str, Any], Mapping[str, Any]]]) -> list[bytes]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +135,39 @@ def test_processes_that_die_between_samples_are_replaced(behave: Verifiers, whos
     time.sleep(0.5)
     assert [v.reward for v in score(behave, "fine", "fine", "fine")] == [1.0, 1.0, 1.0]
     assert not behave.failures
+
+
+@pytest.mark.parametrize("broken", ["socketpair", "start", "post"])
+def test_what_a_worker_s_thread_cannot_do_costs_a_sample_and_no_thread(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for a thread that has ended waits for ever."""
+    with Verifiers("verifier_examples:behave", workers=1, deadline_s=2.0, sandbox=None) as verifiers:
+        (process,) = verifiers._workers
+        process._process.kill()
+        process._process.wait()
+
+        make = socket.socketpair
+
+        def refuse(*_: object) -> object:
+            if threading.current_thread() is threading.main_thread():  # the event loop of this test
+                return make()
+            raise OSError(24, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(*((socket, broken) if broken == "socketpair" else (process, broken)), refuse)
+            (verdict,) = score(verifiers, "fine")
+        assert verdict.failed == "crashed"
+        assert score(verifiers, "fine", "fine") == [Verdict(reward=1.0)] * 2
+
+
+def test_a_worker_that_cannot_be_started_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(worker_process.WorkerProcess, "start", refuse)
+    with pytest.raises(RecipeError, match="RuntimeError: no"):
+        Verifiers("verifier_examples:behave", workers=1, deadline_s=2.0, sandbox=None)
 
 
 def leaves(process: psutil.Process) -> list[psutil.Process]:
