@@ -32,6 +32,10 @@ SOLVED_REWARD = 1.0
 
 VERIFIER_FAILED = "verifier_failed"
 """The part of the reward of a sample that has none."""
+TEACHER_FAILED = "teacher_failed"
+"""The part of the reward of a sample that the teacher of a distillation did not score. It may have a reward."""
+OWN_PARTS = frozenset((VERIFIER_FAILED, TEACHER_FAILED))
+"""Parts that no reward function gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +142,7 @@ class Sample:
     @property
     def judged(self) -> bool:
         """Whether it has a reward."""
-        return VERIFIER_FAILED not in self.reward_parts
+        return self.reward_parts.get(VERIFIER_FAILED, 0.0) == 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

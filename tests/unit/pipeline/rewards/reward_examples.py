@@ -50,6 +50,10 @@ def gives_nan(response: str) -> float:
     return math.nan
 
 
+def says_that_it_failed(response: str) -> dict[str, float]:
+    return {"reward": 1.0, "verifier_failed": 0.0}
+
+
 def raises(response: str) -> float:
     raise KeyError("score")
 

@@ -59,6 +59,11 @@ def test_what_it_may_not(result: Any) -> None:
     assert 'expected a number, (number, {part: number}) or {"reward": number' in found.detail
 
 
+def test_a_part_that_says_that_the_verifier_failed_is_not_a_function_s_to_give() -> None:
+    (found,) = verdicts("reward_examples:says_that_it_failed", "yes")
+    assert found == Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed="bad_result")
+
+
 def test_what_a_function_wants_is_read_from_its_names() -> None:
     assert Wants.of(reward_examples.by_position) == Wants()
     assert Wants.of(reward_examples.asynchronous) == Wants(concurrent=True)
