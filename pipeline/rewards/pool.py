@@ -193,18 +193,23 @@ class Verifiers:
         except Exception as error:  # noqa: BLE001 - told by the thread that waits
             started.set_result(f"{type(error).__name__}: {error}")
         asked: deque[list[_Job]] = deque()
+        alone: deque[_Job] = deque()
         quick, closed = False, False
-        while asked or not closed:
+        while asked or alone or not closed:
             try:
-                if not closed and len(asked) < (_POSTED_AHEAD if quick else 1):
+                may_ask = len(asked) < (_POSTED_AHEAD if quick else 1)
+                if may_ask and alone:
+                    _post(worker, asked, [alone.popleft()])
+                    continue
+                if may_ask and not closed:
                     with suppress(Empty):
                         if not asked and self._jobs.empty():
                             busy.pause()
                         jobs = self._next_jobs(block=not asked)
                         closed = None in jobs
-                        _post(worker, asked, jobs)
+                        _post(worker, asked, [job for job in jobs if job is not None and job.is_awaited()])
                         continue
-                quick = _collect(worker, asked, busy)
+                quick = _collect(worker, asked, alone, busy)
             except Exception as error:  # noqa: BLE001 - told by the judgments
                 _log.exception("a worker of verifier %s is given up", self._reward)
                 with suppress(Exception):
@@ -257,24 +262,31 @@ class _Job(NamedTuple):
     texts: Sequence[bytes]
     judgments: Future[list[Judgment]]
 
-
-def _post(worker: WorkerProcess, asked: deque[list[_Job]], jobs: Sequence[_Job | None]) -> None:
-    """Ask for those for which somebody still waits."""
-    wanted = [job for job in jobs if job is not None and job.judgments.set_running_or_notify_cancel()]
-    if wanted:
-        asked.append(wanted)
-        worker.post(*(text for job in wanted for text in job.texts))
+    def is_awaited(self) -> bool:
+        """Whether somebody still waits; from now on nobody can give it up. To be asked once."""
+        return self.judgments.set_running_or_notify_cancel()
 
 
-def _collect(worker: WorkerProcess, asked: deque[list[_Job]], busy: _BusySpan) -> bool:
-    """Give those who were asked for first their judgments. Returns whether they were quick."""
+def _post(worker: WorkerProcess, asked: deque[list[_Job]], jobs: list[_Job]) -> None:
+    if jobs:
+        asked.append(jobs)
+        worker.post(*(text for job in jobs for text in job.texts))
+
+
+def _collect(worker: WorkerProcess, asked: deque[list[_Job]], alone: deque[_Job], busy: _BusySpan) -> bool:
+    """Give those who were asked for first their judgments. One of several under way may have ended the process of all:
+    they are added to those that are asked for again, each alone. Returns whether it was quick."""
     began = time.monotonic()
     judgment = worker.collect()
     ended = time.monotonic()
     count = sum(len(job.texts) for job in asked[0])
     of_each = iter(judgment.of_each(count))
     busy.scored(began, ended, count)
-    for job in asked.popleft():
+    done = asked.popleft()
+    if len(done) > 1 and judgment.failed is not None and not judgment.rest:
+        alone.extend(done)
+        return False
+    for job in done:
         job.judgments.set_result([next(of_each) for _ in job.texts])
     return ended - began < _QUICK_S
 

@@ -149,7 +149,7 @@ def test_a_second_engine_that_comes_back_last_is_proof_as_well(
 
         async def third_time(*arguments: Any) -> None:
             await refused(*arguments)
-            if engines[0].calls.count("POST /generate") == REFUSALS:
+            if engines[0].calls.count("POST /generate") == REFUSALS and "POST /generate" not in engines[1].calls:
                 engines[1].start()
 
         monkeypatch.setattr(fleet._pool, "answered_badly", third_time)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import time
 from typing import Any
 
 
@@ -78,6 +80,15 @@ def batched(responses: list[str], answers: list[str], metadata: list[dict[str, A
 
 def one_too_few(responses: list[str]) -> list[float]:
     return [0.0] * (len(responses) - 1)
+
+
+async def dies_or_blocks(response: str) -> float:
+    await asyncio.sleep(0)
+    if response == "die":
+        os._exit(1)
+    if response == "block":
+        time.sleep(60.0)
+    return 1.0
 
 
 _at_once: list[int] = []

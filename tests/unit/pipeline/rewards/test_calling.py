@@ -138,6 +138,13 @@ def test_one_call_that_is_late_costs_its_own_sample() -> None:
     assert [one.failed for one in found] == ["timeout", None, None, None]
 
 
+@pytest.mark.parametrize(("response", "reason"), [("die", "crashed"), ("block", "timeout")])
+def test_a_call_that_ends_the_process_costs_its_own_sample(response: str, reason: str) -> None:
+    settings: dict[str, Any] = dict(concurrency=8, deadline_s=1.0)
+    found = verdicts("reward_examples:dies_or_blocks", "ok", response, *["ok"] * 6, **settings)
+    assert [one.failed for one in found] == [None, reason, *[None] * 6]
+
+
 def test_judgments_of_a_request() -> None:
     several = together([Judgment(1.0, {"a": 2.0}), failure("raised", "x" * 600), Judgment(0.0, {})])
     read = decode_judgment("k", encode_judgment("k", several))
