@@ -85,8 +85,13 @@ def split_request(message: bytes) -> tuple[str, bytes]:
 
 
 def decode_texts(message: bytes) -> list[dict[str, Any]]:
-    """Of each sample of a request its prompt, response, answer, metadata and info."""
-    return [dict(zip(_GIVEN, sample, strict=True)) for sample in json.loads(message)]
+    """Of each sample of a request its prompt, response, answer, metadata and info. A batched function's request is the
+    group of its samples."""
+    samples = [dict(zip(_GIVEN, sample, strict=True)) for sample in json.loads(message)]
+    for sample in samples:
+        if sample["info"]:
+            sample["info"].setdefault("group", [one["response"] for one in samples])
+    return samples
 
 
 def encode_judgment(key: str, judgment: Judgment) -> bytes:

@@ -126,9 +126,10 @@ class Verifiers:
         known: Sequence[Mapping[str, Any]] = [{}] * len(responses)
         if self.wants.info:
             told = info or [dict(prompt_tokens=1, response_tokens=1, finish="stop")] * len(responses)
-            known = [{**one, "index": index, "group": list(responses)} for index, one in enumerate(told)]
+            group = {} if self.wants.batched else dict(group=list(responses))  # a request of a group holds it already
+            known = [{**one, "index": index, **group} for index, one in enumerate(told)]
         samples = [(prompt, response, answer, metadata, one) for response, one in zip(responses, known, strict=True)]
-        # With `info` each sample holds its whole group.
+        # With `info` each sample holds its whole group, where it is not judged together with it.
         texts = await beside_loop(_encoded, samples) if self.wants.info else _encoded(samples)
         if self.wants.batched:
             judgments = await self._judged(texts)

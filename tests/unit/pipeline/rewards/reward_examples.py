@@ -78,6 +78,13 @@ def batched(responses: list[str], answers: list[str], metadata: list[dict[str, A
     return [(float(len(text)), {"rank": rank}) for rank, text in enumerate(responses)]
 
 
+def batched_of_info(responses: list[str], info: list[dict[str, Any]]) -> list[float]:
+    assert all(
+        one["group"] == responses and responses[one["index"]] == text for one, text in zip(info, responses, strict=True)
+    )
+    return [float(one["response_tokens"]) for one in info]
+
+
 def one_too_few(responses: list[str]) -> list[float]:
     return [0.0] * (len(responses) - 1)
 

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -122,8 +122,25 @@ def test_info_tells_lengths_end_and_siblings() -> None:
 def test_a_batched_function_is_called_once_for_a_group() -> None:
     found = verdicts("reward_examples:batched", "a", "bbb", "")
     assert [(one.reward, one.parts["rank"]) for one in found] == [(1.0, 0.0), (3.0, 1.0), (0.0, 2.0)]
+    found = verdicts("reward_examples:batched_of_info", "a", "b", info=INFO)
+    assert [one.reward for one in found] == [1.0, 2.0]
     short = verdicts("reward_examples:one_too_few", "a", "b")
     assert [one.failed for one in short] == ["bad_result", "bad_result"]
+
+
+def test_the_request_of_a_group_grows_with_its_responses_and_not_with_their_square() -> None:
+    responses = ["x" * 10_000] * 64
+    with Verifiers("reward_examples:batched_of_info", 1, 30.0, sandbox=None) as verifiers:
+        judged, sizes = verifiers._judged, list[int]()
+
+        async def noted(texts: Sequence[bytes]) -> list[Judgment]:
+            sizes.append(sum(map(len, texts)))
+            return await judged(texts)
+
+        verifiers._judged = noted  # type: ignore[method-assign]
+        found = asyncio.run(verifiers.score_group("question", "yes", {}, responses))
+    assert {one.reward for one in found} == {1.0}
+    assert sizes[0] < 2 * sum(map(len, responses))
 
 
 def test_an_async_function_has_several_samples_under_way() -> None:
