@@ -7,20 +7,24 @@ import json
 import re
 import threading
 import time
+import urllib.error
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
+import openai
 import pytest
+import requests
 
 from pipeline.rewards import judgment as judgments
 from pipeline.rewards.calling import retries
-from pipeline.rewards.calling.judge import as_judgment, without_secrets
+from pipeline.rewards.calling.judge import as_judgment
 from pipeline.rewards.calling.wants import Wants, call
 from pipeline.rewards.failure_watch import FailureWatch
-from pipeline.rewards.judgment import Judgment, decode_judgment, encode_judgment, failure, together
+from pipeline.rewards.judgment import Judgment, decode_judgment, encode_judgment, failure, together, without_secrets
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.rewards.worker_process import Sandbox
 from tests.unit.pipeline.rewards import reward_examples
@@ -188,6 +192,15 @@ def answered(status: int) -> httpx.HTTPStatusError:
         (TimeoutError(), True),
         (KeyError("score"), False),
         (PermissionError(1, "Operation not permitted"), False),
+        (httpx.InvalidURL("no scheme"), False),
+        (httpx.DecodingError("no gzip"), False),
+        (requests.exceptions.JSONDecodeError("no JSON", "", 0), False),
+        (requests.exceptions.ConnectTimeout(), True),
+        (aiohttp.InvalidURL("no host"), False),
+        (aiohttp.ServerDisconnectedError(), True),
+        (openai.OpenAIError("api_key must be set"), False),
+        (openai.APITimeoutError(httpx.Request("POST", "http://judge")), True),
+        (urllib.error.URLError("refused"), True),
     ],
 )
 def test_what_may_pass_is_tried_again(error: Exception, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +222,9 @@ def test_what_may_pass_is_tried_again(error: Exception, again: bool, monkeypatch
 def test_secrets_of_the_environment_are_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "sk-0123456789")
     assert without_secrets("401 for https://judge/?key=sk-0123456789") == "401 for https://judge/?key=$JUDGE_API_KEY"
+    assert failure("raised", "no sk-0123456789").detail == "no $JUDGE_API_KEY"
+    for cut in (0, 180, 195):  # also where it is cut off
+        assert "sk-01" not in as_judgment("x" * cut + "sk-0123456789").detail
 
 
 class Judge(BaseHTTPRequestHandler):
