@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.border.own_parts import VERIFIER_FAILED
 from pipeline.data.frozen.run_format import is_sealed
-from pipeline.data.records import FINISH_REASONS, VERIFIER_FAILED, Batch
+from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import ModelError
 from pipeline.tasks.tokenizer import Tokenizer

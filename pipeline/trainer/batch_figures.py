@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.advantages.distillation import mean_reverse_kl, taught
-from pipeline.data.records import OWN_PARTS, SOLVED_REWARD, Batch
+from pipeline.data.border.own_parts import OWN_PARTS
+from pipeline.data.records import SOLVED_REWARD, Batch
 
 
 def describe(batch: Batch, step: int) -> dict[str, Any]:

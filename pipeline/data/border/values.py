@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.border.own_parts import OWN_PARTS
 from pipeline.data.kept_sets import KeptSets
-from pipeline.data.records import OWN_PARTS
 from precision.text.short import quoted
 
 HIGHEST_LOGPROB = 1e-5
