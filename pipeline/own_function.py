@@ -28,3 +28,11 @@ def own_function(key: str, name: str, given: Collection[str]) -> tuple[Callable[
         raise RecipeError(f"{key} {name} asks for {', '.join(unknown)}, expected some of {', '.join(given)}")
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return function, frozenset(given if rest else (p.name for p in parameters))
+
+
+def truth_of(said: object) -> bool | None:
+    """What a function has said that says true or false, NumPy's too; None: something else, such as an array."""
+    try:
+        return bool(said) if said in (True, False) else None
+    except Exception:  # noqa: BLE001 - an object whose comparison is somebody else's
+        return None

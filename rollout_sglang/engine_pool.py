@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ OnChange = Callable[..., None]
 second, reason=. Of an engine that is quarantined already it is told each new reason."""
 REFUSED_S = 60.0
 """All engines refuse for so long: then the key or the addresses are wrong, not just an address that is stale."""
+_LEFT = "it has left, or was started again"
 _log = logging.getLogger(__name__)
 
 
@@ -123,6 +124,8 @@ class EnginePool:
         self._keeps_kv = keeps_kv
         self._on_change: OnChange = on_change or (lambda *_, **__: None)
         self._engines: dict[int, PooledEngine] = {}
+        self._refreshes = self._refreshed = 0
+        """How often `refresh` was called, and the last call whose reading was taken."""
         self.router: RouterClient | None = None
         self.entrance: EngineClient | None = None
         """The router as one that samples."""
@@ -159,15 +162,33 @@ class EnginePool:
         return self._engines[index]
 
     async def refresh(self) -> None:
-        """Read the membership again."""
-        members = {member.index: member for member in await asyncio.to_thread(self._listed.engines)}
+        """Read the membership again. Of calls that are under way at once, the last one counts."""
+        self._refreshes += 1
+        number = self._refreshes
+        listed, router = await asyncio.to_thread(lambda: (self._listed.engines(), self._membership.router()))
+        if number < self._refreshed:
+            return
+        self._refreshed = number
+        gone = self._take(listed)
+        self._set_router(router)
+        try:
+            for engine in gone:
+                await self._tell_router(engine, admitted=False)
+        finally:
+            for engine in gone:
+                self.abandon(engine, _LEFT)
+
+    def _take(self, listed: Sequence[Member]) -> list[PooledEngine]:
+        """Know these engines and no others. Returns those that are gone. It happens at once: while the router is told,
+        another call may begin."""
+        members, gone = {member.index: member for member in listed}, list[PooledEngine]()
         for index, engine in list(self._engines.items()):
             if members.get(index) != engine.member:
-                if engine.quarantined is None:
-                    await self.quarantine(engine, "it has left, or was started again")
-                self.abandon(engine, "it has left, or was started again")
                 del self._engines[index]
-                self._on_change("left", engine=index, url=engine.url, reason="it has left, or was started again")
+                if engine.quarantined is None:
+                    self._set_aside(engine, _LEFT)
+                self._on_change("left", engine=index, url=engine.url, reason=_LEFT)
+                gone.append(engine)
         for index, member in members.items():
             if index in self._engines:
                 self._engines[index].member = member  # the same start; its role may say that it hangs
@@ -176,7 +197,7 @@ class EnginePool:
                 reason = "it has joined and is not verified yet"
                 self._engines[index] = PooledEngine(member, client, reason, time.time())
                 self._on_change("joined", engine=index, url=member.url, reason=reason)
-        self._set_router(await asyncio.to_thread(self._membership.router))
+        return gone
 
     def _set_router(self, url: str | None) -> None:
         if url == (None if self.router is None else self.router.url):
@@ -197,22 +218,23 @@ class EnginePool:
         if self._engines.get(engine.index) is not engine:
             return
         engine.served, engine.failures, engine.answered = version, 0, time.monotonic()
-        if self.router is not None:
-            await self._tell_router(self.router.admit(engine.url))
+        await self._tell_router(engine, admitted=True)
         if engine.quarantined is not None:
             engine.quarantined = None
             self._on_change("admitted", engine=engine.index, url=engine.url, version=version)
 
     async def quarantine(self, engine: PooledEngine, reason: str) -> None:
         """Let it have no more requests. Those in flight go on: see `abandon`."""
+        self._set_aside(engine, reason)
+        await self._tell_router(engine, admitted=False)
+
+    def _set_aside(self, engine: PooledEngine, reason: str) -> None:
         if engine.quarantined is None:
             engine.since = time.time()
         if engine.quarantined != reason:
             engine.quarantined = reason
             self._on_change("quarantined", engine=engine.index, url=engine.url, reason=reason)
         engine.served = None
-        if self.router is not None:
-            await self._tell_router(self.router.remove(engine.url))
 
     async def answered_badly(self, engine: PooledEngine | None, reason: str) -> None:
         """An answer of the engine cannot be; of None, one that came through the router. Too many of them, and it is
@@ -254,7 +276,7 @@ class EnginePool:
         if self._membership.given:
             return None
         listed = self.listed(member)
-        return "it has left, or was started again" if listed is None else listed.silent or None
+        return _LEFT if listed is None else listed.silent or None
 
     def listed(self, member: Member) -> Member | None:
         """What this start of an engine says about itself now; None where it is not listed. Reads files."""
@@ -305,13 +327,12 @@ class EnginePool:
                 for call in self.router_calls:
                     call.cancel()
 
-    async def _tell_router(self, call: Coroutine[Any, Any, None]) -> None:
+    async def _tell_router(self, engine: PooledEngine, *, admitted: bool) -> None:
         """A router that does not answer delays nobody: whoever comes back to it is told by `sync_router`."""
-        if self.router_is_suspect:
-            call.close()
+        if self.router is None or self.router_is_suspect:
             return
         try:
-            await call
+            await (self.router.admit(engine.url) if admitted else self.router.remove(engine.url))
         except (RetryableError, FatalError) as error:
             self.router_is_suspect = True
             _log.warning("the router is left aside: %s", error)

@@ -120,7 +120,7 @@ class Fleet:
                 else:  # the right server: either it errs, or the request is wrong
                     doubted.add(engine)
                     refused_by.append(engine.index)
-                    if len(refused_by) == REFUSALS and len({*refused_by}) >= min(2, len(self._pool.engines)):
+                    if len(refused_by) >= REFUSALS and len({*refused_by}) >= min(2, len(self._pool.engines)):
                         raise FatalError(f"engines {refused_by} refused one request, the last: {error}") from error
                     await self._pool.answered_badly(engine, str(error))
             await asyncio.sleep(_FIRST_RETRY_PAUSE_S * 2 ** len(failures))

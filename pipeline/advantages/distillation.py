@@ -23,12 +23,10 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.config.section import ServerUrls
+from pipeline.data.border.own_parts import TEACHER_FAILED
 from pipeline.data.records import Batch
 from pipeline.errors import StoreError
 from precision.settings import Settings
-
-TEACHER_FAILED = "teacher_failed"
-"""The part of the reward of a sample that the teacher of a distillation did not score. It may have a reward."""
 
 
 class Distillation(Settings):

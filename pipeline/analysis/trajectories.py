@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.border.own_parts import VERIFIER_FAILED
 from pipeline.data.frozen.run_format import is_sealed
-from pipeline.data.records import FINISH_REASONS, VERIFIER_FAILED, Batch
+from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import ModelError
 from pipeline.tasks.tokenizer import Tokenizer
@@ -62,6 +63,7 @@ def sample_rows(
     `log_ratio_mean` and `log_ratio_abs_max` are of learner minus engine, nats, over the tokens that an engine sampled;
     None without `learner_logprobs` ([responses]), or where no token was sampled.
     """
+    judged = batch.judged
     for sample in range(batch.num_samples):
         span, sampled = _responses(batch, sample), batch.loss_mask[_responses(batch, sample)]
         prompt, response = np.split(batch.sample_tokens(sample), [int(batch.prompt_lengths[sample])])
@@ -78,7 +80,7 @@ def sample_rows(
             source=next((name for name, within in batch.sources.items() if batch.problem[sample] in within), None),
             prompt=tokenizer.decode(prompt.tolist(), special=True),
             response=tokenizer.decode(response.tolist(), special=True),
-            reward=None if parts.get(VERIFIER_FAILED) == 1.0 else float(batch.reward[sample]),
+            reward=float(batch.reward[sample]) if judged[sample] else None,
             reward_parts={name: value for name, value in parts.items() if not np.isnan(value)},
             finish=FINISH_REASONS[batch.finish[sample]],
             truncated=bool(batch.truncated[sample]),
@@ -130,7 +132,8 @@ def _render_sample(batch: Batch, tokenizer: Tokenizer, sample: int) -> Iterator[
     yield f"sample {sample}, group {batch.group[sample]}"
     yield f"  prompt    {visible(tokenizer.decode(prompt.tolist(), special=True))}"
     yield f"  response  {visible(tokenizer.decode(response.tolist(), special=True))}"
-    reward = "none: its verifier failed" if parts.pop(VERIFIER_FAILED, 0.0) == 1.0 else f"{batch.reward[sample]:g}"
+    parts.pop(VERIFIER_FAILED, None)
+    reward = f"{batch.reward[sample]:g}" if batch.judged[sample] else "none: its verifier failed"
     explained = ", ".join(f"{visible(name)} {value:g}" for name, value in parts.items() if not np.isnan(value))
     yield f"  reward    {reward}{f' ({explained})' if explained else ''}"
     yield (

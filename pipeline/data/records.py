@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.border.own_parts import VERIFIER_FAILED
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.routed_experts import RoutedExperts
@@ -29,9 +30,6 @@ FinishReason = Literal["stop", "length", "abort"]
 
 SOLVED_REWARD = 1.0
 """A sample with at least this reward solved its problem. Pass rates, pass@k and weights by solve rate rest on it."""
-
-VERIFIER_FAILED = "verifier_failed"
-"""The part of the reward of a sample that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +136,7 @@ class Sample:
     @property
     def judged(self) -> bool:
         """Whether it has a reward."""
-        return VERIFIER_FAILED not in self.reward_parts
+        return self.reward_parts.get(VERIFIER_FAILED, 0.0) == 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

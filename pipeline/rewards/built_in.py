@@ -6,6 +6,7 @@ computes in C lets no thread of its own process run. The kernel ends the worker 
 
 from __future__ import annotations
 
+import importlib
 import os
 import resource
 import sys
@@ -16,6 +17,7 @@ from pipeline.child_process import die_with_parent
 from pipeline.rewards.calling.judge import judge, resolve
 from pipeline.rewards.children import RunIsGoneError
 from pipeline.rewards.judgment import Judgment, decode_texts, failure
+from pipeline.rewards.verifiers import MATH_VERIFY
 
 
 class BuiltInJudge:
@@ -40,6 +42,8 @@ class BuiltInJudge:
         sys.path[:] = self._path
         try:
             resolve(self._reward)
+            if self._reward == MATH_VERIFY:
+                importlib.import_module("math_verify")  # a second: not within the deadline of the first sample
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an import raised is the answer
             return failure("raised", f"{type(error).__name__}: {error}")
         os.dup2(0, 2)  # libraries warn there, and nobody reads it any more: a full pipe would hold them up

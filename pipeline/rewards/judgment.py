@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -18,6 +20,8 @@ MAX_JUDGMENT_BYTES = 4 * 2**20
 """Of one request's judgments."""
 _MAX_DETAIL, _MAX_PARTS, _MAX_NAME = 500, 64, 200
 _KEY_CHARACTERS = 32
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+_SHORTEST_SECRET = 8
 _GIVEN = ("prompt", "response", "answer", "metadata", "info")
 MAX_REQUEST_BYTES = MAX_TEXTS_BYTES + _KEY_CHARACTERS
 
@@ -54,8 +58,17 @@ def together(judgments: Sequence[Judgment]) -> Judgment:
 
 
 def failure(reason: str, detail: str) -> Judgment:
-    """No score, and why."""
-    return Judgment(0.0, {}, reason, detail)
+    """No score, and why, without secrets: it goes into logs."""
+    return Judgment(0.0, {}, reason, without_secrets(detail))
+
+
+def without_secrets(text: str) -> str:
+    """Keys and passwords of the environment by their variables' names: errors of HTTP clients name the address with its
+    query."""
+    for name, value in os.environ.items():
+        if len(value) >= _SHORTEST_SECRET and _SECRET.search(name):
+            text = text.replace(value, f"${name}")
+    return text
 
 
 def new_key() -> str:
@@ -85,8 +98,13 @@ def split_request(message: bytes) -> tuple[str, bytes]:
 
 
 def decode_texts(message: bytes) -> list[dict[str, Any]]:
-    """Of each sample of a request its prompt, response, answer, metadata and info."""
-    return [dict(zip(_GIVEN, sample, strict=True)) for sample in json.loads(message)]
+    """Of each sample of a request its prompt, response, answer, metadata and info. A batched function's request is the
+    group of its samples."""
+    samples = [dict(zip(_GIVEN, sample, strict=True)) for sample in json.loads(message)]
+    for sample in samples:
+        if sample["info"]:
+            sample["info"].setdefault("group", [one["response"] for one in samples])
+    return samples
 
 
 def encode_judgment(key: str, judgment: Judgment) -> bytes:

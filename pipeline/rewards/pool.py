@@ -126,9 +126,10 @@ class Verifiers:
         known: Sequence[Mapping[str, Any]] = [{}] * len(responses)
         if self.wants.info:
             told = info or [dict(prompt_tokens=1, response_tokens=1, finish="stop")] * len(responses)
-            known = [{**one, "index": index, "group": list(responses)} for index, one in enumerate(told)]
+            group = {} if self.wants.batched else dict(group=list(responses))  # a request of a group holds it already
+            known = [{**one, "index": index, **group} for index, one in enumerate(told)]
         samples = [(prompt, response, answer, metadata, one) for response, one in zip(responses, known, strict=True)]
-        # With `info` each sample holds its whole group.
+        # With `info` each sample holds its whole group, where it is not judged together with it.
         texts = await beside_loop(_encoded, samples) if self.wants.info else _encoded(samples)
         if self.wants.batched:
             judgments = await self._judged(texts)
@@ -186,31 +187,38 @@ class Verifiers:
 
     def _keep(self, worker: WorkerProcess, started: Future[str | None], busy: _BusySpan) -> None:
         """Body of a worker's thread. Where samples take no time, one is posted ahead, so that the worker need not wait
-        for this thread."""
-        started.set_result(worker.start())
+        for this thread. What is raised here costs the samples that were asked for, and neither the others, which would
+        wait for ever, nor the thread."""
+        try:
+            started.set_result(worker.start())
+        except Exception as error:  # noqa: BLE001 - told by the thread that waits
+            started.set_result(f"{type(error).__name__}: {error}")
         asked: deque[list[_Job]] = deque()
+        alone: deque[_Job] = deque()
         quick, closed = False, False
-        while asked or not closed:
-            if not closed and len(asked) < (_POSTED_AHEAD if quick else 1):
-                with suppress(Empty):
-                    if not asked and self._jobs.empty():
-                        busy.pause()
-                    jobs = self._next_jobs(block=not asked)
-                    closed = None in jobs
-                    wanted = [job for job in jobs if job is not None and job.judgments.set_running_or_notify_cancel()]
-                    if wanted:
-                        worker.post(*(text for job in wanted for text in job.texts))
-                        asked.append(wanted)
+        while asked or alone or not closed:
+            try:
+                may_ask = len(asked) < (_POSTED_AHEAD if quick else 1)
+                if may_ask and alone:
+                    _post(worker, asked, [alone.popleft()])
                     continue
-            began = time.monotonic()
-            judgment = worker.collect()
-            ended = time.monotonic()
-            quick = ended - began < _QUICK_S
-            done = asked.popleft()
-            of_each = iter(judgment.of_each(sum(len(job.texts) for job in done)))
-            busy.scored(began, ended, sum(len(job.texts) for job in done))
-            for job in done:
-                job.judgments.set_result([next(of_each) for _ in job.texts])
+                if may_ask and not closed:
+                    with suppress(Empty):
+                        if not asked and self._jobs.empty():
+                            busy.pause()
+                        jobs = self._next_jobs(block=not asked)
+                        closed = None in jobs
+                        _post(worker, asked, [job for job in jobs if job is not None and job.is_awaited()])
+                        continue
+                quick = _collect(worker, asked, alone, busy)
+            except Exception as error:  # noqa: BLE001 - told by the judgments
+                _log.exception("a worker of verifier %s is given up", self._reward)
+                with suppress(Exception):
+                    worker.forget()
+                broken = failure("crashed", f"its worker could not be asked: {type(error).__name__}: {error}")
+                while asked:
+                    for job in asked.popleft():
+                        job.judgments.set_result(broken.of_each(len(job.texts)))
 
     def _next_jobs(self, *, block: bool) -> list[_Job | None]:
         """One that waits and, for an async function, as many more as it may have under way. None ends the worker.
@@ -255,16 +263,41 @@ class _Job(NamedTuple):
     texts: Sequence[bytes]
     judgments: Future[list[Judgment]]
 
+    def is_awaited(self) -> bool:
+        """Whether somebody still waits; from now on nobody can give it up. To be asked once."""
+        return self.judgments.set_running_or_notify_cancel()
+
+
+def _post(worker: WorkerProcess, asked: deque[list[_Job]], jobs: list[_Job]) -> None:
+    if jobs:
+        asked.append(jobs)
+        worker.post(*(text for job in jobs for text in job.texts))
+
+
+def _collect(worker: WorkerProcess, asked: deque[list[_Job]], alone: deque[_Job], busy: _BusySpan) -> bool:
+    """Give those who were asked for first their judgments. One of several under way may have ended the process of all:
+    they are added to those that are asked for again, each alone. Returns whether it was quick."""
+    began = time.monotonic()
+    judgment = worker.collect()
+    ended = time.monotonic()
+    count = sum(len(job.texts) for job in asked[0])
+    of_each = iter(judgment.of_each(count))
+    busy.scored(began, ended, count)
+    done = asked.popleft()
+    if len(done) > 1 and judgment.failed is not None and not judgment.rest:
+        alone.extend(done)
+        return False
+    for job in done:
+        job.judgments.set_result([next(of_each) for _ in job.texts])
+    return ended - began < _QUICK_S
+
 
 def _encoded(samples: Sequence[tuple[str, str, str, Mapping[str, Any], Mapping[str, Any]]]) -> list[bytes]:
     return [encode_texts(*sample) for sample in samples]
 
 
 def _cannot_import(reward: str, problem: str, sandbox: Sandbox | None) -> str:
-    advice = "install the package that holds it, or set the task's reward to another package.module:function"
-    if sandbox is None:
-        return f"reward {reward!r} cannot be imported: {problem}; {advice}"
-    return (
-        f"reward {reward!r} cannot be imported in the sandbox ({sandbox.rung}): {problem}; {advice}; docs/sandbox.md "
-        "says what the sandbox shows"
-    )
+    advice = "correct it, install its package, or set the task's reward to another package.module:function"
+    where = "" if sandbox is None else f" in the sandbox ({sandbox.rung})"
+    page = "" if sandbox is None else "; docs/sandbox.md says what the sandbox shows"
+    return f"reward {reward!r} cannot be imported or called{where}: {problem}; {advice}{page}"

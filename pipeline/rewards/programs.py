@@ -21,6 +21,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, NoReturn
 
 from pipeline.rewards.children import Children
@@ -30,7 +31,9 @@ from pipeline.rewards.sandbox.confine import Confinement
 from pipeline.rewards.sandbox.limits import WATCH_EVERY_S, OverLimitError
 
 MAX_OUTPUT_BYTES = 2**20
-_FENCED = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCED = re.compile(r"^(?:(?!```)[^\n])*(`{3,})([^`\n]*)\n(.*?)(?:\1`*[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+"""A block: its fence, what the fence says, and the code. One that is never closed ends with the response."""
+_PYTHON = re.compile(r"\W*py(?:thon)?[\d.]*\b", re.IGNORECASE)
 _CALLER = """\
 import json
 program = {"__name__": "program"}
@@ -50,9 +53,12 @@ class ProgramTest:
 
 
 def program_in(response: str) -> str:
-    """The last fenced block of code, or the whole response where there is none."""
-    blocks: list[str] = _FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    """The last fenced block that says it is Python, or else the last that says nothing, or else the whole response.
+    Blocks of other languages show output, or how to call the program."""
+    blocks = [(said.strip(), code) for _, said, code in _FENCED.findall(response.replace("\r\n", "\n")) if code.strip()]
+    python = [code for said, code in blocks if _PYTHON.match(said)]
+    found = python or [code for said, code in blocks if not said]
+    return dedent(found[-1]) if found else response  # a block in a list is indented
 
 
 def parse_tests(answer: str) -> list[ProgramTest]:
@@ -82,7 +88,7 @@ def passes(test: ProgramTest, output: str) -> bool:
     lines = _lines(output)
     try:
         return bool(lines) and _same(json.loads(lines[-1]), test.expected)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, OverflowError):  # the last of an integer that is too large for a float
         return False
 
 

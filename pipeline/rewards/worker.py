@@ -24,7 +24,7 @@ from pipeline.rewards.built_in import BuiltInJudge
 from pipeline.rewards.channel import Channel, ChannelClosedError
 from pipeline.rewards.children import Children, RunIsGoneError
 from pipeline.rewards.functions import START_DEADLINE_S, FunctionJudge
-from pipeline.rewards.judgment import MAX_REQUEST_BYTES, Judgment, encode_judgment, split_request
+from pipeline.rewards.judgment import MAX_REQUEST_BYTES, Judgment, encode_judgment, failure, split_request
 from pipeline.rewards.programs import ProgramJudge
 from pipeline.rewards.runner import FOREVER_S, READY
 from pipeline.rewards.sandbox.confine import Confinement
@@ -63,7 +63,18 @@ def _serve(verdicts: Channel, judge: _Judge, scratch: Path | None) -> None:
     verdicts.send(encode_judgment(READY, problem or ready), START_DEADLINE_S)
     while problem is None:
         key, texts = split_request(verdicts.receive(MAX_REQUEST_BYTES, FOREVER_S))
-        verdicts.send(encode_judgment(key, judge.judge(texts)), START_DEADLINE_S)
+        verdicts.send(encode_judgment(key, judged(judge, texts)), START_DEADLINE_S)
+
+
+def judged(judge: _Judge, texts: bytes) -> Judgment:
+    """The verdict on one request. A sample over which our own code stumbles is a failed one: a fresh worker would
+    stumble as well. What the system refuses may pass; it is raised, the worker ends, and a fresh one is asked."""
+    try:
+        return judge.judge(texts)
+    except (RunIsGoneError, OSError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - see above
+        return failure("raised", f"{type(error).__name__}: {error}")
 
 
 def _judge_of(settings: dict[str, Any], children: Children) -> _Judge:

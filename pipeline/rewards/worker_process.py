@@ -107,7 +107,10 @@ class WorkerProcess:
         if self._ended:
             return "it was ended"
         self.release()
-        mine, theirs = socket.socketpair()
+        try:
+            mine, theirs = socket.socketpair()
+        except OSError as error:
+            return str(error)
         try:
             self._process = subprocess.Popen(
                 self._command,
@@ -154,6 +157,12 @@ class WorkerProcess:
         self._posted.popleft()
         self._num_sent = max(0, self._num_sent - 1)
         return judgment
+
+    def forget(self) -> None:
+        """Give up all that was posted, and the process."""
+        self._posted.clear()
+        self._num_sent = 0
+        self.kill()
 
     def _start_again(self) -> str | None:
         problem = self.start()

@@ -363,9 +363,9 @@ class Collector:
             version = await self._wait_published(self.schedule.required_version(index))
             lags = () if self.decided_lags is None else await asyncio.to_thread(self.decided_lags, version)
             # Batches that begin at once ask in threads: an answer of an earlier version may come after a later one's.
-            if len(lags) <= len(self.schedule.decided_lags):
+            self.schedule = replace(self.schedule, decided_lags=max(self.schedule.decided_lags, lags, key=len))
+            if version >= self.schedule.required_version(index):  # by what another batch has learned meanwhile, too
                 return version
-            self.schedule = replace(self.schedule, decided_lags=lags)
 
     async def _wait_published(self, version: int) -> int:
         """Wait until the engines serve at least `version`; the learner publishes, or dies and is started again. While

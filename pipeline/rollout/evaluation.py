@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.advantages.distillation import TEACHER_FAILED
+from pipeline.data.border.own_parts import TEACHER_FAILED
 from pipeline.data.records import SOLVED_REWARD, Sample
 
 _Z_95 = 1.959963984540054

@@ -1,8 +1,8 @@
 """A filter of the user's own: which sampled groups are trained on (`prompts.group_filter`).
 
     def mixed(rewards, info):           # it gets what it names of GIVEN
-        finished = all(one["finish"] == "stop" for one in info)
-        return finished and 0 < sum(rewards) < len(rewards)
+        known = [reward for reward in rewards if reward is not None]
+        return all(one["finish"] == "stop" for one in info) and len(set(known)) > 1
 
 It is asked about one finished group at a time, in a thread of the collector. Held-out prompts are not filtered.
 """
@@ -20,7 +20,7 @@ from typing import Any
 from pipeline.beside_loop import beside_loop
 from pipeline.data.records import Completion, Group
 from pipeline.errors import RecipeError, RewardError
-from pipeline.own_function import own_function
+from pipeline.own_function import own_function, truth_of
 from precision.text.short import one_line, quoted
 
 GIVEN = ("prompt", "answer", "metadata", "responses", "rewards", "reward_parts", "info")
@@ -75,12 +75,12 @@ class GroupFilter:
                 f"prompts.group_filter {self.name} failed on group {prompt.group} ({type(error).__name__}: "
                 f"{one_line(error, 200)}); correct it"
             ) from error
-        if said not in (True, False):
+        if (truth := truth_of(said)) is None:
             raise RewardError(
                 f"prompts.group_filter {self.name} returned {quoted(said)} for group {prompt.group}, expected True or "
                 "False; correct it"
             )
-        return bool(said)
+        return truth
 
 
 def _info(prompt_tokens: int, completion: Completion) -> dict[str, Any]:

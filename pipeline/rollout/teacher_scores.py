@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.advantages.distillation import TEACHER_FAILED
+from pipeline.data.border.own_parts import TEACHER_FAILED
 from pipeline.data.border.values import LOWEST_LOGPROB
 from pipeline.data.records import Completion, Prompt, Sample
 from pipeline.errors import RetryableError

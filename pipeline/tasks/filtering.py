@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
-from pipeline.own_function import own_function
+from pipeline.own_function import own_function, truth_of
 from pipeline.tasks.base import Problem
 from pipeline.tasks.columns import problem_of
 from pipeline.tasks.rows import read_rows
@@ -56,6 +56,6 @@ def _kept(where: str, problem: Problem, name: str, function: Callable[..., Any],
         raise RecipeError(
             f"{where}: task.filter {name} failed ({type(error).__name__}: {one_line(error, 200)}); correct it"
         ) from error
-    if said not in (True, False):
+    if (truth := truth_of(said)) is None:
         raise RecipeError(f"{where}: task.filter {name} returned {quoted(said)}, expected True or False; correct it")
-    return bool(said)
+    return truth

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.advantages.distillation import TEACHER_FAILED, mean_reverse_kl, taught
-from pipeline.data.records import SOLVED_REWARD, VERIFIER_FAILED, Batch
+from pipeline.advantages.distillation import mean_reverse_kl, taught
+from pipeline.data.border.own_parts import OWN_PARTS
+from pipeline.data.records import SOLVED_REWARD, Batch
 
 
 def describe(batch: Batch, step: int) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def describe(batch: Batch, step: int) -> dict[str, Any]:
     the samples that it did not score."""
     lag = step - batch.policy_version
     judged = batch.judged
-    told = {name: part for name, part in batch.reward_parts.items() if name not in (VERIFIER_FAILED, TEACHER_FAILED)}
+    told = {name: part for name, part in batch.reward_parts.items() if name not in OWN_PARTS}
     parts = {name: _mean(part[~np.isnan(part)]) for name, part in told.items()}
     sources = {name: _of_source(batch, judged, problems) for name, problems in batch.sources.items()}
     return dict(

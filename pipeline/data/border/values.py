@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.border.own_parts import OWN_PARTS
 from pipeline.data.kept_sets import KeptSets
 from precision.text.short import quoted
 
@@ -96,6 +97,8 @@ def verdict_fault(reward: float, parts: Mapping[str, float]) -> str | None:
     """What is wrong with a verdict; None: nothing."""
     if not is_finite_float32(reward):
         return f"the reward is {quoted(reward)}, expected a number that float32 can hold"
+    if own := OWN_PARTS.intersection(parts):
+        return f"a reward part is named {min(own)!r}, a name kept for samples that failed: choose another"
     return part_names_fault(parts) or next(
         (
             f"part {name} is {quoted(value)}, expected a number that float32 can hold"

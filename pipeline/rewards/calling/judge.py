@@ -6,19 +6,16 @@ import asyncio
 import importlib
 import inspect
 import math
-import os
-import re
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from typing import Any
 
 from pipeline.rewards.calling.retries import retried, retried_async
 from pipeline.rewards.calling.wants import Wants, call, in_lists
-from pipeline.rewards.judgment import Judgment, failure, together
+from pipeline.rewards.judgment import Judgment, failure, together, without_secrets
 
+_MOST_SHOWN = 200
 _EXPECTED = 'a number, (number, {part: number}) or {"reward": number, part: number}'
-_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
-_SHORTEST_SECRET = 8
 
 
 @lru_cache(maxsize=4)
@@ -103,9 +100,9 @@ def as_judgment(result: Any) -> Judgment:
         reward = float(value)
         numbers = {str(name): float(part) for name, part in parts.items()}
     except (TypeError, ValueError, AttributeError):
-        return failure("bad_result", f"returned {result!r:.200}, expected {_EXPECTED}")
+        return failure("bad_result", f"returned {_shown(result)}, expected {_EXPECTED}")
     if not all(math.isfinite(number) for number in (reward, *numbers.values())):
-        return failure("non_finite", f"returned {result!r:.200}")
+        return failure("non_finite", f"returned {_shown(result)}")
     return Judgment(reward, numbers)
 
 
@@ -116,18 +113,13 @@ def _of_group(results: Any, count: int) -> Judgment:
     except TypeError:
         found = []
     if len(found) != count:
-        return failure("bad_result", f"returned {results!r:.200}, expected a list of {count}, one for each response")
+        return failure("bad_result", f"returned {_shown(results)}, expected a list of {count}, one for each response")
     return together([as_judgment(result) for result in found])
 
 
 def _raised(error: BaseException) -> Judgment:
-    return failure("raised", without_secrets(f"{type(error).__name__}: {error}"))
+    return failure("raised", f"{type(error).__name__}: {error}")
 
 
-def without_secrets(text: str) -> str:
-    """Keys and passwords of the environment by their variables' names: errors of HTTP clients name the address with its
-    query, which goes into logs."""
-    for name, value in os.environ.items():
-        if len(value) >= _SHORTEST_SECRET and _SECRET.search(name):
-            text = text.replace(value, f"${name}")
-    return text
+def _shown(result: Any) -> str:
+    return without_secrets(repr(result))[:_MOST_SHOWN]  # in this order: no part of a secret is left

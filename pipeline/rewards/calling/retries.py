@@ -9,8 +9,19 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 _FIRST_PAUSE_S = 0.5
-_CLIENTS = frozenset(("aiohttp", "anthropic", "httpcore", "httpx", "openai", "requests", "urllib3", "urllib"))
-"""Packages whose errors say that a server, or the way to it, failed."""
+_ON_THE_WAY = frozenset(
+    (
+        *(("aiohttp", name) for name in ("ClientConnectionError", "ClientPayloadError")),
+        *((client, "APIConnectionError") for client in ("anthropic", "openai")),
+        *(("httpcore", name) for name in ("NetworkError", "TimeoutException", "RemoteProtocolError")),
+        ("httpx", "TransportError"),
+        *(("requests", name) for name in ("ConnectionError", "Timeout", "ChunkedEncodingError")),
+        ("urllib", "URLError"),
+        *(("urllib3", name) for name in ("MaxRetryError", "ProtocolError", "TimeoutError")),
+    )
+)
+"""(package, class) of errors that say that the way to a server failed. Others of these packages, such as an address
+that is none or a missing key, would come again."""
 
 
 def may_pass(error: Exception) -> bool:
@@ -22,8 +33,8 @@ def may_pass(error: Exception) -> bool:
     for status in (getattr(response, "status_code", None), *(getattr(error, n, None) for n in ("status", "code"))):
         if isinstance(status, int):
             return status in (408, 429) or status >= 500
-    packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
-    return isinstance(error, ConnectionError | TimeoutError) or bool(packages & _CLIENTS)
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(error).__mro__}
+    return isinstance(error, ConnectionError | TimeoutError) or bool(kinds & _ON_THE_WAY)
 
 
 def retried(call: Callable[[], Any], retries: int) -> Any:

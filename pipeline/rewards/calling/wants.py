@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 _IN_ORDER = ("prompt", "response", "answer")
+_SINGULARS = (*_IN_ORDER, "metadata", "info")
 _PLURALS = {"prompts": "prompt", "responses": "response", "answers": "answer", "metadata": "metadata", "info": "info"}
 
 
@@ -24,13 +25,16 @@ class Wants:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Self:
-        """Raises ValueError or TypeError for what has no signature."""
-        parameters = inspect.signature(function).parameters
+        """Raises TypeError for a function that cannot be called with what is given, ValueError for what has no
+        signature."""
+        signature = inspect.signature(function)
+        parameters = signature.parameters
         asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - an object whose call is async
         )
-        rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         batched = "responses" in parameters
+        _require_callable(signature, _PLURALS if batched else _SINGULARS)
+        rest = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         return cls(batched=batched, concurrent=asynchronous and not batched, info=rest or "info" in parameters)
 
     def numbers(self) -> dict[str, float]:
@@ -46,16 +50,34 @@ class Wants:
 def call(function: Callable[..., Any], **given: Any) -> Any:
     """What the function returns, for an async one what is to be awaited.
 
-    A function gets by keyword those of the `given` that it names. One that needs something of another name gets prompt,
-    response and answer in order, whatever it calls them.
+    A function gets by keyword those of the `given` that it names, with **rest all of them. One that names none gets
+    prompt, response and answer in order, whatever it calls them.
     """
-    parameters = inspect.signature(function).parameters.values()
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} & set(given)
-    others = [p for p in parameters if p.name not in named]
-    if named and all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in others):
-        rest = any(p.kind is p.VAR_KEYWORD for p in others)
-        return function(**{name: one for name, one in given.items() if rest or name in named})
-    return function(*(given[name] for name in _IN_ORDER))
+    names = _by_name(inspect.signature(function), given)
+    return function(**{name: given[name] for name in names}) if names else function(*(given[n] for n in _IN_ORDER))
+
+
+def _by_name(signature: inspect.Signature, given: Collection[str]) -> list[str]:
+    """Which of `given` a function gets by keyword; none for one that is called by position."""
+    parameters = signature.parameters.values()
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [p.name for p in parameters if p.kind in by_keyword and p.name in given]
+    rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
+    others = [p for p in parameters if p.name not in named and p.default is p.empty and p not in rest]
+    return list(given) if rest and (named or not others) else named
+
+
+def _require_callable(signature: inspect.Signature, given: Collection[str]) -> None:
+    """Raises TypeError for a function that `call` cannot call, such as one that names some of `given` and needs
+    something else: by position it would get the wrong texts."""
+    names = _by_name(signature, given)
+    try:
+        signature.bind(**dict.fromkeys(names)) if names else signature.bind(*_IN_ORDER)
+    except TypeError as error:
+        raise TypeError(
+            f"a reward cannot be called as {signature}: {error}; name some of {', '.join(given)} and give all else a "
+            f"default, or name none of them and take {', '.join(_IN_ORDER)} in this order"
+        ) from None
 
 
 def in_lists(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:

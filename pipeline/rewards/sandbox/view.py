@@ -1,7 +1,8 @@
 """What code in the sandbox can read: the system, this Python, and, for a reward function, the user's own folder.
 
 Only what is listed here can be seen. Never: the run directory, the file of the API key. Nor the entries of the user's
-folders that begin with a dot (.ssh, .git, .env): a command may be given in a home folder.
+folders that begin with a dot (.ssh, .git, .env): a command may be given in a home folder. That holds for the entries of
+the folders themselves, not for those deeper down.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _TOO_WIDE = frozenset(Path(path) for path in ("/", "/etc", "/proc", "/sys", "/de
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """`system` is shown whole, `own` without entries that begin with a dot; of both, nothing that is `hidden`.
+    """`system` is shown whole, `own` without its entries that begin with a dot; of both, nothing that is `hidden`.
 
     All paths are absolute, without symbolic links in `own` and `hidden`.
     """
@@ -62,7 +63,7 @@ class View:
         yield root, False
         for entry in _entries(root):
             real = entry.resolve()
-            if entry.name.startswith(".") and not dots:
+            if not dots and _is_dotted(entry, real, root):
                 continue
             if not any(hidden.is_relative_to(real) for hidden in self.hidden):
                 if not any(real.is_relative_to(hidden) for hidden in self.hidden):
@@ -117,6 +118,13 @@ def _package_folders(reward: str) -> Sequence[str]:
             files = [spec.origin] if spec.origin and os.path.isabs(spec.origin) else []
             return [*(spec.submodule_search_locations or []), *(os.path.dirname(file) for file in files)]
     return []
+
+
+def _is_dotted(entry: Path, real: Path, root: Path) -> bool:
+    """Whether an entry of a user's folder begins with a dot, or is a link to what lies below one that does, or to the
+    whole folder."""
+    inside = real.relative_to(root).parts if real.is_relative_to(root) else ()
+    return root.is_relative_to(real) or any(name.startswith(".") for name in (entry.name, *inside))
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -135,6 +135,28 @@ def test_one_engine_s_refusals_are_no_proof_while_the_other_is_away(
     engines[1].stop()
     with pytest.raises(EngineUnavailableError, match=r"answered 400"):
         with_fleet(tmp_path, engines, lambda fleet: fleet.generate([1], 1, SAMPLING), deadline_s=5.0)
+
+
+def test_a_second_engine_that_comes_back_last_is_proof_as_well(
+    tmp_path: Path, engines: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for engine in engines:
+        engine.generate_faults = ["400"] * 99
+    engines[1].stop()
+
+    async def act(fleet: Fleet) -> None:
+        refused = fleet._pool.answered_badly
+
+        async def third_time(*arguments: Any) -> None:
+            await refused(*arguments)
+            if engines[0].calls.count("POST /generate") == REFUSALS and "POST /generate" not in engines[1].calls:
+                engines[1].start()
+
+        monkeypatch.setattr(fleet._pool, "answered_badly", third_time)
+        await fleet.generate([1], 1, SAMPLING)
+
+    with pytest.raises(FatalError, match=r"engines \[0, 0, 0, 1\] refused one request"):
+        with_fleet(tmp_path, engines, act)
 
 
 def test_a_refused_probe_of_an_engine_that_the_recipe_names_is_not_the_end(

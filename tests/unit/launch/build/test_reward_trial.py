@@ -64,13 +64,17 @@ def check(tmp_path: Path, reward: str, *answers: str, share: float = 0.1, sandbo
         ("gives_none", "bad_result: returned None, expected a number"),
         ("gives_nan", "non_finite: returned nan"),
         ("raises", "raised: KeyError: 'score'"),
-        ("wants_four", "raised: TypeError: .*missing 1 required positional argument"),
         ("async_raises", "raised: KeyError: 'score'"),
     ],
 )
 def test_a_broken_reward_is_named_with_what_it_did(tmp_path: Path, function: str, said: str) -> None:
     with pytest.raises(RewardError, match=rf"failed on 1 of 1 samples.*the first, {said}"):
         check(tmp_path, f"reward_examples:{function}", "yes", "no")
+
+
+def test_a_reward_that_cannot_be_called_is_refused_before_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"cannot be imported or called: TypeError: .*'extra'; name some of prompt, "):
+        check(tmp_path, "reward_examples:wants_four", "yes", "no")
 
 
 @pytest.mark.parametrize(

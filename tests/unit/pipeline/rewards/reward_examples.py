@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import time
 from typing import Any
 
 
@@ -50,6 +52,10 @@ def gives_nan(response: str) -> float:
     return math.nan
 
 
+def says_that_it_failed(response: str) -> dict[str, float]:
+    return {"reward": 1.0, "verifier_failed": 0.0}
+
+
 def raises(response: str) -> float:
     raise KeyError("score")
 
@@ -72,8 +78,24 @@ def batched(responses: list[str], answers: list[str], metadata: list[dict[str, A
     return [(float(len(text)), {"rank": rank}) for rank, text in enumerate(responses)]
 
 
+def batched_of_info(responses: list[str], info: list[dict[str, Any]]) -> list[float]:
+    assert all(
+        one["group"] == responses and responses[one["index"]] == text for one, text in zip(info, responses, strict=True)
+    )
+    return [float(one["response_tokens"]) for one in info]
+
+
 def one_too_few(responses: list[str]) -> list[float]:
     return [0.0] * (len(responses) - 1)
+
+
+async def dies_or_blocks(response: str) -> float:
+    await asyncio.sleep(0)
+    if response == "die":
+        os._exit(1)
+    if response == "block":
+        time.sleep(60.0)
+    return 1.0
 
 
 _at_once: list[int] = []

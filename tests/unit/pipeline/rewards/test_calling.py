@@ -7,20 +7,24 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+import urllib.error
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
+import openai
 import pytest
+import requests
 
 from pipeline.rewards import judgment as judgments
 from pipeline.rewards.calling import retries
-from pipeline.rewards.calling.judge import as_judgment, without_secrets
-from pipeline.rewards.calling.wants import Wants
+from pipeline.rewards.calling.judge import as_judgment
+from pipeline.rewards.calling.wants import Wants, call
 from pipeline.rewards.failure_watch import FailureWatch
-from pipeline.rewards.judgment import Judgment, decode_judgment, encode_judgment, failure, together
+from pipeline.rewards.judgment import Judgment, decode_judgment, encode_judgment, failure, together, without_secrets
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.rewards.worker_process import Sandbox
 from tests.unit.pipeline.rewards import reward_examples
@@ -59,12 +63,56 @@ def test_what_it_may_not(result: Any) -> None:
     assert 'expected a number, (number, {part: number}) or {"reward": number' in found.detail
 
 
+def test_a_part_that_says_that_the_verifier_failed_is_not_a_function_s_to_give() -> None:
+    (found,) = verdicts("reward_examples:says_that_it_failed", "yes")
+    assert found == Verdict(reward=0.0, parts={"verifier_failed": 1.0}, failed="bad_result")
+
+
 def test_what_a_function_wants_is_read_from_its_names() -> None:
     assert Wants.of(reward_examples.by_position) == Wants()
     assert Wants.of(reward_examples.asynchronous) == Wants(concurrent=True)
     assert Wants.of(reward_examples.batched) == Wants(batched=True)
     for wants in (Wants.of(reward_examples.of_info), Wants.of(reward_examples.with_all_the_rest)):
         assert wants == Wants(info=True) == Wants.from_numbers(wants.numbers())
+
+
+GIVEN = dict(prompt="P", response="R", answer="A", metadata={}, info={})
+
+
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [
+        (lambda response, answer, *args: (response, answer, args), ("R", "A", ())),
+        (lambda response, answer, *args, **rest: (args, [*rest]), ((), ["prompt", "metadata", "info"])),
+        (lambda question, reply, truth, **rest: (question, reply, truth, rest), ("P", "R", "A", {})),
+        (lambda question, reply, truth, /: (question, reply, truth), ("P", "R", "A")),
+        (lambda *texts, **rest: (texts, rest), (("P", "R", "A"), {})),
+        (lambda **rest: [*rest], [*GIVEN]),
+        (lambda scale=2.0, **rest: (scale, rest["answer"]), (2.0, "A")),
+    ],
+)
+def test_a_function_gets_what_it_names(function: Callable[..., Any], got: Any) -> None:
+    Wants.of(function)
+    assert call(function, **GIVEN) == got
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (
+            lambda response, answer, question: 0.0,
+            r"\(response, answer, question\): missing .*'question'; name some of prompt, ",
+        ),
+        (lambda response, *, truth: 0.0, "missing .*'truth'"),
+        (lambda reply, truth: 0.0, "too many positional arguments; .* take prompt, response, answer in this order"),
+        (lambda responses, references: [], "missing .*'references'; name some of prompts, responses, answers, "),
+        (lambda responses, prompt: [], "missing .*'prompt'"),
+        (lambda prompts, completions: [], "too many positional arguments"),
+    ],
+)
+def test_a_function_that_would_get_wrong_texts_is_refused(function: Callable[..., Any], why: str) -> None:
+    with pytest.raises(TypeError, match=why):
+        Wants.of(function)
 
 
 def test_info_tells_lengths_end_and_siblings() -> None:
@@ -78,8 +126,25 @@ def test_info_tells_lengths_end_and_siblings() -> None:
 def test_a_batched_function_is_called_once_for_a_group() -> None:
     found = verdicts("reward_examples:batched", "a", "bbb", "")
     assert [(one.reward, one.parts["rank"]) for one in found] == [(1.0, 0.0), (3.0, 1.0), (0.0, 2.0)]
+    found = verdicts("reward_examples:batched_of_info", "a", "b", info=INFO)
+    assert [one.reward for one in found] == [1.0, 2.0]
     short = verdicts("reward_examples:one_too_few", "a", "b")
     assert [one.failed for one in short] == ["bad_result", "bad_result"]
+
+
+def test_the_request_of_a_group_grows_with_its_responses_and_not_with_their_square() -> None:
+    responses = ["x" * 10_000] * 64
+    with Verifiers("reward_examples:batched_of_info", 1, 30.0, sandbox=None) as verifiers:
+        judged, sizes = verifiers._judged, list[int]()
+
+        async def noted(texts: Sequence[bytes]) -> list[Judgment]:
+            sizes.append(sum(map(len, texts)))
+            return await judged(texts)
+
+        verifiers._judged = noted  # type: ignore[method-assign]
+        found = asyncio.run(verifiers.score_group("question", "yes", {}, responses))
+    assert {one.reward for one in found} == {1.0}
+    assert sizes[0] < 2 * sum(map(len, responses))
 
 
 def test_an_async_function_has_several_samples_under_way() -> None:
@@ -92,6 +157,13 @@ def test_an_async_function_has_several_samples_under_way() -> None:
 def test_one_call_that_is_late_costs_its_own_sample() -> None:
     found = verdicts("reward_examples:together", "60", "0", "0", "0", concurrency=4, deadline_s=1.0)
     assert [one.failed for one in found] == ["timeout", None, None, None]
+
+
+@pytest.mark.parametrize(("response", "reason"), [("die", "crashed"), ("block", "timeout")])
+def test_a_call_that_ends_the_process_costs_its_own_sample(response: str, reason: str) -> None:
+    settings: dict[str, Any] = dict(concurrency=8, deadline_s=1.0)
+    found = verdicts("reward_examples:dies_or_blocks", "ok", response, *["ok"] * 6, **settings)
+    assert [one.failed for one in found] == [None, reason, *[None] * 6]
 
 
 def test_judgments_of_a_request() -> None:
@@ -120,6 +192,15 @@ def answered(status: int) -> httpx.HTTPStatusError:
         (TimeoutError(), True),
         (KeyError("score"), False),
         (PermissionError(1, "Operation not permitted"), False),
+        (httpx.InvalidURL("no scheme"), False),
+        (httpx.DecodingError("no gzip"), False),
+        (requests.exceptions.JSONDecodeError("no JSON", "", 0), False),
+        (requests.exceptions.ConnectTimeout(), True),
+        (aiohttp.InvalidURL("no host"), False),
+        (aiohttp.ServerDisconnectedError(), True),
+        (openai.OpenAIError("api_key must be set"), False),
+        (openai.APITimeoutError(httpx.Request("POST", "http://judge")), True),
+        (urllib.error.URLError("refused"), True),
     ],
 )
 def test_what_may_pass_is_tried_again(error: Exception, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +222,9 @@ def test_what_may_pass_is_tried_again(error: Exception, again: bool, monkeypatch
 def test_secrets_of_the_environment_are_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "sk-0123456789")
     assert without_secrets("401 for https://judge/?key=sk-0123456789") == "401 for https://judge/?key=$JUDGE_API_KEY"
+    assert failure("raised", "no sk-0123456789").detail == "no $JUDGE_API_KEY"
+    for cut in (0, 180, 195):  # also where it is cut off
+        assert "sk-01" not in as_judgment("x" * cut + "sk-0123456789").detail
 
 
 class Judge(BaseHTTPRequestHandler):

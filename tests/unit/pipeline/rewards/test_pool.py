@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +18,11 @@ import pytest
 from pipeline.errors import RecipeError
 from pipeline.rewards import worker_process
 from pipeline.rewards.calling.judge import judge
+from pipeline.rewards.children import RunIsGoneError
+from pipeline.rewards.judgment import Judgment, failure
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.rewards.verifiers import TRUSTED, math_verify
+from pipeline.rewards.worker import judged
 from pipeline.rewards.worker_process import Sandbox
 from tests.support.sandboxes import EVERY_RUNG, sandbox_of
 
@@ -132,6 +137,39 @@ def test_processes_that_die_between_samples_are_replaced(behave: Verifiers, whos
     assert not behave.failures
 
 
+@pytest.mark.parametrize("broken", ["socketpair", "start", "post"])
+def test_what_a_worker_s_thread_cannot_do_costs_a_sample_and_no_thread(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for a thread that has ended waits for ever."""
+    with Verifiers("verifier_examples:behave", workers=1, deadline_s=2.0, sandbox=None) as verifiers:
+        (process,) = verifiers._workers
+        process._process.kill()
+        process._process.wait()
+
+        make = socket.socketpair
+
+        def refuse(*_: object) -> object:
+            if threading.current_thread() is threading.main_thread():  # the event loop of this test
+                return make()
+            raise OSError(24, "Too many open files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(*((socket, broken) if broken == "socketpair" else (process, broken)), refuse)
+            (verdict,) = score(verifiers, "fine")
+        assert verdict.failed == "crashed"
+        assert score(verifiers, "fine", "fine") == [Verdict(reward=1.0)] * 2
+
+
+def test_a_worker_that_cannot_be_started_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(worker_process.WorkerProcess, "start", refuse)
+    with pytest.raises(RecipeError, match="RuntimeError: no"):
+        Verifiers("verifier_examples:behave", workers=1, deadline_s=2.0, sandbox=None)
+
+
 def leaves(process: psutil.Process) -> list[psutil.Process]:
     """The processes below it that have started no other one."""
     below = process.children(recursive=True)
@@ -198,6 +236,24 @@ def test_any_text_reaches_the_verifier(sandbox: Sandbox | None) -> None:
         for text in ("", "\x00\n\r", "é漢🙂", "\udcff", "long" * 500_000):
             verdict = asyncio.run(verifiers.score(text, text, text))
             assert (verdict.reward, verdict.parts) == (1.0, {"characters": float(len(text))})
+
+
+class Stumbling:
+    """A judge that a sample makes raise."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def judge(self, texts: bytes) -> Judgment:
+        raise self._error
+
+
+def test_a_sample_over_which_a_worker_stumbles_is_a_failed_one() -> None:
+    found = judged(Stumbling(OverflowError("too large")), b"")  # type: ignore[arg-type]
+    assert found == failure("raised", "OverflowError: too large")
+    for error in (RunIsGoneError(), OSError(11, "no process"), MemoryError()):  # a fresh worker may do better
+        with pytest.raises(type(error)):
+            judged(Stumbling(error), b"")  # type: ignore[arg-type]
 
 
 def test_judge_reports_what_was_raised() -> None:

@@ -106,6 +106,28 @@ def test_the_last_block_is_the_program() -> None:
 
 
 @pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python3\nprint(1)\n```\nThis prints one.", "print(1)\n"),
+        ("```{.Python}\nprint(1)\n```", "print(1)\n"),
+        ("```py title=a.py\nprint(1)\n```", "print(1)\n"),
+        ("```python\nprint(7)\n```\nOutput:\n```text\n7\n```\nDone.", "print(7)\n"),
+        ("```python\nprint(7)\n```\nOutput:\n```\n7\n```\nDone.", "print(7)\n"),
+        ("```\nprint(7)\n```\nRun it:\n```bash\npython a.py\n```\nDone.", "print(7)\n"),
+        ("```pycon\n>>> 7\n```", "```pycon\n>>> 7\n```"),
+        ("1. So:\n\n   ```python\n   if 1:\n       print(1)\n   ```\n", "if 1:\n    print(1)\n"),
+        ("1. ```python\n   print(1)\n   ```\n", "print(1)\n"),
+        ("```python\r\nif 1:\r\n    print(1)\r\n```\r\n", "if 1:\n    print(1)\n"),
+        ("It is `x` as here: ```python\nprint('```')\nprint(1)```\nDone.", "print('```')\nprint(1)"),
+        ("````python\nprint(1)\n```\n````\n", "print(1)\n```\n"),
+        ("```python\nprint(1)\n```\n```\n", "print(1)\n"),
+    ],
+)
+def test_fences_say_what_is_the_program(response: str, program: str) -> None:
+    assert program_in(response) == program
+
+
+@pytest.mark.parametrize(
     ("value", "printed", "same"),
     [
         (0.3, "0.30000000000000004", True),
@@ -119,6 +141,7 @@ def test_the_last_block_is_the_program() -> None:
         (1, "NaN", False),
         (1, "[" * 10**5, False),
         (1, "9" * 5000, False),
+        (0.5, "1" * 400, False),
     ],
 )
 def test_values_are_compared_as_json(value: object, printed: str, same: bool) -> None:

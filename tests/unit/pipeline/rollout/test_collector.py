@@ -118,6 +118,18 @@ def test_a_lag_that_was_decided_holds_from_its_batch_on(run: RunDirectory, verif
     assert max(oldest[4:]) <= 1
 
 
+def test_a_lag_that_was_decided_holds_for_batches_that_wait_already(run: RunDirectory, verifiers: Verifiers) -> None:
+    """Batches 5 to 8 wait by a lag of 4 when the first of them learns that it is 1."""
+    collector = build(run, verifiers, Schedule(kind="async", steps=9, lag=4))
+    collector.decided_lags = lambda version: ((5, 1),) if version else ()
+    collect(collector, seconds_per_step=0.05)
+    issued = read_events(run.path, "issued")
+    required = [collector.schedule.required_version(event["batch"]) for event in issued]
+    assert required[5:] == [4, 5, 6, 7]
+    assert [event for event, least in zip(issued, required, strict=True) if event["version"] < least] == []
+    assert not read_events(run.path, "retried")
+
+
 def test_an_answer_that_comes_late_takes_no_decided_lag_back(run: RunDirectory, verifiers: Verifiers) -> None:
     collector = build(run, verifiers, Schedule(kind="async", steps=9, lag=3))
     later = ((4, 1), (6, 0))

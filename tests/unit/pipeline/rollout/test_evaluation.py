@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from math import comb
 
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.records import VERIFIER_FAILED, Completion, Sample
+from pipeline.data.border.own_parts import VERIFIER_FAILED
+from pipeline.data.records import Completion, Sample
 from pipeline.rollout.evaluation import by_source, clustered_wilson, evaluate, pass_at_k, rewards, summarize
+from tests.support.batches import batch_of_rewards
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,13 @@ def rewarded(reward: float, **parts: float) -> Sample:
 
 
 FAILED = rewarded(0.0, **{VERIFIER_FAILED: 1.0})
+
+
+def test_a_sample_has_a_reward_as_its_batch_says() -> None:
+    samples = [rewarded(1.0), rewarded(1.0, **{VERIFIER_FAILED: 0.0}), FAILED]
+    failed = np.array([np.nan, 0.0, 1.0], np.float32)
+    batch = replace(batch_of_rewards([[1.0, 1.0, 0.0]]), reward_parts={VERIFIER_FAILED: failed})
+    assert [sample.judged for sample in samples] == batch.judged.tolist() == [True, True, False]
 
 
 def test_a_sample_without_a_reward_is_in_no_mean() -> None:

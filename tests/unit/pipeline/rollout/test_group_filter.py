@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from launch.run.collect import settings
 from pipeline.analysis.audit import verify_history
 from pipeline.config.loader import load_recipe
+from pipeline.data.border.own_parts import VERIFIER_FAILED
 from pipeline.data.event_log import read_events
-from pipeline.data.records import VERIFIER_FAILED, Completion, Group, Prompt, Sample
+from pipeline.data.records import Completion, Group, Prompt, Sample
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RewardError
 from pipeline.rewards.pool import Verifiers
@@ -65,6 +67,12 @@ def test_it_gets_what_it_names() -> None:
     ]
     assert not asked(filter_of(keep, "rewards"))
     assert seen[1] == dict(rewards=[0.5, None])
+
+
+def test_an_array_is_neither_true_nor_false() -> None:
+    with pytest.raises(RewardError, match=r"mine:own returned .*array.* for group 7, expected True or False"):
+        asked(filter_of(lambda rewards: np.array([True, False]), "rewards"))
+    assert asked(filter_of(lambda rewards: np.array([1.0, 2.0]).min() > 0.5, "rewards"))
 
 
 def test_what_is_neither_true_nor_false_ends_the_run() -> None:

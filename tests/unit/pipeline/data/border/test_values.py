@@ -129,6 +129,12 @@ def test_what_rounding_makes_is_accepted(make_batch: MakeBatch) -> None:
         (1.0, {"": 0.0}, "a reward part is named ''"),
         (1.0, {"a" * 65: 0.0}, "a reward part is named 'aaaa"),
         (1.0, {"a\n": 0.0}, r"a reward part is named 'a\\n'"),
+        (
+            1.0,
+            {"verifier_failed": 0.0},
+            "a reward part is named 'verifier_failed', a name kept for samples that failed",
+        ),
+        (1.0, {"teacher_failed": 1.0}, "a reward part is named 'teacher_failed'"),
         (1.0, {"<script>": 0.0}, "a reward part is named '<script>'"),
         (1.0, {f"p{i}": 0.0 for i in range(MOST_PARTS + 1)}, "there are 65 reward parts, expected at most 64"),
     ],
