@@ -35,9 +35,7 @@ def forecast_end(arm: Arm, share: float) -> Told:
     `evenkeel scaling forecast` does: R_0 is a measurement of each run, with the noise of one."""
     scores, samples, known = arm.curve().mean(axis=(0, 2)), arm.costs("samples"), split(arm, share)
     try:
-        points = Points.of(
-            samples[1:known], scores[1:known], start=float(scores[0]), start_weight=len(arm.results)
-        )
+        points = Points.of(samples[1:known], scores[1:known], start=float(scores[0]), start_weight=len(arm.results))
     except StoreError:
         return Told(value=math.nan, points=max(0, known - 1), asymptote="not fitted")
     grid = Grid.derived(points)

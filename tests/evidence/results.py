@@ -198,8 +198,8 @@ class Arm:
 
     @property
     def versions(self) -> list[int]:
-        """Evaluated versions: of a diverged cell also those that it never reached. Where every cell diverged, those that
-        one came to, and the end that none did."""
+        """Evaluated versions: of a diverged cell also those that it never reached. Where every cell diverged,
+        those that one came to, and the end that none did."""
         alive = [set(result.versions) for result in self.results if result.state == "finished"]
         gone = [{*result.versions, result.steps_planned} for result in self.results]
         return sorted(set.intersection(*alive) if alive else set.union(*gone))
