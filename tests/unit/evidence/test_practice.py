@@ -38,8 +38,8 @@ def test_nothing_measured_is_nothing_advised(tmp_path: Path) -> None:
         (9, "CISPO, cap 5, by age.** Over 9 conditions of age, rollout format and temperature it ends at .90 of"),
         (
             5,
-            "does worst (lag 8 and FP4 rollouts), short of the bar of .80; others in theirs: GRPO, clip 0.2 at .40. 4 of "
-            "them tell it from its kin: in the others it is CISPO, cap 5.",
+            "does worst (lag 8 and FP4 rollouts), short of the bar of .80; others in theirs: GRPO, clip 0.2 at .40. 4 "
+            "of them tell it from its kin: in the others it is CISPO, cap 5.",
         ),
     ],
 )
