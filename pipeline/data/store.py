@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from pipeline.data.arrays.batch_file import Choose, read_batch, read_share
+from pipeline.data.arrays.batch_file import Choose, read_batch, read_share, require_readable
 from pipeline.data.arrays.zarr_reader import open_zarr_zip, seek_zarr_zip
 from pipeline.data.arrays.zarr_writer import write_zarr_zip
 from pipeline.data.batch_format import arrays_of, attributes_of, check_batch, num_bytes, with_digests
@@ -110,7 +110,7 @@ class BatchStore:
     def commit(self, batch: Batch) -> Path:
         """Make `batch` durable and visible, in that order. Raises AlreadyCommittedError when another process was first,
         SupersededError behind the fence, DiskFullError, and StoreError if its arrays do not agree with one another or
-        hold values that cannot be (pipeline.data.border.values)."""
+        hold values that cannot be (pipeline.data.border.values), or readers would refuse its file."""
         path = self.path(batch.index)
         if self.exists(batch.index):
             self._refuse_second(path)
@@ -125,6 +125,7 @@ class BatchStore:
         try:
             with full_disk_said(self.directory, path.name), creating(path, before=self._fence) as file:
                 _write(file, batch)
+                _require_readable(Path(file.name), batch.index)
         except FileExistsError:
             self._refuse_second(path)
         except (StoreError, FileNotFoundError):
@@ -217,6 +218,20 @@ def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobCon
 def _write(file: BinaryIO, batch: Batch) -> None:
     attributes, arrays = attributes_of(batch), arrays_of(batch)
     write_zarr_zip(file, with_digests(attributes, arrays), arrays)
+    file.flush()
+
+
+def _require_readable(path: Path, index: int) -> None:
+    """A batch that no reader accepts would be in the way for ever: it is never made again. What costs a reader little
+    is tried; the bytes of the arrays were just made."""
+    try:
+        with seek_zarr_zip(path) as file:
+            require_readable(file)
+    except (ValueError, LookupError, TypeError) as error:
+        raise StoreError(
+            f"refused to commit batch {index}: its file could not be read back ({one_line(error, 300)}); correct the "
+            "code that built the batch"
+        ) from error
 
 
 def _decode(path: Path, choose: Choose | None) -> Batch:

@@ -75,8 +75,7 @@ class BatchBuilder:
         """Whether the group asks a solved problem; it is dropped then."""
         problem = self.prompts.problem(group)
         if problem in self.solved:
-            reason = f"problem {problem} is solved: {self.solved[problem]}"
-            self.dropped.append(DroppedGroup(group=group, reason=reason, kind="solved", problem=problem))
+            self.dropped.append(DroppedGroup.passed_over(group, problem))
         return problem in self.solved
 
     def keep(self, group: Group) -> bool:
