@@ -27,6 +27,7 @@ from pipeline.data.batch_format import arrays_of, attributes_of, check_batch, nu
 from pipeline.data.border.batches import check_values
 from pipeline.data.border.values import UNKNOWN, Limits
 from pipeline.data.files import FIRST_POLL_S, NUMBER, await_visible, creating, make_folder, remove_leftovers, slower
+from pipeline.data.integrity.regular import machine_failure
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
@@ -155,8 +156,8 @@ class BatchStore:
         values that cannot be, for whoever looks into it. With `choose`, which says which samples are wanted, the tokens
         of the others are neither read nor verified (Batch.share).
 
-        Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check,
-        ContractMismatchError when it was sampled under another contract.
+        Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check, OSError when the
+        machine fails to read it, ContractMismatchError when it was sampled under another contract.
         """
         path = self.path(index)
         if visible_s:
@@ -174,6 +175,8 @@ class BatchStore:
         except MemoryError:
             raise
         except Exception as error:
+            if (failure := machine_failure(error)) is not None:
+                raise failure from None
             reason = one_line(error, 300) or type(error).__name__
             raise CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}") from error
         if contract is not None and batch.contract != contract:

@@ -35,7 +35,7 @@ from pipeline.data.files import (
     temporary_name,
 )
 from pipeline.data.integrity.folders import Fingerprint, fingerprints, sync_files
-from pipeline.data.integrity.regular import read_at_most
+from pipeline.data.integrity.regular import machine_failure, read_at_most
 from pipeline.data.integrity.sealed import MAX_BYTES, read_sealed_json, reason, unseal, write_sealed, write_sealed_json
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.run_directory import committed_steps, numbered, unfenced
@@ -242,7 +242,7 @@ class Commit(NamedTuple):
 
 def read_commit(folder: Path) -> Commit:
     """COMMIT of a checkpoint, which may be of a version of Even Keel that did not seal it. Raises
-    CorruptCheckpointError."""
+    CorruptCheckpointError, and OSError when the machine fails to read it."""
     path = folder / COMMIT
     try:
         data = read_at_most(path, MAX_BYTES)
@@ -254,6 +254,8 @@ def read_commit(folder: Path) -> Commit:
             raise ValueError(f"it names {foreign[0]}, outside the checkpoint")
         return Commit(int(value["step"]), files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if machine_failure(error) is not None:
+            raise
         raise CorruptCheckpointError(f"{path} is damaged ({reason(error)}); {_remedy(folder)}") from error
 
 
@@ -265,6 +267,8 @@ def _read_state(folder: Path) -> dict[str, float]:
     try:
         state = read_sealed_json(path, remedy)
     except (StoreError, OSError) as error:
+        if machine_failure(error) is not None:
+            raise
         raise CorruptCheckpointError(str(error)) from error
     for name, value in state.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -25,8 +25,8 @@ from pipeline.data.arrays.chunks import chunk_rows, chunks
 from pipeline.data.integrity.sealed import TRAILER_BYTES, trailer_of
 
 MAX_RATIO = 256
-"""Bytes of arrays for each byte of the file, at most, beyond SMALL_BYTES: readers allocate no more for a file that claims
-it. Real batches have 2 to 10. A file whose arrays are packed closer is padded."""
+"""Bytes of arrays for each byte of the file, at most, beyond SMALL_BYTES: readers allocate no more, whatever a file
+claims. Real batches have 2 to 10. A file whose arrays are packed closer is padded."""
 SMALL_BYTES = 64 << 20
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 _LEVEL = 1
