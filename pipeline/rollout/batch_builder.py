@@ -112,8 +112,8 @@ class BatchBuilder:
         unfit = [drop for drop in self.dropped if drop.kind == "unfit"]
         raise RecipeError(
             f"none of the {len(unfit)} prompts of batch {self.index} can be asked (group {unfit[0].group}: "
-            f"{unfit[0].reason}); raise rollout.context_tokens, lower rollout.max_new_tokens, or leave such prompts out "
-            "of the data"
+            f"{unfit[0].reason}); raise rollout.context_tokens, lower rollout.max_new_tokens, or leave such prompts "
+            "out of the data"
         )
 
     def drop(self, prompt: Prompt, reason: str) -> bool:

@@ -239,9 +239,9 @@ def test_a_save_that_was_given_up_gets_no_name(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(shutil, "rmtree", lambda folder, **_: removed.append(folder))
     checkpoints.begin_save(learner, 8, {})
     checkpoints.advance(learner)
-    [save] = checkpoints._under_way  # noqa: SLF001
+    [save] = checkpoints._under_way
     assert save.commit is not None
-    committing = save.commit._work  # noqa: SLF001
+    committing = save.commit._work
     assert committing is not None
 
     def dead(_: Any) -> None:
