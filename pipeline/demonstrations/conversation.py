@@ -1,9 +1,9 @@
 """Which text of a conversation, as the chat template writes it, the model itself says.
 
 A template writes a conversation as one text. What it writes before an answer is what it writes for the messages before
-it, ready for an answer: exactly what an engine reads when it is to answer. From there on the
-text is the model's, up to the mark that ends its turn. The end is found by writing the conversation once more, with a mark
-behind the answer: its text alone may stand elsewhere too, in what the template puts before it.
+it, ready for an answer: exactly what an engine reads when it is to answer. From there on the text is the model's, up to
+the mark that ends its turn. The end is found by writing the conversation once more, with a mark behind the answer: its
+text alone may stand elsewhere too, in what the template puts before it.
 """
 
 from __future__ import annotations
