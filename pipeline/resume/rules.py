@@ -149,9 +149,10 @@ def refuse_what_no_checkpoint_carries(run: str, changes: dict[str, str]) -> None
         raise RunConflictError(f"a fork of {run} cannot have {listed(refused)}; begin a run from the model instead")
 
 
-def refuse_impossible(before: Recipe, after: Recipe, *, run: str, settled: int, published: int) -> None:
+def refuse_impossible(before: Recipe, after: Recipe, *, run: str, settled: int, published: int, scored: int) -> None:
     """Raises RunConflictError for safe keys whose new value does not fit what the run holds: `settled` steps that are
-    sampled, trained or published, of which the engines serve version `published`."""
+    sampled, trained or published, of which the engines serve version `published`. The newest checkpoint holds `scored`
+    steps; 0 where the batches of a stage are not scored at its beginning."""
     old, new = before.run.steps, after.run.steps
     if new < settled:
         raise RunConflictError(
@@ -159,11 +160,12 @@ def refuse_impossible(before: Recipe, after: Recipe, *, run: str, settled: int, 
             f"`evenkeel fork {run} NEW --at STEP`"
         )
     stage = before.schedule.updates_per_stage if before.schedule.kind == "staged" else 1
-    if new != old and published == old and old % stage:
+    last = old // stage * stage
+    if new > old and last < max(published, scored):  # the stage would have batches that nobody scored at its beginning
         raise RunConflictError(
-            f"run.steps: {old} → {new}, but the last stage of {run} ended at step {old}, which is no multiple of "
-            f"schedule.updates_per_stage {stage}; `evenkeel fork {run} NEW --at {old // stage * stage}` goes on from "
-            "before it"
+            f"run.steps: {old} → {new}, but the last stage of {run}, which ends at step {old}, is under way or over, "
+            f"and {old} is no multiple of schedule.updates_per_stage {stage}; `evenkeel fork {run} NEW --at {last}` "
+            "goes on from before it"
         )
     optimizer = after.learner.optimizer
     if new != old and optimizer.decay != "constant" and optimizer.decay_steps is None:

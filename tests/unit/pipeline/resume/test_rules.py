@@ -62,8 +62,8 @@ def test_what_is_refused_says_why_and_how_to_fork() -> None:
     refuse_unsafe("runs/r", {key: change for key, change in changes.items() if "group" not in key})
 
 
-def possible(before: Recipe, after: Recipe, *, settled: int = 20, published: int = 20) -> None:
-    refuse_impossible(before, after, run="runs/r", settled=settled, published=published)
+def possible(before: Recipe, after: Recipe, *, settled: int = 20, published: int = 20, scored: int = 0) -> None:
+    refuse_impossible(before, after, run="runs/r", settled=settled, published=published, scored=scored)
 
 
 def steps(number: int, **sections: Any) -> Recipe:
@@ -94,6 +94,10 @@ def test_a_stage_that_ended_early_is_not_gone_on_with() -> None:
         possible(steps(20, **staged), steps(40, **staged))
     possible(steps(16, **staged), steps(40, **staged), settled=16, published=16)
     possible(steps(20, **staged), steps(40, **staged), settled=20, published=16)
+    possible(steps(20, **staged), steps(40, **staged), settled=20, published=16, scored=16)
+    with pytest.raises(RunConflictError, match=r"is under way or over.* NEW --at 16`"):
+        possible(steps(20, **staged), steps(40, **staged), settled=18, published=16, scored=18)
+    possible(steps(20, **staged), steps(20, **staged), settled=18, published=16, scored=18)
 
 
 def test_deltas_are_not_made_from_whole_policies_of_another_channel() -> None:
