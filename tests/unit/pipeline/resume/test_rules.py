@@ -11,7 +11,15 @@ from pydantic import BaseModel
 from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RunConflictError
-from pipeline.resume.rules import NOT_IN_A_CHECKPOINT, RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
+from pipeline.resume.rules import (
+    CUTS_MICRO_BATCHES,
+    NOT_IN_A_CHECKPOINT,
+    RULES,
+    SAFE,
+    refuse_impossible,
+    refuse_unsafe,
+    rule_of,
+)
 
 WHOLE = {"model", "task", "prompts", "objective", "correction", "advantage", "schedule", "controller"}
 """Sections of which no key may change."""
@@ -98,6 +106,16 @@ def test_a_stage_that_ended_early_is_not_gone_on_with() -> None:
     with pytest.raises(RunConflictError, match=r"is under way or over.* NEW --at 16`"):
         possible(steps(20, **staged), steps(40, **staged), settled=18, published=16, scored=18)
     possible(steps(20, **staged), steps(20, **staged), settled=18, published=16, scored=18)
+
+
+@pytest.mark.parametrize("change", [dict(micro_batch_tokens=4096), dict(tensor_parallel=2), dict(context_parallel=2)])
+def test_what_cuts_micro_batches_stays_where_they_are_learned_from_by_themselves(change: dict[str, Any]) -> None:
+    assert set(CUTS_MICRO_BATCHES) <= {key for key, reason in RULES.items() if reason is SAFE}
+    possible(steps(20), steps(20, learner=change))
+    alone = dict(objective=dict(name="p3o", ess_scope="micro_batch"))
+    possible(steps(20, **alone), steps(30, **alone))
+    with pytest.raises(RunConflictError, match=rf"learner.{next(iter(change))}: they cut micro-batches otherwise"):
+        possible(steps(20, **alone), steps(20, learner=change, **alone))
 
 
 def test_deltas_are_not_made_from_whole_policies_of_another_channel() -> None:
