@@ -24,7 +24,7 @@ from typing import Any
 
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
-from pipeline.config.task_sections import DataTask
+from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
 from pipeline.control.files import ControlFiles
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.files import (
@@ -107,15 +107,29 @@ def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, ste
             f"step {step} is within a stage of {recipe.schedule.updates_per_stage} updates, whose beginning no "
             "checkpoint holds; fork at a multiple of schedule.updates_per_stage"
         )
-    if recipe.task != before.task and recipe.prompts.solved_pass_rate is not None:
+    if recipe.prompts.solved_pass_rate is not None and (renumbered := _renumbers(before, recipe)):
         raise RunConflictError(
-            "the task changes, but prompts.solved_pass_rate counts how often problems of the old one were solved; set "
-            "prompts.solved_pass_rate=null"
+            f"{renumbered} changes, and with it the numbers of problems, but prompts.solved_pass_rate counts how often "
+            "those of the old numbers were solved; set prompts.solved_pass_rate=null"
         )
     if missing := sorted({*range(step)} - {*BatchStore(run.batches).settled()}):
         raise StoreError(
             f"{run.path} lacks batch {missing[0]}, which the checkpoint has learned from; `evenkeel repair`"
         )
+
+
+def _renumbers(before: Recipe, recipe: Recipe) -> str | None:
+    """What of the recipe changes which prompt a problem's number is, if anything does. Prompts of files that are too
+    long have no number (pipeline.tasks.fitting); generated ones are drawn with the seed."""
+    if recipe.task != before.task:
+        return "the task"
+    longest = [one.rollout.context_tokens - one.rollout.max_new_tokens for one in (before, recipe)]
+    generated = isinstance(recipe.task, SortDigitsTask | SpellDigitsTask)
+    if not generated and longest[0] != longest[1]:
+        return "the longest prompt (rollout.context_tokens - rollout.max_new_tokens)"
+    if not isinstance(recipe.task, DataTask) and recipe.run.seed != before.run.seed:
+        return "run.seed"
+    return None
 
 
 def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
