@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.algorithm import ADVANTAGES, OBJECTIVES, usual_aggregation
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
@@ -55,7 +56,8 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
     run = RunDirectory(source)
     before = run.recipe()
     named = [f"run.name={json.dumps(target.name)}", f"run.root={json.dumps(str(target.parent))}"]
-    recipe = _with_own_digest(before, load_recipe(newest_recipe_file(source), [*overrides, *named]))
+    overrides = [*overrides, *_aggregated_as_usual(before, overrides), *named]
+    recipe = _with_own_digest(before, load_recipe(newest_recipe_file(source), overrides))
     _refuse(run, before, recipe, target, step)
     make_folder(target.parent)
     remove_leftovers_of(target)
@@ -84,6 +86,18 @@ def forked_at(run: Path) -> int:
         return int(json.loads((run / PARENT).read_text())["step"])
     except FileNotFoundError:
         return 0
+
+
+def _aggregated_as_usual(before: Recipe, overrides: Sequence[str]) -> list[str]:
+    """With another objective, the aggregation of its paper, as in a new recipe: the frozen one of the parent spells out
+    that of the old objective. One that the parent was given stays, and so does one that is given here."""
+    given = dict(override.partition("=")[::2] for override in overrides)
+    objective, advantage = OBJECTIVES.get(given.get("objective.name", "")), type(before.advantage)
+    old = usual_aggregation(advantage, type(before.objective))
+    if objective is None or "advantage.aggregation" in given or before.advantage.aggregation != old:
+        return []
+    advantage = ADVANTAGES.get(given.get("advantage.name", ""), advantage)
+    return [f"advantage.aggregation={usual_aggregation(advantage, objective)}"]
 
 
 def _with_own_digest(before: Recipe, recipe: Recipe) -> Recipe:

@@ -98,6 +98,23 @@ def test_a_schedule_that_allows_less_judges_what_the_fork_samples_itself(tmp_pat
     assert check_history(tmp_path / "new")["version_violations"] == 0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        (["objective.name=gspo"], "sequence"),
+        (["objective.name=topr"], "constant"),
+        (["objective.name=clipped", "advantage.name=dr_grpo"], "constant"),
+        (["objective.name=gspo", "advantage.aggregation=token"], "token"),
+        (["advantage.batch_normalized=true"], "token"),
+    ],
+)
+def test_another_objective_is_aggregated_as_in_its_paper(tmp_path: Path, overrides: list[str], found: str) -> None:
+    """The parent's frozen recipe spells out what its own objective stood for."""
+    source = whole_run(tmp_path)
+    fork_run(source.path, Path("new"), 4, overrides)
+    assert RunDirectory(tmp_path / "new").recipe().advantage.aggregation == found
+
+
 def test_solved_problems_of_a_file_keep_their_numbers(tmp_path: Path) -> None:
     """Prompts that are too long are left out, and the others counted on: with another limit, number 7 is another."""
     data = tmp_path / "data.jsonl"
