@@ -26,7 +26,7 @@ from pipeline.data.arrays.zarr_writer import write_zarr_zip
 from pipeline.data.batch_format import arrays_of, attributes_of, check_batch, num_bytes, with_digests
 from pipeline.data.border.batches import check_values
 from pipeline.data.border.values import UNKNOWN, Limits
-from pipeline.data.files import FIRST_POLL_S, NUMBER, await_visible, creating, make_folder, remove_leftovers, slower
+from pipeline.data.files import NUMBER, await_visible, creating, make_folder, remove_leftovers
 from pipeline.data.integrity.regular import machine_failure
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
@@ -36,7 +36,6 @@ from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
     CorruptBatchError,
-    DeadlineExceededError,
     StoreError,
 )
 from precision.text.short import one_line
@@ -188,20 +187,6 @@ class BatchStore:
             f"put back a copy of it, or stop the run and repair it: `evenkeel repair {self.directory.parent}` says "
             "whether it can be made again"
         )
-
-    def wait(self, index: int, contract: LogprobContract | None, *, deadline_s: float) -> Batch:
-        """Read batch `index` as soon as it is committed. Raises DeadlineExceededError after `deadline_s`, and what
-        `read` raises. For one process: of several ranks, one waits and tells the others."""
-        give_up, pause_s = time.monotonic() + deadline_s, FIRST_POLL_S
-        while not self.exists(index):
-            if time.monotonic() >= give_up:
-                raise DeadlineExceededError(
-                    f"waited {deadline_s:g} s for batch {index} in {self.directory}, which never came; "
-                    "look at the collector's log"
-                )
-            time.sleep(pause_s)
-            pause_s = slower(pause_s)
-        return self.read(index, contract)
 
     def remove_partial(self) -> list[str]:
         """Delete what killed commits left behind, or superseded ones may still write; for the collector of the newest

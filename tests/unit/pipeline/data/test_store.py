@@ -540,21 +540,6 @@ def test_a_batch_that_another_host_committed_may_be_seen_late(tmp_path: Path, ma
         store.read(1, None, visible_s=0.05)
 
 
-def test_wait_returns_as_soon_as_the_batch_is_there(tmp_path: Path, make_batch: MakeBatch) -> None:
-    store = BatchStore(tmp_path)
-    writer = threading.Timer(0.2, store.commit, [make_batch(0)])
-    writer.start()
-    started = time.monotonic()
-    assert_same(store.wait(0, None, deadline_s=20.0), make_batch(0))
-    assert time.monotonic() - started < 10.0
-    writer.join()
-
-
-def test_wait_has_a_deadline(tmp_path: Path) -> None:
-    with pytest.raises(DeadlineExceededError, match=r"waited 0\.05 s for batch 2"):
-        BatchStore(tmp_path).wait(2, None, deadline_s=0.05)
-
-
 def test_commit_and_read_inside_an_event_loop(tmp_path: Path, make_batch: MakeBatch) -> None:
     async def run() -> Batch:
         store = BatchStore(tmp_path)
