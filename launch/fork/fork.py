@@ -43,7 +43,7 @@ from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, 
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume.rules import refuse_what_no_checkpoint_carries
-from pipeline.tasks.digest import digest
+from pipeline.tasks.digest import with_digest_of_now
 from pipeline.trainer.checkpoints import verify
 from precision.text.short import listed
 
@@ -103,8 +103,8 @@ def _aggregated_as_usual(before: Recipe, overrides: Sequence[str]) -> list[str]:
 def _with_own_digest(before: Recipe, recipe: Recipe) -> Recipe:
     if before.task == recipe.task or not isinstance(recipe.task, DataTask):
         return recipe
-    unread = recipe.task.model_copy(update=dict(sha256=None))
-    return recipe.model_copy(update=dict(task=unread.model_copy(update=dict(sha256=digest(unread)))))
+    unread = recipe.task.model_copy(update=dict(sha256=None, template_sha256=None))
+    return with_digest_of_now(recipe.model_copy(update=dict(task=unread)))
 
 
 def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, step: int) -> None:

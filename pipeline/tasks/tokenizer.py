@@ -124,6 +124,11 @@ class Tokenizer:
                 "set task.chat_template=false"
             ) from error
 
+    @property
+    def template_sha256(self) -> str:
+        """Digest of the chat template's text. Raises ModelError when the folder has none."""
+        return hashlib.sha256(self._chat_template().encode()).hexdigest()
+
     @cached_property
     def _compiled(self) -> jinja2.Template:
         return compiled(self._chat_template())
