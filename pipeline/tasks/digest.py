@@ -29,7 +29,7 @@ def with_digest(recipe: Recipe, run: RunDirectory) -> Recipe:
         return recipe
     if os.path.lexists(run.path / "recipe.yaml") and run.num_settled():
         frozen = run.recipe().task
-        return _with(recipe, frozen if isinstance(frozen, DataTask) else DataTask.model_construct())
+        return _with(recipe, frozen if isinstance(frozen, DataTask) else DataTask.model_construct(name="data"))
     return with_digest_of_now(recipe)
 
 
