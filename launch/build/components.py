@@ -19,6 +19,7 @@ from pipeline.ports.engines import Sampling
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.tasks import Problem, Task, build_task
+from pipeline.tasks.digest import check_template
 from pipeline.tasks.fitting import fitting
 from pipeline.tasks.mixture import Mixture, order_of
 from pipeline.tasks.order import MixedOrder, PromptOrder
@@ -86,6 +87,7 @@ def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:
     """The run's prompts, without those that are too long. Raises ModelError or RecipeError, before anything is started,
     when the tokenizer cannot encode the task or the interruption, or when the interruption does not fit."""
     task = build_task(recipe.task, recipe.run.seed)
+    check_template(recipe.task, tokenizer)
 
     def count(problems: Sequence[Problem]) -> list[int]:
         return tokenizer.count([text_of(problem, task, tokenizer) for problem in problems])

@@ -22,9 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.algorithm import ADVANTAGES, OBJECTIVES, usual_aggregation
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
-from pipeline.config.task_sections import DataTask
+from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
 from pipeline.control.files import ControlFiles
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.files import (
@@ -42,7 +43,7 @@ from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, 
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume.rules import refuse_what_no_checkpoint_carries
-from pipeline.tasks.digest import digest
+from pipeline.tasks.digest import with_digest_of_now
 from pipeline.trainer.checkpoints import verify
 from precision.text.short import listed
 
@@ -55,7 +56,8 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
     run = RunDirectory(source)
     before = run.recipe()
     named = [f"run.name={json.dumps(target.name)}", f"run.root={json.dumps(str(target.parent))}"]
-    recipe = _with_own_digest(before, load_recipe(newest_recipe_file(source), [*overrides, *named]))
+    overrides = [*overrides, *_aggregated_as_usual(before, overrides), *named]
+    recipe = _with_own_digest(before, load_recipe(newest_recipe_file(source), overrides))
     _refuse(run, before, recipe, target, step)
     make_folder(target.parent)
     remove_leftovers_of(target)
@@ -86,11 +88,23 @@ def forked_at(run: Path) -> int:
         return 0
 
 
+def _aggregated_as_usual(before: Recipe, overrides: Sequence[str]) -> list[str]:
+    """With another objective, the aggregation of its paper, as in a new recipe: the frozen one of the parent spells out
+    that of the old objective. One that the parent was given stays, and so does one that is given here."""
+    given = dict(override.partition("=")[::2] for override in overrides)
+    objective, advantage = OBJECTIVES.get(given.get("objective.name", "")), type(before.advantage)
+    old = usual_aggregation(advantage, type(before.objective))
+    if objective is None or "advantage.aggregation" in given or before.advantage.aggregation != old:
+        return []
+    advantage = ADVANTAGES.get(given.get("advantage.name", ""), advantage)
+    return [f"advantage.aggregation={usual_aggregation(advantage, objective)}"]
+
+
 def _with_own_digest(before: Recipe, recipe: Recipe) -> Recipe:
     if before.task == recipe.task or not isinstance(recipe.task, DataTask):
         return recipe
-    unread = recipe.task.model_copy(update=dict(sha256=None))
-    return recipe.model_copy(update=dict(task=unread.model_copy(update=dict(sha256=digest(unread)))))
+    unread = recipe.task.model_copy(update=dict(sha256=None, template_sha256=None))
+    return with_digest_of_now(recipe.model_copy(update=dict(task=unread)))
 
 
 def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, step: int) -> None:
@@ -107,15 +121,29 @@ def _refuse(run: RunDirectory, before: Recipe, recipe: Recipe, target: Path, ste
             f"step {step} is within a stage of {recipe.schedule.updates_per_stage} updates, whose beginning no "
             "checkpoint holds; fork at a multiple of schedule.updates_per_stage"
         )
-    if recipe.task != before.task and recipe.prompts.solved_pass_rate is not None:
+    if recipe.prompts.solved_pass_rate is not None and (renumbered := _renumbers(before, recipe)):
         raise RunConflictError(
-            "the task changes, but prompts.solved_pass_rate counts how often problems of the old one were solved; set "
-            "prompts.solved_pass_rate=null"
+            f"{renumbered} changes, and with it the numbers of problems, but prompts.solved_pass_rate counts how often "
+            "those of the old numbers were solved; set prompts.solved_pass_rate=null"
         )
     if missing := sorted({*range(step)} - {*BatchStore(run.batches).settled()}):
         raise StoreError(
             f"{run.path} lacks batch {missing[0]}, which the checkpoint has learned from; `evenkeel repair`"
         )
+
+
+def _renumbers(before: Recipe, recipe: Recipe) -> str | None:
+    """What of the recipe changes which prompt a problem's number is, if anything does. Prompts of files that are too
+    long have no number (pipeline.tasks.fitting); generated ones are drawn with the seed."""
+    if recipe.task != before.task:
+        return "the task"
+    longest = [one.rollout.context_tokens - one.rollout.max_new_tokens for one in (before, recipe)]
+    generated = isinstance(recipe.task, SortDigitsTask | SpellDigitsTask)
+    if not generated and longest[0] != longest[1]:
+        return "the longest prompt (rollout.context_tokens - rollout.max_new_tokens)"
+    if not isinstance(recipe.task, DataTask) and recipe.run.seed != before.run.seed:
+        return "run.seed"
+    return None
 
 
 def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:

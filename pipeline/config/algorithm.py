@@ -35,6 +35,11 @@ def with_paper_aggregation(advantage: Advantage, objective: Objective) -> Advant
     return advantage.model_copy(update={"aggregation": objective.paper_aggregation})
 
 
+def usual_aggregation(advantage: type[Advantage], objective: type[Objective]) -> str:
+    """The aggregation of a recipe that sets none."""
+    return objective.paper_aggregation or str(advantage.model_fields["aggregation"].default)
+
+
 def check_wiring(objective: Objective, correction: Correction, advantage: Advantage) -> None:
     """Raises ValueError for combinations that would count something twice, or average terms of a loss differently."""
     if correction.weighs_by_old_ratio and objective.weighs_by_rollout_ratio:

@@ -112,6 +112,9 @@ class DataTask(Section):
     sha256: str | None = Field(
         None, pattern="[0-9a-f]{64}", description="Of the data; frozen when the run begins, and compared at each start."
     )
+    template_sha256: str | None = Field(
+        None, pattern="[0-9a-f]{64}", description="Of the chat template, likewise; None without chat_template."
+    )
 
     @model_validator(mode="after")
     def _a_template_writes_it(self) -> Self:
@@ -139,7 +142,7 @@ class DataTask(Section):
             key: value for key in ("columns", "filter", "reward", "system_prompt") if (value := getattr(source, key))
         }
         paths = dict(path=source.path, held_out_path=source.held_out_path)
-        return self.model_copy(update=dict(**paths, sources=(), sha256=None, **own))
+        return self.model_copy(update=dict(**paths, sources=(), sha256=None, template_sha256=None, **own))
 
 
 class OwnTask(Section):

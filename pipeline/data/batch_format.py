@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipeline.data.arrays.chunks import chunk_digests, chunk_rows
 from pipeline.data.kept_sets import KeptSets
-from pipeline.data.ledger.dropped import DroppedGroup
+from pipeline.data.ledger.dropped import PASSED_OVER, DroppedGroup, all_dropped, arrays_of_passed_over
 from pipeline.data.records import FINISH_REASONS, Batch, LogprobContract
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.share import Share
@@ -63,7 +63,7 @@ EXPERTS = ("routed_experts", "routed_experts_known")
 """Optional too: `Batch.experts`, uint8 or uint16 [total, MoE layers, experts a token] and bool [total]."""
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Optional as well: float32 [responses]."""
-OPTIONAL = (*KEPT, *EXPERTS, TEACHER_LOGPROBS)
+OPTIONAL = (*KEPT, *EXPERTS, TEACHER_LOGPROBS, *PASSED_OVER)
 
 
 def attributes_of(batch: Batch) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def attributes_of(batch: Batch) -> dict[str, Any]:
         "index": batch.index,
         "recipe_sha256": batch.recipe_sha256,
         "contract": asdict(batch.contract),
-        "dropped": [asdict(dropped) for dropped in batch.dropped],
+        "dropped": [asdict(dropped) for dropped in batch.dropped if not dropped.is_passed_over],
         "next_group": batch.next_group,
         "open_groups": _ranges(batch.open_groups),
         "reward_part_names": sorted(batch.reward_parts),
@@ -89,7 +89,7 @@ def _optional_arrays(batch: Batch) -> dict[str, NDArray[Any]]:
         found |= zip(EXPERTS, (batch.experts.ids, batch.experts.known), strict=True)
     if batch.teacher_logprobs is not None:
         found[TEACHER_LOGPROBS] = batch.teacher_logprobs
-    return found
+    return found | arrays_of_passed_over(batch.dropped)
 
 
 def _ranges(numbers: Sequence[int]) -> list[list[int]]:
@@ -161,10 +161,13 @@ def batch_from(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
     if attributes["schema_version"] < 3:
         fields = _upgraded(fields)
         dropped = [drop | {"kind": "solved"} if drop.get("kind") == "retired" else drop for drop in dropped]
+    dropped = [DroppedGroup(**drop) for drop in dropped]
+    if PASSED_OVER[0] in optional:
+        dropped = all_dropped(dropped, *(arrays[name] for name in PASSED_OVER))
     return Batch(
         index=attributes["index"],
         contract=LogprobContract(**attributes["contract"]),
-        dropped=tuple(DroppedGroup(**drop) for drop in dropped),
+        dropped=tuple(dropped),
         next_group=attributes["next_group"],
         open_groups=tuple(group for start, stop in attributes.get("open_groups", ()) for group in range(start, stop)),
         recipe_sha256=attributes["recipe_sha256"],

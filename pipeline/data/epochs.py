@@ -89,8 +89,8 @@ def claim(run: Path, role: Role, index: int | None = None) -> Epoch:
         with suppress(FileExistsError):
             create_sealed(folder / f"{number:06d}", claimed_by + "\n")
             break
-    if number > _pointer(folder):
-        write_sealed(folder / _NEWEST, f"{number:06d}\n")
+    while _pointer(folder) < (latest := newest(folder)):  # once more: another start may have written its own between
+        write_sealed(folder / _NEWEST, f"{latest:06d}\n")
     return Epoch(folder, number)
 
 

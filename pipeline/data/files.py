@@ -102,11 +102,27 @@ def remove_old_leftovers(folders: Iterable[Path]) -> None:
     """Delete temporary files and folders that killed processes left in folders that several roles write. Complete ones
     take milliseconds; who was frozen for minutes fails when it goes on."""
     for folder in folders:
-        for name in filter(is_temporary, os.listdir(folder) if folder.is_dir() else []):
+        names = [*filter(is_temporary, os.listdir(folder) if folder.is_dir() else [])]
+        now = _time_of(folder) if names else 0.0
+        for name in names:
             with suppress(OSError):
                 path = folder / name
-                if time.time() - max(one.lstat().st_mtime for one in (path, *path.rglob("*"))) > OLD_S:
+                if now - max(one.lstat().st_mtime for one in (path, *path.rglob("*"))) > OLD_S:
                     _remove(path)
+
+
+def _time_of(folder: Path) -> float:
+    """What the file system of a folder says that time it is, seconds since 1970: a host's own clock may be ahead of it,
+    and what others are writing would look old. 0, for which nothing is old, where nothing can be written."""
+    probe = temporary_name(folder / "clock")
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    except OSError:
+        return 0.0
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
 
 
 def _remove(path: Path) -> None:

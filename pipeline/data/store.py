@@ -20,13 +20,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from pipeline.data.arrays.batch_file import Choose, read_batch, read_num_samples, read_share
+from pipeline.data.arrays.batch_file import Choose, read_batch, read_num_samples, read_share, require_readable
 from pipeline.data.arrays.zarr_reader import open_zarr_zip, seek_zarr_zip
 from pipeline.data.arrays.zarr_writer import write_zarr_zip
 from pipeline.data.batch_format import arrays_of, attributes_of, check_batch, num_bytes, with_digests
 from pipeline.data.border.batches import check_values
 from pipeline.data.border.values import UNKNOWN, Limits
-from pipeline.data.files import FIRST_POLL_S, NUMBER, await_visible, creating, make_folder, remove_leftovers, slower
+from pipeline.data.files import NUMBER, await_visible, creating, make_folder, remove_leftovers
+from pipeline.data.integrity.regular import machine_failure
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
@@ -35,7 +36,6 @@ from pipeline.errors import (
     AlreadyCommittedError,
     ContractMismatchError,
     CorruptBatchError,
-    DeadlineExceededError,
     StoreError,
 )
 from precision.text.short import one_line
@@ -110,7 +110,7 @@ class BatchStore:
     def commit(self, batch: Batch) -> Path:
         """Make `batch` durable and visible, in that order. Raises AlreadyCommittedError when another process was first,
         SupersededError behind the fence, DiskFullError, and StoreError if its arrays do not agree with one another or
-        hold values that cannot be (pipeline.data.border.values)."""
+        hold values that cannot be (pipeline.data.border.values), or readers would refuse its file."""
         path = self.path(batch.index)
         if self.exists(batch.index):
             self._refuse_second(path)
@@ -125,6 +125,7 @@ class BatchStore:
         try:
             with full_disk_said(self.directory, path.name), creating(path, before=self._fence) as file:
                 _write(file, batch)
+                _require_readable(Path(file.name), batch.index)
         except FileExistsError:
             self._refuse_second(path)
         except (StoreError, FileNotFoundError):
@@ -154,8 +155,8 @@ class BatchStore:
         values that cannot be, for whoever looks into it. With `choose`, which says which samples are wanted, the tokens
         of the others are neither read nor verified (Batch.share).
 
-        Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check,
-        ContractMismatchError when it was sampled under another contract.
+        Raises StoreError when there is no such batch, CorruptBatchError when its file fails a check, OSError when the
+        machine fails to read it, ContractMismatchError when it was sampled under another contract.
         """
         path = self.path(index)
         if visible_s:
@@ -173,13 +174,14 @@ class BatchStore:
         except MemoryError:
             raise
         except Exception as error:
-            raise self._corrupt(path, error) from error
+            self._refuse(path, error)
         if contract is not None and batch.contract != contract:
             _refuse_contract(path, found=batch.contract, expected=contract)
         return batch
 
     def num_samples(self, index: int) -> int:
-        """How many samples batch `index` has. Raises CorruptBatchError when its file fails a check, or is gone."""
+        """How many samples batch `index` has. Raises CorruptBatchError when its file fails a check, or is gone, OSError
+        when the machine fails to read it."""
         path = self.path(index)
         try:
             with seek_zarr_zip(path) as file:
@@ -187,31 +189,19 @@ class BatchStore:
         except MemoryError:
             raise
         except Exception as error:
-            raise self._corrupt(path, error) from error
+            self._refuse(path, error)
 
-    def _corrupt(self, path: Path, error: Exception) -> CorruptBatchError:
+    def _refuse(self, path: Path, error: Exception) -> NoReturn:
+        if (failure := machine_failure(error)) is not None:
+            raise failure from None
         reason = one_line(error, 300) or type(error).__name__
-        return CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}")
+        raise CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}") from error
 
     def _remedy(self) -> str:
         return (
             f"put back a copy of it, or stop the run and repair it: `evenkeel repair {self.directory.parent}` says "
             "whether it can be made again"
         )
-
-    def wait(self, index: int, contract: LogprobContract | None, *, deadline_s: float) -> Batch:
-        """Read batch `index` as soon as it is committed. Raises DeadlineExceededError after `deadline_s`, and what
-        `read` raises. For one process: of several ranks, one waits and tells the others."""
-        give_up, pause_s = time.monotonic() + deadline_s, FIRST_POLL_S
-        while not self.exists(index):
-            if time.monotonic() >= give_up:
-                raise DeadlineExceededError(
-                    f"waited {deadline_s:g} s for batch {index} in {self.directory}, which never came; "
-                    "look at the collector's log"
-                )
-            time.sleep(pause_s)
-            pause_s = slower(pause_s)
-        return self.read(index, contract)
 
     def remove_partial(self) -> list[str]:
         """Delete what killed commits left behind, or superseded ones may still write; for the collector of the newest
@@ -231,6 +221,20 @@ def _refuse_contract(path: Path, *, found: LogprobContract, expected: LogprobCon
 def _write(file: BinaryIO, batch: Batch) -> None:
     attributes, arrays = attributes_of(batch), arrays_of(batch)
     write_zarr_zip(file, with_digests(attributes, arrays), arrays)
+    file.flush()
+
+
+def _require_readable(path: Path, index: int) -> None:
+    """A batch that no reader accepts would be in the way for ever: it is never made again. What costs a reader little
+    is tried; the bytes of the arrays were just made."""
+    try:
+        with seek_zarr_zip(path) as file:
+            require_readable(file)
+    except (ValueError, LookupError, TypeError) as error:
+        raise StoreError(
+            f"refused to commit batch {index}: its file could not be read back ({one_line(error, 300)}); correct the "
+            "code that built the batch"
+        ) from error
 
 
 def _decode(path: Path, choose: Choose | None) -> Batch:

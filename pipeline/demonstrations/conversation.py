@@ -1,13 +1,16 @@
 """Which text of a conversation, as the chat template writes it, the model itself says.
 
 A template writes a conversation as one text. What it writes before an answer is what it writes for the messages before
-it, ready for an answer: exactly what an engine reads when it is to answer. From there on the
-text is the model's, up to the mark that ends its turn. The end is found by the answer's own text.
+it, ready for an answer: exactly what an engine reads when it is to answer. From there on the text is the model's, up to
+the mark that ends its turn. The end is found by writing the conversation once more, with a mark behind the answer: its
+text alone may stand elsewhere too, in what the template puts before it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any, Protocol
 
 from pipeline.errors import RecipeError
@@ -36,14 +39,13 @@ def pieces_of(messages: Sequence[Mapping[str, Any]], template: Template, where: 
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     starts = [_start(whole, messages[:number], template, where) for number in answers]
     ends = [
-        _end(whole, start, (*starts[1:], len(whole))[place], str(messages[number]["content"]), where, number)
-        for place, (start, number) in enumerate(zip(starts, answers, strict=True))
+        _end(whole, start, messages, number, template, where) for start, number in zip(starts, answers, strict=True)
     ]
     closing = _closing(whole[ends[-1] :], template.eos_token)
     pieces: list[Piece] = []
     at = 0
     for start, end in zip(starts, ends, strict=True):
-        stop = end + len(closing) if whole.startswith(closing, end) else end
+        stop = end + len(_common_marks(closing, whole[end:]))
         pieces += [(whole[at:start], False), (whole[start:stop], True)]
         at = stop
     return pieces
@@ -59,18 +61,31 @@ def _start(whole: str, before: Sequence[Mapping[str, Any]], template: Template, 
     return len(asked)
 
 
-def _end(whole: str, start: int, before: int, answer: str, where: str, number: int) -> int:
+def _end(
+    whole: str, start: int, messages: Sequence[Mapping[str, Any]], number: int, template: Template, where: str
+) -> int:
     """Where the answer ends that begins at `start` or, where the template puts something first, a little later."""
-    found = whole.find(answer.strip(), start, before)
-    if found < 0:
+    mark = next(mark for mark in map("\ue000{}\ue001".format, count()) if mark not in whole)
+    content = str(messages[number]["content"])
+    answer, text = content.strip(), content.rstrip()
+    blank = content[len(text) :]
+    marked = [*messages[:number], {**messages[number], "content": text + mark + blank}]
+    end = template.conversation([*marked, *messages[number + 1 :]], to_answer=False).find(mark)
+    if end < start + len(answer) or not whole.endswith(answer, start, end):
         raise RecipeError(
             f"{where}: the chat template does not write message {number + 1} as it stands (templates leave out the "
             "thoughts of earlier answers); end the row with that answer, or remove its thoughts"
         )
-    return found + len(answer.strip())
+    return end + len(blank) if whole.startswith(blank, end) else end
 
 
 def _closing(tail: str, eos_token: str) -> str:
     """What ends a turn: up to the end-of-sequence token, or all but white space where the template has another mark."""
     found = tail.find(eos_token) if eos_token else -1
     return tail.rstrip() if found < 0 else tail[: found + len(eos_token)]
+
+
+def _common_marks(closing: str, tail: str) -> str:
+    """With how much of what closes the last turn a `tail` begins: some templates end the last turn by one mark more."""
+    ends = [*(found.start() for found in re.finditer(r"[<\[\s]", closing)), len(closing)]
+    return next(closing[:end] for end in (*reversed(ends), 0) if tail.startswith(closing[:end]))

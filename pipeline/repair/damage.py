@@ -12,6 +12,7 @@ from pipeline.control.files import ControlFiles
 from pipeline.data.deltas.chain import chain_to, is_whole
 from pipeline.data.epochs import ROLES, newest
 from pipeline.data.integrity.folders import verify_folder
+from pipeline.data.integrity.regular import machine_failure
 from pipeline.data.integrity.sealed import read_sealed, read_sealed_json
 from pipeline.data.integrity.walk import check_zip
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
@@ -76,7 +77,8 @@ class Damage:
 
 def find_damage(run: RunDirectory) -> list[Damage]:
     """Read everything. Raises StoreError or RecipeError for what no run can be read without: FORMAT, recipe.yaml, and
-    folders that are folders."""
+    folders that are folders. Raises OSError when the machine fails to read something: that is no damage, and a whole
+    file must not be set aside for it."""
     run.recipe()
     for folder in _FOLDERS:
         path = run.path / folder
@@ -217,5 +219,7 @@ def _judged(kind: Kind, path: Path, number: int, read: Callable[[], object]) -> 
     except MemoryError:
         raise
     except (EvenKeelError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if (failure := machine_failure(error)) is not None:
+            raise failure from None
         said = " ".join(str(error).split()).rstrip("; ") or type(error).__name__
         yield Damage(kind=kind, path=path, problem=said.removeprefix(f"{path} ").split("; ")[0], number=number)

@@ -39,7 +39,8 @@ def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
     if settled := run.num_settled():
         refuse_unsafe(str(run.path), changes)
         published = run.published_version() if run.is_published() else 0
-        refuse_impossible(before, recipe, run=str(run.path), settled=settled, published=published)
+        scored = max(run.saved_steps(), default=0) if any(run.logprobs.glob("*-old.npy")) else 0
+        refuse_impossible(before, recipe, run=str(run.path), settled=settled, published=published, scored=scored)
     return changes
 
 

@@ -6,6 +6,7 @@ recipe, so that a new one is not forgotten. A run without a batch may change eve
 
 from __future__ import annotations
 
+from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RunConflictError
 from precision.text.short import listed
@@ -111,6 +112,13 @@ RULES: dict[str, str | None] = {
 }
 """Key, or section → SAFE, or why a run that has a batch keeps its value."""
 
+CUTS_MICRO_BATCHES = (
+    *("learner.micro_batch_tokens", "learner.data_parallel", "learner.tensor_parallel", "learner.sequence_parallel"),
+    *("learner.pipeline_parallel", "learner.virtual_pipeline", "learner.context_parallel", "learner.expert_parallel"),
+    "learner.expert_tensor_parallel",
+)
+"""Safe keys that say which samples are in a micro-batch together."""
+
 NOT_IN_A_CHECKPOINT = {
     "model.path": "the checkpoint holds the weights of that model",
     "learner.precision": RULES["learner.precision"],
@@ -149,9 +157,10 @@ def refuse_what_no_checkpoint_carries(run: str, changes: dict[str, str]) -> None
         raise RunConflictError(f"a fork of {run} cannot have {listed(refused)}; begin a run from the model instead")
 
 
-def refuse_impossible(before: Recipe, after: Recipe, *, run: str, settled: int, published: int) -> None:
+def refuse_impossible(before: Recipe, after: Recipe, *, run: str, settled: int, published: int, scored: int) -> None:
     """Raises RunConflictError for safe keys whose new value does not fit what the run holds: `settled` steps that are
-    sampled, trained or published, of which the engines serve version `published`."""
+    sampled, trained or published, of which the engines serve version `published`. The newest checkpoint holds `scored`
+    steps; 0 where the batches of a stage are not scored at its beginning."""
     old, new = before.run.steps, after.run.steps
     if new < settled:
         raise RunConflictError(
@@ -159,11 +168,18 @@ def refuse_impossible(before: Recipe, after: Recipe, *, run: str, settled: int, 
             f"`evenkeel fork {run} NEW --at STEP`"
         )
     stage = before.schedule.updates_per_stage if before.schedule.kind == "staged" else 1
-    if new != old and published == old and old % stage:
+    last = old // stage * stage
+    if new > old and last < max(published, scored):  # the stage would have batches that nobody scored at its beginning
         raise RunConflictError(
-            f"run.steps: {old} → {new}, but the last stage of {run} ended at step {old}, which is no multiple of "
-            f"schedule.updates_per_stage {stage}; `evenkeel fork {run} NEW --at {old // stage * stage}` goes on from "
-            "before it"
+            f"run.steps: {old} → {new}, but the last stage of {run}, which ends at step {old}, is under way or over, "
+            f"and {old} is no multiple of schedule.updates_per_stage {stage}; `evenkeel fork {run} NEW --at {last}` "
+            "goes on from before it"
+        )
+    moved = [key for key in changed_keys(before, after) if key in CUTS_MICRO_BATCHES]
+    if moved and after.objective.depends_on_micro_batches:
+        raise RunConflictError(
+            f"{listed(moved)}: they cut micro-batches otherwise, and objective {after.objective.name} learns from each "
+            f"by itself: restore what it was, or `evenkeel fork {run} NEW --at STEP`"
         )
     optimizer = after.learner.optimizer
     if new != old and optimizer.decay != "constant" and optimizer.decay_steps is None:

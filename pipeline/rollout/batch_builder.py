@@ -14,7 +14,7 @@ from typing import Protocol
 from pipeline.advantages.distillation import taught
 from pipeline.data.ledger.dropped import DroppedGroup
 from pipeline.data.records import SOLVED_REWARD, Batch, Group, Prompt
-from pipeline.errors import RewardError
+from pipeline.errors import RecipeError, RewardError
 from pipeline.rollout.group_allocator import Allocator
 from pipeline.rollout.solved_prompts import Attempts
 
@@ -75,8 +75,7 @@ class BatchBuilder:
         """Whether the group asks a solved problem; it is dropped then."""
         problem = self.prompts.problem(group)
         if problem in self.solved:
-            reason = f"problem {problem} is solved: {self.solved[problem]}"
-            self.dropped.append(DroppedGroup(group=group, reason=reason, kind="solved", problem=problem))
+            self.dropped.append(DroppedGroup.passed_over(group, problem))
         return problem in self.solved
 
     def keep(self, group: Group) -> bool:
@@ -101,13 +100,21 @@ class BatchBuilder:
         return False
 
     def require_kept(self) -> None:
-        """After `fill_up`. Raises RewardError when nothing is left since the user's filter dropped it."""
-        filtered = sum(drop.kind == "filtered" for drop in self.dropped)
-        if filtered and not self.kept:
+        """After `fill_up`. Raises RewardError when nothing is left since the user's filter dropped it, RecipeError when
+        no prompt could be asked: a learner can take no step on nothing."""
+        if self.kept:
+            return
+        if filtered := sum(drop.kind == "filtered" for drop in self.dropped):
             raise RewardError(
                 f"prompts.group_filter kept none of the {filtered} groups that were sampled for batch {self.index}; "
                 "correct it, or raise prompts.max_refills so that more are asked"
             )
+        unfit = [drop for drop in self.dropped if drop.kind == "unfit"]
+        raise RecipeError(
+            f"none of the {len(unfit)} prompts of batch {self.index} can be asked (group {unfit[0].group}: "
+            f"{unfit[0].reason}); raise rollout.context_tokens, lower rollout.max_new_tokens, or leave such prompts "
+            "out of the data"
+        )
 
     def drop(self, prompt: Prompt, reason: str) -> bool:
         """Drop a prompt that cannot be asked; False when another one should be asked in its place."""

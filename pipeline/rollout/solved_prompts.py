@@ -34,9 +34,6 @@ class Attempts:
     def __add__(self, other: Attempts) -> Attempts:
         return Attempts(self.samples + other.samples, self.solved + other.solved)
 
-    def __str__(self) -> str:
-        return f"{self.solved} of {self.samples} samples solved"
-
 
 class SolvedPromptFilter:
     """Which problems are solved, by the batches recorded so far, in order. Without a `solved_rule` none ever is."""

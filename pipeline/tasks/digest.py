@@ -1,6 +1,8 @@
-"""The digest of a run's data, frozen with its recipe: a file that changed between two starts would go unnoticed.
+"""The digests of a run's data and of its chat template, frozen with its recipe: a file that changed between two starts
+would go unnoticed.
 
-Groups of a run are numbers of rows. In a file that was changed, cut or reversed, the same numbers are other prompts.
+Groups of a run are numbers of rows. In a file that was changed, cut or reversed, the same numbers are other prompts; by
+another template, all are.
 """
 
 from __future__ import annotations
@@ -15,21 +17,48 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError
 from pipeline.tasks.filtering import kept_rows
 from pipeline.tasks.rows.saved_folders import data_files, refusing_unreadable
+from pipeline.tasks.tokenizer import Tokenizer
 from precision.text.short import listed, one_line
 
 
 def with_digest(recipe: Recipe, run: RunDirectory) -> Recipe:
-    """The recipe with `task.sha256`: that of the run's frozen recipe, else of the data as it is now. A run that began
-    before there was a digest goes on without. Raises RecipeError for data that cannot be read."""
-    task = recipe.task
-    if not isinstance(task, DataTask) or task.sha256 is not None:
+    """The recipe with `task.sha256` and `task.template_sha256`: those of the run's frozen recipe, else of what there is
+    now. A run that began before there was one goes on without. Raises RecipeError for data that cannot be read,
+    ModelError for a tokenizer that cannot."""
+    if not isinstance(recipe.task, DataTask):
         return recipe
     if os.path.lexists(run.path / "recipe.yaml") and run.num_settled():
         frozen = run.recipe().task
-        sha256 = frozen.sha256 if isinstance(frozen, DataTask) else None
-    else:
-        sha256 = digest(task)
-    return recipe.model_copy(update=dict(task=task.model_copy(update=dict(sha256=sha256))))
+        return _with(recipe, frozen if isinstance(frozen, DataTask) else DataTask.model_construct(name="data"))
+    return with_digest_of_now(recipe)
+
+
+def with_digest_of_now(recipe: Recipe) -> Recipe:
+    """As `with_digest`, of a run that begins."""
+    task = recipe.task
+    if not isinstance(task, DataTask):
+        return recipe
+    template = Tokenizer.load(recipe.model.path).template_sha256 if task.chat_template else None
+    sha256 = digest(task) if task.sha256 is None else task.sha256
+    return _with(recipe, task.model_copy(update=dict(sha256=sha256, template_sha256=template)))
+
+
+def _with(recipe: Recipe, other: DataTask) -> Recipe:
+    """With the digests of `other` where the recipe names none."""
+    names = ("sha256", "template_sha256")
+    missing = {name: getattr(other, name) for name in names if getattr(recipe.task, name) is None}
+    return recipe.model_copy(update=dict(task=recipe.task.model_copy(update=missing)))
+
+
+def check_template(section: object, tokenizer: Tokenizer) -> None:
+    """Raises RecipeError when the chat template is not that of `section.template_sha256`."""
+    if not isinstance(section, DataTask) or section.template_sha256 is None:
+        return
+    if (found := tokenizer.template_sha256) != section.template_sha256:
+        raise RecipeError(
+            f"the chat template of {tokenizer.folder} is not that of this run (sha256 {found[:12]}, expected "
+            f"{section.template_sha256[:12]}); put it back, or begin another run.name with it"
+        )
 
 
 def check_digest(section: DataTask) -> None:

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 
 from pipeline.errors import ModelError
+from pipeline.tasks.chat_template import SPECIAL_TOKENS, compiled
 from precision.text.json_data import JsonError, parse_object
 from precision.text.short import one_line, quoted
-
-_MOST_REPEATED = 1_000_000
 
 
 class Tokenizer:
@@ -114,7 +112,8 @@ class Tokenizer:
 
         Raises ModelError when the folder has no chat template or the template fails.
         """
-        tokens = {f"{name}_token": _content(self._config.get(f"{name}_token")) for name in ("bos", "eos", "pad")}
+        named = {name: _content(self._config.get(name)) for name in SPECIAL_TOKENS}
+        tokens = {name: text for name, text in named.items() if text is not None}  # the others are undefined: no text
         try:
             return self._compiled.render(messages=list(messages), add_generation_prompt=to_answer, **tokens)
         except ModelError:
@@ -125,11 +124,14 @@ class Tokenizer:
                 "set task.chat_template=false"
             ) from error
 
+    @property
+    def template_sha256(self) -> str:
+        """Digest of the chat template's text. Raises ModelError when the folder has none."""
+        return hashlib.sha256(self._chat_template().encode()).hexdigest()
+
     @cached_property
     def _compiled(self) -> jinja2.Template:
-        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        environment.globals["raise_exception"] = _raise_exception
-        return environment.from_string(self._chat_template())
+        return compiled(self._chat_template())
 
     def _chat_template(self) -> str:
         separate = self.folder / "chat_template.jinja"
@@ -181,21 +183,3 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"cannot read {path}: {error.strerror}; copy it again from the model's origin") from error
     except JsonError as error:
         raise ModelError(f"{path} is damaged: {error}; copy it again from the model's origin") from None
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """A template comes with a model, from wherever: it can call nothing, and cannot make a text of gigabytes."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Raises jinja2.TemplateError for a result that no prompt needs."""
-        size = max((len(one) for one in (left, right) if isinstance(one, str | list | tuple)), default=1)
-        if any(isinstance(one, int) and abs(one) * size > _MOST_REPEATED for one in (left, right)):
-            raise jinja2.TemplateError(f"{operator} with a number or a text of that size is not allowed")
-        return super().call_binop(context, operator, left, right)
-
-
-def _raise_exception(message: str) -> None:
-    """Chat templates call this to refuse a conversation."""
-    raise jinja2.TemplateError(message)

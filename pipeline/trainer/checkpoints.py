@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ from pipeline.data.files import (
     temporary_name,
 )
 from pipeline.data.integrity.folders import Fingerprint, fingerprints, sync_files
-from pipeline.data.integrity.regular import read_at_most
+from pipeline.data.integrity.regular import machine_failure, read_at_most
 from pipeline.data.integrity.sealed import MAX_BYTES, read_sealed_json, reason, unseal, write_sealed, write_sealed_json
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.run_directory import committed_steps, numbered, unfenced
@@ -65,6 +66,13 @@ class _Save:
     shards: SaveUnderWay
     commit: LongAction[None] | None = None
     """Once all shards are written."""
+    decided: threading.Lock = field(default_factory=threading.Lock)
+    """Taken once, and kept: by the thread of rank 0 that gives the folder its name, or by rank 0 that gives it up."""
+
+    def may_be_removed(self, learner: Learner) -> bool:
+        """On a rank that gives the save up: whether nobody gives the folder its name any more. Once rank 0 may, only
+        rank 0 knows."""
+        return self.commit is None or (learner.is_rank_zero and self.decided.acquire(blocking=False))
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Checkpoints:
         if self._under_way:
             raise ValueError(f"the checkpoint of step {self._under_way[0].step} is not written yet; advance to its end")
         folder = self.directory / learner.tell(lambda: self._new_folder(step))
-        with self._or_removed(folder, step):
+        with self._or_removed(learner, folder, step):
             shards = learner.begin_save(folder)
             if versions is not None:
                 versions.save(folder / FOLDER)
@@ -107,7 +115,7 @@ class Checkpoints:
         if not self._under_way:
             return None
         save, wait_s = self._under_way[0], ANSWER_S if to_the_end else 0.0
-        with self._or_removed(save.folder, save.step):
+        with self._or_removed(learner, save.folder, save.step):
             while not self._is_over(learner, save, wait_s):
                 if not to_the_end:
                     return None
@@ -116,17 +124,19 @@ class Checkpoints:
 
     def _is_over(self, learner: Learner, save: _Save, wait_s: float) -> bool:
         if save.commit is None and save.shards.advance(wait_s):
-            save.commit = LongAction(learner, lambda: self._commit(save.folder, save.step, save.state))
+            save.commit = LongAction(learner, lambda: self._commit(save))
         return save.commit is not None and bool(save.commit.look(wait_s))
 
     @contextmanager
-    def _or_removed(self, folder: Path, step: int) -> Iterator[None]:
+    def _or_removed(self, learner: Learner, folder: Path, step: int) -> Iterator[None]:
         try:
             with full_disk_said(self.directory, f"the checkpoint of step {step}"):
                 yield
         except Exception:
+            given_up = all([save.may_be_removed(learner) for save in self._under_way])
             self._under_way.clear()
-            shutil.rmtree(folder, ignore_errors=True)  # every rank tries: what gets no name must not fill the disk
+            if given_up:
+                shutil.rmtree(folder, ignore_errors=True)  # what gets no name must not fill the disk
             raise
 
     def restore(self, learner: Learner, versions: KeptVersions | None = None) -> tuple[int, dict[str, float]]:
@@ -157,12 +167,15 @@ class Checkpoints:
             return self.first_bytes
         return sum(one.num_bytes for one in read_commit(self.directory / numbered(committed[-1])).files.values())
 
-    def _commit(self, folder: Path, step: int, state: Mapping[str, float]) -> None:
-        write_sealed_json(folder / _LOOP_STATE, dict(state))
+    def _commit(self, save: _Save) -> None:
+        folder, step = save.folder, save.step
+        write_sealed_json(folder / _LOOP_STATE, save.state)
         with spans.span("save", "commit", step=step):
             commit(folder, step)
         target = self.directory / numbered(step)
         self.fence()
+        if not save.decided.acquire(blocking=False):
+            raise StoreError(f"{folder} is removed: the save of step {step} failed on another rank; see its log")
         if not move_to_free_name(folder, target):
             if (target / COMMIT).exists():
                 verify(target, step)
@@ -194,15 +207,15 @@ def _remove(folder: Path) -> None:
 
 
 def commit(folder: Path, step: int) -> None:
-    """Mark a complete checkpoint folder, once all that is in it is durable."""
+    """Mark a complete checkpoint folder, once all that is in it is durable. Raises CorruptCheckpointError when a file
+    vanishes meanwhile."""
     files = _files(folder)
     sync_files([*files, *sorted({folder, *(file.parent for file in files)})])
-    found = zip(files, fingerprints(files), strict=True)
-    content = {
-        str(file.relative_to(folder)): dict(bytes=one.num_bytes, sha256=one.sha256)
-        for file, one in found
-        if one is not None
-    }
+    content = {}
+    for file, one in zip(files, fingerprints(files), strict=True):
+        if one is None:
+            raise CorruptCheckpointError(f"{file} vanished while its checkpoint was committed; start the run again")
+        content[str(file.relative_to(folder))] = dict(bytes=one.num_bytes, sha256=one.sha256)
     write_sealed(folder / COMMIT, json.dumps(dict(step=step, files=content), indent=1) + "\n")
 
 
@@ -242,7 +255,7 @@ class Commit(NamedTuple):
 
 def read_commit(folder: Path) -> Commit:
     """COMMIT of a checkpoint, which may be of a version of Even Keel that did not seal it. Raises
-    CorruptCheckpointError."""
+    CorruptCheckpointError, and OSError when the machine fails to read it."""
     path = folder / COMMIT
     try:
         data = read_at_most(path, MAX_BYTES)
@@ -254,6 +267,8 @@ def read_commit(folder: Path) -> Commit:
             raise ValueError(f"it names {foreign[0]}, outside the checkpoint")
         return Commit(int(value["step"]), files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if machine_failure(error) is not None:
+            raise
         raise CorruptCheckpointError(f"{path} is damaged ({reason(error)}); {_remedy(folder)}") from error
 
 
@@ -265,6 +280,8 @@ def _read_state(folder: Path) -> dict[str, float]:
     try:
         state = read_sealed_json(path, remedy)
     except (StoreError, OSError) as error:
+        if machine_failure(error) is not None:
+            raise
         raise CorruptCheckpointError(str(error)) from error
     for name, value in state.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

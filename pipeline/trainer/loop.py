@@ -13,7 +13,7 @@ publish   consumes: the weights as they are after a step; then the next step may
 after a crash: the newest committed checkpoint is loaded and the batches after it, which are still in the store, are
 trained again; versions that the engines already serve are not published a second time. What reports and diagnoses
 need of a step is written before its checkpoint: a step that is not trained again has left it.
-rank 0 alone looks at the run directory; the others do as it tells (Learner.tell).
+rank 0 alone looks at the run directory and writes to it; the others do as it tells, and end as it ends (Learner.tell).
 """
 
 from __future__ import annotations
@@ -141,9 +141,8 @@ class Trainer:
         if self.controller is not None:
             self.controller.skip(step)
         self._publish(step)
-        if self.learner.is_rank_zero:
-            self.run.note_skipped(step)
-            self.event_log.event("skipped", step=step)
+        self.learner.tell(partial(self.run.note_skipped, step))
+        self.learner.tell(partial(self.event_log.event, "skipped", step=step))
         self._save_if_due(step + 1)
 
     def _save_if_due(self, step: int) -> None:
@@ -229,10 +228,10 @@ class Trainer:
             self._note(version, self.channel.finish())
 
     def _note(self, version: int, measured: dict[str, float]) -> None:
-        if self.learner.is_rank_zero:
-            # The run's last line has room for one of its two versions; the event keeps every one.
-            self.event_log.event("published", version=version, seconds=measured["publish_s"], measured=measured)
-            self._published |= measured
+        # The run's last line has room for one of its two versions; the event keeps every one.
+        said = dict(version=version, seconds=measured.get("publish_s"), measured=measured)  # known to rank 0
+        self.learner.tell(partial(self.event_log.event, "published", **said))
+        self._published |= measured
 
     def _is_published(self, version: int) -> bool:
         """Served, and kept for engines that restart: a channel may have died between the two, then the version that the
@@ -268,5 +267,4 @@ class Trainer:
     def _note_saved(self, saved: Saved | None) -> None:
         if saved is not None:
             self._saved = saved.step
-            if self.learner.is_rank_zero:
-                self.event_log.event("saved", step=saved.step, seconds=saved.seconds)
+            self.learner.tell(partial(self.event_log.event, "saved", step=saved.step, seconds=saved.seconds))

@@ -75,8 +75,13 @@ class OldLogprobs:
                 f"{self.run.logprobs} lacks the log-probabilities of batch {step} from the beginning of its stage; "
                 f"`evenkeel repair {self.run.path}` goes back to a checkpoint from which the stage is trained again"
             )
+        found: list[Tensor] = []
 
-        self.learner.everywhere(lambda: await_visible(path))
-        kept = self.run.old_logprobs(step, len(batch.rollout_logprobs))
-        assert kept is not None, path
-        return torch.from_numpy(kept)
+        def read() -> None:
+            await_visible(path)
+            kept = self.run.old_logprobs(step, len(batch.rollout_logprobs))
+            assert kept is not None, path
+            found.append(torch.from_numpy(kept))
+
+        self.learner.everywhere(read)
+        return found[0]

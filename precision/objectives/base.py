@@ -8,7 +8,8 @@ denominator is passed in, losses of micro-batches and ranks simply add up.
 
 What concerns whole responses or the whole step (effective sample size, vetoes, sequence ratios) cannot be seen from a
 micro-batch. An objective that needs it has the step scored first, without gradients, and decides in `prepare`, once,
-on flat tensors that are the same on every rank: so neither layout nor micro-batch size can change the decision.
+on flat tensors that are the same on every rank: so neither layout nor micro-batch size can change the decision. One
+whose `loss` looks at its micro-batch as a whole says so (`depends_on_micro_batches`).
 """
 
 from __future__ import annotations
@@ -187,6 +188,12 @@ class Objective(Settings, ABC):
     @property
     def weighs_kl_by_step_ess(self) -> bool:
         """Whether a KL term has the weight 1 - ESS, with the token ESS of the whole step; a report then shades it."""
+        return False
+
+    @property
+    def depends_on_micro_batches(self) -> bool:
+        """Whether the loss of a token depends on the others of its micro-batch. A run then goes on with the layout and
+        the size of micro-batches that it began with."""
         return False
 
     def prepare(self, step: ScoredStep) -> Prepared:

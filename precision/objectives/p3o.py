@@ -79,6 +79,10 @@ class P3O(Objective):
     def weighs_kl_by_step_ess(self) -> bool:
         return (self.ess_scope, self.ess_unit) == ("step", "token")
 
+    @property
+    def depends_on_micro_batches(self) -> bool:
+        return self.ess_scope == "micro_batch"
+
     def prepare(self, step: ScoredStep) -> Prepared:
         """The ESS of the step. Raises FloatingPointError when a log-ratio is not finite, ValueError without tokens."""
         log_ratios = step.log_ratios(step.logprobs, step.rollout_logprobs)

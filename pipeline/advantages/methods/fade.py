@@ -153,7 +153,8 @@ class FADEEstimator:
             )
         self._solve_rate = state.get("advantage_solve_rate", FIRST_SOLVE_RATE)
         self._entropy = state.get("advantage_entropy")
-        self._target = state.get("advantage_target_entropy", self._settings.target_entropy)
+        if self._settings.target_entropy is None:  # else that one holds: a fork may have another
+            self._target = state.get("advantage_target_entropy")
 
     def measured(self) -> dict[str, float]:
         """The state, with the alpha and delta that follow from it."""

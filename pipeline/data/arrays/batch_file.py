@@ -41,6 +41,11 @@ _OF_RESPONSES = (*PER_RESPONSE_TOKEN, TEACHER_LOGPROBS)
 _COUNTED_IN_TOKENS = (*PER_TOKEN, *KEPT, *EXPERTS, TEACHER_LOGPROBS)
 
 
+def require_readable(file: ZarrFile) -> None:
+    """Raises what reading the file would, as far as attributes and metadata say; no array is read."""
+    _attributes(file)
+
+
 def read_batch(file: ZarrFile) -> Batch:
     """All of a batch, of any schema. Raises whatever damage makes the checks raise."""
     attributes, expected, digests = _attributes(file)

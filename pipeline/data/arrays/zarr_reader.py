@@ -23,13 +23,10 @@ import numpy as np
 from numcodecs import zstd
 from numpy.typing import NDArray
 
-from pipeline.data.arrays.zarr_writer import zip_comment
+from pipeline.data.arrays.zarr_writer import MAX_RATIO, SMALL_BYTES, zip_comment
 from pipeline.data.integrity.regular import open_regular, read_if_it_ends
 from pipeline.data.integrity.sealed import TRAILER, TRAILER_BYTES
 
-MAX_RATIO = 256
-"""Bytes of arrays for each byte of the file, at most, beyond SMALL_BYTES. Real batches have 2 to 10."""
-SMALL_BYTES = 64 << 20
 _END_OF_ZIP, _END_BYTES = b"PK\5\6", 18
 _NO_ZIP = "File is not a zip file: it does not end as one"
 _METADATA = "zarr.json"

@@ -24,6 +24,10 @@ from zarr.storage import MemoryStore
 from pipeline.data.arrays.chunks import chunk_rows, chunks
 from pipeline.data.integrity.sealed import TRAILER_BYTES, trailer_of
 
+MAX_RATIO = 256
+"""Bytes of arrays for each byte of the file, at most, beyond SMALL_BYTES: readers allocate no more, whatever a file
+claims. Real batches have 2 to 10. A file whose arrays are packed closer is padded."""
+SMALL_BYTES = 64 << 20
 _ZIP_EPOCH = (1980, 1, 1, 0, 0, 0)
 _LEVEL = 1
 
@@ -35,8 +39,13 @@ def write_zarr_zip(file: BinaryIO, attributes: Mapping[str, Any], arrays: Mappin
     """
     output = _SealedOutput(file)
     with zipfile.ZipFile(output, "w", compression=zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
+        written = 0
         for key, value in _members(attributes, arrays):
             archive.writestr(zipfile.ZipInfo(key, date_time=_ZIP_EPOCH), value)
+            written += len(value)
+        least = -(-(sum(array.nbytes for array in arrays.values()) - SMALL_BYTES) // MAX_RATIO)
+        if written < least:
+            archive.writestr(zipfile.ZipInfo(_padding_key(arrays), date_time=_ZIP_EPOCH), bytes(least - written))
     output.seal()
 
 
@@ -59,6 +68,11 @@ def _members(attributes: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) 
             frame = zstd.compress(chunk, _LEVEL)
             key = "/".join((name, "c", str(number), *"0" * (data.ndim - 1)))
             yield key, frame + google_crc32c.value(frame).to_bytes(4, "little")
+
+
+def _padding_key(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Within an array, where Zarr looks for chunks of other names alone."""
+    return f"{min(arrays)}/padding"
 
 
 class _SealedOutput:

@@ -39,10 +39,14 @@ def fingerprints(files: Sequence[Path]) -> list[Fingerprint | None]:
 
 
 def list_checksums(folder: Path) -> None:
-    """Write the list for the files that lie in `folder` now."""
+    """Write the list for the files that lie in `folder` now. Raises StoreError when one vanishes meanwhile."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and not _is_apart(path.name))
-    found = zip(files, fingerprints(files), strict=True)
-    write_sealed(folder / CHECKSUMS, "".join(f"{one.sha256}  {path.name}\n" for path, one in found if one))
+    lines = []
+    for path, one in zip(files, fingerprints(files), strict=True):
+        if one is None:
+            raise StoreError(f"{path} vanished while {CHECKSUMS} was made; see who removes it, then start again")
+        lines.append(f"{one.sha256}  {path.name}\n")
+    write_sealed(folder / CHECKSUMS, "".join(lines))
 
 
 def verify_folder(folder: Path, remedy: str, *, required: bool = True) -> None:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from io import BufferedReader
 from pathlib import Path
+
+_OF_WHAT_LIES_THERE = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EINVAL, errno.ENAMETOOLONG),
+    None,  # raised by a library
+)
+"""What damage can make the system say: the file is missing, or a folder, a link in a circle or a socket, or it names a
+place in it that cannot be."""
+
+
+def machine_failure(error: BaseException) -> OSError | None:
+    """The failure of a mount, a disk, a limit or a permission that made `error`, if one did: it says nothing about what
+    was written, and may be gone the next time."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno not in _OF_WHAT_LIES_THERE:
+            return cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return None
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -98,6 +98,38 @@ def test_a_schedule_that_allows_less_judges_what_the_fork_samples_itself(tmp_pat
     assert check_history(tmp_path / "new")["version_violations"] == 0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        (["objective.name=gspo"], "sequence"),
+        (["objective.name=topr"], "constant"),
+        (["objective.name=clipped", "advantage.name=dr_grpo"], "constant"),
+        (["objective.name=gspo", "advantage.aggregation=token"], "token"),
+        (["advantage.batch_normalized=true"], "token"),
+    ],
+)
+def test_another_objective_is_aggregated_as_in_its_paper(tmp_path: Path, overrides: list[str], found: str) -> None:
+    """The parent's frozen recipe spells out what its own objective stood for."""
+    source = whole_run(tmp_path)
+    fork_run(source.path, Path("new"), 4, overrides)
+    assert RunDirectory(tmp_path / "new").recipe().advantage.aggregation == found
+
+
+def test_solved_problems_of_a_file_keep_their_numbers(tmp_path: Path) -> None:
+    """Prompts that are too long are left out, and the others counted on: with another limit, number 7 is another."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "{number}=", "answer": "1"}}\n' for number in range(60)))
+    source = whole_run(tmp_path)
+    task = ["task.name=data", f"task.path={data}", "prompts.solved_pass_rate=null"]
+    fork_run(source.path, Path("of-data"), 4, task)
+    parent, solved = tmp_path / "of-data", "prompts.solved_pass_rate=0.9"
+    for key in ("max_new_tokens=16", "context_tokens=4000"):
+        with pytest.raises(RunConflictError, match=r"the longest prompt .* changes.*solved_pass_rate=null"):
+            fork_run(parent, Path("new"), 4, [f"rollout.{key}", solved])
+    fork_run(parent, Path("seeded"), 4, ["run.seed=5", solved])
+    fork_run(source.path, Path("generated"), 4, ["rollout.max_new_tokens=16", solved])
+
+
 @pytest.mark.parametrize("kind", ["batches/000001.zarr.zip", "checkpoints/000004", "logprobs/000002.npy"])
 def test_what_is_damaged_is_not_taken_over(tmp_path: Path, kind: str) -> None:
     source = whole_run(tmp_path)
@@ -129,6 +161,7 @@ def test_without_hard_links_files_are_copied(tmp_path: Path, monkeypatch: pytest
         (4, ["run.steps=3"], RunConflictError, "raise it"),
         (2, ["schedule.kind=staged", "schedule.updates_per_stage=4"], RunConflictError, "within a stage of 4 updates"),
         (4, ["task.min_digits=5", "prompts.solved_pass_rate=0.9"], RunConflictError, "solved_pass_rate=null"),
+        (4, ["run.seed=5", "prompts.solved_pass_rate=0.9"], RunConflictError, "run.seed changes, and with it"),
     ],
 )
 def test_what_no_checkpoint_carries_is_refused(

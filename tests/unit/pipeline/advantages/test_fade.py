@@ -114,6 +114,16 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     assert 0.3 <= resumed.delta <= 1.0
 
 
+def test_the_target_of_a_recipe_holds_whatever_the_state_says() -> None:
+    """A fork may have another one; one that names none goes on with that of its parent."""
+    before = fade(target_entropy=0.7)
+    before.observe(solve_rate=0.5, entropy=1.0)
+    for target, held in ((1.3, 1.3), (None, 0.7)):
+        forked = fade(target_entropy=target)
+        forked.restore(before.state())
+        assert forked.measured()["advantage_target_entropy"] == held
+
+
 def test_an_empty_state_begins_anew_and_a_foreign_one_is_refused() -> None:
     run = fade(smoothing=1.0)
     run.observe(solve_rate=0.0, entropy=1.0)

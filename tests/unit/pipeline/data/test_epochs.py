@@ -43,6 +43,21 @@ def test_starts_at_the_same_time_get_different_numbers(tmp_path: Path) -> None:
     assert [epoch.number for epoch in claimed if not epoch.is_superseded()] == [24]
 
 
+def test_a_slower_start_does_not_set_the_pointer_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, later = epochs.write_sealed, []
+
+    def after_another(path: Path, text: str) -> None:
+        if not later:
+            later.append("begins")
+            later.append(claim(tmp_path, "learner").name)
+        write(path, text)
+
+    monkeypatch.setattr(epochs, "write_sealed", after_another)
+    slower = claim(tmp_path, "learner")
+    assert (slower.name, later[1]) == ("learner-000001", "learner-000002")
+    assert (slower.folder / "NEWEST").read_text().startswith("000002")
+
+
 @pytest.mark.parametrize("hidden", ["000002", "NEWEST"])
 def test_a_stale_view_of_either_file_does_not_hide_a_later_start(tmp_path: Path, hidden: str) -> None:
     first = claim(tmp_path, "learner")

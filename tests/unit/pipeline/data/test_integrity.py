@@ -16,8 +16,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.arrays.zarr_reader import SMALL_BYTES, open_zarr_zip
-from pipeline.data.arrays.zarr_writer import sealed_zip, write_zarr_zip
+from pipeline.data.arrays.zarr_reader import open_zarr_zip
+from pipeline.data.arrays.zarr_writer import SMALL_BYTES, sealed_zip, write_zarr_zip
 from pipeline.data.integrity import walk
 from pipeline.data.integrity.folders import CHECKSUMS, list_checksums, verify_folder
 from pipeline.data.integrity.sealed import (

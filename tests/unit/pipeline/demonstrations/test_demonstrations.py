@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.data.given_batch import Response, given_batch
+from pipeline.demonstrations.conversation import pieces_of
 from pipeline.demonstrations.rows import Demonstrations, Form, read_demonstrations
 from pipeline.errors import RecipeError
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
@@ -62,6 +63,34 @@ def test_of_a_conversation_the_answers_are_learned(tokenizer: Tokenizer) -> None
     assert tokenizer.conversation(
         [dict(role="system", content="S"), *turns("a", "B", "c", "D")["messages"]]
     ).startswith(whole)
+
+
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PHI4 = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% else %}<|endoftext|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "contents", "said"),
+    [
+        (QWEN3, ("a", "B", "c", "hi"), ["B<|im_end|>", "<think>\n\n</think>\n\nhi<|im_end|>"]),
+        (QWEN3, ("hi", "i", "i", "hi\n"), ["i<|im_end|>", "<think>\n\n</think>\n\nhi\n<|im_end|>"]),
+        (QWEN3, ("a", "think", "think", "im"), ["think<|im_end|>", "<think>\n\n</think>\n\nim<|im_end|>"]),
+        (PHI4, ("a", "end", "end", "as"), ["end<|eot|>", "as<|eot|><|endoftext|>"]),
+    ],
+)
+def test_every_turn_is_learned_to_its_end_wherever_its_words_stand_too(
+    tokenizer: Tokenizer, template: str, contents: tuple[str, ...], said: list[str]
+) -> None:
+    (tokenizer.folder / "chat_template.jinja").write_text(template)
+    pieces = pieces_of(turns(*contents)["messages"], Tokenizer.load(tokenizer.folder), "row 1")
+    assert [text for text, learned in pieces if learned] == said
 
 
 def test_a_prompt_becomes_the_users_turn_where_the_task_says_so(tokenizer: Tokenizer) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.analysis.audit import verify_history
 from pipeline.control.files import ControlFiles
 from pipeline.data.integrity.sealed import read_sealed_json
 from pipeline.data.run_directory import RunDirectory
+from pipeline.data.share import Share
 from pipeline.data.store import BatchStore
 from pipeline.repair.apply import apply, repaired_paths
 from pipeline.repair.damage import find_damage
@@ -312,3 +316,33 @@ def test_a_record_that_is_gone_is_as_one_that_is_damaged(
     (run.path / name).unlink()
     assert repaired(run).after.endswith(after)
     assert plan_of(run) == Plan()
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        *(("batches/000005.zarr.zip", code) for code in (errno.ESTALE, errno.EMFILE, errno.EIO, errno.EACCES)),
+        *(("checkpoints/000004/COMMIT", errno.ESTALE), ("policy/000005/weight_check.json", errno.ESTALE)),
+        *(("control/000003.json", errno.EMFILE), ("mismatch/000003.zarr.zip", errno.EIO)),
+        *(("logprobs/000003.npy", errno.EACCES), ("policy/PUBLISHED/000005", errno.ESTALE)),
+    ],
+)
+def test_what_the_machine_fails_to_read_is_no_damage(
+    tmp_path: Path, name: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole batch would be sampled anew, and others recorded as lost for good."""
+    run = whole_run(tmp_path, controlled=True)
+    opened = os.open
+
+    def fails(path: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(path) == run.path / name:
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(OSError, match=name) as raised:
+        find_damage(run)
+    assert raised.value.errno == code
+    if name.startswith("batches"):
+        with pytest.raises(OSError, match=name):
+            BatchStore(run.batches).read(5, None, choose=lambda whole: Share(ranks=np.zeros(9, np.int64), rank=0))

@@ -178,3 +178,13 @@ def test_a_gap_in_the_recipes_is_said(tmp_path: Path) -> None:
     (run.path / "recipes" / "000001.yaml").unlink()
     with pytest.raises(StoreError, match=r"holds 000002.yaml, expected no gap"):
         run.recipe()
+
+
+def test_more_steps_are_refused_once_the_short_last_stage_is_under_way(tmp_path: Path) -> None:
+    """Its first batches were scored with weights that are gone, and the others never were."""
+    staged = dict(kind="staged", updates_per_stage=4)
+    run = whole_run(tmp_path, schedule=staged, committed=6, published=4, policies=(4,), saved=(4, 5), steps=6)
+    with pytest.raises(RunConflictError, match=r"run.steps: 6 → 12, .* is under way"):
+        changes_to(run, changed(run.recipe(), run=dict(steps=12)))
+    shutil.rmtree(run.checkpoints / "000005")
+    assert changes_to(run, changed(run.recipe(), run=dict(steps=12))) == {"run.steps": "6 → 12"}

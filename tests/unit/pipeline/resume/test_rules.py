@@ -11,7 +11,15 @@ from pydantic import BaseModel
 from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RunConflictError
-from pipeline.resume.rules import NOT_IN_A_CHECKPOINT, RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
+from pipeline.resume.rules import (
+    CUTS_MICRO_BATCHES,
+    NOT_IN_A_CHECKPOINT,
+    RULES,
+    SAFE,
+    refuse_impossible,
+    refuse_unsafe,
+    rule_of,
+)
 
 WHOLE = {"model", "task", "prompts", "objective", "correction", "advantage", "schedule", "controller"}
 """Sections of which no key may change."""
@@ -62,8 +70,8 @@ def test_what_is_refused_says_why_and_how_to_fork() -> None:
     refuse_unsafe("runs/r", {key: change for key, change in changes.items() if "group" not in key})
 
 
-def possible(before: Recipe, after: Recipe, *, settled: int = 20, published: int = 20) -> None:
-    refuse_impossible(before, after, run="runs/r", settled=settled, published=published)
+def possible(before: Recipe, after: Recipe, *, settled: int = 20, published: int = 20, scored: int = 0) -> None:
+    refuse_impossible(before, after, run="runs/r", settled=settled, published=published, scored=scored)
 
 
 def steps(number: int, **sections: Any) -> Recipe:
@@ -94,6 +102,20 @@ def test_a_stage_that_ended_early_is_not_gone_on_with() -> None:
         possible(steps(20, **staged), steps(40, **staged))
     possible(steps(16, **staged), steps(40, **staged), settled=16, published=16)
     possible(steps(20, **staged), steps(40, **staged), settled=20, published=16)
+    possible(steps(20, **staged), steps(40, **staged), settled=20, published=16, scored=16)
+    with pytest.raises(RunConflictError, match=r"is under way or over.* NEW --at 16`"):
+        possible(steps(20, **staged), steps(40, **staged), settled=18, published=16, scored=18)
+    possible(steps(20, **staged), steps(20, **staged), settled=18, published=16, scored=18)
+
+
+@pytest.mark.parametrize("change", [dict(micro_batch_tokens=4096), dict(tensor_parallel=2), dict(context_parallel=2)])
+def test_what_cuts_micro_batches_stays_where_they_are_learned_from_by_themselves(change: dict[str, Any]) -> None:
+    assert set(CUTS_MICRO_BATCHES) <= {key for key, reason in RULES.items() if reason is SAFE}
+    possible(steps(20), steps(20, learner=change))
+    alone = dict(objective=dict(name="p3o", ess_scope="micro_batch"))
+    possible(steps(20, **alone), steps(30, **alone))
+    with pytest.raises(RunConflictError, match=rf"learner.{next(iter(change))}: they cut micro-batches otherwise"):
+        possible(steps(20, **alone), steps(20, learner=change, **alone))
 
 
 def test_deltas_are_not_made_from_whole_policies_of_another_channel() -> None:

@@ -17,7 +17,13 @@ from pipeline.data.event_log import read_events
 from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import DeadlineExceededError, EngineUnavailableError, RewardError, SupersededError
+from pipeline.errors import (
+    DeadlineExceededError,
+    EngineUnavailableError,
+    RecipeError,
+    RewardError,
+    SupersededError,
+)
 from pipeline.rewards.pool import Verdict, Verifiers
 from pipeline.schedule import Schedule
 from pipeline.tasks import build_task
@@ -258,6 +264,18 @@ def test_a_prompt_that_cannot_fit_is_dropped_by_name(run: RunDirectory, verifier
     assert [d.group for d in batch.dropped] == [g for g, n in lengths.items() if n > 9] != []
     assert sorted(set(batch.group.tolist())) == [g for g, n in lengths.items() if n <= 9]
     assert "at most 9 fit" in batch.dropped[0].reason
+
+
+@pytest.mark.parametrize("max_refills", [0, 2])
+def test_a_batch_of_which_no_prompt_fits_is_not_committed(
+    run: RunDirectory, verifiers: Verifiers, max_refills: int
+) -> None:
+    """No learner could take a step on it, whenever it is started."""
+    schedule = Schedule(kind="sync", steps=1)
+    collector = build(run, verifiers, schedule, max_prompt_tokens=1, prompts_per_batch=1, max_refills=max_refills)
+    with pytest.raises(RecipeError, match=r"none of the [13] prompts of batch 0 .*at most 1 fit\); raise rollout.cont"):
+        collect(collector)
+    assert collector.store.committed() == []
 
 
 def test_engines_that_never_answer_end_the_collector(run: RunDirectory, verifiers: Verifiers) -> None:

@@ -14,7 +14,9 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
 from pipeline.resume.resume import go_on_with
 from pipeline.tasks import build_task
-from pipeline.tasks.digest import digest, with_digest
+from pipeline.tasks.character_tokenizer import write_character_tokenizer
+from pipeline.tasks.digest import check_template, digest, with_digest
+from pipeline.tasks.tokenizer import Tokenizer
 
 LINES = [f'{{"prompt": "{number}=", "answer": "1"}}\n' for number in range(60)]
 
@@ -110,3 +112,34 @@ def test_a_run_of_before_goes_on_without(path: Path) -> None:
 def test_data_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"cannot read .*none\.jsonl: No such file .*; set task\.path"):
         begin(recipe_of(tmp_path / "none.jsonl"))
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def tokenizer_of(folder: Path, template: str) -> Tokenizer:
+    write_character_tokenizer(folder, "0123456789=")
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(folder)
+
+
+def test_another_chat_template_is_refused(path: Path) -> None:
+    run, tokenizer = RunDirectory(path.parent / "run"), tokenizer_of(path.parent, TEMPLATE)
+    frozen = begin_and_sample(recipe_of(path, chat_template=True))
+    check_template(frozen.task, tokenizer)
+    again = with_digest(recipe_of(path, chat_template=True), run)
+    assert again == frozen
+    changed = tokenizer_of(path.parent, TEMPLATE + "!")
+    with pytest.raises(RecipeError, match=r"the chat template of .* is not that of this run .*put it back"):
+        check_template(with_digest(recipe_of(path, chat_template=True), run).task, changed)
+
+
+def test_a_run_from_before_templates_had_digests_goes_on_without(path: Path) -> None:
+    run, tokenizer = RunDirectory(path.parent / "run"), tokenizer_of(path.parent, TEMPLATE)
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    run.freeze(recipe_of(path, chat_template=True, sha256=sha256))
+    (run.batches / "000000.zarr.zip").touch()
+    for given in (None, sha256):
+        again = with_digest(recipe_of(path, chat_template=True, sha256=given), run)
+        assert again == run.recipe()
+        check_template(again.task, tokenizer)

@@ -162,9 +162,28 @@ def test_the_chat_template_is_transformers_own(byte_level: Path, place: str) -> 
 
 
 @pytest.mark.parametrize(
+    "template",
+    [
+        "{{ bos_token }}{{ pad_token }}hi{{ eos_token }}{% if bos_token is defined %}!{% endif %}",
+        "{{ {'b': \"it's <x> é\", 'a': [1, None]} | tojson }}{{ messages | tojson(indent=2) }}",
+        "{% for m in messages %}{% generation %}{% set x = m.content %}{{ x }}\n{% endgeneration %}{{ x }}{% endfor %}",
+    ],
+)
+def test_what_templates_may_use_is_transformers_own(byte_level: Path, template: str) -> None:
+    from transformers import AutoTokenizer
+
+    edit(byte_level, "tokenizer_config.json", chat_template=template)
+    messages = [{"role": "user", "content": "é <b>"}, {"role": "assistant", "content": "it's"}]
+    theirs = AutoTokenizer.from_pretrained(str(byte_level))
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert Tokenizer.load(byte_level).conversation(messages) == expected
+
+
+@pytest.mark.parametrize(
     ("template", "message"),
     [
         (None, "has no chat template"),
+        ("{{ messages | tojson(indent=10**9) }}", "the chat template failed: tojson with an indent"),
         ("{{ raise_exception('no system role') }}", "failed: no system role"),
         ("{% if %}", "the chat template failed"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "the chat template failed"),

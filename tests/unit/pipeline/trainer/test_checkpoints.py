@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 
 from pipeline.data.epochs import claim
 from pipeline.data.files import is_temporary
+from pipeline.data.integrity.folders import fingerprints, list_checksums
 from pipeline.data.integrity.sealed import write_sealed
-from pipeline.errors import CorruptCheckpointError, DiskFullError, SupersededError
+from pipeline.errors import CorruptCheckpointError, DiskFullError, StoreError, SupersededError
 from pipeline.trainer.checkpoints import COMMIT, Checkpoints, commit
 from tests.support.one_rank import OneRank
 
@@ -205,3 +208,54 @@ def test_a_commit_that_fails_is_raised_by_the_look_after_it(tmp_path: Path) -> N
     with pytest.raises(SupersededError, match="start 2"):
         checkpoints.advance(learner, to_the_end=True)
     assert names(tmp_path) == []
+
+
+def test_a_file_that_vanishes_meanwhile_fails_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.distcp").write_text(name)
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy/model.safetensors").write_text("m")
+    monkeypatch.setattr("pipeline.trainer.checkpoints.sync_files", lambda _: (tmp_path / "b.distcp").unlink())
+    with pytest.raises(CorruptCheckpointError, match=r"b\.distcp vanished while its checkpoint was committed"):
+        commit(tmp_path, 4)
+    assert not (tmp_path / COMMIT).exists()
+    monkeypatch.setattr("pipeline.data.integrity.folders.fingerprints", lambda files: [None for _ in files])
+    with pytest.raises(StoreError, match=r"model\.safetensors vanished while SHA256SUMS was made"):
+        list_checksums(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_was_given_up_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Another rank dies while rank 0 hashes, and the folder outlives its removal, as on NFS where a file is open."""
+    learner: Any = Learner()
+    checkpoints, removed, hashes = Checkpoints(tmp_path, keep=1), [], threading.Event()
+    checkpoints.save(learner, 4, {})
+
+    def slow(files: Any) -> Any:
+        assert hashes.wait(20.0)
+        return fingerprints(files)
+
+    monkeypatch.setattr("pipeline.trainer.checkpoints.fingerprints", slow)
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, **_: removed.append(folder))
+    checkpoints.begin_save(learner, 8, {})
+    checkpoints.advance(learner)
+    [save] = checkpoints._under_way
+    assert save.commit is not None
+    committing = save.commit._work
+    assert committing is not None
+
+    def dead(_: Any) -> None:
+        raise RuntimeError("rank 2 died")
+
+    monkeypatch.setattr(learner, "tell", dead)
+    monkeypatch.setattr(learner, "is_rank_zero", rank == 0)
+    with pytest.raises(RuntimeError, match="rank 2 died"):
+        checkpoints.advance(learner)
+    hashes.set()
+    if rank:
+        assert committing.exception(20.0) is None
+        assert save.folder not in removed, "rank 0 may be about to give it its name"
+    else:
+        assert isinstance(committing.exception(20.0), StoreError)
+        assert removed == [save.folder]
+        assert [name for name in names(tmp_path) if not is_temporary(name)] == ["000004"]

@@ -310,3 +310,31 @@ def test_an_engine_starts_from_the_newest_folder_that_is_complete(run: RunDirect
         (run.policies / name).mkdir()
     assert run.newest_policy(3) == 2
     assert run.newest_policy(4) == 4
+
+
+def test_what_rank_0_cannot_write_ends_every_rank(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone would raise, and the others wait for it in their next collective."""
+
+    class Told(Recorder):
+        inside = False
+
+        def tell(self, action: Callable[[], Any]) -> Any:
+            self.inside = True
+            try:
+                return super().tell(action)
+            finally:
+                self.inside = False
+
+    recorder, written = Told(), []
+
+    def write(kind: str, **_: Any) -> None:
+        assert recorder.inside, kind
+        written.append(kind)
+
+    loop = trainer(run, recorder, recorder)
+    monkeypatch.setattr(loop.event_log, "event", write)
+    monkeypatch.setattr(RunDirectory, "note_skipped", lambda self, step: write("note_skipped"))
+    run.set_published(1)
+    loop._skip(1)
+    loop._finish_save()
+    assert written == ["published", "note_skipped", "skipped", "saved"]

@@ -117,3 +117,26 @@ def test_what_was_kept_of_another_batch_is_refused_by_name(tmp_path: Path) -> No
     old.run.write_old_logprobs(1, np.zeros(7, np.float32))
     with pytest.raises(StoreError, match=r"000001-old\.npy holds 7 log-probabilities, but its batch has 3 response"):
         old.of(batch(1))
+
+
+def test_what_one_rank_cannot_read_ends_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[bool] = []
+
+    class Together(Learner):
+        def everywhere(self, action: Any) -> None:
+            inside.append(True)
+            super().everywhere(action)
+            inside.pop()
+
+    schedule = Schedule(kind="staged", steps=3, updates_per_stage=3)
+    old_logprobs(tmp_path, Learner(weights=-10.0), schedule).of(batch(0))
+    again, read = old_logprobs(tmp_path, Together(weights=0.0), schedule), RunDirectory.old_logprobs
+
+    def together(self: RunDirectory, *args: Any) -> Any:
+        assert inside
+        return read(self, *args)
+
+    monkeypatch.setattr(RunDirectory, "old_logprobs", together)
+    found = again.of(batch(1))
+    assert found is not None
+    assert found.tolist() == [-9.0] * 3
