@@ -91,6 +91,12 @@ class Every:
         return due
 
 
+def finished_looks() -> Every:
+    """When a host that waits for node 0 looks whether the run is finished: not at once, since node 0 may be about to go
+    on with a recipe of more steps."""
+    return Every(FINISHED_POLL_S, _last=time.monotonic())
+
+
 def run_role(run: RunDirectory, name: str, body: Callable[[Stop], int | None]) -> NoReturn:
     """Run a role to its end, and end this process with the exit status that says how it went."""
     try:

@@ -42,6 +42,7 @@ from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, EvenKeelError, FatalError, SupersededError
+from pipeline.resume.resume import nothing_left, reopen
 
 REQUEUED_S = 120
 """Longest wait for Slurm to end this process after it was told to requeue the job."""
@@ -171,6 +172,10 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
     recipe = load_recipe(job.folder / RECIPE)
     run = RunDirectory(recipe.directory.absolute())
     logs = run.logs / allocation.name
+    if run.is_finished():
+        if nothing_left(run, recipe):
+            return "finished"
+        reopen(run)  # first: roles that are started before the learner has read the recipe would end
     shape = Shape.of(recipe, job.gpus_per_node, job.learner_nodes)
     starter = SrunStarter(allocation, shape, role_program(job, run, shape), role_environment(key), job.images)
     guard = Guard(allocation, logs / "guard.log")

@@ -16,6 +16,7 @@ from launch.cluster.slurm.allocation import Allocation
 from launch.cluster.slurm.batch import Job, Signals, api_key, role_environment, role_program, run_job
 from launch.cluster.slurm.placement import Shape
 from launch.cluster.starter import NoRoomError, Unit
+from launch.run.supervisor import Supervisor
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError
@@ -65,6 +66,21 @@ def test_a_finished_run_is_not_submitted_again(job: Job, allocation: Said, monke
     signals = Signals()
     signals.time_limit = True
     assert (run_job(job, allocation, signals), allocation.orders) == (0, [])
+
+
+def test_a_job_of_a_finished_run_starts_nothing(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless its recipe has more steps: then nobody finds the run finished."""
+    recipe = load_recipe(job.folder / "recipe.yaml")
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    for role in ("learner", "collector"):
+        run.set_finished(role)
+    assert run_job(job, allocation, Signals()) == 0
+    assert run.is_finished()
+    longer = recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(steps=recipe.run.steps + 1))))
+    (job.folder / "recipe.yaml").write_text(longer.to_yaml())
+    monkeypatch.setattr(Supervisor, "supervise", lambda _: pytest.fail("finished") if run.is_finished() else "stopped")
+    assert run_job(job, allocation, Signals()) == 0
 
 
 @pytest.mark.parametrize(("sent", "orders"), [("time_limit", ["submit job.sbatch"]), ("end", [])])
