@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.cluster.kubernetes.render import write
+from launch.cluster.kubernetes.render import read, write
 from pipeline.errors import RecipeError
-from tests.support.manifests.cases import LEARNER_IMAGE, ROLLOUT_IMAGE, documents, rendered
+from tests.support.manifests.cases import LEARNER_IMAGE, ROLLOUT_IMAGE, documents, rendered, run_of
 from tests.support.manifests.schemas import problems
 from tests.support.runs import evenkeel
 
@@ -67,6 +67,29 @@ def test_files_of_an_earlier_rendering_do_not_stay(tmp_path: Path) -> None:
     write(rendered(engines="leaderworkerset"), tmp_path)
     write(rendered(), tmp_path)
     assert not (tmp_path / "50-engines.yaml").exists()
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """Also those that are named as a rendering's are, and hold anything."""
+    command = ["launch", "kubernetes", "qwen3_32b", "--out", str(tmp_path)]
+    command += ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE]
+    notes, secret = tmp_path / "90-notes.yaml", tmp_path / "05-secret.yaml"
+    notes.write_bytes(b"\xff")
+    secret.write_text("a: 1\n")
+    done = evenkeel(*command)
+    assert f"{tmp_path} also holds 05-secret.yaml, 90-notes.yaml, which" in done.stdout
+    assert (notes.read_bytes(), secret.read_text()) == (b"\xff", "a: 1\n")
+    evenkeel(*command)  # over the run's own files
+    engines = tmp_path / "50-engines.yaml"
+    for content in (b"a: 1\n", b"- 1\n", b"\xff"):
+        engines.write_bytes(content)
+        with pytest.raises(RecipeError, match=r"50-engines.yaml"):
+            read(tmp_path, rendered(), run_of().name)
+        assert evenkeel(*command).returncode == 1
+        assert engines.read_bytes() == content
+    engines.unlink()
+    with pytest.raises(RecipeError, match=r"is not of this run .*evenkeel/run: other.* another --out"):
+        read(tmp_path, rendered(), "other")
 
 
 def test_relative_paths_lie_on_the_shared_volume() -> None:
