@@ -214,10 +214,12 @@ def supervisor_epoch(run: RunDirectory, allocation: Allocation) -> Iterator[Epoc
             yield epoch
 
 
-def progress(job: Job) -> int:
-    """Versions that the run has published; -1 before the first."""
+def progress(job: Job) -> tuple[int, ...]:
+    """What a further job goes on from: the published version, the newest checkpoint, batches and evaluations. A stage
+    of several steps publishes once, and saves meanwhile."""
     run = RunDirectory(load_recipe(job.folder / RECIPE).directory)
-    return run.published_version() if run.is_published() else -1
+    published = run.published_version() if run.is_published() else -1
+    return published, max(run.saved_steps(), default=-1), run.num_settled(), len(run.evaluated_versions())
 
 
 def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
@@ -231,10 +233,10 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
     print(f"{allocation.name}: {outcome}", flush=True)
     if outcome == "finished" or not signals.time_limit or not job.resubmit:
         return 0
-    if progress(job) <= before:
+    if progress(job) == before:
         raise FatalError(
-            "the time limit came before the run had published a new version, so the job is not submitted again; "
-            "raise --time"
+            "the time limit came before the run had sampled a batch, saved a checkpoint or published a version, so the "
+            "job is not submitted again; raise --time"
         )
     print(f"submitted job {allocation.submit_next(job.script)}, which goes on", flush=True)
     return 0

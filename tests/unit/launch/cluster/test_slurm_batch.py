@@ -105,9 +105,25 @@ def test_a_job_that_reached_nothing_is_not_submitted_again(
     signals = Signals()
     signals.time_limit = True
     attempt(monkeypatch, lambda: "stopped")
-    with pytest.raises(FatalError, match="the time limit came before the run had published a new version"):
+    with pytest.raises(FatalError, match="the time limit came before the run had sampled a batch, saved"):
         run_job(job, allocation, signals)
     assert allocation.orders == []
+
+
+def test_a_job_that_only_saved_goes_on(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that is longer than a job publishes nothing in it."""
+    published(job, 3)
+    signals = Signals()
+    signals.time_limit = True
+
+    def saves() -> str:
+        saved = RunDirectory(load_recipe(job.folder / "recipe.yaml").directory).checkpoints / "000005"
+        saved.mkdir(parents=True)
+        (saved / "COMMIT").touch()
+        return "stopped"
+
+    attempt(monkeypatch, saves)
+    assert (run_job(job, allocation, signals), allocation.orders) == (0, ["submit job.sbatch"])
 
 
 def test_too_few_nodes_are_a_requeue(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
