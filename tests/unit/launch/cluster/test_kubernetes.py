@@ -99,6 +99,17 @@ def test_relative_paths_lie_on_the_shared_volume() -> None:
     assert recipe["task"]["path"] == "/mnt/run/data/math.jsonl"
 
 
+def test_relative_paths_of_sources_and_of_the_reference_do_too() -> None:
+    sources = "[{path: data/a.jsonl, held_out_path: data/b.jsonl}, {path: /elsewhere/c.jsonl}]"
+    reference = "reference={coefficient: 0.1, path: models/reference}"
+    files = rendered("task.path=null", f"task.sources={sources}", reference, mount="/mnt/run")
+    recipe = yaml.safe_load(files["00-recipe.yaml"][0]["data"]["recipe.yaml"])
+    first, second = recipe["task"]["sources"]
+    assert (first["path"], first["held_out_path"]) == ("/mnt/run/data/a.jsonl", "/mnt/run/data/b.jsonl")
+    assert second["path"] == "/elsewhere/c.jsonl"
+    assert recipe["reference"]["path"] == "/mnt/run/models/reference"
+
+
 @pytest.mark.parametrize(
     ("render", "message"),
     [
