@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,12 +64,17 @@ class Signals:
         return self
 
     def _limit(self, *_: object) -> None:
-        print("the time limit is near: ending in order", flush=True)
-        self.time_limit = True
+        self.time_limit = True  # first: the output may lie on a disk that is full
+        self._say("the time limit is near: ending in order")
 
     def _end(self, *_: object) -> None:
-        print("asked to end: ending in order", flush=True)
         self.end = True
+        self._say("asked to end: ending in order")
+
+    @staticmethod
+    def _say(text: str) -> None:
+        with suppress(OSError, RuntimeError):  # RuntimeError: the signal came amid another print
+            print(text, flush=True)
 
 
 @dataclass(frozen=True)

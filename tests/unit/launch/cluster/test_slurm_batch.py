@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,18 @@ def published(job: Job, version: int) -> None:
     run = RunDirectory(load_recipe(job.folder / "recipe.yaml").directory)
     run.policies.mkdir(parents=True, exist_ok=True)
     run.set_published(version)
+
+
+def test_a_signal_counts_where_its_line_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        signals = Signals()
+        signals._limit()
+        signals._end()
+        monkeypatch.undo()
+        assert (signals.time_limit, signals.end) == (True, True)
+        with suppress(OSError):
+            full.close()
 
 
 def test_a_finished_run_is_not_submitted_again(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
