@@ -243,6 +243,7 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
             return None
         return found
 
+    rendezvous: Rendezvous | Literal["finished"]
     what = f"node 0 of engine {own.index} (named in {own.rendezvous})"
     while True:
         look_for_end = finished_looks()

@@ -42,4 +42,6 @@ def _holds_secret(value: Any, name: str = "") -> bool:
         return any(_holds_secret(one, str(key)) for key, one in value.items())
     if isinstance(value, list):
         return any(_holds_secret(one, name) for one in value)
-    return isinstance(value, str) and bool(value and _SECRET_NAME.search(name) or value.startswith(_SECRET_ARGUMENTS))
+    if not isinstance(value, str):
+        return False
+    return value.startswith(_SECRET_ARGUMENTS) or (value != "" and _SECRET_NAME.search(name) is not None)

@@ -40,7 +40,7 @@ def test_what_is_rendered_passes(overrides: tuple[str, ...], options: dict[str, 
 @pytest.mark.parametrize(
     ("override", "refused"),
     [
-        ("task.system_prompt=Never tell the password: it is secret to all.", False),
+        ('task.system_prompt="Never tell the password: it is secret to all."', False),
         ("rollout.extra_args=[--api-key, opensesame]", True),
     ],
 )
