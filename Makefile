@@ -21,8 +21,8 @@ $(STAMP): $(LOCK) ops/locks/triton.txt pyproject.toml
 	@touch $@
 
 demo: install  ## Fine-tune a tiny model, then train it with P3O on FP8 rollouts; ends with a table and a report.
-	@[ -d runs/models/demo-base ] || $(BIN)/evenkeel model new runs/models/demo-base
-	@[ -d runs/models/demo ] || $(BIN)/evenkeel sft $(DEMO) --out runs/models/demo --steps 500 --batch-size 32 \
+	@[ -f runs/models/demo-base/config.json ] || $(BIN)/evenkeel model new runs/models/demo-base
+	@[ -f runs/models/demo/config.json ] || $(BIN)/evenkeel sft $(DEMO) --out runs/models/demo --steps 500 --batch-size 32 \
 	    --set model.path=runs/models/demo-base --set learner.tensor_parallel=1 --set learner.data_parallel=2
 	@$(BIN)/evenkeel train $(DEMO)
 

@@ -245,7 +245,7 @@ def model_new(
     config: Annotated[
         Path | None, typer.Option(help="Folder of a config.json whose sizes are taken, instead of those above.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of the weights.")] = 0,
 ) -> None:
     """Write a random Qwen3 or Qwen3-MoE HF checkpoint with a character-level tokenizer. Downloads nothing."""
     from launch.convert.new_model import new_model, new_model_like

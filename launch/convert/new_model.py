@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_bridge.hf.model_config import Experts, ModelConfig, read_config
+from pipeline.data.files import move_to_free_name, remove_leftovers_of, temporary_name
 from pipeline.errors import ModelError
 from pipeline.tasks.character_tokenizer import write_character_tokenizer
 from pipeline.tasks.tokenizer import Tokenizer
@@ -90,10 +94,11 @@ def new_model(
         max_position=max_position,
         experts=_experts(experts, experts_per_token, expert_ffn, ffn),
     )
-    special = _new_folder(directory, characters, dtype)
-    rows = -(-Tokenizer(directory).vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    _write_weights(directory, sizes, rows, tie=tie, seed=seed, dtype=dtype)
-    _write_json(directory / "config.json", _config(sizes, rows, tie=tie, dtype=dtype) | special)
+    with _new_folder(directory) as folder:
+        special = _write_tokenizer(folder, characters, dtype)
+        rows = -(-Tokenizer(folder).vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        _write_weights(folder, sizes, rows, tie=tie, seed=seed, dtype=dtype)
+        _write_json(folder / "config.json", _config(sizes, rows, tie=tie, dtype=dtype) | special)
 
 
 def new_model_like(directory: Path, config: Path, *, characters: str = DEFAULT_CHARACTERS, seed: int = 0) -> None:
@@ -117,23 +122,41 @@ def new_model_like(directory: Path, config: Path, *, characters: str = DEFAULT_C
         max_position=model.max_positions,
         experts=model.experts,
     )
-    special = _new_folder(directory, characters, dtype, rows=model.vocab_size)
-    _write_weights(directory, sizes, model.vocab_size, tie=model.tied_embeddings, seed=seed, dtype=dtype)
-    kept = {name: value for name, value in hf_config.items() if name != "bos_token_id"}
-    _write_json(directory / "config.json", kept | special)
+    with _new_folder(directory) as folder:
+        special = _write_tokenizer(folder, characters, dtype, rows=model.vocab_size)
+        _write_weights(folder, sizes, model.vocab_size, tie=model.tied_embeddings, seed=seed, dtype=dtype)
+        kept = {name: value for name, value in hf_config.items() if name != "bos_token_id"}
+        _write_json(folder / "config.json", kept | special)
 
 
-def _new_folder(directory: Path, characters: str, dtype: str, *, rows: int | None = None) -> dict[str, int]:
-    """Make it, with tokenizer and generation config; the ids of special tokens. Raises ModelError."""
+@contextmanager
+def _new_folder(directory: Path) -> Iterator[Path]:
+    """A folder that gets the name once all of it is written. Raises ModelError when the name is taken."""
+    taken = f"{directory} exists and is not an empty folder; choose another name or delete it"
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ModelError(taken)
+    target = directory.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers_of(target)
+    folder = temporary_name(target)
+    folder.mkdir()
+    try:
+        yield folder
+        if not move_to_free_name(folder, target):
+            raise ModelError(taken)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write_tokenizer(directory: Path, characters: str, dtype: str, *, rows: int | None = None) -> dict[str, int]:
+    """Tokenizer and generation config; the ids of special tokens. Raises ModelError."""
     if dtype not in ("float32", "bfloat16"):
         raise ModelError(f"dtype is {dtype!r}, expected float32 or bfloat16")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ModelError(f"{directory} exists and is not an empty folder; choose another name or delete it")
     if not characters or len(set(characters)) != len(characters):
         raise ModelError(f"characters are {characters!r}, expected at least one and none twice; correct the alphabet")
     if rows is not None and len(characters) + 2 > rows:
         raise ModelError(f"{len(characters)} characters and 2 special tokens need more than vocab_size {rows} rows")
-    directory.mkdir(parents=True, exist_ok=True)
     write_character_tokenizer(directory, characters)
     tokenizer = Tokenizer(directory)
     special = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)

@@ -27,7 +27,7 @@ from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
 from pipeline.control.files import ControlFiles
-from pipeline.data.event_log import read_events, read_metrics
+from pipeline.data.event_log import PARENT, read_events, read_metrics
 from pipeline.data.files import (
     NO_HARD_LINKS,
     fsync_directory,
@@ -47,7 +47,7 @@ from pipeline.tasks.digest import with_digest_of_now
 from pipeline.trainer.checkpoints import verify
 from precision.text.short import listed
 
-PARENT = "parent.json"
+PARENT_FILE = f"{PARENT}.json"
 
 
 def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
 def forked_at(run: Path) -> int:
     """The step at which a run begins; 0 for one that is no fork."""
     try:
-        return int(json.loads((run / PARENT).read_text())["step"])
+        return int(json.loads((run / PARENT_FILE).read_text())["step"])
     except FileNotFoundError:
         return 0
 
@@ -158,9 +158,10 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
         _link(run.reference_file, made.reference_file)
     for old in _files(run, step):
         _link(old, folder / old.relative_to(run.path))
-    _write_lines(folder / "metrics" / "parent.jsonl", [line for line in read_metrics(run.path) if line["step"] < step])
-    _write_lines(folder / "events" / "parent.jsonl", [event for event in read_events(run.path) if _is_of(event, step)])
-    write_sealed_json(folder / PARENT, dict(run=str(run.path.resolve()), step=step))
+    log = f"{PARENT}.jsonl"
+    _write_lines(folder / "metrics" / log, [line for line in read_metrics(run.path) if line["step"] < step])
+    _write_lines(folder / "events" / log, [event for event in read_events(run.path) if _is_of(event, step)])
+    write_sealed_json(folder / PARENT_FILE, dict(run=str(run.path.resolve()), step=step))
     for path in [folder, *(one for one in folder.rglob("*") if one.is_dir())]:
         fsync_directory(path)
 

@@ -28,6 +28,7 @@ def preflight(recipe: Recipe) -> Task:
     if recipe.rollout.precision == "fp8_block":
         check_block_shapes(config, recipe.rollout.tensor_parallel)
     shape = ModelConfig.from_hf(config)
+    _check_positions(recipe, shape)
     check_mixture(recipe.rollout.quantized_format, experts=shape.experts is not None)
     build_quant_map(recipe)
     if recipe.rollout.quant_map is not None:
@@ -44,6 +45,16 @@ def preflight(recipe: Recipe) -> Task:
         )
     _check_held_out_lengths(recipe, prompts)
     return prompts.task
+
+
+def _check_positions(recipe: Recipe, shape: ModelConfig) -> None:
+    """SGLang does not start with a longer context than the model has positions for."""
+    if recipe.rollout.context_tokens > shape.max_positions:
+        raise RecipeError(
+            f"rollout.context_tokens is {recipe.rollout.context_tokens}, but {recipe.model.path} takes "
+            f"{shape.max_positions} tokens at most (max_position_embeddings of its config.json); lower "
+            "rollout.context_tokens"
+        )
 
 
 def _check_held_out_lengths(recipe: Recipe, prompts: TaskPrompts) -> None:

@@ -13,6 +13,7 @@ from launch.build.engines import check_engines
 from launch.build.rewards import check_reward
 from launch.cluster.metrics import RunMetrics, observers_of
 from launch.cluster.roles.api_key import read_api_key
+from launch.cluster.roles.base import grace_s
 from launch.cluster.starter import LocalStarter, units_of
 from launch.doctor.needs import check_learner_here, check_ports, check_room
 from launch.run.begin import preflight, seed_policy
@@ -37,6 +38,7 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
     With a `metrics_port`, the supervisor shows its metrics there, and the roles at the ports after it. Where a
     `source` of the recipe is given, it is said once everything was checked. Raises FatalError when it cannot be
     finished."""
+    grace_s()  # at the end it would be too late to refuse it
     run = RunDirectory(recipe.directory)
     recipe = with_digest(recipe, run)
     changes_to(run, recipe)  # what is refused is refused at once

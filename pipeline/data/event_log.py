@@ -63,6 +63,8 @@ Observer = Callable[[LogName, dict[str, Any]], None]
 """Called with each line after it is written."""
 _MORE = re.compile(rb'"crc32": "[0-9a-f]{8}"\}.', re.DOTALL)
 """A line that goes on behind its checksum, as no torn one does: its line end is another character."""
+PARENT = "parent"
+"""Stands for the role in the name of what a fork has of its parent's log: what was there before all its own starts."""
 _START = re.compile(rf"(.*)-({NUMBER})")
 
 
@@ -121,13 +123,14 @@ def read_events(run: Path, kind: EventKind | None = None) -> list[dict[str, Any]
 
 
 def log_files(run: Path, folder: Literal["metrics", "events"]) -> list[Path]:
-    """The files of one log; those of a role in the order of its starts."""
+    """The files of one log: what a fork has of its parent's, then those of each role in the order of its starts."""
     return sorted((run / folder).glob("*.jsonl"), key=_by_start)
 
 
-def _by_start(path: Path) -> tuple[str, int]:
+def _by_start(path: Path) -> tuple[bool, str, int]:
     match = _START.fullmatch(path.stem)
-    return (match[1], int(match[2])) if match else (path.stem, 0)
+    role, start = (match[1], int(match[2])) if match else (path.stem, 0)
+    return role != PARENT, role, start
 
 
 def _append(path: Path, line: dict[str, Any], *, durable: bool) -> None:

@@ -49,6 +49,11 @@ def nothing_left(run: RunDirectory, recipe: Recipe) -> bool:
     return run.is_finished() and run.recipe().run.steps == recipe.run.steps
 
 
+def reopen(run: RunDirectory) -> None:
+    """A finished run has steps to train again; roles that find it finished would end."""
+    _remove_files(run.path / "finished")
+
+
 def go_on_with(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
     """Begin the run with the recipe, or go on with it; returns what it changes. Raises as `changes_to` does."""
     begin_recipe(run.path, recipe)
@@ -97,7 +102,7 @@ def _end_other_starts(run: Path) -> None:
 
 def _clear(run: RunDirectory, recipe: Recipe, changes: Mapping[str, str]) -> None:
     if run.recipe().run.steps != recipe.run.steps:
-        _remove_files(run.path / "finished")
+        reopen(run)
     if run.num_settled() == 0 and any(RULES[rule_of(key)] is not SAFE for key in changes):
         _remove_files(run.published)  # first: what is announced must be there
         _remove_files(run.evaluations)

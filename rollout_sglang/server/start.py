@@ -132,6 +132,7 @@ def start(spec: EngineSpec) -> ServerProcess:
             # Always set: layers named in the user's environment would be served in another format than the map says.
             IGNORED_LAYERS_VARIABLE: ",".join(spec.full_precision),
         }
+        | _context_environment(spec)
     )
     return ServerProcess(
         command(spec, cuda=has_cuda()),
@@ -155,7 +156,7 @@ def _make_scratch() -> Path:
 
 
 def _context_environment(spec: EngineSpec) -> dict[str, str]:
-    """SGLang refuses a context beyond the model's positions. INPUT_ROOM may go beyond: no request comes so far."""
+    """SGLang refuses a context beyond the model's positions. INPUT_ROOM may go beyond: no request comes that far."""
     try:
         positions = int(parse_object((spec.model / "config.json").read_bytes())["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):

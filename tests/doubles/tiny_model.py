@@ -21,6 +21,7 @@ from precision.formats.by_format import FAKE_QUANTIZE, fake_quantize_activation_
 from precision.formats.formats import fake_quantize_tensor, quantize_block
 from precision.formats.quant_map import QuantMap
 from precision.formats.rollout_format import RolloutFormat
+from rollout_sglang.server.start import EngineSpec
 
 VOCABULARY = 512
 END = "<|im_end|>"
@@ -38,7 +39,7 @@ def write_checkpoint(directory: Path, seed: int) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=1024,
+        max_position_embeddings=EngineSpec.context_tokens,  # engines are tried at the model's limit
         initializer_range=0.05,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.convert_tokens_to_ids(END),

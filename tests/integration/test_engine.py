@@ -64,6 +64,7 @@ def test_an_engine_listens_at_its_own_address_alone(engines: dict[RolloutPrecisi
 
 
 def test_an_engine_takes_inputs_as_long_as_its_context(engine: TinyEngine) -> None:
+    """Here as long as the model has positions."""
     row = [place % 256 for place in range(engine.spec.context_tokens)]
     [scored] = engine.ask(lambda client: client.prompt_logprobs([row]))
     assert len(scored) == engine.spec.context_tokens - 1

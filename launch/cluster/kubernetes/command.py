@@ -65,9 +65,10 @@ def kubernetes(
     from launch.cluster.kubernetes.checks.everything import check
     from launch.cluster.kubernetes.job import run_on_kubernetes
     from launch.cluster.kubernetes.options import cluster_options
-    from launch.cluster.kubernetes.render import read, render, write
+    from launch.cluster.kubernetes.render import others, read, render, write
     from launch.plan.sizes import sizes_folder
     from pipeline.config.loader import find_recipe, load_recipe
+    from precision.text.short import listed
 
     options = cluster_options(
         namespace=namespace,
@@ -96,9 +97,11 @@ def kubernetes(
     run = run_on_kubernetes(path, loaded, options, sizes_folder(path, loaded.model.path, model_config))
     files = render(run)
     objects = [one for group in files.values() for one in group]
-    if wrong := list(check(objects, run, [] if replace else read(out))):
+    if wrong := list(check(objects, run, [] if replace else read(out, files, run.name))):
         raise RecipeError(f"{out} is not written: {'; '.join(wrong[:5])}")
     write(files, out)
+    if found := others(files, out):
+        print(f"{out} also holds {listed(found, between=', ')}, which is left as it is; kubectl takes it too")
     key = f"kubectl -n {namespace} create secret generic {secret} --from-file={secret_key}=FILE"
     print(f"once, with a FILE that holds the API key:  {key}")
     print(f"kubectl apply -f {out}")

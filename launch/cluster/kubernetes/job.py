@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
 
 from launch.cluster.kubernetes.base import Metadata
 from launch.cluster.kubernetes.options import ClusterOptions
@@ -125,12 +126,18 @@ def _split(gpus: int, options: ClusterOptions, what: str) -> tuple[int, int]:
 
 def _with_absolute_paths(recipe: Recipe, mount: PurePosixPath) -> Recipe:
     """Paths that are relative in the recipe lie on the shared volume."""
-    data = recipe.model_dump(mode="json")
-    for section, key in (("run", "root"), ("model", "path"), ("task", "path"), ("task", "held_out_path")):
-        value = data[section].get(key)
-        if value is not None:
-            data[section][key] = str(mount / value)
-    return Recipe.model_validate(data)
+    return Recipe.model_validate(_below(mount, recipe.model_dump(), recipe.model_dump(mode="json")))
+
+
+def _below(mount: PurePosixPath, value: Any, plain: Any) -> Any:
+    """`plain`, the JSON form of `value`, with each path that is relative below `mount`."""
+    if isinstance(value, PurePath):
+        return str(mount / value)
+    if isinstance(value, dict):
+        return {key: _below(mount, value[key], plain[key]) for key in value}
+    if isinstance(value, list | tuple):
+        return [_below(mount, one, other) for one, other in zip(value, plain, strict=True)]
+    return plain
 
 
 def _name(run: str) -> str:

@@ -9,18 +9,19 @@ import yaml
 
 from launch.cluster.kubernetes.base import KubernetesObject, to_yaml
 from launch.cluster.kubernetes.engines import leader_worker_set
-from launch.cluster.kubernetes.job import RunOnKubernetes
+from launch.cluster.kubernetes.job import RUN_LABEL, RunOnKubernetes
 from launch.cluster.kubernetes.jobset import job_set
 from launch.cluster.kubernetes.policies import disruption_budgets, network_policies
 from launch.cluster.kubernetes.surroundings import config_map, service_monitor, services, volume_claim
 from pipeline.errors import RecipeError
 
 Files = dict[str, list[dict[str, Any]]]
-_NAMES = "[0-9][0-9]-*.yaml"
+_TAKEN = (".yaml", ".yml", ".json")
+"""Endings of the files that `kubectl apply -f DIR` takes."""
 
 
 def render(run: RunOnKubernetes) -> Files:
-    """Objects by file."""
+    """Objects by file; none for a file that this run does without."""
     files: dict[str, list[KubernetesObject]] = {
         "00-recipe.yaml": [config_map(run)],
         "10-storage.yaml": [] if run.options.pvc else [volume_claim(run)],
@@ -31,29 +32,48 @@ def render(run: RunOnKubernetes) -> Files:
         "60-run.yaml": [job_set(run)],
         "70-monitoring.yaml": [service_monitor(run)] if run.options.monitors else [],
     }
-    return {name: [one.to_dict() for one in objects] for name, objects in files.items() if objects}
+    return {name: [one.to_dict() for one in objects] for name, objects in files.items()}
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """Objects of an earlier rendering. Raises RecipeError when a file is damaged."""
+def read(folder: Path, files: Files, run: str) -> list[dict[str, Any]]:
+    """Objects of an earlier rendering of the run. Raises RecipeError when a file that `write` would replace is
+    damaged, or not of this run."""
     found = []
-    for path in sorted(folder.glob(_NAMES)):
+    for path in (path for name in files if (path := folder / name).exists()):
         try:
-            found += [one for one in yaml.safe_load_all(path.read_text()) if isinstance(one, dict)]
-        except (OSError, yaml.YAMLError) as error:
+            objects = [*yaml.safe_load_all(path.read_text())]
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise RecipeError(f"cannot read {path} ({' '.join(str(error).split())}); remove it") from error
+        if not all(_is_of(run, one) for one in objects):
+            raise RecipeError(
+                f"{path} would be replaced, and is not of this run (its objects lack the label {RUN_LABEL}: {run}); "
+                "move it, or give another --out"
+            )
+        found += objects
     return found
 
 
+def _is_of(run: str, one: Any) -> bool:
+    try:
+        return bool(one["kind"] and one["metadata"]["name"] and one["metadata"]["labels"][RUN_LABEL] == run)
+    except (KeyError, TypeError):
+        return False
+
+
 def write(files: Files, folder: Path) -> list[Path]:
-    """Write them, and remove files of an earlier rendering that this one lacks."""
+    """Write them, and remove files of an earlier rendering that this one does without."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(_NAMES):
-        if path.name not in files:
-            path.unlink()
     written = []
     for name, objects in files.items():
         path = folder / name
-        path.write_text(to_yaml(objects))
-        written.append(path)
+        if objects:
+            path.write_text(to_yaml(objects))
+            written.append(path)
+        else:
+            path.unlink(missing_ok=True)
     return written
+
+
+def others(files: Files, folder: Path) -> list[str]:
+    """Files of the folder that no rendering makes, and that `kubectl apply -f` takes all the same."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix in _TAKEN and path.name not in files)

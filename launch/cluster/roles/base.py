@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -32,6 +33,7 @@ from pipeline.errors import (
     EvenKeelError,
     FatalError,
     PortInUseError,
+    RecipeError,
     StoppedError,
     StoreError,
     SupersededError,
@@ -46,7 +48,7 @@ LOG_VARIABLE = "EVENKEEL_LOG"
 """The file that a role's output goes to, where a supervisor has started it; its children append to the same."""
 METRICS_PORT_VARIABLE = "EVENKEEL_METRICS_PORT"
 METRICS_HOST_VARIABLE = "EVENKEEL_METRICS_HOST"
-DEFAULT_GRACE_S = 120.0
+DEFAULT_GRACE_S, LONGEST_GRACE_S = 120.0, 86_400.0
 RECIPE_DEADLINE_S = 600.0
 """Longest wait for the learner to begin a run, whose own deadlines nobody knows yet."""
 POLL_S = 0.25
@@ -91,10 +93,17 @@ class Every:
         return due
 
 
+def finished_looks() -> Every:
+    """When a host that waits for node 0 looks whether the run is finished: not at once, since node 0 may be about to go
+    on with a recipe of more steps."""
+    return Every(FINISHED_POLL_S, _last=time.monotonic())
+
+
 def run_role(run: RunDirectory, name: str, body: Callable[[Stop], int | None]) -> NoReturn:
     """Run a role to its end, and end this process with the exit status that says how it went."""
     try:
         with full_disk_said(run.path):
+            grace_s()  # at SIGTERM it would be too late to refuse it
             status = body(Stop().install()) or 0
     except EvenKeelError as error:
         status = status_of(error)
@@ -190,8 +199,12 @@ def rank_epoch(run: Path) -> Epoch:
 
 
 def grace_s() -> float:
-    """Seconds of EVENKEEL_GRACE_S."""
-    return float(os.environ.get(GRACE_VARIABLE) or DEFAULT_GRACE_S)
+    """Seconds of EVENKEEL_GRACE_S. Raises RecipeError for what is no time."""
+    said = os.environ.get(GRACE_VARIABLE) or str(DEFAULT_GRACE_S)
+    with suppress(ValueError):
+        if 0 <= (seconds := float(said)) <= LONGEST_GRACE_S:
+            return seconds
+    raise RecipeError(f"{GRACE_VARIABLE} is {said!r}, expected seconds from 0 to {LONGEST_GRACE_S:g}; correct it")
 
 
 def log_file() -> Path | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from launch.build.engines import check_engines, engine_spec
 from launch.cluster.roles.addresses import LOOPBACK, bind_address, interface_environment
@@ -25,6 +25,7 @@ from launch.cluster.roles.base import (
     POLL_S,
     Every,
     Stop,
+    finished_looks,
     grace_s,
     log_file,
     wait_for,
@@ -230,8 +231,10 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
     other: list[int] = []
     """--nodes of the last file that does not fit. It may be of a start that is gone: the next one may fit."""
 
-    def newest_rendezvous() -> Rendezvous | None:
+    def newest_rendezvous() -> Rendezvous | Literal["finished"] | None:
         other.clear()
+        if look_for_end() and own.run.is_finished():
+            return "finished"
         found = Rendezvous.read(own.rendezvous)
         if found is None or Epoch(starts, found.epoch).is_superseded():
             return None
@@ -240,13 +243,17 @@ def _run_other_host(own: EngineRole, recipe: Recipe, address: str, port: int, ke
             return None
         return found
 
+    rendezvous: Rendezvous | Literal["finished"]
     what = f"node 0 of engine {own.index} (named in {own.rendezvous})"
     while True:
+        look_for_end = finished_looks()
         try:
             rendezvous = wait_for(stop, newest_rendezvous, what, recipe.rollout.start_deadline_s)
         except DeadlineExceededError:
             raise_other_nodes(own.nodes, other)
             raise
+        if rendezvous == "finished":
+            return 0
         place = dict(host=address, nodes=own.nodes, node=own.node, rendezvous=f"{rendezvous.host}:{rendezvous.port}")
         newest = partial(engine_spec, own.run, recipe, own.index, port, key, log=log_file(), **place)
         spec = hold_weights(own.run, own.index, own.node, rendezvous.epoch, newest)

@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from launch.build.engines import shares_gpus
 from launch.cluster.roles.addresses import LOOPBACK, bind_address, interface_environment
@@ -26,6 +27,7 @@ from launch.cluster.roles.base import (
     POLL_S,
     Every,
     Stop,
+    finished_looks,
     grace_s,
     log_file,
     wait_for,
@@ -162,7 +164,10 @@ def follow(own: LearnerNode, stop: Stop) -> Verdict:
     processes_a_node(recipe, own.nodes)
     address, seen = bind_address(own.host, read_api_key(), stop.check), 0
     while True:
-        rendezvous, peer = _join(own, recipe, seen, stop)
+        joined = _join(own, recipe, seen, stop)
+        if joined == "finished":
+            return Verdict(0)
+        rendezvous, peer = joined
         recipe = own.run.recipe()  # a start may have changed it
         with peer:
             verdict = _follow_one(own, recipe, address, rendezvous, stop, peer)
@@ -175,14 +180,18 @@ def follow(own: LearnerNode, stop: Stop) -> Verdict:
             time.sleep(POLL_S)  # the connection was lost before the ranks were started: it may join the same start
 
 
-def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Rendezvous, Peer]:
-    """Node 0 of a start after `seen` that is alive: one that answers, and knows the key."""
+def _join(own: LearnerNode, recipe: Recipe, seen: int, stop: Stop) -> tuple[Rendezvous, Peer] | Literal["finished"]:
+    """Node 0 of a start after `seen` that is alive: one that answers, and knows the key. Or that the run is finished:
+    node 0 has then ended without asking for anybody."""
 
+    look_for_end = finished_looks()
     other: list[int] = []
     """--nodes of the last file that does not fit. It may be of a start that is gone: the next one may fit."""
 
-    def joined() -> tuple[Rendezvous, Peer] | None:
+    def joined() -> tuple[Rendezvous, Peer] | Literal["finished"] | None:
         other.clear()
+        if look_for_end() and own.run.is_finished():
+            return "finished"
         rendezvous = Rendezvous.read(own.rendezvous)
         if rendezvous is None or rendezvous.epoch <= seen:
             return None

@@ -58,14 +58,16 @@ class Allocation:
         drains last. Raises SupersededError when Slurm has started the job again: these nodes are the successor's."""
         try:
             nodes = ask("scontrol", "show", "hostnames", self._current()["NodeList"])
-            states = ask("sinfo", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T")
+            states = ask("sinfo", "-a", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T")
         except SlurmError as error:
             if not self._last_known:
                 raise
             print(f"warning: {error}; the nodes are taken to be those of before", file=sys.stderr, flush=True)
             return self._last_known
-        state = {node: word for node, word in (line.split() for line in states.splitlines())}
-        up = [node for node in nodes.split() if not any(sign in state.get(node, "unknown") for sign in _GONE)]
+        said = {node: word for node, word in (line.split() for line in states.splitlines())}
+        # One that sinfo does not list is of a partition that it hides from this user, and is the job's all the same.
+        state = {node: said.get(node, "idle") for node in nodes.split()}
+        up = [node for node, word in state.items() if not any(sign in word for sign in _GONE)]
         self._last_known = sorted(up, key=lambda node: (node != self.batch_host, "drain" in state[node]))
         return self._last_known
 

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, EvenKeelError, FatalError, SupersededError
+from pipeline.resume.resume import nothing_left, reopen
 
 REQUEUED_S = 120
 """Longest wait for Slurm to end this process after it was told to requeue the job."""
@@ -63,12 +64,17 @@ class Signals:
         return self
 
     def _limit(self, *_: object) -> None:
-        print("the time limit is near: ending in order", flush=True)
-        self.time_limit = True
+        self.time_limit = True  # first: the output may lie on a disk that is full
+        self._say("the time limit is near: ending in order")
 
     def _end(self, *_: object) -> None:
-        print("asked to end: ending in order", flush=True)
         self.end = True
+        self._say("asked to end: ending in order")
+
+    @staticmethod
+    def _say(text: str) -> None:
+        with suppress(OSError, RuntimeError):  # RuntimeError: the signal came amid another print
+            print(text, flush=True)
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,10 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
     recipe = load_recipe(job.folder / RECIPE)
     run = RunDirectory(recipe.directory.absolute())
     logs = run.logs / allocation.name
+    if run.is_finished():
+        if nothing_left(run, recipe):
+            return "finished"
+        reopen(run)  # first: roles that are started before the learner has read the recipe would end
     shape = Shape.of(recipe, job.gpus_per_node, job.learner_nodes)
     starter = SrunStarter(allocation, shape, role_program(job, run, shape), role_environment(key), job.images)
     guard = Guard(allocation, logs / "guard.log")
@@ -209,10 +219,12 @@ def supervisor_epoch(run: RunDirectory, allocation: Allocation) -> Iterator[Epoc
             yield epoch
 
 
-def progress(job: Job) -> int:
-    """Versions that the run has published; -1 before the first."""
+def progress(job: Job) -> tuple[int, ...]:
+    """What a further job goes on from: the published version, the newest checkpoint, batches and evaluations. A stage
+    of several steps publishes once, and saves meanwhile."""
     run = RunDirectory(load_recipe(job.folder / RECIPE).directory)
-    return run.published_version() if run.is_published() else -1
+    published = run.published_version() if run.is_published() else -1
+    return published, max(run.saved_steps(), default=-1), run.num_settled(), len(run.evaluated_versions())
 
 
 def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
@@ -226,10 +238,10 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
     print(f"{allocation.name}: {outcome}", flush=True)
     if outcome == "finished" or not signals.time_limit or not job.resubmit:
         return 0
-    if progress(job) <= before:
+    if progress(job) == before:
         raise FatalError(
-            "the time limit came before the run had published a new version, so the job is not submitted again; "
-            "raise --time"
+            "the time limit came before the run had sampled a batch, saved a checkpoint or published a version, so the "
+            "job is not submitted again; raise --time"
         )
     print(f"submitted job {allocation.submit_next(job.script)}, which goes on", flush=True)
     return 0

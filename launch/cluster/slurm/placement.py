@@ -39,6 +39,12 @@ class Shape:
                 "weights.channel is ipc, which needs learner and engines on the same GPUs of one machine; use "
                 "broadcast or disk, or `evenkeel train`"
             )
+        if gpus_per_node and recipe.started_teacher is not None:
+            raise RecipeError(
+                f"distillation.path is {recipe.started_teacher.path}: the teacher would be served beside the "
+                "collector, which has no GPU in a job; serve it yourself (sglang.launch_server), and set "
+                "distillation.urls"
+            )
         nodes = learner_nodes or _nodes_for(ranks, gpus_per_node)
         if ranks % nodes or (gpus_per_node and ranks // nodes > gpus_per_node):
             raise RecipeError(

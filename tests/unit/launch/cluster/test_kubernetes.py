@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.cluster.kubernetes.render import write
+from launch.cluster.kubernetes.render import read, write
 from pipeline.errors import RecipeError
-from tests.support.manifests.cases import LEARNER_IMAGE, ROLLOUT_IMAGE, documents, rendered
+from tests.support.manifests.cases import LEARNER_IMAGE, ROLLOUT_IMAGE, documents, rendered, run_of
 from tests.support.manifests.schemas import problems
 from tests.support.runs import evenkeel
 
@@ -69,11 +69,45 @@ def test_files_of_an_earlier_rendering_do_not_stay(tmp_path: Path) -> None:
     assert not (tmp_path / "50-engines.yaml").exists()
 
 
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    """Also those that are named as a rendering's are, and hold anything."""
+    command = ["launch", "kubernetes", "qwen3_32b", "--out", str(tmp_path)]
+    command += ["--learner-image", LEARNER_IMAGE, "--rollout-image", ROLLOUT_IMAGE]
+    notes, secret = tmp_path / "90-notes.yaml", tmp_path / "05-secret.yaml"
+    notes.write_bytes(b"\xff")
+    secret.write_text("a: 1\n")
+    done = evenkeel(*command)
+    assert f"{tmp_path} also holds 05-secret.yaml, 90-notes.yaml, which" in done.stdout
+    assert (notes.read_bytes(), secret.read_text()) == (b"\xff", "a: 1\n")
+    evenkeel(*command)  # over the run's own files
+    engines = tmp_path / "50-engines.yaml"
+    for content in (b"a: 1\n", b"- 1\n", b"\xff"):
+        engines.write_bytes(content)
+        with pytest.raises(RecipeError, match=r"50-engines.yaml"):
+            read(tmp_path, rendered(), run_of().name)
+        assert evenkeel(*command).returncode == 1
+        assert engines.read_bytes() == content
+    engines.unlink()
+    with pytest.raises(RecipeError, match=r"is not of this run .*evenkeel/run: other.* another --out"):
+        read(tmp_path, rendered(), "other")
+
+
 def test_relative_paths_lie_on_the_shared_volume() -> None:
     recipe = yaml.safe_load(rendered(mount="/mnt/run")["00-recipe.yaml"][0]["data"]["recipe.yaml"])
     assert recipe["run"]["root"] == "/mnt/run/runs"
     assert recipe["model"]["path"] == "/mnt/run/models/qwen3-32b"
     assert recipe["task"]["path"] == "/mnt/run/data/math.jsonl"
+
+
+def test_relative_paths_of_sources_and_of_the_reference_do_too() -> None:
+    sources = "[{path: data/a.jsonl, held_out_path: data/b.jsonl}, {path: /elsewhere/c.jsonl}]"
+    reference = "reference={coefficient: 0.1, path: models/reference}"
+    files = rendered("task.path=null", f"task.sources={sources}", reference, mount="/mnt/run")
+    recipe = yaml.safe_load(files["00-recipe.yaml"][0]["data"]["recipe.yaml"])
+    first, second = recipe["task"]["sources"]
+    assert (first["path"], first["held_out_path"]) == ("/mnt/run/data/a.jsonl", "/mnt/run/data/b.jsonl")
+    assert second["path"] == "/elsewhere/c.jsonl"
+    assert recipe["reference"]["path"] == "/mnt/run/models/reference"
 
 
 @pytest.mark.parametrize(

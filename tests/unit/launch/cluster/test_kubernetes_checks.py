@@ -37,6 +37,19 @@ def test_what_is_rendered_passes(overrides: tuple[str, ...], options: dict[str, 
     assert [text for one in found for text in problems(one, old=one)] == []
 
 
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        ('task.system_prompt="Never tell the password: it is secret to all."', False),
+        ("rollout.extra_args=[--api-key, opensesame]", True),
+    ],
+)
+def test_prose_may_speak_of_secrets_and_arguments_may_not_give_them(override: str, refused: bool) -> None:
+    run = run_of("task.chat_template=true", override)
+    found = [text for text in check(documents(render(run)), run) if "secret" in text]
+    assert bool(found) == refused
+
+
 def test_every_mistake_is_caught() -> None:
     """`pytest -s` shows who caught what."""
     rows = list(table())

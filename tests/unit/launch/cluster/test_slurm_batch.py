@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from launch.cluster.slurm.allocation import Allocation
 from launch.cluster.slurm.batch import Job, Signals, api_key, role_environment, role_program, run_job
 from launch.cluster.slurm.placement import Shape
 from launch.cluster.starter import NoRoomError, Unit
+from launch.run.supervisor import Supervisor
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import FatalError
@@ -60,11 +62,38 @@ def published(job: Job, version: int) -> None:
     run.set_published(version)
 
 
+def test_a_signal_counts_where_its_line_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        signals = Signals()
+        signals._limit()
+        signals._end()
+        monkeypatch.undo()
+        assert (signals.time_limit, signals.end) == (True, True)
+        with suppress(OSError):
+            full.close()
+
+
 def test_a_finished_run_is_not_submitted_again(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt(monkeypatch, lambda: "finished")
     signals = Signals()
     signals.time_limit = True
     assert (run_job(job, allocation, signals), allocation.orders) == (0, [])
+
+
+def test_a_job_of_a_finished_run_starts_nothing(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless its recipe has more steps: then nobody finds the run finished."""
+    recipe = load_recipe(job.folder / "recipe.yaml")
+    run = RunDirectory(recipe.directory)
+    run.freeze(recipe)
+    for role in ("learner", "collector"):
+        run.set_finished(role)
+    assert run_job(job, allocation, Signals()) == 0
+    assert run.is_finished()
+    longer = recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(steps=recipe.run.steps + 1))))
+    (job.folder / "recipe.yaml").write_text(longer.to_yaml())
+    monkeypatch.setattr(Supervisor, "supervise", lambda _: pytest.fail("finished") if run.is_finished() else "stopped")
+    assert run_job(job, allocation, Signals()) == 0
 
 
 @pytest.mark.parametrize(("sent", "orders"), [("time_limit", ["submit job.sbatch"]), ("end", [])])
@@ -89,9 +118,25 @@ def test_a_job_that_reached_nothing_is_not_submitted_again(
     signals = Signals()
     signals.time_limit = True
     attempt(monkeypatch, lambda: "stopped")
-    with pytest.raises(FatalError, match="the time limit came before the run had published a new version"):
+    with pytest.raises(FatalError, match="the time limit came before the run had sampled a batch, saved"):
         run_job(job, allocation, signals)
     assert allocation.orders == []
+
+
+def test_a_job_that_only_saved_goes_on(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that is longer than a job publishes nothing in it."""
+    published(job, 3)
+    signals = Signals()
+    signals.time_limit = True
+
+    def saves() -> str:
+        saved = RunDirectory(load_recipe(job.folder / "recipe.yaml").directory).checkpoints / "000005"
+        saved.mkdir(parents=True)
+        (saved / "COMMIT").touch()
+        return "stopped"
+
+    attempt(monkeypatch, saves)
+    assert (run_job(job, allocation, signals), allocation.orders) == (0, ["submit job.sbatch"])
 
 
 def test_too_few_nodes_are_a_requeue(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,12 @@ def test_the_recipe_says_how_many_nodes(overrides: list[str], gpus: int, learner
     assert shape(*overrides, gpus=gpus, learner_nodes=learner_nodes).num_nodes == nodes
 
 
+def test_a_teacher_that_would_have_no_gpu_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"distillation.path is teacher: .* no GPU .*distillation.urls"):
+        shape("distillation={path: teacher}")
+    assert shape("distillation={path: teacher}", gpus=0).num_nodes == 1
+
+
 def test_small_roles_share_a_node() -> None:
     small = shape("learner.data_parallel=1", "learner.pipeline_parallel=1", "rollout.engines=1")
     assert small.num_nodes == 1

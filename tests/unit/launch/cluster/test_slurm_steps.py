@@ -121,6 +121,12 @@ def test_nodes_are_up_if_they_answer_and_are_still_in_the_job(fake: FakeSlurm, a
     assert allocation.up() == ["n1"]
 
 
+def test_a_node_of_a_hidden_partition_is_not_gone(fake: FakeSlurm, allocation: Allocation) -> None:
+    fake.script("sinfo", 'case "$*" in "-a "*) cat "$F/states" ;; esac')
+    fake.states(n1="mixed", n2="down*")
+    assert allocation.up() == ["n1", "n3"]
+
+
 def test_a_controller_that_is_away_changes_nothing(
     fake: FakeSlurm, allocation: Allocation, capsys: pytest.CaptureFixture[str]
 ) -> None:

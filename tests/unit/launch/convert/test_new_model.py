@@ -143,6 +143,25 @@ def test_bad_shapes_are_refused_in_one_line_and_nothing_is_written(
     assert not (tmp_path / "m").exists()
 
 
+def test_an_interrupted_one_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("launch.convert.new_model._write_weights", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            new_model(tmp_path / "m", **SMALL)
+    assert list(tmp_path.iterdir()) == []
+    new_model(tmp_path / "m", **SMALL)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_seed_that_is_none_is_refused_as_a_value(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["model", "new", str(tmp_path / "m"), "--seed", "9" * 20])
+    assert (result.exit_code, "--seed" in result.output) == (2, True)
+    assert not (tmp_path / "m").exists()
+
+
 def test_existing_folders(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     new_model(tmp_path / "empty", **SMALL)

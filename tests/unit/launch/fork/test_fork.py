@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from launch.export.points import RunPoints
 from launch.fork.fork import fork_run, forked_at
 from launch.verify.history import check_history
 from pipeline.control.files import ControlFiles
-from pipeline.data.event_log import read_events, read_metrics
+from pipeline.data.event_log import EventLog, read_events, read_metrics
 from pipeline.data.files import temporary_name
 from pipeline.data.frozen.recipes import add_recipe, all_recipes
 from pipeline.data.integrity.sealed import write_sealed, write_sealed_json
@@ -23,6 +24,7 @@ from precision.controller.records import State
 from precision.reference import ReferenceSection
 from tests.support.runs import evenkeel
 from tests.support.whole_runs import damage, whole_run
+from tests.support.written_runs import SECONDS, step_metrics
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -49,6 +51,14 @@ def test_a_fork_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     history = check_history(run.path)
     assert (history["damaged"], history["lost"], history["duplicated"]) == ([], 0, 0)
     assert history["without_record"] == {}
+
+
+def test_an_export_has_the_steps_of_the_parent_and_then_those_of_the_fork(tmp_path: Path) -> None:
+    fork_run(whole_run(tmp_path).path, Path("new"), 4)
+    log = EventLog(tmp_path / "new", "learner-000001")
+    for step in (4, 5):
+        log.metrics(step, **step_metrics(step, SECONDS))
+    assert sorted(key.number for key in RunPoints(tmp_path / "new").read() if key.kind == "step") == [*range(6)]
 
 
 def test_what_a_killed_fork_left_goes_with_the_next_one_into_the_same_folder(tmp_path: Path) -> None:

@@ -84,6 +84,19 @@ def test_other_hosts_reach_no_server_without_a_key(tmp_path: Path, monkeypatch: 
         start.start_router(31000, None, None, "10.0.0.2")
 
 
+@pytest.mark.parametrize(("context_tokens", "allowed"), [(4096, "true"), (4097, None)])
+def test_a_context_as_long_as_the_model_s_positions_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context_tokens: int, allowed: str | None
+) -> None:
+    """--context-length has a few tokens more than the model has positions: SGLang must be told to take that."""
+    given: dict[str, str] = {}
+    monkeypatch.delenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", raising=False)
+    monkeypatch.setattr(start, "ServerProcess", lambda *_, environment, **__: given.update(environment))
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    start.start(spec(tmp_path, port=free_port(), context_tokens=context_tokens))
+    assert given.get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN") == allowed
+
+
 def test_a_gpu_server_is_left_to_its_own_judgement(tmp_path: Path) -> None:
     argv = command(spec(tmp_path), cuda=True)
     assert argv[3] == "rollout_sglang.server.launch_server"

@@ -32,6 +32,19 @@ def test_a_wrong_host_is_fatal_also_where_metrics_are_shown(
     assert "no address of this machine" in result.stderr
 
 
+@pytest.mark.parametrize("said", ["2m", "nan", "-1", "inf"])
+def test_a_grace_that_is_no_time_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], said: str
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(base, "end_process", ended.append)
+    monkeypatch.setattr(Stop, "install", lambda stop: stop)
+    monkeypatch.setenv("EVENKEEL_GRACE_S", said)
+    base.run_role(RunDirectory(tmp_path), "collector", lambda _: pytest.fail("works"))
+    assert ended == [FATAL_EXIT_CODE]
+    assert f"EVENKEEL_GRACE_S is '{said}', expected seconds from 0 to 86400" in capsys.readouterr().err
+
+
 def asked() -> Stop:
     stop = Stop()
     stop.asked = True

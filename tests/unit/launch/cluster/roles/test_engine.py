@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.cluster.roles import base
 from launch.cluster.roles import engine as role
 from launch.cluster.roles.base import Stop, status_of
 from launch.cluster.roles.engine import EngineRole, run_engine, serve
@@ -201,6 +202,17 @@ def test_another_host_waits_for_the_rendezvous_of_the_newest_start(
     at_each_look(monkeypatch, lambda: setattr(stop, "asked", True))
     with pytest.raises(StoppedError):
         run_engine(other.own, stop)
+    assert not other.servers
+
+
+def test_another_host_that_waits_while_the_run_is_finished_ends(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 finds nothing to do at its next start."""
+    other = OtherHost(run, monkeypatch)
+    monkeypatch.setattr(base, "FINISHED_POLL_S", 0.0)
+    at_each_look(monkeypatch, lambda: finish(run))
+    assert run_engine(other.own, Stop()) == 0
     assert not other.servers
 
 

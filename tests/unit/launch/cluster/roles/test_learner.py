@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.cluster.roles import base
 from launch.cluster.roles.base import Stop
 from launch.cluster.roles.heartbeat import Peers, Verdict
 from launch.cluster.roles.learner import (
@@ -95,6 +96,23 @@ def test_a_node_that_lost_node_0_before_the_ranks_started_joins_the_same_start_a
                     if last:
                         peers.end(Verdict(0))
                         assert following.result(20) == Verdict(0)
+        finally:
+            stop.asked = True
+
+
+def test_a_node_of_a_finished_run_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 has found nothing to do and ended; the file of its last start is still there."""
+    monkeypatch.setattr(base, "FINISHED_POLL_S", 0.0)
+    run = RunDirectory((recipe := a_recipe(tmp_path, tensor_parallel=2)).directory)
+    run.freeze(recipe)
+    own, stop = LearnerNode(run, node=1, nodes=2), Stop()
+    Rendezvous(3, "127.0.0.1", free_port(), 2).write(own.rendezvous)
+    for role in ("learner", "collector"):
+        run.set_finished(role)
+    with ThreadPoolExecutor() as pool:
+        following = pool.submit(follow, own, stop)
+        try:
+            assert following.result(20) == Verdict(0)
         finally:
             stop.asked = True
 
