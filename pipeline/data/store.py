@@ -174,7 +174,9 @@ class BatchStore:
         except MemoryError:
             raise
         except Exception as error:
-            self._refuse(path, error)
+            if (failure := machine_failure(error)) is not None:
+                raise failure from None
+            raise self._corrupt(path, error) from error
         if contract is not None and batch.contract != contract:
             _refuse_contract(path, found=batch.contract, expected=contract)
         return batch
@@ -189,13 +191,13 @@ class BatchStore:
         except MemoryError:
             raise
         except Exception as error:
-            self._refuse(path, error)
+            if (failure := machine_failure(error)) is not None:
+                raise failure from None
+            raise self._corrupt(path, error) from error
 
-    def _refuse(self, path: Path, error: Exception) -> NoReturn:
-        if (failure := machine_failure(error)) is not None:
-            raise failure from None
+    def _corrupt(self, path: Path, error: Exception) -> CorruptBatchError:
         reason = one_line(error, 300) or type(error).__name__
-        raise CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}") from error
+        return CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}")
 
     def _remedy(self) -> str:
         return (
