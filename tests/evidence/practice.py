@@ -28,7 +28,7 @@ SCREEN = "One seed: a screen."
 
 def practice(folder: Path) -> list[str]:
     """A list in Markdown, from the results in the folder beside the page."""
-    rules = (_unknown_disagreement, _old_samples, _another_distribution, _one_stage, _formats, _forecast)
+    rules = (_unknown_disagreement, _old_samples, _another_distribution, _one_stage, _credit, _formats, _forecast)
     return [f"- {line}" for line in (rule(folder) for rule in rules) if line]
 
 
@@ -112,6 +112,25 @@ def _one_stage(folder: Path) -> str:
     )
 
 
+def _credit(folder: Path) -> str:
+    """Whose gradient counts."""
+    results = load(folder / "credit_hard.json")
+    once, eight = _ends(results, "fp32"), _ends(results, "fp32", k=8)
+    if not {"grpo", "power", "fade", "fade_target"} <= once.keys():
+        return ""
+    others = [arm for arm in once if arm != "grpo"]
+    gain = any(ends[arm] > ends["grpo"] + MATTERS for ends in (once, eight) for arm in others)
+    grpo, power, fade, target = (
+        f"{_two(once[arm])} ({_two(eight[arm])})" for arm in ("grpo", "power", "fade", "fade_target")
+    )
+    return (
+        f"**Prompts or failures that weigh otherwise than in GRPO: {'a' if gain else 'no'} gain at the end was seen.** "
+        f"Where pass@8 keeps room, GRPO ends at a pass@1 (and pass@8) of {grpo}, Power at {power}, FADE at {fade}, and "
+        f"FADE with an entropy target that is not reached, so that failures weigh more from the start, at {target}. "
+        f"{_seeds(results)}"
+    )
+
+
 def _formats(folder: Path) -> str:
     path = folder / "formats.json"
     cells = json.loads(path.read_text()) if path.exists() else []
@@ -146,9 +165,9 @@ def _forecast(folder: Path) -> str:
     )
 
 
-def _ends(results: Sequence[Result], condition: str) -> Mapping[str, float]:
-    """Arm → mean pass@1 of the last version."""
-    return {name: float(arm.run_curve().end.mean()) for name, arm in _arms(results, condition).items()}
+def _ends(results: Sequence[Result], condition: str, k: int = 1) -> Mapping[str, float]:
+    """Arm → mean pass@k of the last version."""
+    return {name: float(arm.run_curve(k).end.mean()) for name, arm in _arms(results, condition).items()}
 
 
 def _arms(results: Sequence[Result], condition: str) -> Mapping[str, Arm]:

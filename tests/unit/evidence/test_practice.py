@@ -90,6 +90,16 @@ def test_engines_that_sample_otherwise(tmp_path: Path, clip: int, said: str) -> 
     assert "2 seeds; runs of one recipe differ by 0.07." in line
 
 
+@pytest.mark.parametrize(("power", "said"), [(6, "no gain at the end"), (9, "a gain at the end")])
+def test_whose_gradient_counts(tmp_path: Path, power: int, said: str) -> None:
+    kept(tmp_path, "credit_hard", "fp32", dict(grpo=6, power=power, fade=5))
+    assert practice(tmp_path) == [], "an arm is missing"
+    kept(tmp_path, "credit_hard", "fp32", dict(grpo=6, power=power, fade=5, fade_target=1), seeds=2)
+    (line,) = practice(tmp_path)
+    assert said in line
+    assert "at .15 (.89). 2 seeds" in line
+
+
 def test_stages_and_formats(tmp_path: Path) -> None:
     kept(tmp_path, "staged", "fp32", dict(sync=8, clip=6, veto=5))
     cells = [("fp8_block", False, 0.99), ("fp8_block", True, 1.0), ("emulated_mxfp4", False, 0.84)]
