@@ -213,7 +213,9 @@ def test_a_lower_lag_holds_for_batches_that_cannot_have_begun(tmp_path: Path) ->
     meter.term = lambda batch, promoted: 0.0  # type: ignore[method-assign, assignment]
     own = controller(tmp_path, ladder=ladder, meter=meter)
     own.restore(0)
-    go(own, 0, 40, lag=4)
+    for step in range(41):
+        given = batch(step, lag=4)
+        own.after(given, trained(given, (0.6, 0.5, 0.42, 0.34, 0.27)[own.state.staleness]))
     changed = [record for record in records(tmp_path, 40) if record.decision and record.decision.rung.startswith("lag")]
     assert [record.decision.rung for record in changed if record.decision] == ["lag 2", "lag 1", "lag 0"]
     steps = [record.step for record in changed]
