@@ -16,6 +16,7 @@ from launch.build.components import quant_map_of
 from launch.run.learn import build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.step.micro_batches import TokenRows
 from megatron_bridge.step.sensitivity import row_scorer
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import Recipe
@@ -42,7 +43,7 @@ def measure(run: RunDirectory) -> dict[str, Any]:
         version, _ = Checkpoints(Path(job["checkpoints"]), keep=1).restore(learner)
     rows: list[list[int]] = job["rows"]
     quant = quant_map_of(recipe, QuantMapFile(base=recipe.rollout.precision))
-    score, held_out = row_scorer(learner, rows), every_other_row(rows)
+    score, held_out = row_scorer(learner, TokenRows.whole(rows)), every_other_row(rows)
     ranked = rank_groups(score, quant, chosen=~held_out)
     costs = extra_bytes(recipe, learner, quant)
     found = promote_greedily(score, quant, ranked, ess_floor=job["ess_floor"], extra_bytes=costs, held_out=held_out)

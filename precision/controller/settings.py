@@ -26,7 +26,9 @@ class ControllerSettings(Settings):
         description="Share of the allowed loss -ln(ess_floor) that must be free before a rung is given back.",
     )
     evidence_tokens: PositiveInt = Field(
-        4096, description="Response tokens of a batch that are scored again to see what quantization does to them."
+        4096,
+        description="Sampled tokens of a batch that are scored again, behind their prompts, to see what quantization "
+        "does to them. No sample gives more than a sixteenth of them: of a longer response it is the beginning.",
     )
 
     @property
