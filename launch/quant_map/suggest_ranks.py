@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from launch.build.components import quant_map_of
+from launch.quant_map.scored_rows import ScoredRow, halves, token_rows
 from launch.run.learn import build_learner
 from launch.run.processes import run_child
 from megatron_bridge.learner import MegatronLearner
-from megatron_bridge.step.micro_batches import TokenRows
 from megatron_bridge.step.sensitivity import row_scorer
 from pipeline.child_process import die_with_parent
 from pipeline.config.recipe import Recipe
@@ -41,10 +39,10 @@ def measure(run: RunDirectory) -> dict[str, Any]:
     version = 0
     if job["checkpoints"] is not None:
         version, _ = Checkpoints(Path(job["checkpoints"]), keep=1).restore(learner)
-    rows: list[list[int]] = job["rows"]
+    rows = [ScoredRow(**row) for row in job["rows"]]
     quant = quant_map_of(recipe, QuantMapFile(base=recipe.rollout.precision))
-    score, held_out = row_scorer(learner, TokenRows.whole(rows)), every_other_row(rows)
-    ranked = rank_groups(score, quant, chosen=~held_out)
+    score, (chosen, held_out) = row_scorer(learner, token_rows(rows)), halves(rows)
+    ranked = rank_groups(score, quant, chosen=chosen)
     costs = extra_bytes(recipe, learner, quant)
     found = promote_greedily(score, quant, ranked, ess_floor=job["ess_floor"], extra_bytes=costs, held_out=held_out)
     return dict(
@@ -66,11 +64,6 @@ def measure(run: RunDirectory) -> dict[str, Any]:
         path=[dict(group=step.group.name, extra_bytes=step.extra_bytes, **figures(step.gap)) for step in found.path],
         quant_map=found.quant_map.to_file().model_dump(mode="json"),
     )
-
-
-def every_other_row(rows: Sequence[Sequence[int]]) -> Tensor:
-    """bool [tokens]: those of odd rows, as `row_scorer` orders them."""
-    return torch.cat([torch.full((len(row) - 1,), index % 2 == 1) for index, row in enumerate(rows)])
 
 
 def extra_bytes(recipe: Recipe, learner: MegatronLearner, quant: QuantMap) -> dict[str, int]:

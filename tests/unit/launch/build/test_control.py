@@ -20,10 +20,11 @@ from launch.convert.new_model import new_model
 from megatron_bridge.step.micro_batches import TokenRows
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
+from pipeline.data.given_batch import Response, given_batch
 from pipeline.data.kept_sets import KeptSets
 from pipeline.data.membership import Member
 from pipeline.data.quant_maps import NumberedMaps, digest_of
-from pipeline.data.records import Batch, Completion, Group, Prompt, Sample
+from pipeline.data.records import Batch
 from pipeline.data.routed_experts import RoutedExperts
 from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.data.share import Share
@@ -114,18 +115,12 @@ def test_a_lost_engine_s_map_is_published_no_more(tmp_path: Path, monkeypatch: p
 
 def long_batch(groups: int, siblings: int, length: int) -> Batch:
     """Prompts of 3 tokens with answers of `length` tokens, all of them sampled, by number."""
-    answers = [np.arange(length) + 1000 * sample for sample in range(groups * siblings)]
+    answers = iter(np.arange(length) + 1000 * sample for sample in range(groups * siblings))
     made = [
-        Group(
-            prompt=Prompt(group=group, text="", answer="", tokens=(7, 8, 9)),
-            samples=tuple(
-                Sample(completion=Completion.given(answers[group * siblings + i].tolist(), [-1.0] * length), reward=0.0)
-                for i in range(siblings)
-            ),
-        )
-        for group in range(groups)
+        ([7, 8, 9], [Response(next(answers).tolist(), [-1.0] * length, reward=0.0) for _ in range(siblings)])
+        for _ in range(groups)
     ]
-    return Batch.from_groups(0, made, contract=CONTRACT, dropped=(), next_group=groups, recipe_sha256="cd" * 32)
+    return given_batch(0, made, CONTRACT)
 
 
 def without_first(batch: Batch, count: int) -> Batch:
