@@ -52,6 +52,7 @@ def build_ladder(recipe: Recipe) -> Ladder:
         lag=lag,
         lag_may_change=isinstance(schedule, AsyncSchedule),
         has_age=lag > 0 or section.updates_per_batch > 1,
+        lr_may_change=section.optimizer.lr_by_lag != "sqrt",
         engines_may_restart=not shares_gpus(recipe),
         groups=() if fixed or quant is None else quantized_groups(quant),
     )

@@ -74,6 +74,15 @@ def test_engines_on_the_learner_s_gpus_are_left_running(tmp_path: Path, monkeypa
     assert (ladder.groups, ladder.engines_may_restart) == ((), False)
 
 
+def test_a_learning_rate_that_goes_by_age_anyhow_is_no_rung(tmp_path: Path) -> None:
+    schedule = dict(kind="async", lag=2)
+    names = [rung.name for rung in build_ladder(recipe_of(tmp_path, schedule=schedule)).staleness]
+    assert names == ["objective's cap", "learning rate by age", "lag 1", "lag 0"]
+    learner = dict(optimizer=dict(lr_by_lag="sqrt"))
+    names = [rung.name for rung in build_ladder(recipe_of(tmp_path, schedule=schedule, learner=learner)).staleness]
+    assert names == ["objective's cap", "lag 1", "lag 0"]
+
+
 def test_with_transformer_engine_layers_nothing_is_measured() -> None:
     base = QuantMap.for_decoder(2, RolloutFormat.FP8_BLOCK)
     meter = EmulationMeter(Learner("transformer_engine"), base, 64)  # type: ignore[arg-type]
