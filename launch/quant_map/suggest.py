@@ -48,6 +48,8 @@ def suggest(
     `out`. Raises RecipeError or ModelError."""
     if out is not None and out.exists():
         raise RecipeError(f"--out {out} exists already; remove it or name another file")
+    if out is not None and not out.parent.is_dir():
+        raise RecipeError(f"--out {out}: {out.parent} is no folder; make it or name another file")
     run = RunDirectory(source) if (source / "recipe.yaml").exists() else None
     recipe = recipe_of(source, run, precision, overrides)
     if modelopt and ModelConfig.from_hf(read_hf_config(recipe.model.path)).experts is not None:

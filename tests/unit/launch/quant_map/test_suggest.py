@@ -12,9 +12,10 @@ import torch
 import yaml
 
 from launch.convert.new_model import new_model
+from launch.quant_map.judgment import judged
 from launch.quant_map.rows import sampled
 from launch.quant_map.scored_rows import ScoredRow, halves, token_rows
-from launch.quant_map.suggest import commented, compare, prompts_of, recipe_of, recorded_rows
+from launch.quant_map.suggest import commented, compare, prompts_of, recipe_of, recorded_rows, suggest
 from launch.quant_map.view import print_suggestion, read_map
 from pipeline.config.recipe import Recipe
 from pipeline.data.given_batch import Response, given_batch
@@ -155,6 +156,25 @@ def test_the_model_answers_the_whole_prompt() -> None:
     assert (len(short.tokens), short.prompt_length, short.group) == (129, 1, 1)
     with pytest.raises(ModelError, match="prompt 0 has 500 tokens, and the model's context 500"):
         sampled(Model(), [[3] * 500], 128, 1.0)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_whether_the_floor_is_held_is_measured(holds: bool) -> None:
+    rows = [ScoredRow(tokens=[1, 2, 3], sampled=[True, True], group=group) for group in range(4)]
+
+    def score(quant_map: QuantMap | None) -> torch.Tensor:
+        is_plain = quant_map is None or (holds and not quant_map.formats)
+        return torch.zeros(8, dtype=torch.float64) if is_plain else torch.linspace(-1.0, 1.0, 8, dtype=torch.float64)
+
+    found = judged(score, QUANT, rows, costs=dict.fromkeys(NAMES, 100), ess_floor=0.98)
+    assert found["reached"] is holds
+    assert len(found["path"]) == len(NAMES)
+
+
+def test_a_map_for_a_folder_that_is_not_there_is_refused_before_the_work(tmp_path: Path, model: Path) -> None:
+    known: dict[str, Any] = dict(ess_floor=0.9, precision=None, num_rows=2, row_tokens=8, modelopt=False, overrides=())
+    with pytest.raises(RecipeError, match=r"--out .*missing/map.yaml: .*missing is no folder"):
+        suggest(model, tmp_path / "missing" / "map.yaml", **known)
 
 
 def test_overrides_belong_to_recipes(model: Path) -> None:
