@@ -41,7 +41,7 @@ class ReferenceSection(Settings):
         description="k3: GRPO's. k2: its gradient is that of the KL where the samples are the policy's own. "
         "importance: that too where engine and learner differ, weighed by their ratio.",
     )
-    cap: float = Field(5.0, gt=0.0, description="importance: the largest ratio in the gradient.")
+    cap: float = Field(5.0, gt=0.0, description="importance: the largest ratio, in the term and in its gradient.")
     path: Path | None = Field(None, description="HF folder of the reference, of the same model; default: model.path.")
 
 

@@ -20,15 +20,22 @@ from pipeline.data.membership import Member
 from pipeline.data.quant_maps import NumberedMaps, digest_of
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import RunDirectory
+from pipeline.errors import NonFiniteError
 from precision.controller.ladder import Ladder
 from precision.ess import loss_of, token_ess
 from precision.formats.quant_map_file import QuantMapFile
+from precision.ratios import MAX_LOG_RATIO
+from precision.torch_on_use import Tensor
 from rollout_sglang.presence import Presence, look_with
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
+    from megatron_bridge.step.micro_batches import TokenRows
     from megatron_bridge.weight_sync.map_transition import MapTransition
     from precision.formats.quant_map import QuantMap
+
+MIN_SAMPLES = 16
+"""Of which a quantization term is measured, where a batch has so many: one prompt says little about all."""
 
 
 def build_ladder(recipe: Recipe) -> Ladder:
@@ -45,6 +52,7 @@ def build_ladder(recipe: Recipe) -> Ladder:
         lag=lag,
         lag_may_change=isinstance(schedule, AsyncSchedule),
         has_age=lag > 0 or section.updates_per_batch > 1,
+        lr_may_change=section.optimizer.lr_by_lag != "sqrt",
         engines_may_restart=not shares_gpus(recipe),
         groups=() if fixed or quant is None else quantized_groups(quant),
     )
@@ -161,29 +169,41 @@ class EmulationMeter:
         return self.learner.layers == "megatron" and self.learner.emulation is None
 
     def _losses(self, batch: Batch, quant_maps: Sequence[QuantMap]) -> list[float]:
-        """-ln ESS with each map emulated, over the response tokens of some samples."""
+        """-ln ESS with each map emulated, over the sampled tokens of some samples. Raises NonFiniteError."""
         from megatron_bridge.step.sensitivity import row_scorer
 
-        rows, chosen = rows_of(batch, self.num_tokens, self.learner)
+        rows, chosen = evidence_of(batch, self.num_tokens)
         score = row_scorer(self.learner, rows)
         plain = score(None)[chosen]
-        return [loss_of(token_ess(plain - score(quant)[chosen])) for quant in quant_maps]
+        return [_loss(plain - score(quant)[chosen], batch.index) for quant in quant_maps]
 
 
-def rows_of(batch: Batch, num_tokens: int, learner: MegatronLearner) -> tuple[list[list[int]], Any]:
-    """Samples of all parts of a batch with about so many sampled tokens: their tokens, and bool [tokens] that marks the
-    sampled ones among the tokens 1 … n-1 of each row. Collective, and the same on every rank: each has some of them."""
+def _loss(log_ratios: Tensor, batch: int) -> float:
+    """-ln of their token ESS, which one ratio alone decides when it is as large as MAX_LOG_RATIO."""
+    if not bool(log_ratios.isfinite().all()):
+        raise NonFiniteError(
+            f"batch {batch}: scores with the engines' formats emulated are not finite, so that the controller cannot "
+            "tell what quantization does; go back to the last checkpoint, or leave the section controller out"
+        )
+    return loss_of(token_ess(log_ratios.clamp(max=MAX_LOG_RATIO)))
+
+
+def evidence_of(batch: Batch, num_tokens: int) -> tuple[TokenRows, Tensor]:
+    """Samples of all parts of a batch with about so many sampled tokens, and bool [predicted tokens], which marks
+    these. Of a long response it is the beginning: no sample gives more than 1/MIN_SAMPLES of them. Samples without a
+    sampled token are left out. The same on every rank, but for what of the rows it holds."""
     import numpy as np
     import torch
 
-    count = max(1, round(batch.num_samples * min(1.0, num_tokens / max(1, batch.num_sampled_tokens))))
-    samples = np.unique(np.linspace(0, batch.num_samples - 1, count).round().astype(int)).tolist()
-    own, lengths, chosen = batch.rows(), batch.lengths, []
-    held = [own[sample] if len(own[sample]) else np.zeros(lengths[sample], np.int32) for sample in samples]
-    flat = np.concatenate(held) if batch.share is None else learner.sum_of_shares(np.concatenate(held))
-    for sample in samples:
-        first, last = batch.response_offsets[sample : sample + 2]
-        prompt = np.zeros(batch.prompt_lengths[sample] - 1, np.bool_)
-        chosen += [prompt, batch.loss_mask[first:last]]
-    rows = [row.tolist() for row in np.split(flat, np.cumsum(lengths[samples])[:-1])]
-    return rows, torch.from_numpy(np.concatenate(chosen))
+    from megatron_bridge.step.micro_batches import TokenRows
+
+    starts, places = batch.response_offsets, np.flatnonzero(batch.loss_mask)
+    first = np.searchsorted(places, starts)
+    taken = np.minimum(np.diff(first), max(1, num_tokens // MIN_SAMPLES))
+    able = np.flatnonzero(taken)
+    count = max(1, round(len(able) * min(1.0, num_tokens / taken.sum())))
+    samples = able[np.unique(np.linspace(0, len(able) - 1, count).round().astype(int))]
+    stops = places[first[samples] + taken[samples] - 1] + 1
+    chosen = [batch.loss_mask[start:stop] for start, stop in zip(starts[samples], stops, strict=True)]
+    rows = TokenRows.of_batch(batch.select(np.isin(np.arange(batch.num_samples), samples)))
+    return rows.beginnings(rows.starts + stops - starts[samples]), torch.from_numpy(np.concatenate(chosen))

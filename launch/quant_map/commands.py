@@ -30,8 +30,8 @@ def suggest_command(
     format_: Annotated[
         Format | None, typer.Option("--format", help="Format to start from; default: the recipe's, else fp8_block.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=2, help="Rows of tokens; every other one is held out.")] = 32,
-    row_tokens: Annotated[int, typer.Option(min=8, help="Longest row, in tokens.")] = 256,
+    rows: Annotated[int, typer.Option(min=2, help="Samples; those of every other prompt are held out.")] = 32,
+    row_tokens: Annotated[int, typer.Option(min=8, help="Tokens of a response that are scored, at most.")] = 256,
     modelopt: Annotated[
         bool, typer.Option("--modelopt", help="Also rank by ModelOpt's auto_quantize and compare (dense models).")
     ] = False,
@@ -40,9 +40,9 @@ def suggest_command(
 ) -> None:
     """Find the layers that FP8 hurts most, and promote them until the ESS reaches the floor.
 
-    The learner scores the same rows without quantization, and with each group of layers (qkv, o, gate_up, down; all
-    experts of a layer) quantized alone: its KL is the damage of that group. Groups are then promoted in the order of
-    damage a byte. After each promotion the whole map is scored on the rows that are held out, and the path is shown.
+    The learner scores the same responses without quantization, and with each group of layers (qkv, o, gate_up, down;
+    all experts of a layer) quantized alone: its KL is the damage of that group. Groups are then promoted in the order
+    of damage a byte. After each promotion the whole map is scored on prompts that are held out, and the path is shown.
     Formats are emulated, so no engine and no GPU is needed. A run is scored at its newest checkpoint, on its newest
     batch; a recipe or a model on responses that transformers samples from the model.
 

@@ -11,11 +11,14 @@ import json
 import random
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from launch.build.components import build_prompts, build_tokenizer, quant_map_of
 from launch.convert.jobs import run_job
+from launch.quant_map.scored_rows import ScoredRow
 from launch.run.processes import child_environment, run_ranks, torchrun
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
 from pipeline.config.loader import load_recipe, recipe_from
@@ -45,15 +48,17 @@ def suggest(
     `out`. Raises RecipeError or ModelError."""
     if out is not None and out.exists():
         raise RecipeError(f"--out {out} exists already; remove it or name another file")
+    if out is not None and not out.parent.is_dir():
+        raise RecipeError(f"--out {out}: {out.parent} is no folder; make it or name another file")
     run = RunDirectory(source) if (source / "recipe.yaml").exists() else None
     recipe = recipe_of(source, run, precision, overrides)
     if modelopt and ModelConfig.from_hf(read_hf_config(recipe.model.path)).experts is not None:
         raise ModelError(f"--modelopt: {recipe.model.path} has experts, its ranking knows dense models; leave it out")
     recorded = None if run is None else recorded_rows(run, num_rows, row_tokens)
     prompts = [] if recorded else prompts_of(source, recipe, num_rows)
-    child = dict(
+    child: dict[str, Any] = dict(
         source=str(recipe.model.path.resolve()),
-        rows=recorded,
+        rows=None if recorded is None else [asdict(row) for row in recorded],
         prompts=prompts,
         row_tokens=row_tokens,
         temperature=recipe.rollout.temperature,
@@ -61,10 +66,11 @@ def suggest(
     )
     size = sum(path.stat().st_size for path in recipe.model.path.glob("*.safetensors"))
     found = run_job("launch.quant_map.rows", child, None, size * num_rows) if modelopt or recorded is None else {}
-    rows = recorded or found["rows"]
+    rows: list[dict[str, Any]] = found["rows"] if recorded is None else child["rows"]
     checkpoints = None if run is None else str(run.checkpoints.resolve())
     result = in_ranks(recipe, dict(rows=rows, ess_floor=ess_floor, checkpoints=checkpoints))
-    result["rows"] = dict(count=len(rows), tokens=sum(map(len, rows)), sampled_by="engine" if recorded else "model")
+    scored = sum(sum(row["sampled"]) for row in rows)
+    result["rows"] = dict(count=len(rows), tokens=scored, sampled_by="engine" if recorded else "model")
     if modelopt:
         result["modelopt"] = compare(result["ranking"], found["scores"], recipe)
     result["out"] = None if out is None else str(out)
@@ -95,18 +101,29 @@ def recipe_of(source: Path, run: RunDirectory | None, precision: str | None, ove
     return recipe.model_copy(update=dict(rollout=rollout, learner=recipe.learner.model_copy(update=plain)))
 
 
-def recorded_rows(run: RunDirectory, num_rows: int, row_tokens: int) -> list[list[int]] | None:
-    """Whole samples of the newest batch, cut to the longest row; None: nothing is committed yet."""
+def recorded_rows(run: RunDirectory, num_rows: int, row_tokens: int) -> list[ScoredRow] | None:
+    """Samples of the newest batch, of long responses the beginning; None: nothing is committed yet. Raises RecipeError
+    for a batch with sampled tokens of fewer than two prompts."""
     store = BatchStore(run.batches)
     committed = store.committed()
     if not committed:
         return None
     batch = store.read(committed[-1], None)
-    offsets = batch.sample_offsets
+    rows = []
+    for sample, (first, last) in enumerate(pairwise(batch.response_offsets.tolist())):
+        sampled = batch.loss_mask[first:last][:row_tokens].tolist()
+        tokens = batch.sample_tokens(sample)[: batch.prompt_lengths[sample] + row_tokens].tolist()
+        if any(sampled):
+            rows.append(ScoredRow(tokens=tokens, sampled=sampled, group=int(batch.group[sample])))
     # Samples of one prompt are adjacent: take them from all over the batch.
-    chosen = [index * batch.num_samples // num_rows for index in range(num_rows)]
-    rows = [batch.tokens[offsets[i] : offsets[i + 1]].tolist()[:row_tokens] for i in sorted(set(chosen))]
-    return [row for row in rows if len(row) > 1]
+    places = sorted({index * len(rows) // num_rows for index in range(num_rows)}) if rows else []
+    chosen = [rows[place] for place in places]
+    if (count := len({row.group for row in chosen})) < 2:
+        raise RecipeError(
+            f"{num_rows} rows of batch {batch.index} have sampled tokens of {count} prompts, expected at least 2, as "
+            "every other prompt is held out; raise --rows, wait for another batch, or name the run's recipe"
+        )
+    return chosen
 
 
 def prompts_of(source: Path, recipe: Recipe, num_rows: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -72,6 +72,19 @@ class TokenRows:
         """Every token but the first predicted."""
         tokens = [np.asarray(row, np.int32) for row in rows]
         return TokenRows(tokens=tokens, starts=np.ones(len(rows), np.int64), experts=experts)
+
+    def beginnings(self, lengths: NDArray[np.int64]) -> TokenRows:
+        """The first tokens of each row, `lengths` [rows] of them."""
+        place = np.arange(self.token_offsets[-1]) - np.repeat(self.token_offsets[:-1], self.held_lengths)
+        stays = place < np.repeat(lengths, self.held_lengths)
+        predicted = place >= np.repeat(self.starts, self.held_lengths)
+        return replace(
+            self,
+            tokens=[row[:length] for row, length in zip(self.tokens, lengths, strict=True)],
+            kept=None if self.kept is None else self.kept.take(np.flatnonzero(stays[predicted])),
+            experts=None if self.experts is None else self.experts[stays],
+            all_lengths=None if self.all_lengths is None else lengths,
+        )
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_bridge.step.fp8_emulation import emulated
+from megatron_bridge.step.micro_batches import TokenRows
 from precision.formats.quant_map import QuantMap
 
 if TYPE_CHECKING:
     from megatron_bridge.learner import MegatronLearner
 
 
-def row_scorer(learner: MegatronLearner, rows: Sequence[Sequence[int]]) -> Callable[[QuantMap | None], Tensor]:
-    """`score(quant_map)` → [tokens] float64, nats: tokens 1 … n-1 of each row, one row after another, with the map's
-    formats emulated (None, or a map of no modules: without).
+def row_scorer(learner: MegatronLearner, rows: TokenRows) -> Callable[[QuantMap | None], Tensor]:
+    """`score(quant_map)` → [tokens] float64, nats: the predicted tokens of each row, one row after another, with the
+    map's formats emulated (None, or a map of no modules: without).
 
     Collective at every call: all ranks must ask for the same maps in the same order. Scores are the same on all ranks,
     so that what is decided from them is. Raises as `emulated`.
@@ -27,6 +26,6 @@ def row_scorer(learner: MegatronLearner, rows: Sequence[Sequence[int]]) -> Calla
     def score(quant_map: QuantMap | None) -> Tensor:
         # None is plain scoring also in a learner that trains with formats emulated.
         with emulated(learner, quant_map if quant_map is not None and quant_map.formats else None):
-            return torch.from_numpy(np.concatenate(learner.score_tokens(rows)).astype(np.float64))
+            return learner.score_rows(rows).logprobs.double().cpu()
 
     return score

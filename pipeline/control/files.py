@@ -33,7 +33,8 @@ class ControlRecord(Settings):
     """One step's record. What comes after `decision` follows from the state, for processes that know no ladder."""
 
     step: int
-    evidence: Evidence
+    evidence: Evidence | None = None
+    """None: the step was skipped, as its batch was lost."""
     state: State
     decision: Decision | None = None
     lr_by_age: bool = False

@@ -113,16 +113,15 @@ class StepController:
         """A step whose batch was lost by damage. What was decided before the loss holds; without, what holds goes on.
         Collective."""
 
-        def read() -> dict[str, Any] | None:
+        def read() -> dict[str, Any]:
             record = (self.decided_before or self.files).read(step)
-            if record is None and self._record is not None:
-                record = self._record.model_copy(update=dict(step=step, decision=None))
-            if record is not None:
-                self.files.create(record)
-            return None if record is None else record.model_dump(mode="json")
+            if record is None:
+                before = self._record or ControlRecord(step=step, state=State())
+                record = before.model_copy(update=dict(step=step, evidence=None, decision=None))
+            self.files.create(record)
+            return record.model_dump(mode="json")
 
-        if (told := self.learner.tell(read)) is not None:
-            self._take(ControlRecord.model_validate(told))
+        self._take(ControlRecord.model_validate(self.learner.tell(read)))
 
     def _take(self, record: ControlRecord) -> None:
         """What it says holds from now on."""
@@ -219,6 +218,7 @@ def described(record: ControlRecord) -> dict[str, Any]:
     """A record with a decision, as an event."""
     decision, evidence = record.decision, record.evidence
     assert isinstance(decision, Decision)
+    assert evidence is not None, "a skipped step decides nothing"
     return dict(
         step=record.step,
         **decision.model_dump(mode="json", exclude_none=True),

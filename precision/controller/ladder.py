@@ -36,6 +36,8 @@ class Ladder:
     """Whether the schedule has a lag (`async`)."""
     has_age: bool = False
     """Whether batches are ever trained with other weights than sampled them."""
+    lr_may_change: bool = True
+    """Whether the learning rate does not go by age anyhow."""
     engines_may_restart: bool = True
     """Whether one engine may be started again while the run goes on."""
     groups: tuple[str, ...] = ()
@@ -45,7 +47,7 @@ class Ladder:
     def staleness(self) -> tuple[StalenessRung, ...]:
         """From the cheapest, which is the run's own setting."""
         rungs = [StalenessRung("objective's cap", False, self.lag)]
-        if self.has_age:
+        if self.has_age and self.lr_may_change:
             rungs.append(StalenessRung("learning rate by age", True, self.lag))
         lag = self.lag if self.lag_may_change else 0
         while lag > 0:

@@ -12,6 +12,10 @@ It climbs the cheapest rung that can help. A rung can help when its cause alone 
 larger cause comes first. Where both together explain less than half of it (the rest is kernels and decoding), no rung
 would bring the ESS near the floor: then nothing is done, and `State.cannot_help` says so.
 
+Quantization is measured. Staleness is not: it is what quantization leaves, and may be kernels and decoding. So the
+rungs against it must show that they help. A rung that lowers nothing is given back, and so are all of them where the
+last one leaves more than half of what was too much.
+
 It comes down when there is room. What a promoted group would cost is measured beforehand, by emulation. What staleness
 would cost is not known, so it is tried. What was given back too early is tried again only after a pause that doubles
 with each failure: a run that rests ends at the cheapest rung that holds, and one whose causes swing does not follow
@@ -24,32 +28,20 @@ import math
 from collections.abc import Iterable, Mapping
 from statistics import median
 
+from precision.controller import memory
 from precision.controller.ladder import Ladder
-from precision.controller.records import (
-    Cause,
-    Decision,
-    Evidence,
-    Failure,
-    Observation,
-    Outcome,
-    State,
-    Trial,
-)
+from precision.controller.records import Climb, Decision, Evidence, Failure, Observation, Outcome, State
 from precision.controller.settings import ControllerSettings
 
 WINDOW = 3
 """Batches whose median counts."""
-FIRST_PAUSE = 4
-"""Cool-downs in which what has failed is not tried again. It doubles with each failure."""
-TRIAL = 4
-"""Pauses. What was given back, and is needed again within so many of its next pause, has failed."""
 ENOUGH = 0.5
 """Of what is too much: causes that explain less are not worth a rung, which would not bring the ESS near the floor.
 More is not asked for, as a term is measured on some tokens only."""
 MOST_OF_A_TERM = 0.9
 """Of what quantization does: the groups that do the rest are many, and do little."""
-LONGEST_PAUSE = 64
-"""Cool-downs; a pause does not double beyond it."""
+HELPS = 0.1
+"""Of what is too much: a rung against staleness that takes off less shows that staleness is not to blame."""
 
 
 def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence) -> Outcome:
@@ -61,11 +53,11 @@ def decide(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     seen = _observed(settings, ladder, state, evidence)
     if len(seen.window) < WINDOW or _is_cooling(settings, seen, evidence.step):
         return Outcome(state=seen)
-    seen = _settled(settings, seen, evidence.step)
+    seen = memory.settled(settings, seen, evidence.step)
     loss = _typical(seen)
     if loss > settings.allowed_loss:
         return _climb(settings, ladder, seen, evidence, loss)
-    seen = seen.model_copy(update=dict(cannot_help=False))
+    seen = memory.held(seen)
     if loss < settings.comfortable_loss:
         return _descend(settings, ladder, seen, evidence, loss)
     return Outcome(state=seen)
@@ -98,25 +90,6 @@ def _is_cooling(settings: ControllerSettings, state: State, step: int) -> bool:
     return state.acted is not None and step - state.acted < settings.cooldown_steps
 
 
-def _settled(settings: ControllerSettings, state: State, step: int) -> State:
-    """Failures are forgotten: of what was given back long enough ago and is not missed, of engines that are well."""
-    well = [
-        i for i, one in state.window[-1].engines.items() if one.loss <= settings.allowed_loss and i in state.suspects
-    ]
-    if any(step >= state.suspects[index].retry_at for index in well):
-        kept = {i: suspect for i, suspect in state.suspects.items() if i not in well or step < suspect.retry_at}
-        state = state.model_copy(update=dict(suspects=kept))
-    over = [key for key, trial in state.trials.items() if step > trial.until]
-    return _without(state, over, over) if over else state
-
-
-def _without(state: State, trials: Iterable[str], failures: Iterable[str]) -> State:
-    """The state that has forgotten some trials and some failures."""
-    left = {key: trial for key, trial in state.trials.items() if key not in set(trials)}
-    failed = {key: failure for key, failure in state.failures.items() if key not in set(failures)}
-    return state.model_copy(update=dict(trials=left, failures=failed))
-
-
 def _is_turn_to_measure(settings: ControllerSettings, state: State, step: int) -> bool:
     """Once in a cool-down: a measurement costs passes over the model."""
     return (step - (state.acted or 0)) % settings.cooldown_steps == 0
@@ -136,6 +109,15 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
         if not ladder.engines_may_restart:
             return Outcome(state=state.model_copy(update=dict(cannot_help=True)))
         return _restart(settings, ladder, state, evidence, engine, loss)
+    can_lower = state.staleness + 1 < len(ladder.staleness) and evidence.age > 0
+    if (climb := state.climb) is not None and climb.reached is not None:
+        # Before and after together: a loss that rises by itself hides what a rung does.
+        seen = 0.5 * (climb.loss + loss)
+        state = memory.judged(state, helped=not _is_in_vain(settings, seen, climb.reached, HELPS))
+    elif climb is not None and not can_lower and _is_in_vain(settings, climb.loss, loss, ENOUGH):
+        return _give_up(settings, ladder, state, evidence.step, loss, certain=True)
+    elif climb is not None and climb.loss > settings.clear_loss and _is_in_vain(settings, climb.loss, loss, HELPS):
+        return _give_up(settings, ladder, state, evidence.step, loss, certain=False)
     if evidence.quantization is None and not evidence.unmeasurable:
         if state.cannot_help and not _is_turn_to_measure(settings, state, evidence.step):
             return Outcome(state=state)
@@ -143,7 +125,7 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
     excess = loss - settings.allowed_loss
     terms = _terms(ladder, evidence, loss)
     able = {
-        "staleness": state.staleness + 1 < len(ladder.staleness) and evidence.age > 0,
+        "staleness": can_lower and memory.may_try(state, memory.CLIMB, evidence.step),
         "quantization": len(state.promoted) < len(ladder.groups),
     }
     possible = {cause: terms[cause] for cause, is_able in able.items() if is_able and terms[cause] > 0}
@@ -160,7 +142,7 @@ def _climb(settings: ControllerSettings, ladder: Ladder, state: State, evidence:
         return Outcome(state=state.model_copy(update=dict(cannot_help=True)))
     said = f"ESS {_ess(loss)} is below the floor {settings.ess_floor:g}; {_shares(terms, loss)}"
     if cause == "staleness":
-        return _climb_staleness(settings, ladder, state, evidence, said)
+        return _climb_staleness(settings, ladder, state, evidence, said, loss)
     return _promote(settings, ladder, state, evidence, said, loss - relief)
 
 
@@ -173,11 +155,39 @@ def _terms(ladder: Ladder, evidence: Evidence, loss: float) -> dict[str, float]:
     return dict(staleness=loss - quantization if evidence.age > 0 else 0.0, quantization=quantization)
 
 
-def _climb_staleness(
-    settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, said: str
+def _is_in_vain(settings: ControllerSettings, without: float, reached: float, share: float) -> bool:
+    """Whether rungs have taken less than a share of what is too much off the loss."""
+    return without - reached < share * (without - settings.allowed_loss)
+
+
+def _give_up(
+    settings: ControllerSettings, ladder: Ladder, state: State, step: int, loss: float, *, certain: bool
 ) -> Outcome:
-    failed = _failed(settings, state, evidence.step, (_staleness_key(state.staleness),))
-    climbed = failed.model_copy(update=dict(staleness=state.staleness + 1))
+    """Give back all rungs of a climb that was in vain: whatever keeps the ESS down, they cost and do not help. Where
+    that is not certain, what follows is looked at too."""
+    climb, left = state.climb, ladder.in_force(state)
+    assert climb is not None
+    given_back = None if certain else climb.model_copy(update=dict(reached=loss))
+    back = state.model_copy(update=dict(staleness=climb.rung, climb=given_back))
+    lower = memory.gave_up(settings, back, step)
+    decision = Decision(
+        action="descend",
+        cause="staleness",
+        rung=ladder.in_force(lower).name,
+        because=(
+            f"ESS {_ess(loss)} is below the floor {settings.ess_floor:g}, and was {_ess(climb.loss)} before "
+            f"{left.name}: staleness is not to blame."
+        ),
+    )
+    return Outcome(state=_acted(lower, step, _batches_under_way(ladder, lower)), decision=decision)
+
+
+def _climb_staleness(
+    settings: ControllerSettings, ladder: Ladder, state: State, evidence: Evidence, said: str, loss: float
+) -> Outcome:
+    failed = memory.failed(settings, state, evidence.step, (memory.staleness_key(state.staleness),))
+    climb = state.climb or Climb(rung=state.staleness, loss=loss)
+    climbed = failed.model_copy(update=dict(staleness=state.staleness + 1, climb=climb))
     # What is under way was sampled by the rung before.
     after = _acted(climbed, evidence.step, _batches_under_way(ladder, state))
     rung = ladder.in_force(climbed).name
@@ -199,8 +209,10 @@ def _promote(
         needed = max(excess if excess <= term else 0.0, MOST_OF_A_TERM * term)
         needed = min(loss - settings.comfortable_loss, needed)
         chosen = _most_damaging({group: evidence.groups[group] for group in left}, needed, term)
-    failed = _failed(settings, state, evidence.step, chosen)
-    promoted = failed.model_copy(update=dict(promoted=(*state.promoted, *chosen), quant_map=state.quant_map + 1))
+    failed = memory.failed(settings, state, evidence.step, chosen)
+    # What staleness does can no longer be told from what the promotion does.
+    now = dict(promoted=(*state.promoted, *chosen), quant_map=state.quant_map + 1, climb=None)
+    promoted = failed.model_copy(update=now)
     after = _acted(promoted, evidence.step, _batches_under_way(ladder, state))
     decision = Decision(
         action="climb",
@@ -247,7 +259,7 @@ def _restart(
     engine = next(seen.engines[index] for seen in reversed(state.window) if index in seen.engines)
     known = state.suspects.get(index)
     times = 1 + (0 if known is None else known.times)
-    suspect = Failure(times=times, retry_at=evidence.step + _pause(settings, times))
+    suspect = Failure(times=times, retry_at=evidence.step + memory.pause(settings, times))
     after = _acted(
         state.model_copy(update=dict(suspects={**state.suspects, index: suspect})),
         evidence.step,
@@ -271,7 +283,7 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
     step = evidence.step
     if state.acted is not None and step - state.acted < 2 * settings.cooldown_steps:
         return Outcome(state=state)
-    ready = [group for group in state.promoted if _may_try(state, group, step)]
+    ready = [group for group in state.promoted if memory.may_try(state, group, step)]
     # What they would cost is measured, so that half of the headroom is enough.
     room = 0.5 * (settings.comfortable_loss + settings.allowed_loss) - loss
     if ready and _is_turn_to_measure(settings, state, step):
@@ -281,10 +293,10 @@ def _descend(settings: ControllerSettings, ladder: Ladder, state: State, evidenc
             return Outcome(state=state, needs="groups", groups=tuple(ready))
         if chosen := _least_damaging({group: evidence.groups[group] for group in ready}, room):
             return _demote(settings, ladder, state, evidence, loss, chosen)
-    if state.staleness > 0 and _may_try(state, _staleness_key(state.staleness - 1), step):
+    if state.staleness > 0 and memory.may_try(state, memory.staleness_key(state.staleness - 1), step):
         left = ladder.in_force(state)
         lower = state.model_copy(update=dict(staleness=state.staleness - 1))
-        tried = _tried(settings, lower, step, "staleness", (_staleness_key(lower.staleness),))
+        tried = memory.tried(settings, lower, step, "staleness", (memory.staleness_key(lower.staleness),))
         after = _acted(tried, step, _batches_under_way(ladder, lower))
         decision = Decision(
             action="descend",
@@ -302,7 +314,7 @@ def _demote(
     given_back = tuple(chosen)
     kept = tuple(group for group in state.promoted if group not in given_back)
     lower = state.model_copy(update=dict(promoted=kept, quant_map=state.quant_map + 1))
-    tried = _tried(settings, lower, evidence.step, "quantization", given_back)
+    tried = memory.tried(settings, lower, evidence.step, "quantization", given_back)
     after = _acted(tried, evidence.step, _batches_under_way(ladder, lower))
     decision = Decision(
         action="descend",
@@ -328,40 +340,10 @@ def _least_damaging(damage: Mapping[str, float], room: float) -> list[str]:
     return chosen
 
 
-def _tried(settings: ControllerSettings, state: State, step: int, cause: Cause, keys: Iterable[str]) -> State:
-    """The state after these were given back."""
-    times = {key: 1 + (state.failures[key].times if key in state.failures else 0) for key in keys}
-    trials = {key: Trial(cause=cause, until=step + TRIAL * _pause(settings, count)) for key, count in times.items()}
-    earlier = {key: trial for key, trial in state.trials.items() if key not in trials}
-    return state.model_copy(update=dict(trials=earlier | trials))
-
-
-def _may_try(state: State, key: str, step: int) -> bool:
-    failure = state.failures.get(key)
-    return failure is None or step >= failure.retry_at
-
-
-def _failed(settings: ControllerSettings, state: State, step: int, keys: Iterable[str]) -> State:
-    """The state in which what was given back a short while ago is taken back."""
-    failed = [key for key in keys if key in state.trials]
-    times = {key: 1 + (state.failures[key].times if key in state.failures else 0) for key in failed}
-    failures = {key: Failure(times=count, retry_at=step + _pause(settings, count)) for key, count in times.items()}
-    left = _without(state, failed, ())
-    return left.model_copy(update=dict(failures={**left.failures, **failures}))
-
-
-def _pause(settings: ControllerSettings, times: int) -> int:
-    return settings.cooldown_steps * min(LONGEST_PAUSE, FIRST_PAUSE << (times - 1))
-
-
 def _acted(state: State, step: int, batches_under_way: int) -> State:
     return state.model_copy(
         update=dict(acted=step, quiet_until=step + 1 + batches_under_way, window=(), cannot_help=False)
     )
-
-
-def _staleness_key(rung: int) -> str:
-    return f"staleness {rung}"
 
 
 def _ess(loss: float) -> str:

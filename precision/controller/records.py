@@ -55,7 +55,7 @@ class Evidence(Settings):
 
 
 class Failure(Settings):
-    """A rung that was given back too early."""
+    """What was tried and failed: a rung that was given back too early, an engine that was started again, a climb."""
 
     times: int
     retry_at: int
@@ -70,6 +70,18 @@ class Trial(Settings):
     """The last step at which a climb back means that it failed."""
 
 
+class Climb(Settings):
+    """Rungs against staleness that were climbed one after another, and have not reached the floor so far. Losses are
+    medians of the window."""
+
+    rung: int
+    """The one that was in force before."""
+    loss: float
+    """With that one, nats."""
+    reached: float | None = None
+    """With them, once they were given back as in vain; until then None."""
+
+
 class Observation(Settings):
     """A batch in the window of the controller."""
 
@@ -82,6 +94,8 @@ class State(Settings):
 
     staleness: int = 0
     """Rungs in use against staleness (Ladder.staleness)."""
+    climb: Climb | None = None
+    """The latest, while it is not known yet whether it helps."""
     promoted: tuple[str, ...] = ()
     """Groups that the engines hold unquantized by decision, in the order in which they were promoted."""
     quant_map: int = 0
@@ -95,7 +109,7 @@ class State(Settings):
     trials: Mapping[str, Trial] = {}
     """By rung or group: what was given back a short while ago, the latest last."""
     failures: Mapping[str, Failure] = {}
-    """By rung or group: what was given back too early."""
+    """By rung or group: what was given back too early; and climbs against staleness that were in vain."""
     suspects: Mapping[int, Failure] = {}
     """By engine: those that were started again because they alone were bad."""
     cannot_help: bool = False

@@ -26,7 +26,9 @@ class ControllerSettings(Settings):
         description="Share of the allowed loss -ln(ess_floor) that must be free before a rung is given back.",
     )
     evidence_tokens: PositiveInt = Field(
-        4096, description="Response tokens of a batch that are scored again to see what quantization does to them."
+        4096,
+        description="Sampled tokens of a batch that are scored again, behind their prompts, to see what quantization "
+        "does to them. No sample gives more than a sixteenth of them: of a longer response it is the beginning.",
     )
 
     @property
@@ -38,3 +40,9 @@ class ControllerSettings(Settings):
     def comfortable_loss(self) -> float:
         """The loss below which there is the headroom to come down, nats."""
         return (1.0 - self.headroom) * self.allowed_loss
+
+    @property
+    def clear_loss(self) -> float:
+        """As far above the allowed loss as the comfortable one is below, nats. From there on, what a rung does can be
+        told from the noise of batches."""
+        return (1.0 + self.headroom) * self.allowed_loss

@@ -111,12 +111,11 @@ def _add(found: dict[str, Held], module: str, held: Held) -> None:
 def _scales_of_matrices(scales: Tensor, matrices: Tensor, block: tuple[int, int]) -> Tensor:
     """[matrices, rows that have scales of their own, columns that have]"""
     count, rows, columns = matrices.shape
-    per_matrix = scales.numel() // count
-    if per_matrix == 1:
-        return scales.reshape(count, 1, 1)
-    if per_matrix == rows:
-        return scales.reshape(count, rows, 1)
-    return scales.reshape(count, -(-rows // block[0]), -(-columns // block[1]))
+    grid = -(-rows // block[0]), -(-columns // block[1])
+    # By shape, not by number: a matrix of 16,384 columns has as many blocks as rows.
+    if scales.shape[-2:] == grid:
+        return scales.reshape(count, *grid)
+    return scales.reshape(count, scales.numel() // count, 1)
 
 
 def _spread(scales: Tensor, piece: Tensor, start: int, num_rows: int, block: tuple[int, int]) -> Tensor:

@@ -26,7 +26,7 @@ from itertools import pairwise
 
 from precision.ess import ess_from_sums
 from precision.mismatch.quantiles import quantiles_of_sorted
-from precision.ratios import require_usable
+from precision.ratios import MAX_LOG_RATIO
 from precision.torch_on_use import Tensor, torch
 
 TERMS = ("staleness", "quantization", "routing", "kernels", "decoding")
@@ -67,12 +67,16 @@ class TokenScores:
 
     def terms(self) -> dict[str, Tensor]:
         """Each of TERMS, [tokens], nats; they add up to `total`. Raises FloatingPointError naming a term with values
-        that are not finite or above MAX_LOG_RATIO."""
+        that are not finite. Large ones are what an attribution is for."""
         terms, upper = {}, self.now
         for name, lower in zip(TERMS, self._chain()[1:], strict=True):
             terms[name] = torch.zeros_like(upper) if lower is None else upper - lower
             upper = upper if lower is None else lower
-            require_usable(terms[name], f"tokens of the term {name}")
+            if not bool(terms[name].isfinite().all()):
+                raise FloatingPointError(
+                    f"{int((~terms[name].isfinite()).sum())} tokens of the term {name} are not finite; compare the "
+                    "learner's and the engine's logprobs"
+                )
         return terms
 
     def select(self, tokens: Tensor) -> TokenScores:
@@ -105,7 +109,7 @@ class TermStatistics:
     """E[term · total] / E[total²]. The shares of all terms add up to 1. A term that cancels others is below 0. It is 0
     where the total is 0 for every token."""
     ess: float
-    """Token ESS of exp(term), in [1/tokens, 1] (precision.ess)."""
+    """Token ESS of exp(term), in [1/tokens, 1] (precision.ess). Here and in `k3`, terms are cut at MAX_LOG_RATIO."""
     k3: float
     """Mean of exp(term) - 1 - term, as in precision.ratios. A KL divergence for the total, a size for a term."""
     positive_share: float
@@ -143,7 +147,8 @@ def attribute(scores: TokenScores) -> Attribution:
 
 def term_statistics(term: Tensor, total: Tensor) -> TermStatistics:
     """Statistics of one term beside the total, both float64 [tokens]."""
-    ratios = term.exp()
+    capped = term.clamp(max=MAX_LOG_RATIO)
+    ratios = capped.exp()
     power = float(total.square().sum())
     quantiles = quantiles_of_sorted(term.sort().values, QUANTILES)
     return TermStatistics(
@@ -152,7 +157,7 @@ def term_statistics(term: Tensor, total: Tensor) -> TermStatistics:
         max_abs=float(term.abs().max()),
         share=float((term * total).sum()) / power if power else 0.0,
         ess=ess_from_sums(float(ratios.sum()), float(ratios.square().sum()), term.numel()),
-        k3=float((torch.expm1(term) - term).mean()),
+        k3=float((torch.expm1(capped) - capped).mean()),
         positive_share=float((term > 0).double().mean()),
         mean_positive=float(term.clamp(min=0).mean()),
         mean_negative=float(term.clamp(max=0).mean()),

@@ -21,7 +21,10 @@ def one_line(text: object, limit: int = MESSAGE_CHARACTERS) -> str:
     safe = _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], words)
     if len(safe) <= limit and len(raw) <= 2 * limit:
         return safe
-    return f"{safe[: limit - 40].rstrip()}… ({len(raw)} characters in all)"
+    end = f"… ({len(raw)} characters in all)"
+    if limit < 2 * len(end):  # the text says more than its size
+        end = "…"
+    return f"{safe[: limit - len(end)].rstrip()}{end}"
 
 
 def quoted(value: object, limit: int = 60) -> str:

@@ -167,6 +167,6 @@ def _scales_of_rows(scales: Tensor | None, rows: slice, num_rows: int) -> Tensor
     """Of a part of a stacked matrix. One scale of all rows is that of each part."""
     if scales is None or scales.numel() == 1:
         return scales
-    if scales.numel() == num_rows:
+    if scales.shape[0] == num_rows:
         return scales.reshape(-1)[rows]
     return scales[rows.start // BLOCK[0] : -(-rows.stop // BLOCK[0])]

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from launch.convert.new_model import new_model
-from launch.quant_map.suggest import commented, compare, prompts_of, recipe_of, recorded_rows
+from launch.quant_map.judgment import judged
+from launch.quant_map.rows import sampled
+from launch.quant_map.scored_rows import ScoredRow, halves, token_rows
+from launch.quant_map.suggest import commented, compare, prompts_of, recipe_of, recorded_rows, suggest
 from launch.quant_map.view import print_suggestion, read_map
 from pipeline.config.recipe import Recipe
 from pipeline.data.given_batch import Response, given_batch
@@ -91,7 +97,84 @@ def test_a_run_gives_rows_from_all_over_its_newest_batch(tmp_path: Path) -> None
             for group in range(4)
         ]
         BatchStore(run.batches).commit(given_batch(index, groups, contract))
-    assert recorded_rows(run, 4, 5) == [[100 + 10 * group, 1, 2, 0, 0] for group in range(4)]
+    expected = [
+        ScoredRow(tokens=[100 + 10 * group, 1, 2, 0, 0], sampled=[True, True], group=group) for group in range(4)
+    ]
+    assert recorded_rows(run, 4, 2) == expected
+
+
+def run_of(folder: Path, groups: list[tuple[list[int], list[Response]]]) -> RunDirectory:
+    contract = LogprobContract(temperature=1.0, top_p=1.0, top_k=-1, scaled=True, tokenizer_sha256="")
+    run = RunDirectory(folder)
+    BatchStore(run.batches).commit(given_batch(0, groups, contract))
+    return run
+
+
+def response(length: int, learned: list[bool] | None = None) -> Response:
+    learned = [True] * length if learned is None else learned
+    return Response([5] * length, [-1.0 * one for one in learned], reward=0.0, learned=learned)
+
+
+def test_long_prompts_leave_the_response_to_be_judged(tmp_path: Path) -> None:
+    run = run_of(tmp_path, [([group] * 400, [response(200)] * 8) for group in range(16)])
+    rows = recorded_rows(run, 32, 64)
+    assert rows is not None
+    assert {(len(row.tokens), row.prompt_length) for row in rows} == {(464, 400)}
+    chosen, held_out = halves(rows)
+    assert (int(chosen.sum()), int(held_out.sum())) == (16 * 64, 16 * 64)
+    assert token_rows(rows).offsets.tolist() == [64 * row for row in range(33)]
+    of_token = np.repeat([row.group for row in rows], 64)
+    assert set(of_token[chosen.numpy()]).isdisjoint(of_token[held_out.numpy()])
+    assert len(set(of_token)) == 16
+
+
+def test_tokens_that_no_engine_sampled_are_not_judged(tmp_path: Path) -> None:
+    mask = [True, False, True, True]
+    groups = [([group], [response(4, learned=mask), response(4, learned=[False] * 4)]) for group in range(2)]
+    rows = recorded_rows(run_of(tmp_path, groups), 8, 64)
+    assert rows is not None
+    chosen, held_out = halves(rows)
+    assert chosen.tolist() == mask + [False] * 4
+    assert held_out.tolist() == [False] * 4 + mask
+
+
+def test_one_prompt_cannot_be_held_out_from_itself(tmp_path: Path) -> None:
+    run = run_of(tmp_path, [([1, 2], [response(4)] * 8)])
+    with pytest.raises(RecipeError, match="4 rows of batch 0 have sampled tokens of 1 prompts, expected at least 2"):
+        recorded_rows(run, 4, 64)
+
+
+def test_the_model_answers_the_whole_prompt() -> None:
+    class Model:
+        config = SimpleNamespace(max_position_embeddings=500)
+
+        def generate(self, prompts: torch.Tensor, *, max_length: int, **_: Any) -> torch.Tensor:
+            return torch.cat([prompts, torch.full((1, max_length - prompts.shape[1]), 9)], dim=1)
+
+    (long, short) = sampled(Model(), [[3] * 400, [4]], 128, 1.0)
+    assert (len(long.tokens), long.prompt_length, long.group) == (500, 400, 0)
+    assert (len(short.tokens), short.prompt_length, short.group) == (129, 1, 1)
+    with pytest.raises(ModelError, match="prompt 0 has 500 tokens, and the model's context 500"):
+        sampled(Model(), [[3] * 500], 128, 1.0)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_whether_the_floor_is_held_is_measured(holds: bool) -> None:
+    rows = [ScoredRow(tokens=[1, 2, 3], sampled=[True, True], group=group) for group in range(4)]
+
+    def score(quant_map: QuantMap | None) -> torch.Tensor:
+        is_plain = quant_map is None or (holds and not quant_map.formats)
+        return torch.zeros(8, dtype=torch.float64) if is_plain else torch.linspace(-1.0, 1.0, 8, dtype=torch.float64)
+
+    found = judged(score, QUANT, rows, costs=dict.fromkeys(NAMES, 100), ess_floor=0.98)
+    assert found["reached"] is holds
+    assert len(found["path"]) == len(NAMES)
+
+
+def test_a_map_for_a_folder_that_is_not_there_is_refused_before_the_work(tmp_path: Path, model: Path) -> None:
+    known: dict[str, Any] = dict(ess_floor=0.9, precision=None, num_rows=2, row_tokens=8, modelopt=False, overrides=())
+    with pytest.raises(RecipeError, match=r"--out .*missing/map.yaml: .*missing is no folder"):
+        suggest(model, tmp_path / "missing" / "map.yaml", **known)
 
 
 def test_overrides_belong_to_recipes(model: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches, zigzag_columns
 from pipeline.data.kept_sets import KeptSets
+from pipeline.data.routed_experts import RoutedExperts
 from pipeline.errors import RecipeError
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=40)
@@ -281,3 +282,29 @@ def test_a_plan_of_a_share_is_that_of_all_rows(
             assert torch.equal(micro.kept.tokens, expected.kept.tokens)
             real = micro.places >= 0
             assert flat[micro.places[real].numpy()].tolist() == micro.tokens[real].tolist()
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_beginnings_of_rows_keep_their_sets_and_experts(rank: int | None) -> None:
+    rows = rows_of([(2, 3), (1, 4), (3, 1)])
+    held = np.ones(3, np.bool_) if rank is None else np.array([0, 1, 0]) == rank
+    tokens = [row if here else row[:0] for row, here in zip(rows.tokens, held, strict=True)]
+    numbers = np.arange(int(rows.offsets[-1]))[np.repeat(held, np.diff(rows.offsets))]
+    places = np.arange(int(rows.token_offsets[-1]), dtype=np.uint16)[np.repeat(held, rows.lengths)]
+    whole = replace(
+        rows,
+        tokens=tokens,
+        kept=KeptSets.of([[number] for number in numbers.tolist()]),
+        experts=RoutedExperts(ids=places.reshape(-1, 1, 1), known=np.ones(len(places), np.bool_)),
+        all_lengths=rows.lengths,
+    )
+    cut = whole.beginnings(np.array([3, 4, 4]))
+    assert cut.lengths.tolist() == [3, 4, 4]
+    assert [row.tolist() for row in cut.tokens] == [
+        row[:length].tolist() for row, length in zip(tokens, (3, 4, 4), strict=True)
+    ]
+    assert cut.kept is not None
+    assert cut.experts is not None
+    assert cut.kept.tokens.tolist() == [n for n, row in ((0, 0), (3, 1), (4, 1), (5, 1), (7, 2)) if held[row]]
+    expected = [(p, 0) for p in range(3)] + [(5 + p, 1) for p in range(4)] + [(10 + p, 2) for p in range(4)]
+    assert cut.experts.ids.ravel().tolist() == [place for place, row in expected if held[row]]

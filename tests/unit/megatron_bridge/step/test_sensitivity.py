@@ -10,6 +10,7 @@ import torch
 
 from launch.verify.layouts import write_model
 from megatron_bridge.learner import MegatronLearner
+from megatron_bridge.step.micro_batches import TokenRows
 from megatron_bridge.step.sensitivity import row_scorer
 from pipeline.config.recipe import LearnerSection
 from precision.formats.quant_map import QuantMap
@@ -43,9 +44,9 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegatronLearne
         yield created
 
 
-def rows(learner: MegatronLearner) -> list[list[int]]:
+def rows(learner: MegatronLearner) -> TokenRows:
     random = np.random.default_rng(0)
-    return [random.integers(0, learner.model_config.vocab_size, 33).tolist() for _ in range(8)]
+    return TokenRows.whole([random.integers(0, learner.model_config.vocab_size, 33).tolist() for _ in range(8)])
 
 
 def test_a_planted_bad_layer_is_ranked_first_and_promoted_first(learner: MegatronLearner) -> None:

@@ -213,7 +213,9 @@ def test_a_lower_lag_holds_for_batches_that_cannot_have_begun(tmp_path: Path) ->
     meter.term = lambda batch, promoted: 0.0  # type: ignore[method-assign, assignment]
     own = controller(tmp_path, ladder=ladder, meter=meter)
     own.restore(0)
-    go(own, 0, 40, lag=4)
+    for step in range(41):
+        given = batch(step, lag=4)
+        own.after(given, trained(given, (0.6, 0.5, 0.42, 0.34, 0.27)[own.state.staleness]))
     changed = [record for record in records(tmp_path, 40) if record.decision and record.decision.rung.startswith("lag")]
     assert [record.decision.rung for record in changed if record.decision] == ["lag 2", "lag 1", "lag 0"]
     steps = [record.step for record in changed]
@@ -322,3 +324,24 @@ def test_records(tmp_path: Path) -> None:
         files.read(3)
     with pytest.raises(StoreError, match="lacks the record of step 8"):
         controller(tmp_path).restore(9)
+
+
+def test_a_lost_first_batch_leaves_a_record_to_begin_from(tmp_path: Path) -> None:
+    own = controller(tmp_path)
+    own.restore(0)
+    own.skip(0)
+    (record,) = records(tmp_path, 0)
+    assert (record.step, record.evidence, record.decision, record.state) == (0, None, None, State())
+    later = controller(tmp_path)
+    later.restore(1)
+    go(later, 1, 6)
+    assert len(records(tmp_path, 6)) == 7
+
+
+def test_a_skipped_step_has_no_evidence_of_its_own(tmp_path: Path) -> None:
+    own = controller(tmp_path)
+    own.restore(0)
+    go(own, 0, 1)
+    own.skip(2)
+    before, skipped = records(tmp_path, 2)[1:]
+    assert skipped == before.model_copy(update=dict(step=2, evidence=None))

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from precision.controller.ladder import Ladder
 from precision.controller.policy import WINDOW, decide
-from precision.controller.records import EngineEvidence, Evidence, Outcome, State
+from precision.controller.records import Decision, EngineEvidence, Evidence, Outcome, State
 from precision.controller.settings import ControllerSettings
 from precision.step_size import lr_factor
 
@@ -107,20 +107,66 @@ def test_where_nothing_helps_it_is_measured_once_in_a_cool_down() -> None:
     assert asked == [2, 4, 8, 12, 16]
 
 
+def run_with(losses: list[float], steps: int, **known: Any) -> tuple[State, list[tuple[int, Decision]]]:
+    """The state after batches whose loss goes by the rung against staleness, and the decisions by step."""
+    state, decisions = State(), []
+    for step in range(steps):
+        age = float(ASYNC.in_force(state).lag)
+        outcome = decide(FLOOR, ASYNC, state, Evidence(step=step, loss=losses[state.staleness], age=age, **known))
+        state = outcome.state
+        if outcome.decision:
+            decisions.append((step, outcome.decision))
+    return state, decisions
+
+
 def test_staleness_climbs_one_rung_at_a_time_to_lag_0() -> None:
     names = [rung.name for rung in ASYNC.staleness]
     assert names == ["objective's cap", "learning rate by age", "lag 2", "lag 1", "lag 0"]
-    state, climbed = State(), []
-    for step in range(200):
-        age = float(ASYNC.in_force(state).lag)
-        outcome = decide(FLOOR, ASYNC, state, Evidence(step=step, loss=0.2, age=age, quantization=0.0))
-        state = outcome.state
-        if outcome.decision:
-            climbed.append((step, outcome.decision.rung))
-    assert [rung for _, rung in climbed] == names[1:]
+    state, climbed = run_with([0.2, 0.16, 0.12, 0.09, 0.06], 200, quantization=0.0)
+    assert [decision.rung for _, decision in climbed] == names[1:]
     # Batches that began under the rung before (one, and as many as the lag) show nothing of the new one.
     assert [later - earlier for (earlier, _), (later, _) in itertools.pairwise(climbed)] == [8, 8, 6]
-    assert state.cannot_help
+    assert (state.staleness, state.cannot_help) == (4, True)
+
+
+def test_a_rung_that_lowers_nothing_is_given_back_and_tried_ever_later() -> None:
+    """The floor is .05, so that .15 of .2 is too much, and a rung must take off .015."""
+    state, decisions = run_with([0.2, 0.186, 0.1, 0.1, 0.1], 400, quantization=0.0)
+    assert {decision.rung for _, decision in decisions} == {"learning rate by age", "objective's cap"}
+    assert (
+        "ESS 0.8303 is below the floor 0.951229, and was 0.8187 before learning rate by age" in decisions[1][1].because
+    )
+    assert (state.staleness, state.cannot_help, state.climb) == (0, True, None)
+    climbed = [step for step, decision in decisions if decision.action == "climb"]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(climbed)]
+    assert pauses == [24, 40, 72, 136]
+
+
+def test_rungs_that_help_too_little_are_given_back_at_lag_0() -> None:
+    """Less than half of the .15 that are too much goes: the rest is no staleness, as the age is 0 by then."""
+    state, decisions = run_with([0.2, 0.18, 0.17, 0.15, 0.13], 40, quantization=0.0)
+    climbed, given_up = decisions[:4], decisions[4]
+    assert [decision.action for _, decision in climbed] == ["climb"] * 4
+    assert (given_up[1].action, given_up[1].rung) == ("descend", "objective's cap")
+    assert (state.staleness, state.cannot_help) == (0, True)
+
+
+def test_a_loss_that_rises_by_itself_does_not_hide_what_a_rung_does() -> None:
+    """.10 before, .10 with the rung, .16 after it was given back: without the rise it would have been .13."""
+    state = follow(ASYNC, [0.1] * WINDOW, age=4.0, quantization=0.0).state
+    outcome = follow(ASYNC, [0.1] * 8, state, first=3, age=4.0, quantization=0.0)
+    assert outcome.decision is not None
+    assert outcome.decision.action == "descend"
+    outcome = follow(ASYNC, [0.16] * 8, outcome.state, first=11, age=4.0, quantization=0.0)
+    assert outcome.decision is not None
+    assert (outcome.decision.action, outcome.decision.rung) == ("climb", "learning rate by age")
+    assert outcome.state.failures == {}
+
+
+def test_quantization_is_promoted_while_staleness_is_known_not_to_be_to_blame() -> None:
+    state, decisions = run_with([0.2] * 5, 40, quantization=0.08, groups=dict.fromkeys(GROUPS, 0.02))
+    assert [decision.cause for _, decision in decisions[:3]] == ["staleness", "staleness", "quantization"]
+    assert (state.staleness, state.promoted) == (0, GROUPS)
 
 
 def test_sync_runs_have_no_rung_against_staleness() -> None:

@@ -142,3 +142,19 @@ def test_an_engine_that_stays_bad_does_not_move_the_others() -> None:
     run = plant(num_engines=4, bad_engine=2, bad_from=30, bad_loss=0.8, bad_after_restart=True).run(300)
     assert {decision.rung for _, decision in run.decisions} == {"engine 2"}
     assert 2 <= len(run.decisions) <= 6
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05])
+def test_a_gap_of_kernels_does_not_take_the_lag_of_an_async_run(noise: float) -> None:
+    """The loss is .15 whatever the lag is. Each cause but quantization looks like staleness until a rung shows that it
+    is not."""
+    ladder = Ladder(lag=8, lag_may_change=True, has_age=True, groups=tuple("abcdef"))
+    run = Plant(ControllerSettings(), ladder, damage=dict.fromkeys("abcdef", 0.0), rest=0.15, noise=noise, seed=1).run(
+        600
+    )
+    assert run.state.cannot_help
+    assert ladder.in_force(run.state).lag == 8
+    lags = [ladder.in_force(state).lag for state in run.states]
+    assert sum(lag < 8 for lag in lags) < 0.05 * len(lags), "one rung says enough"
+    own = [state.staleness == 0 for state in run.states[-300:]]
+    assert sum(own) > 0.9 * len(own)

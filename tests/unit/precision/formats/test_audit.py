@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -145,6 +145,8 @@ def test_names() -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(["none", "one", "rows", "blocks"]), st.integers(0, 9))
+@example(128, 16384, "blocks", 0)  # as many blocks as rows
+@example(128, 16384, "rows", 0)
 @settings(max_examples=examples(40))
 def test_sum_of_squares(rows: int, columns: int, kind: str, seed: int) -> None:
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))

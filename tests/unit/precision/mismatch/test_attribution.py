@@ -115,3 +115,21 @@ def test_select() -> None:
     few = scores.select(torch.arange(500) < 7)
     assert few.routed is None
     assert torch.equal(few.total, scores.total[:7])
+
+
+def test_a_large_term_that_another_cancels_is_measured() -> None:
+    """A tool against wrong weights must not stop at wrong weights: -5 by the learner, -60 and -10 by the engine."""
+    scores = TokenScores(now=float64([-5.0, -1.0]), prefill=float64([-60.0, -1.0]), decode=float64([-10.0, -1.0]))
+    found = attribute(scores)
+    assert found.terms["kernels"].max_abs == 55.0
+    assert found.terms["decoding"].max_abs == 50.0
+    assert found.terms["kernels"].ess == pytest.approx(0.5)
+    assert found.largest_error == 0.0
+    assert math.isfinite(found.terms["kernels"].k3)
+    far = attribute(TokenScores(now=float64([-1.0, -1.0]), decode=float64([-2000.0, -1.0])))
+    assert far.total.ess == pytest.approx(0.5)
+    assert math.isfinite(far.total.k3)
+
+
+def float64(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)

@@ -49,6 +49,14 @@ def test_one_line() -> None:
     assert long.endswith("… (50000 characters in all)")
 
 
+@pytest.mark.parametrize("limit", [1, 20, 40, 60, 70])
+def test_a_long_text_keeps_its_beginning_however_low_the_limit_is(limit: int) -> None:
+    line = one_line("abc " * 100, limit)
+    assert len(line) <= limit
+    assert line.startswith("abc"[: limit - 1])
+    assert "…" in line
+
+
 @given(st.text(st.characters()), st.integers(60, 200))
 def test_any_text_becomes_one_bounded_line_that_can_be_encoded(text: str, limit: int) -> None:
     for line in (one_line(text, limit), quoted(text, limit)):

@@ -88,6 +88,22 @@ def test_stacked_parts_are_told_apart() -> None:
         assert held.scales.total == pytest.approx(float(scales[rows.start // 128 : rows.stop // 128].sum()))
 
 
+def test_a_stack_with_as_many_blocks_as_rows_keeps_the_scales_of_each_part() -> None:
+    uneven = torch.ones(16384)
+    uneven[:8192:128] = 100.0  # half of the blocks have a column that dwarfs the others
+    parts = [gaussian(rows, 16384) * size * uneven for rows, size in ((256, 1.0), (128, 5.0), (128, 1.0))]
+    quantized, scales = quantize_block(torch.cat(parts))
+    made = layer(
+        Fp8LinearMethod([128, 128]),
+        weight=quantized,
+        weight_scale_inv=scales,
+        output_partition_sizes=[256, 128, 128],
+    )
+    found = report("model.layers.0.self_attn.qkv_proj", made)
+    for name, part in zip("qkv", parts, strict=True):
+        assert norm_of(found[f"model.layers.0.self_attn.{name}_proj"]) == pytest.approx(float(part.norm()), rel=0.01)
+
+
 def test_a_channel_scale_beside_a_transposed_weight() -> None:
     weight = gaussian(256, 256)
     quantized, scale = quantize_tensor(weight)
