@@ -48,14 +48,24 @@ class Host:
         return cls(name, address or name)
 
 
+def words_of(via: str, host: str) -> list[str]:
+    """The command that --via gives for a host. Raises HostError."""
+    try:
+        return [word.format(host=host) for word in shlex.split(via)]
+    except (ValueError, LookupError, AttributeError):
+        raise HostError(
+            f"--via is {via!r}, expected a command with {{host}} in it, such as {DEFAULT_VIA!r}; close every quote, "
+            "and write other braces twice"
+        ) from None
+
+
 class Agent:
     """A running agent; a context manager. One thread at a time may use it."""
 
     def __init__(self, host: Host, via: str, program: Sequence[str] = ()) -> None:
         """`program` is the command of the agent there: by default this Python, at the same path."""
         self.host = host
-        words = [word.format(host=host.name) for word in shlex.split(via)]
-        self._command = [*words, *(program or (sys.executable, "-m", AGENT))]
+        self._command = [*words_of(via, host.name), *(program or (sys.executable, "-m", AGENT))]
         try:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from launch.doctor import judge
 from launch.doctor.agent import Answer
-from launch.doctor.connection import AGENT, ANSWER_S, DEFAULT_VIA, Agent, Host, HostError
+from launch.doctor.connection import AGENT, ANSWER_S, DEFAULT_VIA, Agent, Host, HostError, words_of
 from launch.doctor.machine import Check, render
 from pipeline.data.files import unique_suffix
 
@@ -52,19 +52,26 @@ def check_hosts(
     hosts: str, folder: Path, as_json: bool, via: str, python: str | None, ports: str, visible_within_s: float
 ) -> int:
     """The command, with its options as they were typed. Raises HostError for what cannot be meant."""
-    try:
-        numbers = tuple(int(port) for port in ports.split(",") if port)
-    except ValueError:
-        raise HostError(
-            f"--ports has {ports!r}, expected numbers with commas between them, such as 29500,30000"
-        ) from None
+    given = [Host.parse(text) for text in hosts.split(",")]
+    for host in given:
+        words_of(via, host.name)
     settings = HostsSettings(
         via=via,
         program=(python, "-m", AGENT) if python else (),
-        ports=numbers,
+        ports=_parse_ports(ports),
         visible_within_s=visible_within_s,
     )
-    return run_hosts_doctor([Host.parse(text) for text in hosts.split(",")], folder, as_json, settings)
+    return run_hosts_doctor(given, folder, as_json, settings)
+
+
+def _parse_ports(text: str) -> tuple[int, ...]:
+    ports = [port.strip() for port in text.split(",") if port]
+    if not all(port.isdecimal() and int(port) <= 65535 for port in ports):
+        raise HostError(
+            f"--ports is {text!r}, expected numbers from 0 (any free port) to 65535 with commas between them, such as "
+            "29500,30000"
+        )
+    return tuple(int(port) for port in ports)
 
 
 def run_hosts_doctor(hosts: Sequence[Host], folder: Path, as_json: bool, settings: HostsSettings) -> int:

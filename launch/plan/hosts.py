@@ -17,6 +17,7 @@ from launch.plan.costs import Assumptions
 from launch.plan.footprint import GIB, footprints
 from launch.plan.grace import SAFETY, checkpoint_bytes, planned_stop_time
 from launch.plan.planner import Machine, Planner, default_assumptions
+from pipeline.config.formats import check_gpu_serves
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 
@@ -142,6 +143,7 @@ def planner_that_fits(
             f"distillation.path is {recipe.started_teacher.path}: the teacher would be served beside the collector, "
             "whose host has no GPU on a cluster; serve it yourself (sglang.launch_server), and set distillation.urls"
         )
+    check_gpu_serves(recipe.rollout.quantized_format)
     gpus = recipe.learner.num_processes + recipe.rollout.engines * recipe.rollout.tensor_parallel
     given = {} if disk_gb_s is None else dict(disk_gb_s=disk_gb_s)
     assumed: Assumptions = default_assumptions(recipe, given)

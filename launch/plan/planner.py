@@ -25,6 +25,7 @@ from launch.plan.costs import (
     rollout_tokens_per_gpu_s,
 )
 from launch.plan.footprint import GIB, Allowance, Footprint, MicroBatches, Workload, footprints
+from launch.plan.given import check_given
 from launch.plan.layouts import Search, Verdict, shortage
 from launch.plan.models import config_for, engine_model
 from launch.plan.simulation import Durations, Simulated, simulate, steady_seconds_per_step
@@ -34,7 +35,7 @@ from pipeline.config.formats import check_gpu_serves
 from pipeline.config.layout_names import layout_name
 from pipeline.config.loader import find_recipe, load_recipe
 from pipeline.config.recipe import LearnerSection, Recipe
-from pipeline.errors import ModelError, RecipeError
+from pipeline.errors import ModelError
 from pipeline.schedule import Schedule
 from rollout_sglang.server.capacity import Capacity, engine_capacity, weight_bytes
 
@@ -50,8 +51,8 @@ class Machine:
     gpu_gib: float
 
     def __post_init__(self) -> None:
-        if self.gpus < 1 or not self.gpu_gib > 0:
-            raise RecipeError(f"--gpus {self.gpus} --gpu-gib {self.gpu_gib}: both must be above 0; say what there is")
+        check_given("--gpus", self.gpus)
+        check_given("--gpu-gib", self.gpu_gib)
 
 
 class Planner:
@@ -65,7 +66,6 @@ class Planner:
         Raises ModelError, LayoutError (the recipe's own layout does not divide the model) or RecipeError.
         """
         self.recipe, self.machine, self.assumed = recipe, machine, assumed
-        check_gpu_serves(recipe.rollout.quantized_format)
         self.hf_config = read_config(sizes) if sizes else config_for(recipe_path, recipe.model.path)
         check_layout(self.hf_config, recipe.learner)
         self.config = ModelConfig.from_hf(self.hf_config)
@@ -380,6 +380,7 @@ def make_plan(
     """Read the recipe and plan it; `chosen` holds Assumptions by name, None for the default."""
     recipe_path = find_recipe(recipe_path)
     recipe = load_recipe(recipe_path, overrides)
+    check_gpu_serves(recipe.rollout.quantized_format)
     return Planner(recipe_path, recipe, machine, default_assumptions(recipe, chosen)).plan()
 
 
@@ -387,8 +388,8 @@ def default_assumptions(recipe: Recipe, chosen: Mapping[str, float | None]) -> A
     """Those that were chosen, by name, and the defaults for the others. Raises RecipeError."""
     rollout = recipe.rollout
     for name, value in chosen.items():
-        if value is not None and not value > 0:
-            raise RecipeError(f"--{name.replace('_', '-')} is {value}, expected a number above 0")
+        if value is not None:
+            check_given(f"--{name.replace('_', '-')}", value)
     guesses: dict[str, Any] = dict(
         mean_response_tokens=rollout.max_new_tokens / 2,
         mean_prompt_tokens=(rollout.context_tokens - rollout.max_new_tokens) / 2,

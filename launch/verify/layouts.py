@@ -11,6 +11,7 @@ length. Layouts of equal size run one after another in the same processes.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -86,6 +87,10 @@ QUANTITIES = ("logprobs", "loss", "grad_norm", "ess", "weight_change")
 
 def verify_layouts(models: Sequence[str], layouts: Sequence[str] | None, tolerance: float) -> dict[str, Any]:
     """Run the comparisons. Keys: worst_relative_difference, tolerance, layouts (case → quantity → difference), ok."""
+    if layouts is not None and set(layouts) <= {"one"}:
+        raise RecipeError(
+            "--layouts has nothing but one, which the others are compared with; name another one, such as TP2"
+        )
     cases = [case for model in models for case in build_cases(model, layouts)]
     with tempfile.TemporaryDirectory(prefix="evenkeel-layouts-") as scratch:
         folder = Path(scratch)
@@ -97,8 +102,13 @@ def verify_layouts(models: Sequence[str], layouts: Sequence[str] | None, toleran
             for case in cases
             if case != Case(case.model, "one")
         }
-    worst = max(value for row in differences.values() for value in row.values())
+    worst = max(worst_of(row) for row in differences.values())
     return dict(worst_relative_difference=worst, tolerance=tolerance, layouts=differences, ok=bool(worst <= tolerance))
+
+
+def worst_of(row: dict[str, float]) -> float:
+    """The largest difference. What is no number (NaN) differs without bound: `max` alone passes over it."""
+    return max(math.inf if math.isnan(value) else value for value in row.values())
 
 
 def build_cases(model: str, layouts: Sequence[str] | None) -> list[Case]:
@@ -168,7 +178,7 @@ def read(folder: Path, name: str) -> dict[str, NDArray[np.float64]]:
 
 def compare(reference: dict[str, NDArray[np.float64]], found: dict[str, NDArray[np.float64]]) -> dict[str, float]:
     """Quantity → largest |found − reference| / |reference| over the steps that were taken; for the change of the
-    weights, the L2 norm of the difference over that of the change."""
+    weights, the L2 norm of the difference over that of the change. Equal numbers do not differ, zeros either."""
     differences = {}
     for name in QUANTITIES:
         theirs, ours = reference[name], found[name]
@@ -176,7 +186,8 @@ def compare(reference: dict[str, NDArray[np.float64]], found: dict[str, NDArray[
             differences[name] = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
         else:
             last = theirs[-len(ours) :]
-            differences[name] = float(np.max(np.abs(ours - last) / np.abs(last)))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                differences[name] = float(np.max(np.where(ours == last, 0.0, np.abs(ours - last) / np.abs(last))))
     return differences
 
 
@@ -188,7 +199,7 @@ def render(result: dict[str, Any]) -> None:
         table.add_column(quantity.replace("_", " "), justify="right")
     for name, row in result["layouts"].items():
         cells = [f"{row[quantity]:.1e}" for quantity in QUANTITIES]
-        table.add_row(name, *cells, style=None if max(row.values()) <= result["tolerance"] else "red")
+        table.add_row(name, *cells, style=None if worst_of(row) <= result["tolerance"] else "red")
     console = Console()
     console.print(table)
     console.print(f"worst {result['worst_relative_difference']:.2e}, allowed {result['tolerance']:.0e}")

@@ -31,6 +31,7 @@ from launch.cluster.slurm.placement import Shape
 from launch.cluster.slurm.render import RECIPE, SCRIPT
 from launch.cluster.slurm.srun import Guard, Images, SrunStarter
 from launch.cluster.starter import NoRoomError, Unit, metrics_options, role_command
+from launch.endings import os_error_line
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.processes import child_environment
@@ -134,20 +135,28 @@ class Job:
 def api_key(job: Job, name: str) -> Iterator[Path]:
     """The file with the API key of this attempt, for this user alone: the user's own, or a new one, removed at the end.
 
-    A role that was cut off in an earlier attempt has another key, so that no engine of this one listens to it.
+    A role that was cut off in an earlier attempt has another key, so that no engine of this one listens to it. Raises
+    FatalError where no file can be written.
     """
     if job.api_key_file is not None:
         yield job.api_key_file.expanduser()
         return
-    job.key_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = job.key_dir / f"{name}.key"
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(24) + "\n")
+    try:
+        _write_key(path)
+    except OSError as error:
+        raise FatalError(f"no API key could be written: {os_error_line(error)}; see --key-dir") from error
     try:
         yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+def _write_key(path: Path) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(24) + "\n")
 
 
 def role_environment(key: Path) -> dict[str, str]:

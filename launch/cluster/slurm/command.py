@@ -111,9 +111,11 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
 
 def _setup_lines(setup: Path | None) -> str:
     try:
-        return setup.read_text() if setup else ""
+        return setup.read_text("utf-8") if setup else ""
     except OSError as error:
         raise RecipeError(f"cannot read --setup {setup}: {error.strerror}; give a file of shell lines") from error
+    except UnicodeDecodeError:
+        raise RecipeError(f"cannot read --setup {setup}: it is no UTF-8 text; give a file of shell lines") from None
 
 
 def submitted(script: Path) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launch.cluster.starter import NoRoomError, Unit
+from pipeline.config.formats import check_gpu_serves
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 
@@ -32,13 +33,16 @@ class Shape:
 
     @staticmethod
     def of(recipe: Recipe, gpus_per_node: int, learner_nodes: int | None = None) -> Shape:
-        """Raises RecipeError when the recipe's sizes do not divide among nodes of so many GPUs."""
+        """Raises RecipeError when the recipe's sizes do not divide among nodes of so many GPUs, or these cannot serve
+        it."""
         ranks, rollout = recipe.learner.num_processes, recipe.rollout
         if recipe.weights.channel == "ipc":
             raise RecipeError(
                 "weights.channel is ipc, which needs learner and engines on the same GPUs of one machine; use "
                 "broadcast or disk, or `evenkeel train`"
             )
+        if gpus_per_node:
+            check_gpu_serves(recipe.rollout.quantized_format)
         if gpus_per_node and recipe.started_teacher is not None:
             raise RecipeError(
                 f"distillation.path is {recipe.started_teacher.path}: the teacher would be served beside the "

@@ -10,7 +10,8 @@ from launch.build import engines
 from launch.build.components import build_quant_map
 from launch.build.engines import check_engines, served_formats
 from launch.convert.new_model import new_model
-from launch.plan.planner import Machine, Planner, default_assumptions
+from launch.plan.hosts import planner_that_fits
+from launch.plan.planner import Machine, make_plan
 from launch.run.begin import preflight
 from pipeline.config.loader import load_recipe, recipe_from
 from pipeline.config.recipe import Recipe
@@ -46,9 +47,11 @@ def test_a_gpu_and_a_plan_for_gpus_refuse_them_in_one_line(
     )
     with pytest.raises(RecipeError, match=expected):
         check_engines(recipe)
-    shipped = load_recipe(Path("qwen3_32b"), [f"rollout.precision={precision}"])
+    shipped, override = Path("qwen3_32b"), f"rollout.precision={precision}"
     with pytest.raises(RecipeError, match=expected):
-        Planner(Path("x"), shipped, Machine(gpus=8, gpu_gib=80), default_assumptions(shipped, {}))
+        make_plan(shipped, [override], Machine(gpus=8, gpu_gib=80), {})
+    with pytest.raises(RecipeError, match=expected):
+        planner_that_fits(shipped, load_recipe(shipped, [override]), gpu_gib=80)
 
 
 def test_a_mixture_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -118,6 +118,8 @@ def test_relative_paths_of_sources_and_of_the_reference_do_too() -> None:
             "--learner-image is 'evenkeel/learner:1', expected NAME@sha",
         ),
         (lambda: rendered(gpu_gib=24.0), "does not fit 64 GPUs of 24 GiB"),
+        (lambda: rendered(gpu_gib=float("inf")), "--gpu-gib is inf, expected a number from"),
+        (lambda: rendered(disk_gb_s=float("inf")), "--disk-gb-s is inf, expected a number from"),
         (lambda: rendered(gpus_per_node=6), "no multiple of --gpus-per-node 6"),
         (lambda: rendered("weights.channel=ipc"), "use --set weights.channel=broadcast"),
         (lambda: rendered("rollout.engines=1", "rollout.urls=[http://e:1]"), "rollout.urls names engines that exist"),

@@ -158,6 +158,12 @@ def test_the_key_is_the_users_alone_and_goes_at_the_end(job: Job) -> None:
         assert path.read_text() != first
 
 
+def test_a_folder_for_keys_that_cannot_be_made_is_named_in_one_line(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("")
+    with pytest.raises(FatalError, match=r"^no API key could be written: \S+/keys: .*; see --key-dir"):
+        run_job(job, Allocation("7", 0, "n1", 8), Signals())
+
+
 def test_a_key_of_the_users_is_left_alone(job: Job, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("key\n")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from launch.cluster.slurm.command import _setup_lines
 from launch.cluster.slurm.options import SlurmOptions
 from launch.cluster.slurm.render import render
 from pipeline.config.loader import load_recipe
@@ -76,6 +77,20 @@ def test_the_setup_lines_travel_with_the_job() -> None:
     rendered = render(load_recipe(Path("qwen3_32b")), SlurmOptions(**OPTIONS), FOLDER, setup)
     assert rendered["setup.sh"] == setup
     assert "source /shared/jobs/qwen/setup.sh" in rendered["job.sbatch"]
+
+
+def test_setup_lines_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "setup").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match=r"cannot read --setup \S+/setup: it is no UTF-8 text; give a file of shell"):
+        _setup_lines(tmp_path / "setup")
+
+
+def test_formats_that_only_cpus_emulate_are_refused_where_there_are_gpus(tmp_path: Path) -> None:
+    command = ["launch", "slurm", "demo", "--out", tmp_path / "job", "--set", "rollout.precision=emulated_fp4"]
+    refused = evenkeel(*command)
+    assert refused.returncode == 1
+    assert "which engines on CPUs emulate" in refused.stderr
+    assert evenkeel(*command, "--gpus-per-node", 0).returncode == 0
 
 
 def test_no_file_holds_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

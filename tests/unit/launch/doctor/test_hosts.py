@@ -94,9 +94,16 @@ def test_what_cannot_be_meant(tmp_path: Path, hosts_given: list[str], via: str, 
         diagnose_hosts([Host.parse(text) for text in hosts_given], tmp_path, HostsSettings(via=via))
 
 
-def test_ports_that_are_no_numbers(tmp_path: Path) -> None:
-    with pytest.raises(HostError, match="expected numbers with commas"):
-        check_hosts("a,b", tmp_path, True, HERE, None, "http", 1.0)
+@pytest.mark.parametrize("ports", ["http", "29500,99999", "-1"])
+def test_ports_that_are_none(tmp_path: Path, ports: str) -> None:
+    with pytest.raises(HostError, match=r"expected numbers from 0 \(any free port\) to 65535 with commas"):
+        check_hosts("a,b", tmp_path, True, HERE, None, ports, 1.0)
+
+
+@pytest.mark.parametrize("via", ["ssh {0}", "ssh {name}", "ssh {host.name}", "ssh {host", "ssh 'x"])
+def test_a_via_that_is_no_command(tmp_path: Path, via: str) -> None:
+    with pytest.raises(HostError, match=f"^--via is {re.escape(repr(via))}, expected a command with {{host}} in it"):
+        check_hosts("a,b", tmp_path, True, via, None, "29500", 1.0)
 
 
 @pytest.mark.parametrize(

@@ -340,10 +340,20 @@ def test_no_place_is_named_twice(monkeypatch: pytest.MonkeyPatch, model: Path) -
         assert len(tried) == len({Path(one).resolve() for one in tried})
 
 
-@pytest.mark.parametrize("chosen", [dict(mfu=0.0), dict(disk_gb_s=-1.0), dict(mean_response_tokens=float("nan"))])
-def test_assumptions_are_above_zero(chosen: dict[str, float]) -> None:
-    with pytest.raises(RecipeError, match="expected a number above 0"):
-        plan(DENSE, 64, **chosen)
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-320, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["gpu_gib", "mfu", "disk_gb_s", "mean_response_tokens"])
+def test_given_numbers_have_bounds(name: str, value: float) -> None:
+    option = f"--{name.replace('_', '-')}"
+    with pytest.raises(RecipeError, match=f"^{option} is {value}, expected a number from 1e-06 to 1e"):
+        plan(DENSE, 64, **{name: value})
+
+
+@pytest.mark.parametrize("value", [1e-6, 1e9])
+@pytest.mark.parametrize("name", ["gpu_gib", "mfu", "mean_response_tokens"])
+def test_the_bounds_themselves_have_a_plan(name: str, value: float) -> None:
+    found = plan(DENSE, 64, **{name: value})
+    json.dumps(found, allow_nan=False)
+    Console(file=io.StringIO()).print(render(found))
 
 
 def test_layout_names() -> None:
