@@ -1,7 +1,8 @@
-"""What a host needs beside GPU memory: host memory, /dev/shm, and the time that an orderly end takes. Loads no torch.
+"""What a host needs beside GPU memory: host memory, /dev/shm, room for temporary files, and the time that an orderly
+end takes. Loads no torch.
 
     learner host   what its ranks put into host memory while they save + weights that are being published + processes
-    engine host    its weights while they are read + processes
+    engine host    its weights while they are read + processes; on its disk, by delta, a replica of what is published
 
 Launchers ask here, so that no number of a job file is typed by hand. Bytes are counted; what is assumed is named in
 `HostAllowance`.
@@ -35,6 +36,8 @@ class HostAllowance:
     collector_bytes: int = 8 * GIB
     """The collector itself: tokenizer, a batch being built, a batch being written."""
     router_bytes: int = 2 * GIB
+    tmp_bytes: int = 64 * GIB
+    """Temporary files of any role at the most: compiled kernels, what libraries cache."""
     cpus_per_gpu: int = 8
     drain_s: int = 60
     """How long an engine that was asked to end lets requests go on; what is cut off is asked again."""
@@ -50,6 +53,10 @@ class HostNeeds:
     memory_bytes: int
     """/dev/shm included."""
     shm_bytes: int = 0
+    tmp_bytes: int
+    """What temporary files may take, `replica_bytes` included."""
+    replica_bytes: int = 0
+    """Of these, what is sure to be there: weights that `weights.channel: delta` keeps on an engine's host."""
     stop_s: int
     """From being asked to end until everything worth keeping is on the disk."""
 
@@ -82,9 +89,12 @@ def cluster_needs(
         collector=HostNeeds(
             cpus=workers + 2,
             memory_bytes=allowed.collector_bytes + workers * allowed.verifier_bytes,
+            tmp_bytes=allowed.tmp_bytes,
             stop_s=allowed.margin_s,
         ),
-        router=HostNeeds(cpus=2, memory_bytes=allowed.router_bytes, stop_s=allowed.margin_s),
+        router=HostNeeds(
+            cpus=2, memory_bytes=allowed.router_bytes, tmp_bytes=allowed.tmp_bytes, stop_s=allowed.margin_s
+        ),
         checkpoint_bytes=checkpoint_bytes(planner.config, planner.recipe),
         save_s=math.ceil(planned_stop_time(planner).save_s),
         first_policy_s=math.ceil(SAFETY * seconds_of_disk) + allowed.margin_s,
@@ -103,6 +113,7 @@ def _learner(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
         cpus=gpus * allowed.cpus_per_gpu,
         memory_bytes=int(gpus * (shard + allowed.process_bytes) + _snapshot_bytes(planner, gpus)) + shm,
         shm_bytes=shm,
+        tmp_bytes=allowed.tmp_bytes,
         stop_s=planned_stop_time(planner).grace_s,
     )
 
@@ -118,12 +129,16 @@ def _snapshot_bytes(planner: Planner, gpus: int) -> float:
 
 
 def _engine(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
-    """Weights pass through host memory once while they are read."""
+    """Weights pass through host memory once while they are read. A replica holds two versions, the one that is served
+    and the next one (rollout_sglang.weights)."""
     shm = gpus * allowed.shm_bytes_per_process
+    replica = 2 * math.ceil(planner.engine_model_bytes) if planner.recipe.weights.channel == "delta" else 0
     return HostNeeds(
         cpus=gpus * allowed.cpus_per_gpu,
         memory_bytes=int(gpus * (planner.capacity.weight_bytes + allowed.process_bytes)) + shm,
         shm_bytes=shm,
+        tmp_bytes=allowed.tmp_bytes + replica,
+        replica_bytes=replica,
         stop_s=min(allowed.drain_s, math.ceil(planner.recipe.rollout.request_deadline_s)) + allowed.margin_s,
     )
 

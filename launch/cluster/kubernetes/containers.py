@@ -47,7 +47,6 @@ COMMAND = ("tini", "-e", str(SUPERSEDED_EXIT_CODE), "--")
 goes on elsewhere: to Kubernetes that is success, so that nothing is started again."""
 KILL_MARGIN_S = 30
 """Between the end of a role's own grace and the kubelet's SIGKILL."""
-_TMP_SIZE = "64Gi"
 _MIB = 2**20
 
 
@@ -74,13 +73,16 @@ class Pod:
 
 
 def resources(run: RunOnKubernetes, needs: HostNeeds, gpus: int = 0) -> Resources:
-    """CPUs are asked for and not limited; memory and devices are both."""
+    """CPUs, and room on the node's disk, are asked for and not limited; memory and devices are both."""
     fixed = dict(memory=f"{-(-needs.memory_bytes // _MIB)}Mi")
     if gpus:
         fixed[run.options.gpu_resource] = str(gpus)
         if rdma := run.options.rdma_of(gpus):
             fixed[rdma[0]] = rdma[1]
-    return Resources(requests=dict(cpu=str(needs.cpus)) | fixed, limits=fixed)
+    asked = dict(cpu=str(needs.cpus))
+    if needs.replica_bytes:
+        asked["ephemeral-storage"] = f"{-(-needs.replica_bytes // _MIB)}Mi"
+    return Resources(requests=asked | fixed, limits=fixed)
 
 
 def pod_template(run: RunOnKubernetes, pod: Pod) -> PodTemplate:
@@ -142,7 +144,7 @@ def _volumes(run: RunOnKubernetes, pod: Pod) -> list[tuple[Volume, VolumeMount]]
     volumes = [
         (Volume(name="run", persistent_volume_claim=ClaimVolume(claim_name=run.claim)), options.mount),
         (Volume(name="api-key", secret=secret), SECRET_FOLDER),
-        (Volume(name="tmp", empty_dir=EmptyDir(size_limit=_TMP_SIZE)), "/tmp"),
+        (Volume(name="tmp", empty_dir=EmptyDir(size_limit=f"{-(-pod.needs.tmp_bytes // _MIB)}Mi")), "/tmp"),
     ]
     if pod.reads_recipe:
         volumes.append((Volume(name="recipe", config_map=ConfigMapVolume(name=run.config_map)), RECIPE_FOLDER))

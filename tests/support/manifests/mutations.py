@@ -214,6 +214,7 @@ PODS = (
         "shared volume at another path", lambda o: put(container(o, "collector"), "volumeMounts.0.mountPath", "/data")
     ),
     Mutation("/dev/shm of 64 MiB", lambda o: put(pod(o, "engine"), "volumes.3.emptyDir.sizeLimit", "64Mi")),
+    Mutation("/tmp of 1 GiB", lambda o: put(pod(o, "engine"), "volumes.2.emptyDir.sizeLimit", "1Gi")),
     Mutation("memory below the plan", less_memory),
     Mutation("grace shorter than a save", lambda o: put(pod(o, "learner"), "terminationGracePeriodSeconds", 30)),
     Mutation(

@@ -39,7 +39,18 @@ def check_pods(objects: Sequence[Object], pods: Sequence[PodSet], run: RunOnKube
     for one in pods:
         if len(one.spec["containers"]) != 1:
             yield f"{one.owner}: {len(one.spec['containers'])} containers, expected one"
-        for check in (_role, _command, _arguments, _images, _resources, _memory, _rights, _ends, _probes):
+        for check in (
+            _role,
+            _command,
+            _arguments,
+            _images,
+            _resources,
+            _memory,
+            _temporary_files,
+            _rights,
+            _ends,
+            _probes,
+        ):
             yield from (f"{one.owner}: {text}" for text in check(one, run))
         yield from (f"{one.owner}: {text}" for text in _hosts(one))
         yield from (f"{one.owner}: {text}" for text in _volumes(objects, one, run))
@@ -150,7 +161,7 @@ def _images(pod: PodSet, run: RunOnKubernetes) -> Iterator[str]:
 def _resources(pod: PodSet, run: RunOnKubernetes) -> Iterator[str]:
     found = pod.container["resources"]
     requests, limits = found.get("requests", {}), found.get("limits", {})
-    for name in sorted((requests.keys() | limits.keys()) - {"cpu"}):
+    for name in sorted((requests.keys() | limits.keys()) - {"cpu", "ephemeral-storage"}):
         if requests.get(name) != limits.get(name):
             yield f"it asks for {requests.get(name)} of {name} and may have {limits.get(name)}; both must be the same"
     gpus = dict(learner=run.learner_gpus, engine=run.engine_gpus).get(pod.role, 0)
@@ -161,6 +172,25 @@ def _resources(pod: PodSet, run: RunOnKubernetes) -> Iterator[str]:
         yield f"it has {limits.get(rdma[0])} of {rdma[0]}, expected {rdma[1]}"
     if (needs := needs_of(run, pod.role)) and int(requests.get("cpu", "0")) < needs.cpus:
         yield f"it asks for {requests.get('cpu')} CPUs, the plan says {needs.cpus}"
+
+
+def _temporary_files(pod: PodSet, run: RunOnKubernetes) -> Iterator[str]:
+    names = {one["name"] for one in pod.container["volumeMounts"] if one["mountPath"] == "/tmp"}
+    if not names:
+        yield "nothing can be written to /tmp"
+    needs = needs_of(run, pod.role)
+    if needs is None:
+        return
+    for one in pod.spec["volumes"]:
+        limit = one.get("emptyDir", {}).get("sizeLimit")
+        if one["name"] in names and limit is not None and size_bytes(limit) < needs.tmp_bytes:
+            yield f"/tmp has {limit}, the plan says {needs.tmp_bytes / 2**30:.0f} GiB; the kubelet ends what exceeds it"
+    asked = size_bytes(pod.container["resources"].get("requests", {}).get("ephemeral-storage", "0"))
+    if asked < needs.replica_bytes:
+        yield (
+            f"it asks for {asked / 2**30:.0f} GiB of its node's disk, the plan says {needs.replica_bytes / 2**30:.0f}: "
+            "weights.channel delta keeps a replica there"
+        )
 
 
 def _memory(pod: PodSet, run: RunOnKubernetes) -> Iterator[str]:
@@ -243,8 +273,6 @@ def _rights(pod: PodSet, run: RunOnKubernetes) -> Iterator[str]:
         yield "it keeps capabilities that it does not need"
     if own.get("privileged") or any(spec.get(name) for name in ("hostNetwork", "hostPID", "hostIPC")):
         yield "it shares namespaces of its host, or is privileged"
-    if not any(mount["mountPath"] == "/tmp" for mount in pod.container["volumeMounts"]):
-        yield "nothing can be written to /tmp"
 
 
 def _ends(pod: PodSet, run: RunOnKubernetes) -> Iterator[str]:

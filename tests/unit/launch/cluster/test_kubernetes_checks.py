@@ -11,11 +11,13 @@ import pytest
 
 from launch.cluster.kubernetes.checks.everything import check
 from launch.cluster.kubernetes.checks.jobs import EXPECTED, outcome
+from launch.cluster.kubernetes.checks.pods import size_bytes
 from launch.cluster.kubernetes.command import kubernetes
 from launch.cluster.kubernetes.render import render
+from launch.plan.planner import Machine, make_plan
 from pipeline.errors import RecipeError
 from tests.support.manifests.cases import LEARNER_IMAGE, ROLLOUT_IMAGE, documents, rendered, run_of
-from tests.support.manifests.mutations import MUTATIONS, job, printed, table
+from tests.support.manifests.mutations import MUTATIONS, container, job, pod, printed, table
 from tests.support.manifests.schemas import problems
 
 FREE = ("labels", "matchLabels", "selector", "data", "requests", "limits", "annotations")
@@ -35,6 +37,29 @@ def test_what_is_rendered_passes(overrides: tuple[str, ...], options: dict[str, 
     found = documents(render(run))
     assert list(check(found, run, found)) == []
     assert [text for one in found for text in problems(one, old=one)] == []
+
+
+@pytest.mark.parametrize("precision", ["fp8_block", "bf16"])
+def test_engines_have_room_for_a_replica(precision: str) -> None:
+    """Twice the published weights on their node's disk, beside what other temporary files may take."""
+
+    def engine_of(channel: str) -> tuple[float, float]:
+        override = f"weights.channel={channel}", f"rollout.precision={precision}"
+        run = run_of(*override)
+        found = documents(render(run))
+        assert list(check(found, run)) == []
+        tmp = next(one for one in pod(found, "engine")["volumes"] if one["name"] == "tmp")
+        asked = container(found, "engine")["resources"]["requests"].get("ephemeral-storage", "0")
+        return size_bytes(tmp["emptyDir"]["sizeLimit"]), size_bytes(asked)
+
+    plan = make_plan(
+        Path("qwen3_32b"), ["weights.channel=delta", f"rollout.precision={precision}"], Machine(gpus=64, gpu_gib=80), {}
+    )
+    replica = plan["publish"]["replica_gigabytes"] * 1e9
+    usual, none = engine_of("broadcast")
+    with_replica, asked = engine_of("delta")
+    assert none == 0.0
+    assert with_replica - usual == asked == pytest.approx(replica, rel=1e-3)
 
 
 @pytest.mark.parametrize(
