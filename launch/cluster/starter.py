@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 from launch.cluster.roles.addresses import loopback_environment
 from launch.cluster.roles.api_key import API_KEY_FILE_VARIABLE, API_KEY_VARIABLE
 from launch.cluster.roles.base import LOG_VARIABLE
-from launch.run.processes import child_environment, end_tree
-from pipeline.child_process import ChildProcess
+from launch.run.processes import ProcessTree, child_environment
 from pipeline.config.recipe import Recipe, RolloutSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RetryableError
@@ -151,11 +150,7 @@ class LocalStarter:
         return self._drawn[unit]
 
 
-class _Child(ChildProcess):
+class _Child(ProcessTree):
     """Ctrl-C reaches the supervisor only, which then ends its units in order."""
 
     when_parent_dies = signal.SIGKILL
-
-    def kill(self) -> None:
-        end_tree(self.pid)
-        super().kill()

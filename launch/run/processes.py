@@ -121,3 +121,13 @@ def end_tree(pid: int) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs([process for process in tree if process.pid != pid], timeout=_DEATH_S)
+
+
+class ProcessTree(ChildProcess):
+    """A program that is killed with all below it."""
+
+    def kill(self) -> None:
+        """One that has ended has given its number back: whoever has it now is left alone."""
+        if self.poll() is None:
+            end_tree(self.pid)
+        super().kill()

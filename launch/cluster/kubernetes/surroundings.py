@@ -50,12 +50,13 @@ def volume_claim(run: RunOnKubernetes) -> PersistentVolumeClaim:
 
 
 def _volume_bytes(run: RunOnKubernetes) -> float:
-    """What a run leaves, with one checkpoint and one policy being written, and the model twice."""
+    """What a run leaves, with one checkpoint and one policy being written, and the model twice. `weights.keep` are kept
+    beside the published policy."""
     recipe, planner = run.recipe, run.planner
     samples = recipe.run.steps * recipe.rollout.prompts_per_batch * recipe.rollout.group_size
     return (
         (recipe.checkpoint.keep + 1) * run.needs.checkpoint_bytes
-        + (recipe.weights.keep + 1) * planner.engine_model_bytes
+        + (recipe.weights.keep + 2) * planner.engine_model_bytes
         + 4.0 * planner.config.num_parameters
         + samples * recipe.rollout.context_tokens * _TRAJECTORY_BYTES
     )

@@ -8,8 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from launch.cluster.roles.base import log_file
-from launch.run.processes import end_tree
-from pipeline.child_process import ChildProcess
+from launch.run.processes import ProcessTree
 from pipeline.scratch import make_scratch, remove_scratch, scratch_environment
 from pipeline.trainer.batch_source import STOP_FILE_VARIABLE
 
@@ -17,7 +16,7 @@ BEGUN = "begun"
 """Beside the stop file; rank 0 makes it when it begins to train."""
 
 
-class _Torchrun(ChildProcess):
+class _Torchrun(ProcessTree):
     """Ranks die with torchrun (launch.run.learn_rank), and torchrun with the agent.
 
     Slurm signals every process of a step. The agent alone answers SIGTERM, by the stop file: a rank that died of it
@@ -43,7 +42,6 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        end_tree(self._torchrun.pid)
         self._torchrun.kill()
         remove_scratch(self._folder)
 
