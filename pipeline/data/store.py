@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -165,18 +166,12 @@ class BatchStore:
             raise StoreError(f"{LostBatch.read(self.lost_path(index))}; there is nothing to read")
         if not path.is_file():
             raise StoreError(f"batch {index} is not committed: no file {path}; start the collector to make it")
-        try:
+        with self._damage_said(path):
             batch = _decode(path, choose)
             if batch.index != index:
                 raise ValueError(f"the file holds batch {batch.index}")
             if check:
                 check_values(batch, self._limits)
-        except MemoryError:
-            raise
-        except Exception as error:
-            if (failure := machine_failure(error)) is not None:
-                raise failure from None
-            raise self._corrupt(path, error) from error
         if contract is not None and batch.contract != contract:
             _refuse_contract(path, found=batch.contract, expected=contract)
         return batch
@@ -185,19 +180,21 @@ class BatchStore:
         """How many samples batch `index` has. Raises CorruptBatchError when its file fails a check, or is gone, OSError
         when the machine fails to read it."""
         path = self.path(index)
+        with self._damage_said(path), seek_zarr_zip(path) as file:
+            return read_num_samples(file)
+
+    @contextmanager
+    def _damage_said(self, path: Path) -> Iterator[None]:
+        """Around the reading of a file: what fails is damage, unless the machine failed."""
         try:
-            with seek_zarr_zip(path) as file:
-                return read_num_samples(file)
+            yield
         except MemoryError:
             raise
         except Exception as error:
             if (failure := machine_failure(error)) is not None:
                 raise failure from None
-            raise self._corrupt(path, error) from error
-
-    def _corrupt(self, path: Path, error: Exception) -> CorruptBatchError:
-        reason = one_line(error, 300) or type(error).__name__
-        return CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}")
+            reason = one_line(error, 300) or type(error).__name__
+            raise CorruptBatchError(f"{path} fails its checks ({reason}); {self._remedy()}") from error
 
     def _remedy(self) -> str:
         return (

@@ -72,16 +72,21 @@ class Pod:
     reads_recipe: bool = False
 
 
+def _quantity(num_bytes: int) -> str:
+    """In whole MiB, as Kubernetes writes them; no fewer bytes than these."""
+    return f"{-(-num_bytes // _MIB)}Mi"
+
+
 def resources(run: RunOnKubernetes, needs: HostNeeds, gpus: int = 0) -> Resources:
     """CPUs, and room on the node's disk, are asked for and not limited; memory and devices are both."""
-    fixed = dict(memory=f"{-(-needs.memory_bytes // _MIB)}Mi")
+    fixed = dict(memory=_quantity(needs.memory_bytes))
     if gpus:
         fixed[run.options.gpu_resource] = str(gpus)
         if rdma := run.options.rdma_of(gpus):
             fixed[rdma[0]] = rdma[1]
     asked = dict(cpu=str(needs.cpus))
     if needs.replica_bytes:
-        asked["ephemeral-storage"] = f"{-(-needs.replica_bytes // _MIB)}Mi"
+        asked["ephemeral-storage"] = _quantity(needs.replica_bytes)
     return Resources(requests=asked | fixed, limits=fixed)
 
 
@@ -144,12 +149,12 @@ def _volumes(run: RunOnKubernetes, pod: Pod) -> list[tuple[Volume, VolumeMount]]
     volumes = [
         (Volume(name="run", persistent_volume_claim=ClaimVolume(claim_name=run.claim)), options.mount),
         (Volume(name="api-key", secret=secret), SECRET_FOLDER),
-        (Volume(name="tmp", empty_dir=EmptyDir(size_limit=f"{-(-pod.needs.tmp_bytes // _MIB)}Mi")), "/tmp"),
+        (Volume(name="tmp", empty_dir=EmptyDir(size_limit=_quantity(pod.needs.tmp_bytes))), "/tmp"),
     ]
     if pod.reads_recipe:
         volumes.append((Volume(name="recipe", config_map=ConfigMapVolume(name=run.config_map)), RECIPE_FOLDER))
     if pod.needs.shm_bytes:
-        shm = EmptyDir(medium="Memory", size_limit=f"{pod.needs.shm_bytes // _MIB}Mi")
+        shm = EmptyDir(medium="Memory", size_limit=_quantity(pod.needs.shm_bytes))
         volumes.append((Volume(name="shm", empty_dir=shm), "/dev/shm"))
     read_only = ("api-key", "recipe")
     return [

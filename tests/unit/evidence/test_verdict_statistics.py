@@ -129,7 +129,7 @@ def test_an_order_is_foretold_when_both_differences_lie_on_one_side(
 
 @pytest.mark.parametrize("under_way", ["ours", "theirs"])
 def test_an_order_is_read_where_both_arms_have_been(under_way: str) -> None:
-    """An arm of which a run is under way has fewer evaluations."""
+    """An arm all of whose runs diverged may have fewer evaluations."""
     whole, begun = four_runs(0.1, 0.4, 0.5, 0.6), four_runs(0.1)
     curves = {("plain", name): begun if name == under_way else whole for name in ("ours", "theirs")}
     assert float(order(curves, ("plain", "ours"), ("plain", "theirs"), 0.3334).shown) == 1.0
