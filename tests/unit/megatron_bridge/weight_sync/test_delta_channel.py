@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,6 @@ from megatron_bridge.weight_sync.deltas.channel import DeltaChannel
 from megatron_bridge.weight_sync.deltas.published_share import PublishedShare, share_of
 from megatron_bridge.weight_sync.disk import WeightCheckPlan
 from megatron_bridge.weight_sync.probe import ProbeScorer
-from pipeline.config.recipe import LearnerSection
 from pipeline.data.deltas.chain import is_whole
 from pipeline.data.files import is_temporary
 from pipeline.data.integrity.space import SPARE_BYTES, size_of
@@ -28,10 +27,7 @@ from pipeline.data.run_directory import RunDirectory, numbered_folders
 from pipeline.errors import DiskFullError, EngineUnavailableError
 from precision.formats.quant_map import QuantMap
 from precision.formats.quant_map_file import QuantMapFile
-from precision.objectives.p3o import P3O
 from rollout_sglang.weights.replica import Replica, tensor_places
-from tests.support.learners import learner_here
-from tests.support.runs import make_model
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
@@ -75,14 +71,6 @@ class Publisher:
     @property
     def folder(self) -> Path:
         return self.run.policy_directory(self.version)
-
-
-@pytest.fixture(scope="module")
-def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    folder = make_model(tmp_path_factory.mktemp("delta-channel") / "model")
-    section = LearnerSection(precision="bf16", micro_batch_tokens=256)
-    with learner_here(folder, section, P3O(), temperature=1.0, seed=0, total_steps=10) as learner:
-        yield learner
 
 
 @pytest.fixture

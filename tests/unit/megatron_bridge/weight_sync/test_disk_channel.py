@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,11 @@ import torch
 
 from megatron_bridge.weight_sync.disk import DiskChannel, WeightCheckPlan
 from megatron_bridge.weight_sync.probe import ProbeScorer
-from pipeline.config.recipe import LearnerSection
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import NonFiniteError
 from pipeline.ports.weight_check import WeightCheck
 from precision.formats.quant_map import QuantMap
 from precision.formats.quant_map_file import QuantMapFile
-from precision.objectives.p3o import P3O
-from tests.support.learners import learner_here
-from tests.support.runs import make_model
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
@@ -49,14 +44,6 @@ class Recorder:
         if self._error is not None:
             raise self._error
         return ({"a": "b"},)
-
-
-@pytest.fixture(scope="module")
-def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    folder = make_model(tmp_path_factory.mktemp("disk-channel") / "model")
-    section = LearnerSection(precision="bf16", micro_batch_tokens=256)
-    with learner_here(folder, section, P3O(), temperature=1.0, seed=0, total_steps=10) as learner:
-        yield learner
 
 
 @pytest.fixture

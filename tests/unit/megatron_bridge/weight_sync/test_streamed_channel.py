@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,7 @@ from megatron_bridge.weight_sync.disk import WeightCheckPlan
 from megatron_bridge.weight_sync.probe import ProbeScorer
 from megatron_bridge.weight_sync.process_group_transport import ProcessGroupTransport
 from megatron_bridge.weight_sync.streaming import StreamedChannel
-from pipeline.config.recipe import LearnerSection
 from pipeline.data.run_directory import RunDirectory
-from precision.objectives.p3o import P3O
-from tests.support.learners import learner_here
-from tests.support.runs import make_model
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning", "UserWarning")
@@ -44,14 +40,6 @@ class NoEngines:
 
     async def close(self) -> None:
         pass
-
-
-@pytest.fixture(scope="module")
-def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    folder = make_model(tmp_path_factory.mktemp("streamed-channel") / "model")
-    section = LearnerSection(precision="bf16", micro_batch_tokens=256)
-    with learner_here(folder, section, P3O(), temperature=1.0, seed=0, total_steps=10) as learner:
-        yield learner
 
 
 @pytest.mark.parametrize(("num_engines", "senders"), [(1, 1), (3, 3), (9, 4)])
