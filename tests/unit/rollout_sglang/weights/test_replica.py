@@ -153,6 +153,26 @@ def test_a_delta_that_is_damaged_missing_or_doubled_is_found(
     check(replica.make(14), published[14])
 
 
+def test_damage_that_the_next_delta_overwrites_harms_only_its_own_version(
+    tmp_path: Path, published: dict[int, Tensors]
+) -> None:
+    """What counts is whether the tensors are those of the version's manifest."""
+    honest = moved(published[14], 15)
+    other, after = (
+        {name: np.where(tensor != published[14][name], tensor ^ bit, tensor) for name, tensor in honest.items()}
+        for bit in (np.uint8(2), np.uint8(4))
+    )
+    folder = write_version(tmp_path / "policy", 15, honest, base=(14, published[14]))
+    damaged = write_version(tmp_path / "damaged", 15, other, base=(14, published[14]))
+    for name in ("delta-00000.bin", DELTA_FILE):
+        shutil.copy(damaged / name, folder / name)
+    write_version(tmp_path / "policy", 16, after, base=(15, honest))
+    replica = new_replica(tmp_path)
+    with pytest.raises(StoreError, match=r"is not as .*000015 says"):
+        replica.make(15)
+    check(replica.make(16), after)
+
+
 def test_weights_that_were_copied_are_compared(tmp_path: Path, published: dict[int, Tensors]) -> None:
     flip(tmp_path / "policy" / "000013" / "model-00001.safetensors")
     with pytest.raises(StoreError, match="000013 does not hold tensor"):
