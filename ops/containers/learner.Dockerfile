@@ -3,9 +3,10 @@
 #
 #     docker build -f ops/containers/learner.Dockerfile -t REGISTRY/evenkeel/learner .        (in the root of the repository)
 #
-# The base is pinned by tag. Its digest could not be looked up where this file was written, and no GPU image has been built
-# there: give --build-arg BASE=NAME@sha256:…, which `docker buildx imagetools inspect` prints.
-ARG BASE=nvcr.io/nvidia/pytorch:25.10-py3
+# The base is pinned by tag: the first one with torch 2.11 (README.md beside this file). Its digest could not be looked up where
+# this file was written, and no GPU image has been built there: give --build-arg BASE=NAME@sha256:…, which `docker buildx
+# imagetools inspect` prints.
+ARG BASE=nvcr.io/nvidia/pytorch:26.02-py3
 
 FROM ${BASE} AS build
 # NVIDIA's images hold pip to their own versions; ours are locked, and lie in an environment in front of theirs.
