@@ -79,11 +79,13 @@ class Epoch:
             raise
 
 
-def claim(run: Path, role: Role, index: int | None = None) -> Epoch:
-    """Begin the next epoch of a role: whoever held the one before is superseded from now on."""
+def claim(run: Path, role: Role, index: int | None = None, *, recipe: str = "") -> Epoch:
+    """Begin the next epoch of a role: whoever held the one before is superseded from now on. `recipe` is the name of
+    the file of the recipe that this start goes by (`goes_by`)."""
     folder = epoch_folder(run, role, index)
     make_folder(folder)
-    claimed_by = json.dumps(dict(host=socket.gethostname(), pid=os.getpid(), time=time.time()))
+    by = dict(host=socket.gethostname(), pid=os.getpid(), time=time.time())
+    claimed_by = json.dumps(by | (dict(recipe=recipe) if recipe else {}))
     while True:
         number = newest(folder) + 1
         with suppress(FileExistsError):
@@ -117,6 +119,14 @@ def who(folder: Path, number: int) -> str:
         return f"host {claimed['host']}, process {claimed['pid']}"
     except (OSError, StoreError, KeyError):
         return "by an unknown process"
+
+
+def goes_by(folder: Path, recipe: str) -> bool:
+    """Whether the newest start has said that it goes by the recipe of this file."""
+    try:
+        return read_sealed_json(folder / f"{newest(folder):06d}", "its role is started again").get("recipe") == recipe
+    except (OSError, StoreError, AttributeError):
+        return False
 
 
 def _pointer(folder: Path) -> int:

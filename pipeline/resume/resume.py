@@ -20,10 +20,10 @@ from pathlib import Path
 
 from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import ROLES, claim
+from pipeline.data.epochs import ROLES, claim, goes_by
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.files import fsync_present
-from pipeline.data.frozen.recipes import add_recipe, all_recipes, begin_recipe, recipe_file
+from pipeline.data.frozen.recipes import add_recipe, all_recipes, begin_recipe, newest_recipe_file, recipe_file
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from pipeline.resume.rules import RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
@@ -64,7 +64,9 @@ def go_on_with(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
         _clear(run, recipe, changes)
         learned, settled = run.num_learned(), run.num_settled()
         add_recipe(run.path, recipe, first_step=learned, first_batch=settled)
-        _end_other_starts(run.path)  # those that began meanwhile, and read the old one
+    if (newest := newest_recipe_file(run.path)) != recipe_file(run.path):
+        # Those that began meanwhile and read the old one; also if the start that changed it was killed before this.
+        _end_other_starts(run.path, but=newest.name)
     run.make_folders()
     return changes
 
@@ -90,13 +92,14 @@ def said(run: RunDirectory, changes: Mapping[str, str]) -> str:
     return f"{run.path} goes on from step {run.num_learned()} with {listed}"
 
 
-def _end_other_starts(run: Path) -> None:
-    """Whoever samples, serves or learns by the old recipe is superseded, and started again by whom it was started."""
+def _end_other_starts(run: Path, but: str = "") -> None:
+    """Whoever samples, serves or learns by the old recipe is superseded, and started again by whom it was started.
+    `but` is the file of the new one: a role that has waited for it goes by it at once."""
     epochs = run / "epochs"
     for folder in sorted(epochs.iterdir()) if epochs.is_dir() else ():
         role, _, index = folder.name.partition("-")
         for known in ROLES:
-            if role == known != "supervisor":
+            if role == known != "supervisor" and not (but and goes_by(folder, but)):
                 claim(run, known, int(index) if index else None)
 
 

@@ -20,6 +20,9 @@ from pipeline.tasks.rows.saved_folders import data_files, refusing_unreadable
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.text.short import listed, one_line
 
+DIGEST_KEYS = frozenset(("task.sha256", "task.template_sha256"))
+"""What `with_digest` adds to a recipe."""
+
 
 def with_digest(recipe: Recipe, run: RunDirectory) -> Recipe:
     """The recipe with `task.sha256` and `task.template_sha256`: those of the run's frozen recipe, else of what there is

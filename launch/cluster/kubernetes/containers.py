@@ -7,6 +7,7 @@ from typing import Literal
 
 from launch.cluster.kubernetes.base import Metadata
 from launch.cluster.kubernetes.job import (
+    RECIPE_FILE,
     RECIPE_FOLDER,
     SECRET_FILE,
     SECRET_FOLDER,
@@ -45,6 +46,8 @@ Restart = Literal["Never", "Always"]
 COMMAND = ("tini", "-e", str(SUPERSEDED_EXIT_CODE), "--")
 """tini is PID 1: it reaps what roles leave behind and hands SIGTERM on. A role that was superseded is over, and the run
 goes on elsewhere: to Kubernetes that is success, so that nothing is started again."""
+RECIPE = f"--recipe {RECIPE_FOLDER}/{RECIPE_FILE}"
+"""Of every role: the learner begins the run with it, or goes on with it, and the others wait until it has."""
 KILL_MARGIN_S = 30
 """Between the end of a role's own grace and the kubelet's SIGKILL."""
 _MIB = 2**20
@@ -69,7 +72,6 @@ class Pod:
     restart: Restart = "Never"
     affinity: Affinity | None = None
     spread: tuple[SpreadConstraint, ...] | None = None
-    reads_recipe: bool = False
 
 
 def _quantity(num_bytes: int) -> str:
@@ -150,9 +152,8 @@ def _volumes(run: RunOnKubernetes, pod: Pod) -> list[tuple[Volume, VolumeMount]]
         (Volume(name="run", persistent_volume_claim=ClaimVolume(claim_name=run.claim)), options.mount),
         (Volume(name="api-key", secret=secret), SECRET_FOLDER),
         (Volume(name="tmp", empty_dir=EmptyDir(size_limit=_quantity(pod.needs.tmp_bytes))), "/tmp"),
+        (Volume(name="recipe", config_map=ConfigMapVolume(name=run.config_map)), RECIPE_FOLDER),
     ]
-    if pod.reads_recipe:
-        volumes.append((Volume(name="recipe", config_map=ConfigMapVolume(name=run.config_map)), RECIPE_FOLDER))
     if pod.needs.shm_bytes:
         shm = EmptyDir(medium="Memory", size_limit=_quantity(pod.needs.shm_bytes))
         volumes.append((Volume(name="shm", empty_dir=shm), "/dev/shm"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launch.cluster.kubernetes.containers import Pod, Restart, pod_template, resources
+from launch.cluster.kubernetes.containers import RECIPE, Pod, Restart, pod_template, resources
 from launch.cluster.kubernetes.job import ENGINE_PORT, RunOnKubernetes
 from launch.cluster.kubernetes.pods import (
     Affinity,
@@ -58,7 +58,7 @@ def _engine_pod(run: RunOnKubernetes, host: str, indices: dict[str, str], *, res
         Pod(
             role="engine",
             image=run.options.rollout_image,
-            arguments=f"$(EVENKEEL_INDEX) --host $(EVENKEEL_HOST) --port {ENGINE_PORT} --metrics{nodes}",
+            arguments=f"$(EVENKEEL_INDEX) {RECIPE} --host $(EVENKEEL_HOST) --port {ENGINE_PORT} --metrics{nodes}",
             indices=indices,
             host=host,
             ports=dict(http=ENGINE_PORT),

@@ -11,13 +11,11 @@ What happens when a pod ends:
 
 from __future__ import annotations
 
-from launch.cluster.kubernetes.containers import Pod, pod_template, resources
+from launch.cluster.kubernetes.containers import RECIPE, Pod, pod_template, resources
 from launch.cluster.kubernetes.engines import at_most_on_a_node, engine_job_pod, near
 from launch.cluster.kubernetes.job import (
     HEARTBEAT_PORT,
     METRICS_PORT,
-    RECIPE_FILE,
-    RECIPE_FOLDER,
     RENDEZVOUS_PORT,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
@@ -138,8 +136,8 @@ def _learner(run: RunOnKubernetes) -> PodTemplate:
         Pod(
             role="learner",
             image=run.options.learner_image,
-            arguments=f"$(EVENKEEL_NODE) --nodes {run.learner_nodes} --recipe {RECIPE_FOLDER}/{RECIPE_FILE} "
-            f"--host $(EVENKEEL_HOST) --port {RENDEZVOUS_PORT} --metrics-port {METRICS_PORT}",
+            arguments=f"$(EVENKEEL_NODE) {RECIPE} --nodes {run.learner_nodes} --host $(EVENKEEL_HOST) "
+            f"--port {RENDEZVOUS_PORT} --metrics-port {METRICS_PORT}",
             indices=_NODE,
             host=_host(run, "learner", "$(EVENKEEL_NODE)"),
             ports=ports,
@@ -147,7 +145,6 @@ def _learner(run: RunOnKubernetes) -> PodTemplate:
             resources=resources(run, run.needs.learner, run.learner_gpus),
             affinity=_close_together(run),
             spread=(at_most_on_a_node(run, "learner", 1),),  # two on one large node would be lost together
-            reads_recipe=True,
         ),
     )
 
@@ -158,7 +155,7 @@ def _collector(run: RunOnKubernetes) -> PodTemplate:
         Pod(
             role="collector",
             image=run.options.rollout_image,
-            arguments=f"--host $(EVENKEEL_HOST) --metrics-port {METRICS_PORT}",
+            arguments=f"{RECIPE} --host $(EVENKEEL_HOST) --metrics-port {METRICS_PORT}",
             indices={},
             host=_host(run, "collector"),
             ports=dict(metrics=METRICS_PORT),
@@ -176,7 +173,7 @@ def _router(run: RunOnKubernetes) -> PodTemplate:
         Pod(
             role="router",
             image=run.options.rollout_image,
-            arguments=f"--host $(EVENKEEL_HOST) --port {ROUTER_PORT} --metrics-port {ROUTER_METRICS_PORT}",
+            arguments=f"{RECIPE} --host $(EVENKEEL_HOST) --port {ROUTER_PORT} --metrics-port {ROUTER_METRICS_PORT}",
             indices={},
             host=_host(run, "router"),
             ports=dict(http=ROUTER_PORT, metrics=ROUTER_METRICS_PORT),

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from launch.cluster.kubernetes.job import ENGINE_PORT, RunOnKubernetes
 from launch.cluster.kubernetes.pods import ExecAction, HttpGetAction, Probe, TcpSocketAction
+from launch.cluster.roles.addresses import NAME_DEADLINE_S
+from launch.cluster.roles.base import RECIPE_DEADLINE_S
 
 _PERIOD_S = 10
 _GONE_S = 60
@@ -38,9 +40,10 @@ NO_PROBES = Probes()
 
 
 def engine_start_s(run: RunOnKubernetes) -> int:
-    """The longest that an engine may take. It gives up by itself: start_deadline_s bounds its wait for version 0, and
-    then reading the weights."""
-    return run.needs.first_policy_s + 2 * math.ceil(run.recipe.rollout.start_deadline_s)
+    """The longest that an engine may take. It gives up by itself: it waits for its own name and for the recipe, and
+    start_deadline_s bounds its wait for version 0, and then reading the weights."""
+    waits_s = NAME_DEADLINE_S + RECIPE_DEADLINE_S + 2 * run.recipe.rollout.start_deadline_s
+    return run.needs.first_policy_s + math.ceil(waits_s)
 
 
 def engine_probes(run: RunOnKubernetes) -> Probes:

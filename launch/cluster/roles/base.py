@@ -19,8 +19,10 @@ from typing import NoReturn, TypeVar
 
 from launch.cluster.roles.addresses import own_address
 from launch.run.fatal_notes import leave_fatal_note
+from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, epoch_folder, newest
+from pipeline.data.frozen.recipes import RecipeInForce, newest_recipe_file, recipe_file, recipe_in_force
 from pipeline.data.integrity.space import full_disk_said
 from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
@@ -39,6 +41,7 @@ from pipeline.errors import (
     SupersededError,
 )
 from pipeline.patience import Patience, print_notice
+from pipeline.tasks.digest import DIGEST_KEYS
 
 EPOCH_VARIABLE = "EVENKEEL_EPOCH"
 """Environment of a learner's ranks: the number of the learner's start that they belong to."""
@@ -153,10 +156,25 @@ def wait_for(stop: Stop, found: Callable[[], T | None], what: str, deadline_s: f
         time.sleep(POLL_S)
 
 
-def wait_for_recipe(run: RunDirectory, stop: Stop) -> Recipe:
-    """The run's frozen recipe, which the learner's first host writes."""
-    wait_for(stop, lambda: (run.path / "recipe.yaml").is_file() or None, f"{run.path}/recipe.yaml", RECIPE_DEADLINE_S)
-    return run.recipe()
+def wait_for_recipe(run: RunDirectory, stop: Stop, given: Path | None = None) -> RecipeInForce:
+    """The run's frozen recipe, which the learner's first host writes. With the recipe that the learner is `given`: once
+    the run goes by that one. Who began with an older one would be superseded as soon as the learner changes it, or find
+    a run finished that gets more steps. Raises RecipeError."""
+    if given is None:
+        wait_for(stop, lambda: recipe_file(run.path).is_file() or None, str(recipe_file(run.path)), RECIPE_DEADLINE_S)
+        return recipe_in_force(run.path)
+    wanted, others = load_recipe(given), set[Path]()
+
+    def found() -> RecipeInForce | None:
+        if not recipe_file(run.path).is_file() or newest_recipe_file(run.path) in others:
+            return None
+        newest = recipe_in_force(run.path)
+        if set(changed_keys(newest.recipe, wanted)) <= DIGEST_KEYS:
+            return newest
+        others.add(newest.path)
+        return None
+
+    return wait_for(stop, found, f"{run.path} to go by {given}", RECIPE_DEADLINE_S)
 
 
 def wait_for_policy(run: RunDirectory, recipe: Recipe, stop: Stop) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from launch.build.rewards import check_reward
 from launch.cluster.roles.base import Stop, announced, wait_for_engines, wait_for_policy, wait_for_recipe
@@ -13,12 +14,12 @@ from pipeline.data.run_directory import RunDirectory
 from pipeline.tasks import build_task
 
 
-def run_collector(run: RunDirectory, stop: Stop) -> int:
-    """The exit status."""
-    recipe = wait_for_recipe(run, stop)
-    epoch = claim(run.path, "collector")
+def run_collector(run: RunDirectory, stop: Stop, recipe: Path | None = None) -> int:
+    """The exit status. `recipe` is the one that the learner is given, if it is known."""
+    frozen = wait_for_recipe(run, stop, recipe)
+    epoch = claim(run.path, "collector", recipe=frozen.path.name)
     with epoch.superseded_said():
-        _collect(run.under(epoch), recipe, epoch, stop)
+        _collect(run.under(epoch), frozen.recipe, epoch, stop)
     return 0
 
 

@@ -31,6 +31,13 @@ Host = Annotated[
 MetricsPort = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Show /metrics for Prometheus at this port of --host.")
 ]
+RecipePath = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="The recipe that the learner is given: wait until the run goes by it. Without, any recipe will do.",
+    ),
+]
 Port = Annotated[
     int | None,
     typer.Option(min=1, max=65535, help="Default: rollout.port or 30000, and the index.", show_default=False),
@@ -43,7 +50,8 @@ def learner(
     node: Annotated[int, typer.Argument(help="Which of the learner's hosts this is.")] = 0,
     nodes: Annotated[int, typer.Option(min=1, help="Hosts of the learner; its ranks are shared out evenly.")] = 1,
     recipe: Annotated[
-        Path | None, typer.Option(help="Begin the run with this recipe, unless it has begun; read by node 0.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Node 0 begins the run with it, or goes on with it; others wait for that."),
     ] = None,
     host: Host = "127.0.0.1",
     port: Annotated[
@@ -61,7 +69,7 @@ def learner(
 
         evenkeel role learner /shared/runs/a 0 --nodes 2 --host n1 --recipe a.yaml
 
-        evenkeel role learner /shared/runs/a 1 --nodes 2 --host n2
+        evenkeel role learner /shared/runs/a 1 --nodes 2 --host n2 --recipe a.yaml
     """
     from launch.cluster.roles.base import Stop, run_role, show_metrics
     from launch.cluster.roles.learner import LearnerNode, run_learner_node
@@ -77,7 +85,9 @@ def learner(
 
 
 @role_app.command()
-def collector(run: RunPath, host: Host = "127.0.0.1", metrics_port: MetricsPort = None) -> None:
+def collector(
+    run: RunPath, recipe: RecipePath = None, host: Host = "127.0.0.1", metrics_port: MetricsPort = None
+) -> None:
     """Ask the engines for every batch that the run lacks, score the answers, and commit the batches.
 
     Waits for the run to begin and for an engine. What was in flight when it ended is asked again.
@@ -90,7 +100,7 @@ def collector(run: RunPath, host: Host = "127.0.0.1", metrics_port: MetricsPort 
 
     def body(stop: Stop) -> int:
         show_metrics(metrics_port, host, stop)
-        return run_collector(directory, stop)
+        return run_collector(directory, stop, recipe)
 
     run_role(directory, "collector", body)
 
@@ -99,6 +109,7 @@ def collector(run: RunPath, host: Host = "127.0.0.1", metrics_port: MetricsPort 
 def engine(
     run: RunPath,
     index: Annotated[int, typer.Argument(min=0, help="Which engine of the run this is.", show_default=False)],
+    recipe: RecipePath = None,
     host: Host = "127.0.0.1",
     port: Port = None,
     nodes: Annotated[int, typer.Option(min=1, help="Hosts of this engine, which share its tensor parallel ranks.")] = 1,
@@ -116,12 +127,18 @@ def engine(
     from launch.cluster.roles.engine import EngineRole, run_engine
     from pipeline.data.run_directory import RunDirectory
 
-    own = EngineRole(RunDirectory(run.absolute()), index, host, port, nodes, node, metrics)
+    own = EngineRole(RunDirectory(run.absolute()), index, host, port, nodes, node, metrics, recipe)
     run_role(own.run, f"engine-{index}", lambda stop: run_engine(own, stop))
 
 
 @role_app.command()
-def router(run: RunPath, host: Host = "127.0.0.1", port: Port = None, metrics_port: MetricsPort = None) -> None:
+def router(
+    run: RunPath,
+    recipe: RecipePath = None,
+    host: Host = "127.0.0.1",
+    port: Port = None,
+    metrics_port: MetricsPort = None,
+) -> None:
     """SGLang's router in front of the engines; needed where a run has more than one.
 
     Starts without engines: the fleet, in learner and collector, gives it those that it has verified.
@@ -130,5 +147,5 @@ def router(run: RunPath, host: Host = "127.0.0.1", port: Port = None, metrics_po
     from launch.cluster.roles.router import RouterRole, run_router
     from pipeline.data.run_directory import RunDirectory
 
-    own = RouterRole(RunDirectory(run.absolute()), host, port, metrics_port)
+    own = RouterRole(RunDirectory(run.absolute()), host, port, metrics_port, recipe)
     run_role(own.run, "router", lambda stop: run_router(own, stop))

@@ -38,6 +38,7 @@ from launch.cluster.roles.server_turn import reason_to_start_again
 from launch.cluster.roles.starting_weights import hold_weights, release_weights
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
+from pipeline.data.frozen.recipes import RecipeInForce
 from pipeline.data.membership import Announcement, Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory
@@ -67,6 +68,8 @@ class EngineRole:
     nodes: int = 1
     node: int = 0
     metrics: bool = False
+    recipe: Path | None = None
+    """The one that the learner is given, if it is known."""
 
     @property
     def rendezvous(self) -> Path:
@@ -79,7 +82,8 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
         raise LayoutError(f"node {own.node} of --nodes {own.nodes}: nodes count from 0; correct one of them")
     key = read_api_key()
     address = bind_address(own.host, key, stop.check)
-    recipe = wait_for_recipe(own.run, stop)
+    frozen = wait_for_recipe(own.run, stop, own.recipe)
+    recipe = frozen.recipe
     check_engines(recipe)
     if recipe.rollout.tensor_parallel % own.nodes:
         raise LayoutError(
@@ -97,17 +101,19 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
     port = own.port or (recipe.rollout.port or DEFAULT_PORT) + own.index
     if own.node > 0:
         return _run_other_host(own, recipe, address, port, key, stop)
-    while (why := _run_server(own, recipe, address, port, key, stop)) is not None:
+    while (why := _run_server(own, frozen, address, port, key, stop)) is not None:
         print(f"engine {own.index} is started again: {why}", flush=True)
     stop.check()
     return 0
 
 
-def _run_server(own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop) -> str | None:
+def _run_server(
+    own: EngineRole, frozen: RecipeInForce, address: str, port: int, key: str | None, stop: Stop
+) -> str | None:
     """One server from its start to its end. Why it should be started again; None when it should not."""
-    epoch = claim(own.run.path, "engine", own.index)
+    epoch = claim(own.run.path, "engine", own.index, recipe=frozen.path.name)
     with epoch.superseded_said():
-        return _run_start(own, recipe, address, port, key, stop, epoch)
+        return _run_start(own, frozen.recipe, address, port, key, stop, epoch)
 
 
 def _run_start(

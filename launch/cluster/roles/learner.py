@@ -78,6 +78,7 @@ class LearnerNode:
     port: int = DEFAULT_PORT
     """Of torch's rendezvous, on node 0; the agents' heartbeat has the next one."""
     recipe: Path | None = None
+    """Node 0 begins the run with it, or goes on with it; the others wait for that."""
 
     @property
     def rendezvous(self) -> Path:
@@ -160,7 +161,7 @@ def _lead_others(own: LearnerNode, recipe: Recipe, address: str, epoch: Epoch, s
 
 def follow(own: LearnerNode, stop: Stop) -> Verdict:
     """Node 1, 2, …: one start of the learner after the other, until it has ended for good."""
-    recipe = wait_for_recipe(own.run, stop)
+    recipe = wait_for_recipe(own.run, stop, own.recipe).recipe
     processes_a_node(recipe, own.nodes)
     address, seen = bind_address(own.host, read_api_key(), stop.check), 0
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from launch.cluster.roles.addresses import LOOPBACK, bind_address
 from launch.cluster.roles.api_key import read_api_key
@@ -21,15 +22,18 @@ class RouterRole:
     host: str = LOOPBACK
     port: int | None = None
     metrics_port: int | None = None
+    recipe: Path | None = None
+    """The one that the learner is given, if it is known."""
 
 
 def run_router(own: RouterRole, stop: Stop) -> int:
     """The exit status: 0 once the run is finished."""
     key = read_api_key()
     address = bind_address(own.host, key, stop.check)
-    rollout = wait_for_recipe(own.run, stop).rollout
+    frozen = wait_for_recipe(own.run, stop, own.recipe)
+    rollout = frozen.recipe.rollout
     port = own.port or (rollout.port or DEFAULT_PORT) + rollout.engines
-    epoch = claim(own.run.path, "router")
+    epoch = claim(own.run.path, "router", recipe=frozen.path.name)
     url, membership = server_url(own.host, port), own.run.membership()
     server = start_router(port, key, log_file(), address, own.metrics_port)
     try:

@@ -166,13 +166,12 @@ def role_environment(key: Path) -> dict[str, str]:
 
 
 def role_program(job: Job, run: RunDirectory, shape: Shape) -> Callable[[Unit, str], list[str]]:
-    """The command of a unit on a node. The learner begins the run with the rendered recipe."""
+    """The command of a unit on a node. The learner begins the run with the rendered recipe, for which others wait."""
 
     def command(unit: Unit, host: str) -> list[str]:
-        options = ["--host", host]
+        options = ["--recipe", str(job.folder / RECIPE), "--host", host]
         if unit.role == "learner":
             options += ["--nodes", str(shape.learner_nodes)]
-            options += ["--recipe", str(job.folder / RECIPE)] if unit.node == 0 else []
         if unit.role == "engine" and shape.engine_nodes > 1:
             options += ["--nodes", str(shape.engine_nodes), "--node", str(unit.node)]
         options += metrics_options(unit, job.metrics_port)
@@ -189,7 +188,7 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
     if run.is_finished():
         if nothing_left(run, recipe):
             return "finished"
-        reopen(run)  # first: roles that are started before the learner has read the recipe would end
+        reopen(run)  # this supervisor would end
     shape = Shape.of(recipe, job.gpus_per_node, job.learner_nodes)
     starter = SrunStarter(allocation, shape, role_program(job, run, shape), role_environment(key), job.images)
     guard = Guard(allocation, logs / "guard.log")

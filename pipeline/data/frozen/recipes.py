@@ -57,7 +57,12 @@ def newest_recipe_file(run: Path) -> Path:
 def newest_recipe(run: Path) -> Recipe:
     """The recipe that the run goes by. Raises StoreError when there is none or when another version of Even Keel made
     the run, RecipeError when a file was damaged."""
-    return _read(run, newest_recipe_file(run)).recipe
+    return recipe_in_force(run).recipe
+
+
+def recipe_in_force(run: Path) -> RecipeInForce:
+    """The recipe that the run goes by, and from where on. Raises as `newest_recipe` does."""
+    return _read(run, newest_recipe_file(run))
 
 
 def all_recipes(run: Path, say: Say | None = None) -> list[RecipeInForce]:

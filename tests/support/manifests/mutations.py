@@ -209,11 +209,16 @@ PODS = (
     Mutation(
         "claim of another name", lambda o: put(pod(o, "engine"), "volumes.0.persistentVolumeClaim.claimName", "run")
     ),
+    Mutation(
+        "an engine that is not given the recipe",
+        lambda o: container(o, "engine")["args"].remove("--recipe"),
+        says="not given --recipe",
+    ),
     Mutation("ConfigMap of another name", lambda o: put(pod(o, "learner"), "volumes.3.configMap.name", "recipe")),
     Mutation(
         "shared volume at another path", lambda o: put(container(o, "collector"), "volumeMounts.0.mountPath", "/data")
     ),
-    Mutation("/dev/shm of 64 MiB", lambda o: put(pod(o, "engine"), "volumes.3.emptyDir.sizeLimit", "64Mi")),
+    Mutation("/dev/shm of 64 MiB", lambda o: put(pod(o, "engine"), "volumes.4.emptyDir.sizeLimit", "64Mi")),
     Mutation("/tmp of 1 GiB", lambda o: put(pod(o, "engine"), "volumes.2.emptyDir.sizeLimit", "1Gi")),
     Mutation("memory below the plan", less_memory),
     Mutation("grace shorter than a save", lambda o: put(pod(o, "learner"), "terminationGracePeriodSeconds", 30)),

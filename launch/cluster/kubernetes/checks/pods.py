@@ -247,8 +247,8 @@ def _secret(source: Object, run: RunOnKubernetes) -> Iterator[str]:
 def _files_read(pod: PodSet, files: set[str]) -> Iterator[str]:
     arguments = pod.container["args"]
     read = [arguments[place + 1] for place, word in enumerate(arguments[:-1]) if word == "--recipe"]
-    if pod.role == "learner" and not read:
-        yield "the learner is not given --recipe"
+    if not read:
+        yield "it is not given --recipe: it could begin with an older recipe of the run"
     for path in [*read, pod.environment.get("EVENKEEL_API_KEY_FILE", {}).get("value", "EVENKEEL_API_KEY_FILE")]:
         if path not in files:
             yield f"{path} is read, but no volume holds it"

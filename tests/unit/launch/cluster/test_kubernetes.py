@@ -41,10 +41,10 @@ def test_two_renderings_are_byte_identical(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "changed"),
     [
-        # the recipe's line, the ConfigMap's name, and where the learner mounts it
-        ("learner.optimizer.lr=2.0e-6", 3),
+        # the recipe's line, the ConfigMap's name, and where the pods of four roles mount it
+        ("learner.optimizer.lr=2.0e-6", 6),
         # also: replicas, the budget of pods that stay, and maxRestarts
-        ("rollout.engines=7", 6),
+        ("rollout.engines=7", 9),
     ],
 )
 def test_recipes_that_differ_in_one_number_differ_in_few_lines(tmp_path: Path, override: str, changed: int) -> None:

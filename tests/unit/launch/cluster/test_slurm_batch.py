@@ -183,11 +183,14 @@ def test_roles_get_the_name_of_the_keys_file_and_not_the_key(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("unit", "words"),
     [
-        (Unit("learner"), "role learner RUN 0 --host n2 --nodes 4 --recipe JOB/recipe.yaml --metrics-port 9401"),
-        (Unit("learner", node=3), "role learner RUN 3 --host n2 --nodes 4 --metrics-port 9401"),
-        (Unit("collector"), "role collector RUN --host n2 --metrics-port 9402"),
-        (Unit("router"), "role router RUN --host n2 --metrics-port 9403"),
-        (Unit("engine", 5), "role engine RUN 5 --host n2 --metrics"),
+        (Unit("learner"), "role learner RUN 0 --recipe JOB/recipe.yaml --host n2 --nodes 4 --metrics-port 9401"),
+        (
+            Unit("learner", node=3),
+            "role learner RUN 3 --recipe JOB/recipe.yaml --host n2 --nodes 4 --metrics-port 9401",
+        ),
+        (Unit("collector"), "role collector RUN --recipe JOB/recipe.yaml --host n2 --metrics-port 9402"),
+        (Unit("router"), "role router RUN --recipe JOB/recipe.yaml --host n2 --metrics-port 9403"),
+        (Unit("engine", 5), "role engine RUN 5 --recipe JOB/recipe.yaml --host n2 --metrics"),
     ],
 )
 def test_commands_of_the_roles(unit: Unit, words: str) -> None:

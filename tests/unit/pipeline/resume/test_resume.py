@@ -11,9 +11,9 @@ import pytest
 from launch.build.trainer import build_rates
 from launch.verify.history import check_history
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import claim
+from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog, read_events
-from pipeline.data.frozen.recipes import adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
+from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
 from pipeline.data.integrity.sealed import write_sealed_json
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RunConflictError, StoreError, SupersededError
@@ -120,6 +120,35 @@ def test_who_works_by_the_old_recipe_is_superseded(tmp_path: Path) -> None:
         with pytest.raises(SupersededError):
             epoch.check()
     supervisor.check()
+
+
+def test_who_has_waited_for_the_new_recipe_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Roles may read it before the start that has written it ends those that read the old one."""
+    run, began = whole_run(tmp_path), list[Epoch]()
+    add_recipe = resume.add_recipe
+
+    def roles_begin(*given: Any, **where: Any) -> Path:
+        began.append(claim(run.path, "collector", recipe=newest_recipe_file(run.path).name))
+        added = add_recipe(*given, **where)
+        began.append(claim(run.path, "router"))
+        began.append(claim(run.path, "engine", 3, recipe=newest_recipe_file(run.path).name))
+        return added
+
+    monkeypatch.setattr(resume, "add_recipe", roles_begin)
+    go_on_with(run, changed(run.recipe(), checkpoint=dict(every=7)))
+    assert [epoch.is_superseded() for epoch in began] == [True, True, False]
+
+
+def test_who_read_the_old_recipe_ends_also_where_the_start_that_changed_it_was_killed(tmp_path: Path) -> None:
+    run = whole_run(tmp_path)
+    later = changed(run.recipe(), checkpoint=dict(every=7))
+    old = claim(run.path, "engine", 0, recipe=newest_recipe_file(run.path).name)
+    add_recipe(run.path, later, first_step=0, first_batch=0)  # and no more
+    new = claim(run.path, "engine", 1, recipe=newest_recipe_file(run.path).name)
+    for _ in range(2):
+        assert go_on_with(run, later) == {}
+        assert old.is_superseded()
+        assert not new.is_superseded()
 
 
 def test_a_run_without_a_batch_is_not_bound(tmp_path: Path) -> None:
