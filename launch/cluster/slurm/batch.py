@@ -3,7 +3,7 @@
     run finished                                  exit 0
     SIGUSR1, the time limit is near               roles end in order, the job is submitted again, exit 0
     SIGTERM, or a role that Slurm asked to end    roles end in order, exit 0
-    too few nodes are up                          roles are ended, the job requeues itself
+    too few nodes are up                          roles are ended, the job requeues itself, so often without progress
     Slurm has started the job again               exit 65; this node was cut off, and the other attempt goes on
     fatal                                         exit 64, with the reason
 
@@ -41,12 +41,22 @@ from pipeline.analysis.html_report import write_report
 from pipeline.config.loader import load_recipe
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog
+from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import FATAL_EXIT_CODE, SUPERSEDED_EXIT_CODE, EvenKeelError, FatalError, SupersededError
+from pipeline.errors import (
+    FATAL_EXIT_CODE,
+    SUPERSEDED_EXIT_CODE,
+    EvenKeelError,
+    FatalError,
+    StoreError,
+    SupersededError,
+)
 from pipeline.resume.resume import nothing_left, reopen
 
 REQUEUED_S = 120
 """Longest wait for Slurm to end this process after it was told to requeue the job."""
+REQUEUES = "requeues.json"
+"""In the job's folder: how often it has requeued itself in a row without progress."""
 OWN_S = 20
 """Of the notice before the time limit, what this program keeps for itself; the roles get the rest, or half."""
 
@@ -242,6 +252,7 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
         with api_key(job, allocation.name) as key:
             outcome = attempt(job, allocation, signals, key)
     except NoRoomError as error:
+        count_requeue(job, before, str(error))
         return requeue(allocation, str(error))
     print(f"{allocation.name}: {outcome}", flush=True)
     if outcome == "finished" or not signals.time_limit or not job.resubmit:
@@ -253,6 +264,25 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
         )
     print(f"submitted job {allocation.submit_next(job.script)}, which goes on", flush=True)
     return 0
+
+
+def count_requeue(job: Job, before: tuple[int, ...], reason: str) -> None:
+    """Raises FatalError once the job has requeued itself `run.max_restarts` times in a row without progress: nodes that
+    fail whatever is started there would come back with every attempt."""
+    path, now, most = job.folder / REQUEUES, list(progress(job)), load_recipe(job.folder / RECIPE).run.max_restarts
+    try:
+        earlier = int(read_sealed_json(path, "requeues are counted anew")["in_a_row"])
+    except (OSError, StoreError, KeyError, TypeError, ValueError):
+        earlier = 0
+    in_a_row = earlier + 1 if now == list(before) else 1
+    if in_a_row > most:
+        path.unlink(missing_ok=True)  # who submits it again has seen to it
+        raise FatalError(
+            f"{reason}; the job has requeued itself {most} times in a row without progress (run.max_restarts): see why "
+            "nodes fail (`sinfo -R`), then submit it again"
+        )
+    with suppress(OSError):  # a full disk: this one is not counted
+        write_sealed_json(path, dict(in_a_row=in_a_row))
 
 
 def requeue(allocation: Allocation, reason: str) -> int:

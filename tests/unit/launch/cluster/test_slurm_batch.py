@@ -149,6 +149,30 @@ def test_too_few_nodes_are_a_requeue(job: Job, allocation: Said, monkeypatch: py
     assert allocation.orders == ["requeue"]
 
 
+def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(
+    job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress begins the count anew, and so does a job that is submitted again."""
+    reached = [*[0] * 5, 1, *[1] * 5, 1]
+    attempts = iter(reached)
+
+    def no_room() -> str:
+        published(job, next(attempts))
+        raise NoRoomError("engine-0 has room on none of the nodes that are up")
+
+    published(job, 0)
+    monkeypatch.setattr(batch, "REQUEUED_S", 0)
+    attempt(monkeypatch, no_room)
+    for _ in reached[:-2]:
+        run_job(job, allocation, Signals())
+    with pytest.raises(
+        FatalError, match=r"none of the nodes that are up; the job has requeued itself 5 times in a row"
+    ):
+        run_job(job, allocation, Signals())
+    assert allocation.orders == ["requeue"] * 10
+    assert run_job(job, allocation, Signals()) == 1
+
+
 def test_the_key_is_the_users_alone_and_goes_at_the_end(job: Job) -> None:
     with api_key(job, "slurm-7-0") as path:
         assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
