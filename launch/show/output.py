@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any
 
 import typer
@@ -17,8 +18,8 @@ _CELL = 100_000
 
 
 def emit(result: dict[str, Any]) -> None:
-    """The machine-readable last line."""
-    print(json.dumps(result), flush=True)
+    """The machine-readable last line. JSON has no NaN and no infinity: they are null."""
+    print(json.dumps(_finite(result), allow_nan=False), flush=True)
 
 
 def emit_or_print(result: dict[str, Any], as_json: bool) -> None:
@@ -35,6 +36,14 @@ def emit_or_print(result: dict[str, Any], as_json: bool) -> None:
         said = json.dumps(value) if isinstance(value, dict | list) else str(value)
         table.add_row(Text(key, style="bold"), Text(one_line(said, _CELL)))  # as text: it may come from a file
     Console().print(table)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_summary(result: dict[str, Any]) -> None:

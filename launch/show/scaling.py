@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch.show.output import AsJson
+from launch.show.output import AsJson, emit
 
 if TYPE_CHECKING:
     from pipeline.analysis.scaling.report import Bounds
@@ -147,7 +146,7 @@ def _bounds(
 def _show(report: dict[str, Any], as_json: bool) -> None:
     """One JSON line, or tables and warnings."""
     if as_json:
-        print(json.dumps(report, allow_nan=False), flush=True)
+        emit(report)
         return
     from rich.console import Console
 
