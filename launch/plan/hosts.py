@@ -143,6 +143,16 @@ def _engine(planner: Planner, gpus: int, allowed: HostAllowance) -> HostNeeds:
     )
 
 
+def check_gpu_hosts_serve(recipe: Recipe) -> None:
+    """Raises RecipeError for a format that no GPU serves, and for a teacher beside the collector, which has none."""
+    if recipe.started_teacher is not None:
+        raise RecipeError(
+            f"distillation.path is {recipe.started_teacher.path}: the teacher would be served beside the collector, "
+            "whose host has no GPU on a cluster; serve it yourself (sglang.launch_server), and set distillation.urls"
+        )
+    check_gpu_serves(recipe.rollout.quantized_format)
+
+
 def planner_that_fits(
     recipe_path: Path,
     recipe: Recipe,
@@ -153,12 +163,7 @@ def planner_that_fits(
 ) -> Planner:
     """The planner of a recipe on exactly as many GPUs as it asks for; `sizes` as `Planner` takes it. Raises RecipeError
     when it does not fit them."""
-    if recipe.started_teacher is not None:
-        raise RecipeError(
-            f"distillation.path is {recipe.started_teacher.path}: the teacher would be served beside the collector, "
-            "whose host has no GPU on a cluster; serve it yourself (sglang.launch_server), and set distillation.urls"
-        )
-    check_gpu_serves(recipe.rollout.quantized_format)
+    check_gpu_hosts_serve(recipe)
     gpus = recipe.learner.num_processes + recipe.rollout.engines * recipe.rollout.tensor_parallel
     given = {} if disk_gb_s is None else dict(disk_gb_s=disk_gb_s)
     assumed: Assumptions = default_assumptions(recipe, given)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launch.cluster.starter import NoRoomError, Unit
-from pipeline.config.formats import check_gpu_serves
+from launch.plan.hosts import check_gpu_hosts_serve
 from pipeline.config.recipe import Recipe
 from pipeline.errors import RecipeError
 
@@ -42,13 +42,7 @@ class Shape:
                 "broadcast or disk, or `evenkeel train`"
             )
         if gpus_per_node:
-            check_gpu_serves(recipe.rollout.quantized_format)
-        if gpus_per_node and recipe.started_teacher is not None:
-            raise RecipeError(
-                f"distillation.path is {recipe.started_teacher.path}: the teacher would be served beside the "
-                "collector, which has no GPU in a job; serve it yourself (sglang.launch_server), and set "
-                "distillation.urls"
-            )
+            check_gpu_hosts_serve(recipe)
         nodes = learner_nodes or _nodes_for(ranks, gpus_per_node)
         if ranks % nodes or (gpus_per_node and ranks // nodes > gpus_per_node):
             raise RecipeError(
