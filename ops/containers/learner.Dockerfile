@@ -29,7 +29,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/evenkeel /opt/evenkeel
 ENV PATH=/opt/evenkeel/bin:$PATH PYTHONUNBUFFERED=1 HOME=/tmp HF_HUB_OFFLINE=1
-RUN python -c "import torch, transformer_engine" && ! python -c "import sglang" 2>/dev/null
+RUN python -c "import torch, transformer_engine; v = torch.__version__; assert tuple(map(int, v.split('.')[:2])) >= (2, 11), v" \
+    && ! python -c "import sglang" 2>/dev/null
 # The root file system is read-only in a pod: programs write to the shared volume and to /tmp.
 USER 1000:1000
 WORKDIR /tmp
