@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.algorithm import ADVANTAGES, OBJECTIVES, usual_aggregation
-from pipeline.config.loader import changed_keys, load_recipe
+from pipeline.config.loader import changed_keys, load_recipe, override_of
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
 from pipeline.control.files import ControlFiles
@@ -55,7 +55,7 @@ def fork_run(source: Path, new: Path, step: int, overrides: Sequence[str] = ()) 
     target = source.parent / new if new == Path(new.name) else new
     run = RunDirectory(source)
     before = run.recipe()
-    named = [f"run.name={json.dumps(target.name)}", f"run.root={json.dumps(str(target.parent))}"]
+    named = [override_of("run.name", target.name), override_of("run.root", target.parent)]
     overrides = [*overrides, *_aggregated_as_usual(before, overrides), *named]
     recipe = _with_own_digest(before, load_recipe(newest_recipe_file(source), overrides))
     _refuse(run, before, recipe, target, step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,12 @@ from launch.progress import counted
 from launch.run.claim import claimed
 from launch.run.processes import child_environment, run_child, run_ranks, torchrun
 from launch.show.saved import saved_said
+from megatron_bridge.hf.folders import check_free
 from megatron_bridge.hf.model_config import read_hf_config
 from megatron_bridge.parallel.layout_checks import check_layout
 from pipeline.child_process import die_with_parent, see_own_classes
-from pipeline.config.recipe import LearnerSection, Recipe
+from pipeline.config.loader import recipe_from
+from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import EventLog, read_metrics
 from pipeline.data.files import write_atomically
 from pipeline.data.given_batch import Response, given_batch
@@ -147,15 +150,7 @@ def run_sft(
     check_folder(out, "--out")
     config = read_hf_config(recipe.model.path)
     check_layout(config, recipe.learner)
-    optimizer = dict(lr=lr, warmup_steps=warmup_steps, decay="linear", min_lr=0.0)
-    recipe = recipe.model_copy(
-        update=dict(
-            run=recipe.run.model_copy(update=dict(name=f"{recipe.run.name}-sft", steps=steps)),
-            learner=LearnerSection.model_validate(
-                {**recipe.learner.model_dump(), "optimizer": {**recipe.learner.optimizer.model_dump(), **optimizer}}
-            ),
-        )
-    )
+    recipe = sft_recipe(recipe, steps, lr, warmup_steps)
     source = Source.of(batch_size, data, held_out)
     _look_at(recipe, source)
     run = RunDirectory(recipe.directory)
@@ -169,6 +164,16 @@ def run_sft(
     found = dict(model=str(out), steps=steps, loss=metrics[-1]["loss"], wall_s=round(time.time() - started, 1))
     losses = [line["held_out_loss"] for line in metrics if "held_out_loss" in line]
     return found | (dict(held_out_loss=losses[-1], held_out_loss_before=losses[0]) if losses else {})
+
+
+def sft_recipe(recipe: Recipe, steps: int, lr: float, warmup_steps: int) -> Recipe:
+    """The recipe of the run that fine-tunes. Raises RecipeError for numbers that no recipe takes."""
+    data = recipe.model_dump(mode="json")
+    data["run"] |= dict(name=f"{recipe.run.name}-sft", steps=steps)
+    data["learner"]["optimizer"] |= dict(lr=lr, warmup_steps=warmup_steps, decay="linear", min_lr=0.0, decay_steps=None)
+    if recipe.schedule.kind == "staged":  # not used here; a stage is no longer than a run
+        data["schedule"]["updates_per_stage"] = min(recipe.schedule.updates_per_stage, steps)
+    return recipe_from(data, source="evenkeel sft")
 
 
 def _look_at(recipe: Recipe, source: Source) -> None:
@@ -274,6 +279,7 @@ def learn_demonstrations(run: RunDirectory, out: Path) -> None:
         temperature=1.0,
         seed=recipe.run.seed,
         total_steps=recipe.run.steps,
+        fp32_lm_head=recipe.model.fp32_lm_head,
         emulate=build_quant_map(recipe) if recipe.learner.fp8_emulation else None,
     )
     event_log, checkpoints = (
@@ -293,7 +299,7 @@ def learn_demonstrations(run: RunDirectory, out: Path) -> None:
             event_log.metrics(step, **{name: metrics[name] for name in SFT_METRICS}, **measured)
         if (step + 1) % CHECKPOINT_EVERY == 0:
             checkpoints.save(learner, step + 1, {})
-    learner.export(out)
+    learner.export(out, fence=partial(check_free, out))  # what has got the name meanwhile is not ours
 
 
 def _batches(

@@ -11,6 +11,7 @@ the base replaces the base's section, in a file and by `--set` alike: settings o
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -56,6 +57,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in sorted(overrides, key=lambda text: not _is_choice(text.partition("=")[0])):
         _apply_override(data, override)
     return recipe_from(data, source=str(path))
+
+
+def override_of(key: str, value: object) -> str:
+    """`key=value` as `load_recipe` takes it, for a value that JSON can say, or a path."""
+    return f"{key}={json.dumps(value, default=str, ensure_ascii=False)}"  # YAML knows no halves of characters
 
 
 def find_recipe(path: Path) -> Path:

@@ -34,7 +34,7 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe that it was begun with, every default spelled out."""
+        """The recipe that it goes by now, every default spelled out."""
         return self._directory.recipe()
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ def load_recipe(name: str | Path, changes: Mapping[str, Any] | None = None) -> R
     Classes that it names, `package.module:Class`, are looked for in the working folder as well.
     """
     see_own_classes()
-    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in (changes or {}).items()]
-    return loader.load_recipe(Path(name), overrides)
+    return loader.load_recipe(Path(name), [loader.override_of(*change) for change in (changes or {}).items()])
 
 
 def train(recipe: Recipe) -> Run:

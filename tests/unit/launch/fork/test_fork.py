@@ -70,6 +70,11 @@ def test_what_a_killed_fork_left_goes_with_the_next_one_into_the_same_folder(tmp
     assert {path.name for path in tmp_path.iterdir()} == {"run", "new", others.name}
 
 
+def test_a_folder_may_have_any_characters(tmp_path: Path) -> None:
+    fork_run(whole_run(tmp_path).path, tmp_path / "größer 😀" / "new", 4)
+    assert RunDirectory(tmp_path / "größer 😀" / "new").recipe().run.root == tmp_path / "größer 😀"
+
+
 def test_a_name_that_looks_like_a_number_is_a_name(tmp_path: Path) -> None:
     source = whole_run(tmp_path)
     fork_run(source.path, Path("42"), 4)

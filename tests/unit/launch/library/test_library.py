@@ -34,6 +34,9 @@ def test_a_recipe_by_name_with_changes() -> None:
     assert (recipe.model.path, recipe.rollout.urls) == (Path("somewhere"), ("http://a:1",))
     with pytest.raises(evenkeel.EvenKeelError, match="did you mean demo"):
         evenkeel.load_recipe("demmo")
+    task = {"task": {"name": "data", "path": "p.jsonl", "reward": "match", "chat_template": True}}
+    recipe = evenkeel.load_recipe("demo", task | {"task.system_prompt": 'You say "Grüße 😀".'})
+    assert recipe.task.system_prompt == 'You say "Grüße 😀".'
 
 
 def test_metrics_are_columns(tmp_path: Path) -> None:
