@@ -18,7 +18,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,19 +81,33 @@ class Epoch:
 
 def claim(run: Path, role: Role, index: int | None = None, *, recipe: str = "") -> Epoch:
     """Begin the next epoch of a role: whoever held the one before is superseded from now on. `recipe` is the name of
-    the file of the recipe that this start goes by (`goes_by`)."""
+    the file of the recipe that this start goes by (`supersede`)."""
     folder = epoch_folder(run, role, index)
     make_folder(folder)
-    by = dict(host=socket.gethostname(), pid=os.getpid(), time=time.time())
-    claimed_by = json.dumps(by | (dict(recipe=recipe) if recipe else {}))
     while True:
         number = newest(folder) + 1
-        with suppress(FileExistsError):
-            create_sealed(folder / f"{number:06d}", claimed_by + "\n")
-            break
+        if _begin(folder, number, recipe):
+            return Epoch(folder, number)
+
+
+def supersede(folder: Path, accepted: Collection[str] = ()) -> None:
+    """Begin an epoch that nobody holds, unless the newest start goes by a recipe whose file has one of the `accepted`
+    names. A start that begins meanwhile is looked at, too."""
+    while (number := newest(folder)) and _recipe_of(folder, number) not in accepted:
+        if _begin(folder, number + 1, ""):
+            return
+
+
+def _begin(folder: Path, number: int, recipe: str) -> bool:
+    """Whether the epoch was free, and is begun now."""
+    by = dict(host=socket.gethostname(), pid=os.getpid(), time=time.time())
+    try:
+        create_sealed(folder / f"{number:06d}", json.dumps(by | (dict(recipe=recipe) if recipe else {})) + "\n")
+    except FileExistsError:
+        return False
     while _pointer(folder) < (latest := newest(folder)):  # once more: another start may have written its own between
         write_sealed(folder / _NEWEST, f"{latest:06d}\n")
-    return Epoch(folder, number)
+    return True
 
 
 def epoch_folder(run: Path, role: Role, index: int | None = None) -> Path:
@@ -121,12 +135,13 @@ def who(folder: Path, number: int) -> str:
         return "by an unknown process"
 
 
-def goes_by(folder: Path, recipe: str) -> bool:
-    """Whether the newest start has said that it goes by the recipe of this file."""
+def _recipe_of(folder: Path, number: int) -> str | None:
+    """The name of the file of the recipe that a start goes by; None where it has not said."""
     try:
-        return read_sealed_json(folder / f"{newest(folder):06d}", "its role is started again").get("recipe") == recipe
-    except (OSError, StoreError, AttributeError):
-        return False
+        found = read_sealed_json(folder / f"{number:06d}", "its role is started again")
+    except (FileNotFoundError, StoreError):
+        return None
+    return found.get("recipe") if isinstance(found, dict) else None
 
 
 def _pointer(folder: Path) -> int:

@@ -20,13 +20,14 @@ from pathlib import Path
 
 from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import ROLES, claim, goes_by
+from pipeline.data.epochs import ROLES, supersede
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.files import fsync_present
 from pipeline.data.frozen.recipes import add_recipe, all_recipes, begin_recipe, newest_recipe_file, recipe_file
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 from pipeline.resume.rules import RULES, SAFE, refuse_impossible, refuse_unsafe, rule_of
+from pipeline.tasks.digest import DIGEST_KEYS
 
 
 def changes_to(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
@@ -59,14 +60,14 @@ def go_on_with(run: RunDirectory, recipe: Recipe) -> dict[str, str]:
     begin_recipe(run.path, recipe)
     if changes := changes_to(run, recipe):
         run.fence()
-        _end_other_starts(run.path)
+        _end_other_starts(run, recipe)
         changes_to(run, recipe)  # again: one of them may have committed the first batch meanwhile
         _clear(run, recipe, changes)
         learned, settled = run.num_learned(), run.num_settled()
         add_recipe(run.path, recipe, first_step=learned, first_batch=settled)
-    if (newest := newest_recipe_file(run.path)) != recipe_file(run.path):
+    if newest_recipe_file(run.path) != recipe_file(run.path):
         # Those that began meanwhile and read the old one; also if the start that changed it was killed before this.
-        _end_other_starts(run.path, but=newest.name)
+        _end_other_starts(run, recipe)
     run.make_folders()
     return changes
 
@@ -92,15 +93,16 @@ def said(run: RunDirectory, changes: Mapping[str, str]) -> str:
     return f"{run.path} goes on from step {run.num_learned()} with {listed}"
 
 
-def _end_other_starts(run: Path, but: str = "") -> None:
-    """Whoever samples, serves or learns by the old recipe is superseded, and started again by whom it was started.
-    `but` is the file of the new one: a role that has waited for it goes by it at once."""
-    epochs = run / "epochs"
+def _end_other_starts(run: RunDirectory, recipe: Recipe) -> None:
+    """Whoever samples, serves or learns by another recipe is superseded, and started again by whom it was started. A
+    role that has waited for this one goes by it at once, and to engines and router no data matters."""
+    epochs = run.path / "epochs"
+    changes = {one.path.name: changed_keys(one.recipe, recipe).keys() for one in all_recipes(run.path)}
     for folder in sorted(epochs.iterdir()) if epochs.is_dir() else ():
-        role, _, index = folder.name.partition("-")
-        for known in ROLES:
-            if role == known != "supervisor" and not (but and goes_by(folder, but)):
-                claim(run, known, int(index) if index else None)
+        role = folder.name.partition("-")[0]
+        if role in ROLES and role != "supervisor":
+            free = DIGEST_KEYS if role in ("engine", "router") else frozenset[str]()
+            supersede(folder, [name for name, keys in changes.items() if keys <= free])
 
 
 def _clear(run: RunDirectory, recipe: Recipe, changes: Mapping[str, str]) -> None:

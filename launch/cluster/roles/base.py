@@ -41,7 +41,7 @@ from pipeline.errors import (
     SupersededError,
 )
 from pipeline.patience import Patience, print_notice
-from pipeline.tasks.digest import DIGEST_KEYS
+from pipeline.tasks.digest import DIGEST_KEYS, with_digest
 
 EPOCH_VARIABLE = "EVENKEEL_EPOCH"
 """Environment of a learner's ranks: the number of the learner's start that they belong to."""
@@ -156,20 +156,26 @@ def wait_for(stop: Stop, found: Callable[[], T | None], what: str, deadline_s: f
         time.sleep(POLL_S)
 
 
-def wait_for_recipe(run: RunDirectory, stop: Stop, given: Path | None = None) -> RecipeInForce:
+def wait_for_recipe(
+    run: RunDirectory, stop: Stop, given: Path | None = None, *, reads_data: bool = False
+) -> RecipeInForce:
     """The run's frozen recipe, which the learner's first host writes. With the recipe that the learner is `given`: once
     the run goes by that one. Who began with an older one would be superseded as soon as the learner changes it, or find
-    a run finished that gets more steps. Raises RecipeError."""
+    a run finished that gets more steps. Who `reads_data` also waits until the run goes by the data that is there.
+
+    Raises RecipeError, and ModelError for a tokenizer that cannot be read."""
     if given is None:
         wait_for(stop, lambda: recipe_file(run.path).is_file() or None, str(recipe_file(run.path)), RECIPE_DEADLINE_S)
         return recipe_in_force(run.path)
     wanted, others = load_recipe(given), set[Path]()
+    free = frozenset[str]() if reads_data else DIGEST_KEYS
 
     def found() -> RecipeInForce | None:
         if not recipe_file(run.path).is_file() or newest_recipe_file(run.path) in others:
             return None
         newest = recipe_in_force(run.path)
-        if set(changed_keys(newest.recipe, wanted)) <= DIGEST_KEYS:
+        expected = with_digest(wanted, run) if reads_data else wanted
+        if set(changed_keys(newest.recipe, expected)) <= free:
             return newest
         others.add(newest.path)
         return None

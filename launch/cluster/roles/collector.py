@@ -16,7 +16,7 @@ from pipeline.tasks import build_task
 
 def run_collector(run: RunDirectory, stop: Stop, recipe: Path | None = None) -> int:
     """The exit status. `recipe` is the one that the learner is given, if it is known."""
-    frozen = wait_for_recipe(run, stop, recipe)
+    frozen = wait_for_recipe(run, stop, recipe, reads_data=True)
     epoch = claim(run.path, "collector", recipe=frozen.path.name)
     with epoch.superseded_said():
         _collect(run.under(epoch), frozen.recipe, epoch, stop)

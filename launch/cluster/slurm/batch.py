@@ -255,6 +255,7 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
         count_requeue(job, before, str(error))
         return requeue(allocation, str(error))
     print(f"{allocation.name}: {outcome}", flush=True)
+    (job.folder / REQUEUES).unlink(missing_ok=True)
     if outcome == "finished" or not signals.time_limit or not job.resubmit:
         return 0
     if progress(job) == before:
@@ -269,12 +270,8 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
 def count_requeue(job: Job, before: tuple[int, ...], reason: str) -> None:
     """Raises FatalError once the job has requeued itself `run.max_restarts` times in a row without progress: nodes that
     fail whatever is started there would come back with every attempt."""
-    path, now, most = job.folder / REQUEUES, list(progress(job)), load_recipe(job.folder / RECIPE).run.max_restarts
-    try:
-        earlier = int(read_sealed_json(path, "requeues are counted anew")["in_a_row"])
-    except (OSError, StoreError, KeyError, TypeError, ValueError):
-        earlier = 0
-    in_a_row = earlier + 1 if now == list(before) else 1
+    path, now, most = job.folder / REQUEUES, progress(job), load_recipe(job.folder / RECIPE).run.max_restarts
+    in_a_row = 0 if now != before else 1 + _requeues_at(path, now)
     if in_a_row > most:
         path.unlink(missing_ok=True)  # who submits it again has seen to it
         raise FatalError(
@@ -282,7 +279,16 @@ def count_requeue(job: Job, before: tuple[int, ...], reason: str) -> None:
             "nodes fail (`sinfo -R`), then submit it again"
         )
     with suppress(OSError):  # a full disk: this one is not counted
-        write_sealed_json(path, dict(in_a_row=in_a_row))
+        write_sealed_json(path, dict(in_a_row=in_a_row, reached=now))
+
+
+def _requeues_at(path: Path, reached: tuple[int, ...]) -> int:
+    """How often in a row the job has requeued itself without going beyond `reached`."""
+    try:
+        found = read_sealed_json(path, "requeues are counted anew")
+        return int(found["in_a_row"]) if found["reached"] == list(reached) else 0
+    except (OSError, StoreError, KeyError, TypeError, ValueError):
+        return 0
 
 
 def requeue(allocation: Allocation, reason: str) -> int:

@@ -153,7 +153,7 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(
     job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Progress begins the count anew, and so does a job that is submitted again."""
-    reached = [*[0] * 5, 1, *[1] * 5, 1]
+    reached = [*[0] * 5, 1, *[1] * 6, 1]
     attempts = iter(reached)
 
     def no_room() -> str:
@@ -169,8 +169,27 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(
         FatalError, match=r"none of the nodes that are up; the job has requeued itself 5 times in a row"
     ):
         run_job(job, allocation, Signals())
-    assert allocation.orders == ["requeue"] * 10
+    assert allocation.orders == ["requeue"] * 11
     assert run_job(job, allocation, Signals()) == 1
+
+
+def test_requeues_count_in_a_row(job: Job, allocation: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those before an attempt that ended otherwise; and none that has reached something."""
+    recipe = load_recipe(job.folder / "recipe.yaml", ["run.max_restarts=1"])
+    (job.folder / "recipe.yaml").write_text(recipe.to_yaml())
+
+    def no_room(reached: int) -> str:
+        published(job, reached)
+        raise NoRoomError("engine-0 has room on none of the nodes that are up")
+
+    published(job, 0)
+    monkeypatch.setattr(batch, "REQUEUED_S", 0)
+    for ends in (lambda: no_room(0), lambda: "stopped", lambda: no_room(0), lambda: no_room(4), lambda: no_room(4)):
+        attempt(monkeypatch, ends)
+        run_job(job, allocation, Signals())
+    assert allocation.orders == ["requeue"] * 4
+    with pytest.raises(FatalError, match="requeued itself 1 times in a row"):
+        run_job(job, allocation, Signals())
 
 
 def test_the_key_is_the_users_alone_and_goes_at_the_end(job: Job) -> None:

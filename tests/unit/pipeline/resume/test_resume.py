@@ -11,6 +11,7 @@ import pytest
 from launch.build.trainer import build_rates
 from launch.verify.history import check_history
 from pipeline.config.recipe import Recipe
+from pipeline.data import epochs
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
@@ -139,6 +140,26 @@ def test_who_has_waited_for_the_new_recipe_goes_on(tmp_path: Path, monkeypatch: 
     assert [epoch.is_superseded() for epoch in began] == [True, True, False]
 
 
+def test_who_begins_between_a_look_and_what_follows_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, began = whole_run(tmp_path), list[Epoch]()
+    later = changed(run.recipe(), checkpoint=dict(every=7))
+    claim(run.path, "engine", 3, recipe=newest_recipe_file(run.path).name)
+    add_recipe(run.path, later, first_step=0, first_batch=0)
+    look = epochs._recipe_of
+
+    def begins_after(folder: Path, number: int) -> str | None:
+        found = look(folder, number)
+        if not began:
+            began.append(claim(run.path, "engine", 3, recipe=newest_recipe_file(run.path).name))
+        return found
+
+    monkeypatch.setattr(epochs, "_recipe_of", begins_after)
+    go_on_with(run, later)
+    assert [epoch.is_superseded() for epoch in began] == [False]
+
+
 def test_who_read_the_old_recipe_ends_also_where_the_start_that_changed_it_was_killed(tmp_path: Path) -> None:
     run = whole_run(tmp_path)
     later = changed(run.recipe(), checkpoint=dict(every=7))
@@ -170,7 +191,7 @@ def test_a_batch_that_is_committed_meanwhile_binds_the_run(tmp_path: Path, monke
         whole_run(tmp_path / "b", committed=0, published=0, saved=(), policies=(0,)),
     )
 
-    def commits(_: Path) -> None:
+    def commits(*_: object) -> None:
         shutil.copy(source.batches / "000000.zarr.zip", run.batches)
 
     monkeypatch.setattr(resume, "_end_other_starts", commits)

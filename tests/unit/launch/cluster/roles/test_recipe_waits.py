@@ -69,15 +69,35 @@ def test_a_role_that_began_with_the_old_one_would_end(run: RunDirectory, longer:
     assert not run.is_finished()
 
 
-def test_digests_which_the_learner_adds_are_no_difference(tmp_path: Path) -> None:
+def test_data_that_was_mended_before_the_first_batch_is_waited_for_by_who_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner freezes the digest of what is there; engines, which read no data, need not begin again."""
+    monkeypatch.setattr(base, "RECIPE_DEADLINE_S", 0.0)
+    prompts = make_prompts(tmp_path / "prompts.jsonl")
     data = dict(
         run=dict(name="x", root=str(tmp_path), steps=1),
         model=dict(path="m"),
-        task=dict(name="jsonl", path=str(make_prompts(tmp_path / "prompts.jsonl")), reward="match"),
+        task=dict(name="jsonl", path=str(prompts), reward="match"),
         evaluation=dict(prompts=1),
     )
-    given, recipe = tmp_path / "given.yaml", Recipe.model_validate(data)
+    given, recipe, run = tmp_path / "given.yaml", Recipe.model_validate(data), RunDirectory(tmp_path / "x")
     given.write_text(recipe.to_yaml())
-    run = RunDirectory(tmp_path / "x")
-    go_on_with(run, with_digest(load_recipe(given), run))
-    assert changed_keys(recipe, wait_for_recipe(run, Stop(), given).recipe).keys() == {"task.sha256"}
+
+    def learner() -> None:
+        go_on_with(run, with_digest(load_recipe(given), run))
+
+    learner()
+    for reads_data in (False, True):
+        frozen = wait_for_recipe(run, Stop(), given, reads_data=reads_data)
+        assert changed_keys(recipe, frozen.recipe).keys() == {"task.sha256"}
+    prompts.write_text("".join(reversed(prompts.read_text().splitlines(keepends=True))))
+    engine = claim(run.path, "engine", 0, recipe=wait_for_recipe(run, Stop(), given).path.name)
+    collector = claim(run.path, "collector", recipe="recipe.yaml")
+    with pytest.raises(DeadlineExceededError):
+        wait_for_recipe(run, Stop(), given, reads_data=True)
+    learner()
+    assert (engine.is_superseded(), collector.is_superseded()) == (False, True)
+    assert wait_for_recipe(run, Stop(), given, reads_data=True).path.name == "000001.yaml"
+    learner()
+    assert not engine.is_superseded()
