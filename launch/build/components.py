@@ -55,7 +55,8 @@ class TaskPrompts:
 
     def held_out(self, count: int) -> Sequence[Prompt]:
         """Their groups are negative: they are part of no batch."""
-        return [self._tokenized(-1 - index, self.task.held_out(index)) for index in range(count)]
+        chosen = self.task.measured(count) if isinstance(self.task, Mixture) else range(count)
+        return [self._tokenized(-1 - index, self.task.held_out(index)) for index in chosen]
 
     def _tokenized(self, group: int, problem: Problem) -> Prompt:
         tokens = self.tokenizer.encode(text_of(problem, self.task, self.tokenizer))

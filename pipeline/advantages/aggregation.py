@@ -7,7 +7,7 @@ means. N, R, P and the samples are those of the step: of the batch, or of a part
     token     1                     every token alike (DAPO, arXiv 2503.14476)
     sequence  N / (R n_i)           every response alike (GRPO, arXiv 2402.03300, eq. 3); n_i its tokens, R responses
     prompt    N / (P n_g)           every prompt alike, its tokens alike (ScaleRL, arXiv 2510.13786); n_g its tokens
-    constant  N / (samples × L)     the sum over tokens by a constant: samples times the longest response (Dr. GRPO,
+    constant  N / (R L)             the sum over tokens by a constant: responses times the longest (Dr. GRPO,
                                     arXiv 2503.20783)
 
 The first three sum to N over the tokens; `constant` does only when every response is of the greatest length, which is
@@ -58,7 +58,7 @@ def _factors(aggregation: Aggregation, batch: Batch, max_new_tokens: int) -> NDA
     if aggregation == "token":
         return np.ones(batch.num_samples)
     if aggregation == "constant":
-        return np.full(batch.num_samples, num_tokens / max(1, batch.num_samples * max_new_tokens))
+        return np.full(batch.num_samples, num_tokens / max(1, np.count_nonzero(lengths) * max_new_tokens))
     parts = np.arange(batch.num_samples) if aggregation == "sequence" else batch.group
     _, part = np.unique(parts, return_inverse=True)
     part_lengths = np.bincount(part, lengths)

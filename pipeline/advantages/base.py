@@ -52,6 +52,8 @@ class Advantage(Settings, ABC):
         "count in their groups.",
     )
 
+    asks_what_is_solved: ClassVar[bool] = False
+    """Whether the formula compares rewards with 1, or clips them to [0, 1]: nothing may be added to those."""
     moving_parts: ClassVar[tuple[str, ...]] = ()
     """What of the formula changes during a run, by the names that a report gives it."""
     measures: ClassVar[tuple[Measure, ...]] = ()

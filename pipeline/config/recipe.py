@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -160,6 +160,10 @@ class RolloutSection(Section):
         return self
 
 
+Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""Of a moment, how much stays in each step."""
+
+
 class OptimizerSection(Section):
     lr: PositiveFloat = 1e-6
     min_lr: float = Field(0.0, ge=0.0)
@@ -175,10 +179,16 @@ class OptimizerSection(Section):
         "tokens were sampled; needs a pass over each stale batch, and with async the memory of "
         "learner.old_logprobs_at sampling. With the ESS controller, the smaller of both factors holds.",
     )
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Momentum, Momentum] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(0.01, ge=0.0)
     clip_grad: float = Field(1.0, ge=0.0, description="Global norm; 0 turns clipping off.")
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.decay != "constant" and self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}, so that the rate would rise; lower it")
+        return self
 
 
 class LearnerSection(Section):
@@ -304,7 +314,7 @@ class Recipe(Section):
         check_distillation(self.distillation, self.advantage, refill=self.prompts.refill)
         if self.distillation is not None:
             check_whole_distributions(rollout.temperature, self.learner.temperature, rollout.top_p, rollout.top_k)
-        check_overlong(self.reward.overlong, self.rollout.max_new_tokens)
+        check_overlong(self.reward.overlong, self.rollout.max_new_tokens, self.advantage)
         check_emulation(self.learner.fp8_emulation, self.learner.precision, rollout.precision, rollout.quantized_format)
         if not self.rollout.asks_for_kept_sets:
             check_sampler(self.objective, self.correction, top_p=self.rollout.top_p, top_k=self.rollout.top_k)

@@ -83,6 +83,11 @@ class DataSource(Section):
         return data
 
 
+def _with_columns(source: Any, columns: dict[str, Any]) -> Any:
+    own = source.get("columns") if isinstance(source, dict) else None
+    return {**source, "columns": {**columns, **own}} if isinstance(own, dict) else source
+
+
 class DataTask(Section):
     name: Literal["data"]
     path: Path | None = Field(
@@ -115,6 +120,16 @@ class DataTask(Section):
     template_sha256: str | None = Field(
         None, pattern="[0-9a-f]{64}", description="Of the chat template, likewise; None without chat_template."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _columns_of_the_task(cls, data: Any) -> Any:
+        """A source's columns are the task's where it does not say; in a frozen recipe it says all."""
+        if not isinstance(data, dict) or not isinstance(data.get("columns"), dict):
+            return data
+        if not isinstance(data.get("sources"), list | tuple):
+            return data
+        return {**data, "sources": [_with_columns(source, data["columns"]) for source in data["sources"]]}
 
     @model_validator(mode="after")
     def _a_template_writes_it(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -23,8 +24,7 @@ class Source:
 
 
 class Mixture:
-    """The problems of all sources, one source after the other. Held-out problems take turns by weight, so that
-    the first few are of every source.
+    """The problems of all sources, one source after the other. Held-out problems take turns by weight.
 
     Raises RecipeError for a training prompt that another source holds out.
     """
@@ -58,6 +58,21 @@ class Mixture:
         check_index(index, self.num_held_out, "held-out problem")
         source, place = self._held_out[index]
         return _of(self.sources[source], self.sources[source].task.held_out(place))
+
+    def measured(self, count: int) -> list[int]:
+        """Which `count` held-out problems an evaluation asks: the first ones. A source that has none among them gives
+        its first one, in place of the last of a source with several."""
+        chosen = list(range(count))
+        if count >= self.num_held_out:
+            return chosen
+        first = {source: index for index, (source, place) in enumerate(self._held_out) if place == 0}
+        for index in sorted(first.values()):
+            asked = Counter(self._held_out[one][0] for one in chosen)
+            spare = [one for one in chosen if asked[self._held_out[one][0]] > 1]
+            if index not in chosen and spare:
+                chosen.remove(spare[-1])
+                chosen.append(index)
+        return chosen
 
     def demonstration(self, index: int) -> tuple[str, str] | None:
         return self.sources[index % len(self.sources)].task.demonstration(index // len(self.sources))

@@ -55,6 +55,9 @@ class Tokenizer:
             raise ModelError(
                 f"{path} is not a tokenizer: {one_line(error, 200)}; copy it again from the model's origin"
             ) from error
+        # `save_pretrained` keeps what the last call was asked for; transformers resets it at each call.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self.folder = folder
         self.sha256 = hashlib.sha256(data).hexdigest()
         self._config = _read_json(folder / "tokenizer_config.json")
@@ -115,7 +118,9 @@ class Tokenizer:
         named = {name: _content(self._config.get(name)) for name in SPECIAL_TOKENS}
         tokens = {name: text for name, text in named.items() if text is not None}  # the others are undefined: no text
         try:
-            return self._compiled.render(messages=list(messages), add_generation_prompt=to_answer, **tokens)
+            return self._compiled.render(
+                messages=list(messages), add_generation_prompt=to_answer, tools=None, documents=None, **tokens
+            )
         except ModelError:
             raise
         except Exception as error:

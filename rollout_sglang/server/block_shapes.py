@@ -22,7 +22,9 @@ def check_block_shapes(hf_config: Mapping[str, Any], tensor_parallel: int = 1) -
     heads = int(hf_config["num_attention_heads"])
     kv_heads = int(hf_config.get("num_key_value_heads") or heads)
     head_dim = int(hf_config.get("head_dim") or hidden // heads)
-    inner = "moe_intermediate_size" if hf_config.get("num_experts") else "intermediate_size"
+    # Newer transformers releases write the number of experts under the second name.
+    experts = hf_config.get("num_experts") or hf_config.get("num_local_experts")
+    inner = "moe_intermediate_size" if experts else "intermediate_size"
     widths = {
         "hidden_size": hidden,
         "num_attention_heads × head_dim / tensor_parallel": heads * head_dim // tensor_parallel,

@@ -52,6 +52,7 @@ class FADE(Advantage):
         "old", description="old: x ← (1 - beta) x + beta new, a window of 1/beta steps; new: the other way round."
     )
 
+    asks_what_is_solved: ClassVar[bool] = True
     moving_parts: ClassVar[tuple[str, ...]] = ("alpha", "delta")
     measures: ClassVar[tuple[Measure, ...]] = (
         Measure("Alpha and delta", (("advantage_alpha", "alpha", "violet"), ("advantage_delta", "delta", "orange"))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ class MaxRL(Advantage):
     """(r - r̄) / r̄ of rewards clipped to [0, 1], 0 in a group without any success: the gradient of log p, up to order
     G - 1 of its expansion in pass@k."""
 
+    asks_what_is_solved: ClassVar[bool] = True
     name: Literal["maxrl"] = "maxrl"
 
     def advantages(self, reward: Rewards, group: Groups) -> NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ class PassAtK(Advantage):
     The baseline does not see the sample, so the gradient is unbiased; a group sums to 0; k = 1 is rloo.
     """
 
+    asks_what_is_solved: ClassVar[bool] = True
     name: Literal["pass_at_k"] = "pass_at_k"
     k: PositiveInt = Field(4, description="Attempts of which one must succeed; below rollout.group_size.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from pipeline.advantages.methods.asym_grpo import asymmetric
 class Power(Advantage):
     """(1 - r̄)^(alpha - 1) × asym_grpo, of rewards clipped to [0, 1]: the weight falls with the group's solve rate."""
 
+    asks_what_is_solved: ClassVar[bool] = True
     name: Literal["power"] = "power"
     alpha: float = Field(2.0, ge=1.0, description="Successes weigh p q^alpha: larger means harder prompts.")
     delta: PositiveFloat = Field(1.0, description="Negative advantages are divided by this.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from pipeline.config.loader import load_recipe
 from pipeline.data.records import Batch
 from pipeline.errors import RecipeError
 from pipeline.trainer.mini_batches import mini_batches
+from precision.objectives.base import Aggregation
 from tests.support.batches import batch_of_rewards
 
 DAPO = OverlongPenalty(buffer_tokens=4096)
@@ -121,6 +122,40 @@ def test_a_batch_of_truncated_samples_alone_makes_a_step_without_advantage() -> 
 def test_a_buffer_longer_than_any_response_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"buffer_tokens 17 exceeds rollout.max_new_tokens 16.*a fifth \(3\)"):
         load_recipe(Path("dapo"), ["reward.overlong.buffer_tokens=17"])
+
+
+@pytest.mark.parametrize(
+    ("name", "fits"),
+    [("grpo", True), ("dr_grpo", True), ("rloo", True), ("asym_grpo", True), ("f_grpo", True)]
+    + [(name, False) for name in ("pass_at_k", "maxrl", "power", "fade")],
+)
+def test_who_asks_what_is_solved_takes_no_penalty(name: str, fits: bool) -> None:
+    """pass_at_k would take a right answer three tokens into the buffer for a wrong one."""
+    overrides = [f"advantage={{name: {name}}}", "reward.overlong={buffer_tokens: 4}", "rollout.group_size=8"]
+    if fits:
+        assert load_recipe(Path("grpo"), overrides).reward.overlong is not None
+        return
+    with pytest.raises(RecipeError, match=rf"advantage.name is {name}, which asks how far a sample is solved"):
+        load_recipe(Path("grpo"), overrides)
+
+
+@pytest.mark.parametrize("aggregation", get_args(Aggregation))
+def test_what_is_left_out_is_in_no_denominator(aggregation: str) -> None:
+    """A batch with samples that nothing is learned from is trained on as the batch of the others."""
+    batch = of_lengths([[1.0, 0.0, 0.0, 0.0]], truncated=[2], failed=[3])
+    [part] = mini_batches(computer(truncated="exclude", aggregation=aggregation), batch, 1)
+    values = computer().compute_advantages(batch).values
+    lengths = batch.response_lengths[:2]
+    total = lengths.sum()
+    factors = {
+        "token": np.ones(2),
+        "sequence": total / (2 * lengths),
+        "prompt": np.ones(2),
+        "constant": np.full(2, total / (2 * 9)),
+    }[aggregation]
+    expected = np.repeat(values[:2] * factors, lengths)
+    np.testing.assert_allclose(part.advantages[: len(expected)], expected, rtol=1e-6)
+    assert not part.advantages[len(expected) :].any()
 
 
 @pytest.mark.parametrize("name", ["dapo", "dapo_32b"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from pipeline.config.task_sections import DataTask
 from pipeline.errors import RecipeError
@@ -45,6 +46,34 @@ def mixture(sources: list[dict[str, Any]]) -> Mixture:
     task = build_task(section(sources), seed=0)
     assert isinstance(task, Mixture)
     return task
+
+
+def test_an_evaluation_has_a_prompt_of_each_source(sources: list[dict[str, Any]]) -> None:
+    sources[0]["weight"], sources[1]["weight"] = 200.0, 1.0
+    task = mixture(sources)
+    plain = [task.held_out(index).source for index in range(4)]
+    assert plain == ["math"] * 4
+    chosen = task.measured(4)
+    assert chosen[:3] == [0, 1, 2]
+    assert [task.held_out(index).source for index in chosen] == ["math"] * 3 + ["chat.v2"]
+    assert task.measured(1) == [0], "there is no room"
+    assert task.measured(task.num_held_out) == [*range(task.num_held_out)]
+    sources[1]["weight"] = 200.0
+    assert mixture(sources).measured(4) == [0, 1, 2, 3], "where each is there already, nothing changes"
+
+
+def test_a_source_says_of_the_columns_what_differs(tmp_path: Path) -> None:
+    row = json.dumps(dict(question="asked", prompt="another", sys="Be kind.", solution="1"))
+    (tmp_path / "p.jsonl").write_text(row + "\n")
+    columns = dict(prompt="question", answer="solution", system_prompt="sys")
+    task = section([dict(path=str(tmp_path / "p.jsonl"), columns=dict(answer=None))], columns=columns)
+    [source] = task.sources
+    assert source.columns is not None
+    assert source.columns.model_dump() == dict(prompt="question", answer=None, system_prompt="sys")
+    assert DataTask.model_validate(task.model_dump(mode="json")) == task
+    assert task.of(source).columns == source.columns
+    with pytest.raises(ValidationError, match="sources"):
+        section(5, columns=columns)  # type: ignore[arg-type]
 
 
 def test_problems_of_a_mixture_know_their_source_and_its_reward(sources: list[dict[str, Any]]) -> None:

@@ -166,6 +166,8 @@ def test_the_chat_template_is_transformers_own(byte_level: Path, place: str) -> 
     [
         "{{ bos_token }}{{ pad_token }}hi{{ eos_token }}{% if bos_token is defined %}!{% endif %}",
         "{{ {'b': \"it's <x> é\", 'a': [1, None]} | tojson }}{{ messages | tojson(indent=2) }}",
+        "{% if tools is not none %}A{% else %}B{% endif %}{% if tools is defined %}C{% endif %}{{ documents }}",
+        "{{ tools | tojson }}{% if not tools and not documents %}none{% endif %}",
         "{% for m in messages %}{% generation %}{% set x = m.content %}{{ x }}\n{% endgeneration %}{{ x }}{% endfor %}",
     ],
 )
@@ -177,6 +179,23 @@ def test_what_templates_may_use_is_transformers_own(byte_level: Path, template: 
     theirs = AutoTokenizer.from_pretrained(str(byte_level))
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert Tokenizer.load(byte_level).conversation(messages) == expected
+
+
+def test_what_the_file_keeps_of_a_former_call_is_not_done(byte_level: Path) -> None:
+    """`save_pretrained` writes the truncation and the padding that the last call asked for."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(byte_level))
+    theirs.pad_token = "<|im_end|>"
+    theirs(["0123456789", "1"], truncation=True, max_length=4, padding="longest")
+    theirs.save_pretrained(str(byte_level))
+    kept = json.loads((byte_level / "tokenizer.json").read_text())
+    assert kept["truncation"]
+    assert kept["padding"]
+    texts, again = ["0", "0123456789=", "01"], AutoTokenizer.from_pretrained(str(byte_level))
+    ours = Tokenizer.load(byte_level)
+    assert [ours.encode(text) for text in texts] == [again.encode(text, add_special_tokens=False) for text in texts]
+    assert ours.count(texts) == [len(ours.encode(text)) for text in texts] == [1, 11, 2]
 
 
 @pytest.mark.parametrize(

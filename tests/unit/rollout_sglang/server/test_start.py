@@ -229,6 +229,14 @@ def test_block_shapes_that_do_not_fit_are_named(changes: dict[str, int], tensor_
         check_block_shapes(QWEN3_8B | changes, tensor_parallel)
 
 
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts"])
+def test_of_a_mixture_the_experts_width_counts(count: str) -> None:
+    """transformers has written the number of experts under both names."""
+    check_block_shapes(QWEN3_8B | {count: 8, "moe_intermediate_size": 256, "intermediate_size": 100})
+    with pytest.raises(ModelError, match="moe_intermediate_size / tensor_parallel = 192"):
+        check_block_shapes(QWEN3_8B | {count: 8, "moe_intermediate_size": 192})
+
+
 def test_heads_follow_from_the_hidden_size_where_the_config_is_silent() -> None:
     check_block_shapes({"hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 512})
     with pytest.raises(ModelError, match="= 64"):
