@@ -58,8 +58,8 @@ HANDS: dict[str, tuple[float, float, float]] = {
     "sequence": (10 / 6, -20 / 9, 30 / 15),
     # Two prompts of 5 tokens each: 10 / (2 · 5) = 1 in both.
     "prompt": (1, -2, 3),
-    # 10 tokens / (5 samples × 8).
-    "constant": (0.25, -0.5, 0.75),
+    # 10 tokens / (3 responses with tokens × 8).
+    "constant": (10 / 24, -20 / 24, 30 / 24),
 }
 
 
