@@ -84,7 +84,7 @@ def train(
 
     Starts SGLang engines, a collector and a Megatron-Core learner on this machine, restarts whatever dies, and stops
     them at the end. `--replay RUN` instead repeats the learner's part of a finished run into RUN-replay and says
-    whether the weights came out bit-identical.
+    whether the weights came out bit-identical. Once that is finished, the next one trains into RUN-replay-2.
     """
     from launch.run.replay import replay_run
     from launch.run.train import train_run
