@@ -20,6 +20,7 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.tracking import MlflowClient
 
 from launch.export.destination import Config, NamedDestination
+from launch.export.mlflow_names import mlflow_name
 from launch.export.points import STEP, VERSION, Key, Point
 from pipeline.data.files import fsync_directory, remove_leftovers_of, temporary_name
 
@@ -55,7 +56,10 @@ class MLflowDatabase(NamedDestination):
         if self._run is None:
             self._run = self._begun(point)
         numbered = {**point.values, point.key.kind: point.key.number}
-        metrics = [Metric(name, value, round(point.time * 1000), point.key.number) for name, value in numbered.items()]
+        metrics = [
+            Metric(mlflow_name(name), value, round(point.time * 1000), point.key.number)
+            for name, value in numbered.items()
+        ]
         for first in range(0, len(metrics), _MOST_A_CALL):
             self._client.log_batch(self._run.info.run_id, metrics[first : first + _MOST_A_CALL])
 
@@ -92,7 +96,7 @@ class MLflowDatabase(NamedDestination):
         run = self._client.create_run(
             self._experiment, start_time=round(first.time * 1000), tags={_OF_RUN: self._id}, run_name=self._name
         )
-        params = [Param(name, str(value)[:_LONGEST_VALUE]) for name, value in _flat(self._config).items()]
+        params = [Param(mlflow_name(name), str(value)[:_LONGEST_VALUE]) for name, value in _flat(self._config).items()]
         for first_param in range(0, len(params), 100):
             self._client.log_batch(run.info.run_id, params=params[first_param : first_param + 100])
         return run

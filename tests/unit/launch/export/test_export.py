@@ -9,6 +9,7 @@ import pytest
 from launch.endings import end_of
 from launch.export import export as module
 from launch.export.export import export, run_ids
+from launch.export.mlflow_names import mlflow_name
 from launch.export.points import STEP, VERSION, Key, RunPoints, of_step
 from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import EventLog
@@ -17,7 +18,7 @@ from pipeline.data.integrity.walk import damaged_files
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 from pipeline.trainer.checkpoints import verify
-from tests.support.written_runs import write_run
+from tests.support.written_runs import SECONDS, step_metrics, write_run
 from tests.unit.launch.export.growing import (
     Rows,
     exporter,
@@ -188,6 +189,21 @@ def test_a_database_holds_several_runs_side_by_side_and_knows_what_it_holds(tmp_
         assert (first["steps"], first["versions"], again["versions"], again["written"]) == (last, 1, 1, 0)
     twice, once = ({step: [100.0 + step] * times for step in steps} for steps, times in ((range(3), 2), ((3, 4), 1)))
     assert rows_of(run, target, tmp_path / "all") == twice | once
+
+
+@pytest.mark.slow
+def test_mlflow_takes_parts_of_any_name_that_a_reward_may_give(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    run = write_run(tmp_path, 0, steps=24)
+    parts = {"pass@1": 0.25, "a//b": 0.5, "plain": 0.75}
+    EventLog(run, "learner-000001").metrics(0, **step_metrics(0, SECONDS), reward_parts=parts)
+    assert export(run, "mlflow", None, follow=False)["written"] == 1
+    assert export(run, "mlflow", None, follow=False)["written"] == 0
+    client = MlflowClient(tracking_uri=f"sqlite:///{run.resolve()}/exports/mlflow/mlflow.db")
+    [found] = client.search_runs([client.get_experiment_by_name("evenkeel").experiment_id])
+    told = {name: value for name, value in found.data.metrics.items() if name.startswith("reward_parts/")}
+    assert told == {mlflow_name(f"reward_parts/{name}"): value for name, value in parts.items()}
 
 
 def test_names_have_a_group_and_only_finite_numbers_are_told() -> None:
