@@ -15,6 +15,7 @@ from launch.run import replay
 from launch.run.replay import replay_run
 from pipeline.data.frozen.recipes import add_recipe, all_recipes
 from pipeline.data.integrity.folders import list_checksums
+from pipeline.data.ledger.lost_batches import LostBatch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import CorruptBatchError, FatalError, RunConflictError
@@ -173,6 +174,18 @@ def test_a_batch_without_its_checksum_is_damaged(source: RunDirectory, ranks: Ra
         replay_run(source.path, [])
     assert not source.path.with_name("run-replay").exists()
     assert ranks.trained == []
+
+
+def test_a_batch_that_was_lost_since_makes_it_another_run(source: RunDirectory, ranks: Ranks) -> None:
+    replay_run(source.path, [])
+    store = BatchStore(source.batches)
+    lost = dict(reason="gone", recorded="now", learned=False, groups=(2, 3), known="all", next_group=4, open_groups=())
+    LostBatch(index=1, **lost).write(store.lost_path(1))  # type: ignore[arg-type]
+    source.note_skipped(1)
+    with pytest.raises(RunConflictError, match=r"another run \(batch 1 differs\)"):
+        replay_run(source.path, [])
+    shutil.rmtree(source.path.with_name("run-replay"))
+    assert replay_run(source.path, [])["bit_identical"]
 
 
 def test_a_fork_that_learns_by_another_objective_is_refused(source: RunDirectory, ranks: Ranks) -> None:
