@@ -84,7 +84,7 @@ def train(
 
     Starts SGLang engines, a collector and a Megatron-Core learner on this machine, restarts whatever dies, and stops
     them at the end. `--replay RUN` instead repeats the learner's part of a finished run into RUN-replay and says
-    whether the weights came out bit-identical.
+    whether the weights came out bit-identical. Once that is finished, the next one trains into RUN-replay-2.
     """
     from launch.run.replay import replay_run
     from launch.run.train import train_run
@@ -150,7 +150,8 @@ def plan(
     """Will a recipe fit these GPUs, which learner layouts would, and how long will a step take?
 
     Needs neither a GPU nor weights: the model's config.json is enough. A relative model.path is looked for here, then
-    beside the recipe. Learner and engines have GPUs of their own.
+    beside the recipe. Learner and engines have GPUs of their own; with weights.channel ipc they
+    share them.
 
     **Memory**: parameters are counted exactly, and activations tensor by tensor for full micro-batches. CUDA context
     and fragmentation are assumed. **Layouts**: all that use the learner's GPUs, each with the least recomputation that

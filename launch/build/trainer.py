@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from launch.build.algorithm import build_advantage_computer, build_objective
+from launch.build.algorithm import build_advantage_computer, build_scoring
 from megatron_bridge.step.learning_rate import LearningRates, RateSpan
 from pipeline.config.recipe import Recipe
 from pipeline.control.loop import StepController
@@ -46,7 +46,7 @@ def build_trainer(
     stop_requested: Callable[[], bool] | None = None,
 ) -> Trainer:
     """A Trainer over the batches of `store`. Collective. `checkpoint_every` is the recipe's by default."""
-    advantages, objective = build_advantage_computer(recipe), build_objective(recipe)
+    advantages, scoring = build_advantage_computer(recipe), build_scoring(recipe)
     optimizer, updates = recipe.learner.optimizer, recipe.learner.updates_per_batch
     stops: dict[str, Any] = {} if stop_requested is None else dict(stop_requested=stop_requested)
     shared: dict[str, Any] = dict(
@@ -66,14 +66,12 @@ def build_trainer(
         updates_per_batch=updates,
     )
     step_size = StepSize(lr_by_lag=optimizer.lr_by_lag, updates_per_batch=updates, controller=controller)
-    reads_old = objective.needs_old_logprobs or step_size.reads_logprobs
     return Trainer(
         **shared,
-        old_logprobs=OldLogprobs(**shared, versions=build_versions(recipe, learner)) if reads_old else None,
+        old_logprobs=OldLogprobs(**shared, versions=build_versions(recipe, learner)) if scoring.reads_old else None,
         advantage_computer=advantages,
-        scores_step=objective.needs_scoring,
+        scoring=scoring,
         step_size=step_size,
-        reads_step_logprobs=objective.reads_step_logprobs,
         channel=channel,
         checkpoints=checkpoints,
         checkpoint_every=checkpoint_every or recipe.checkpoint.every,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would tell its makers what is called
@@ -20,6 +20,7 @@ from mlflow.entities import Metric, Param, Run
 from mlflow.tracking import MlflowClient
 
 from launch.export.destination import Config, NamedDestination
+from launch.export.mlflow_names import mlflow_name
 from launch.export.points import STEP, VERSION, Key, Point
 from pipeline.data.files import fsync_directory, remove_leftovers_of, temporary_name
 
@@ -31,12 +32,12 @@ _LONGEST_VALUE = 6000
 
 
 class MLflowDatabase(NamedDestination):
-    def __init__(self, folder: Path, name: str, run_id: str, config: Config) -> None:
-        super().__init__(folder, name, run_id, config)
+    def __init__(self, folder: Path, name: str, run_ids: Sequence[str], config: Config) -> None:
+        super().__init__(folder, name, run_ids, config)
         self._run: Run | None = None
 
     def held(self) -> Mapping[Key, float]:
-        self._run = self._found()
+        self._run = self._found(self._id)
         if self._run is None:
             return {}
         return {
@@ -55,7 +56,10 @@ class MLflowDatabase(NamedDestination):
         if self._run is None:
             self._run = self._begun(point)
         numbered = {**point.values, point.key.kind: point.key.number}
-        metrics = [Metric(name, value, round(point.time * 1000), point.key.number) for name, value in numbered.items()]
+        metrics = [
+            Metric(mlflow_name(name), value, round(point.time * 1000), point.key.number)
+            for name, value in numbered.items()
+        ]
         for first in range(0, len(metrics), _MOST_A_CALL):
             self._client.log_batch(self._run.info.run_id, metrics[first : first + _MOST_A_CALL])
 
@@ -81,15 +85,18 @@ class MLflowDatabase(NamedDestination):
     def _file(self) -> Path:
         return self._folder.resolve() / "mlflow.db"
 
-    def _found(self) -> Run | None:
-        runs = self._client.search_runs([self._experiment], f"tags.`{_OF_RUN}` = '{self._id}'", max_results=1)
+    def _has(self, run_id: str) -> bool:
+        return self._found(run_id) is not None
+
+    def _found(self, run_id: str) -> Run | None:
+        runs = self._client.search_runs([self._experiment], f"tags.`{_OF_RUN}` = '{run_id}'", max_results=1)
         return runs[0] if runs else None
 
     def _begun(self, first: Point) -> Run:
         run = self._client.create_run(
             self._experiment, start_time=round(first.time * 1000), tags={_OF_RUN: self._id}, run_name=self._name
         )
-        params = [Param(name, str(value)[:_LONGEST_VALUE]) for name, value in _flat(self._config).items()]
+        params = [Param(mlflow_name(name), str(value)[:_LONGEST_VALUE]) for name, value in _flat(self._config).items()]
         for first_param in range(0, len(params), 100):
             self._client.log_batch(run.info.run_id, params=params[first_param : first_param + 100])
         return run

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from launch.build.algorithm import build_objective
+from launch.build.algorithm import scoring_passes
 from launch.plan.footprint import HeldParameters, held_parameters, layer_sizes
 from launch.plan.simulation import Durations
 from megatron_bridge.hf.model_config import ModelConfig
@@ -99,7 +99,7 @@ class LearnerTime:
     data_s: float
     """Not hidden behind the backward pass."""
     score_s: float
-    """The log-probability pass, all of it."""
+    """A log-probability pass over the batch, all of it."""
 
     @property
     def update_s(self) -> float:
@@ -134,7 +134,7 @@ def forward_flops(config: ModelConfig, context: float) -> float:
 def learner_time(config: ModelConfig, learner: LearnerSection, traffic: Traffic, assumed: Assumptions) -> LearnerTime:
     """Of the busiest stage, for all optimizer steps of a batch; padding and uneven loads are left out.
 
-    Each optimizer step fills and drains the pipeline and reduces gradients anew. The batch is scored once.
+    Each optimizer step fills and drains the pipeline and reduces gradients anew.
     """
     layout = Layout.of(learner)
     tokens = traffic.samples / layout.data * traffic.sample_tokens
@@ -260,11 +260,9 @@ def durations(
     rate = rollout_tokens_per_gpu_s(config, capacity, recipe, assumed)
     gpus = recipe.rollout.engines * recipe.rollout.tensor_parallel
     moved = weight_bytes(model, recipe.rollout)
-    # With older versions each stale batch is scored at what sampled it, which in the mean is one version or two.
-    passes = build_objective(recipe).needs_scoring + (recipe.reference is not None) + (recipe.num_kept_versions > 0)
     return Durations(
         rollout_s=traffic.samples * traffic.response_tokens / (rate * gpus),
-        score_s=time.score_s * passes,
+        score_s=time.score_s * scoring_passes(recipe),
         update_s=time.update_s,
         publish_s=publish_seconds(recipe, moved, assumed),
         take_s=take_seconds(recipe, moved, assumed),

@@ -14,7 +14,7 @@ from launch.plan.costs import GPUS_PER_NODE
 from launch.plan.footprint import GIB, Footprint, Workload, worst_footprint
 from launch.plan.simulation import Durations
 from megatron_bridge.hf.model_config import ModelConfig
-from megatron_bridge.parallel.layout_checks import check_layout
+from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
 from pipeline.config.recipe import LearnerSection
 from pipeline.errors import LayoutError
 
@@ -27,7 +27,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One layout. `seconds` and `footprint` are None when the sizes do not divide; `reason` is empty when it fits."""
+    """One layout. `seconds` and `footprint` are None when the sizes refuse it; `reason` is empty when it fits."""
 
     learner: LearnerSection
     footprint: Footprint | None
@@ -57,7 +57,7 @@ class Search:
 
     def judge(self, learner: LearnerSection) -> Verdict:
         """Fits or not, and why; with the seconds when it does."""
-        reason = self._undivided(learner)
+        reason = self._refused(learner)
         if reason:
             return Verdict(learner=learner, footprint=None, reason=reason)
         footprint = worst_footprint(self.config, learner, self.work(learner))
@@ -69,9 +69,10 @@ class Search:
             learner=learner, footprint=footprint, reason="", durations=durations, step_s=self.step_s(durations)
         )
 
-    def _undivided(self, learner: LearnerSection) -> str:
+    def _refused(self, learner: LearnerSection) -> str:
         try:
             check_layout(self.hf_config, learner)
+            check_longest_sample(learner, self.context_tokens)
         except LayoutError as error:
             return str(error).partition(";")[0]
         if self.samples < learner.data_parallel:

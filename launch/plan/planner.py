@@ -24,6 +24,7 @@ from launch.plan.costs import (
     durations,
     rollout_tokens_per_gpu_s,
 )
+from launch.plan.fitting import refusals
 from launch.plan.footprint import GIB, Allowance, Footprint, MicroBatches, Workload, footprints
 from launch.plan.given import check_given
 from launch.plan.layouts import Search, Verdict, shortage
@@ -176,7 +177,7 @@ class Planner:
         return self._misfit(max(stages, key=lambda one: one.total))
 
     def _misfit(self, worst: Footprint) -> list[str]:
-        needed, reasons = self.needed_gpus, []
+        needed, reasons = self.needed_gpus, [*map(str, refusals(self.hf_config, self.recipe))]
         if short := shortage(worst, self.learner_bytes):
             reasons.append(f"a learner rank{' beside an engine' if self.shared else ''} is {short}")
         if needed > self.machine.gpus:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
 from launch.build.engines import check_map_dtype, engine_dtype
 from launch.build.teacher import check_teacher
+from launch.plan.fitting import check_sizes
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from megatron_bridge.parallel.layout_checks import check_layout, check_longest_sample
-from pipeline.config.formats import check_mixture
 from pipeline.config.recipe import Recipe
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory
@@ -17,24 +16,17 @@ from pipeline.ports.weight_check import WeightCheck
 from pipeline.tasks import Task
 from precision.formats.audit import formats_of
 from precision.text.short import quoted
-from rollout_sglang.server.block_shapes import check_block_shapes
 
 
 def preflight(recipe: Recipe) -> Task:
     """Check what would otherwise fail minutes later, in a child process. Returns the run's task. Raises FatalError."""
     config = read_hf_config(recipe.model.path)
-    check_layout(config, recipe.learner)
-    check_longest_sample(recipe.learner, recipe.rollout.context_tokens)
-    if recipe.rollout.precision == "fp8_block":
-        check_block_shapes(config, recipe.rollout.tensor_parallel)
-    shape = ModelConfig.from_hf(config)
-    _check_positions(recipe, shape)
-    check_mixture(recipe.rollout.quantized_format, experts=shape.experts is not None)
+    check_sizes(config, recipe)
     build_quant_map(recipe)
     if recipe.rollout.quant_map is not None:
         check_map_dtype(recipe, recipe.rollout.quant_map)
     tokenizer = build_tokenizer(recipe)
-    check_weights(recipe.model.path, shape)
+    check_weights(recipe.model.path, ModelConfig.from_hf(config))
     verify_folder(recipe.model.path, "make or fetch the model again", required=False)
     check_teacher(recipe, tokenizer)
     prompts = build_prompts(recipe, tokenizer)
@@ -45,16 +37,6 @@ def preflight(recipe: Recipe) -> Task:
         )
     _check_held_out_lengths(recipe, prompts)
     return prompts.task
-
-
-def _check_positions(recipe: Recipe, shape: ModelConfig) -> None:
-    """SGLang does not start with a longer context than the model has positions for."""
-    if recipe.rollout.context_tokens > shape.max_positions:
-        raise RecipeError(
-            f"rollout.context_tokens is {recipe.rollout.context_tokens}, but {recipe.model.path} takes "
-            f"{shape.max_positions} tokens at most (max_position_embeddings of its config.json); lower "
-            "rollout.context_tokens"
-        )
 
 
 def _check_held_out_lengths(recipe: Recipe, prompts: TaskPrompts) -> None:

@@ -1,5 +1,9 @@
 """`evenkeel train --replay RUN`: the learner's part of a run again, from its recorded batches, without engines.
 
+    RUN-replay      begun, or gone on with where it was interrupted or RUN has more steps since
+    RUN-replay-2    where RUN-replay is finished: it says what the code and libraries of then made of RUN
+    …
+
 In sync mode with the same layout the weights come out bit-identical; anything else would mean that training depends on
 something that is not in the run directory.
 """
@@ -9,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +21,39 @@ from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.processes import child_environment, run_ranks, torchrun
 from pipeline.analysis.alarm_history import samples_coarser
-from pipeline.config.loader import load_recipe
-from pipeline.data.frozen.recipes import adopt_recipes, all_recipes
+from pipeline.config.loader import changed_keys, load_recipe
+from pipeline.config.recipe import Recipe
+from pipeline.data.files import fsync_present
+from pipeline.data.frozen.recipes import RecipeInForce, adopt_recipes, all_recipes
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.ledger.lost_batches import refuse_to_pass_lost
+from pipeline.data.ledger.replayed import Replayed
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
-from pipeline.errors import StoreError
+from pipeline.errors import RunConflictError, StoreError
+from pipeline.resume.rules import unsafe
+from precision.text.short import listed
 
 
 def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Train into SOURCE-replay (resuming it when it exists) and compare the final weights, tensor by tensor."""
+    """Train in a replay's folder beside SOURCE, and compare the final weights, tensor by tensor."""
     original = RunDirectory(source)
-    original.recipe()  # which also says when SOURCE is no run, or one of another version
+    recipes = all_recipes(source)  # which also says when SOURCE is no run, or one of another version
     wanted = manifest(original)
-    refuse_to_pass_lost(original, BatchStore(original.batches).all_lost(), 0, original.recipe().run.steps)
-    overrides = [f"run.name={source.name}-replay", *overrides]
-    recipes = [replace(one, recipe=load_recipe(one.path, overrides)) for one in all_recipes(source)]
+    _refuse_learned_otherwise(source, recipes)
+    refuse_to_pass_lost(original, BatchStore(original.batches).all_lost(), 0, recipes[-1].recipe.run.steps)
+    replayed = Replayed.of(source)
+    run = RunDirectory(_unfinished(source, replayed, load_recipe(recipes[-1].path, overrides).run.steps))
+    overrides = [f"run.name={run.path.name}", *overrides]
+    recipes = [replace(one, recipe=load_recipe(one.path, overrides)) for one in recipes]
     recipe = recipes[-1].recipe
-    run = RunDirectory(source.parent / f"{source.name}-replay")
+    replayed.begin(run.path)
     with claimed(run):
         adopt_recipes(run.path, recipes)  # steps keep the learning rates that they had
-        run.freeze(recipe)
-        command = torchrun(
-            recipe.learner.num_processes, "launch.run.learn_rank", str(run.path), "--replay", str(source)
-        )
-        with LiveView(run.path, recipe.run.steps, quantized=samples_coarser(recipe)) as view:
-            run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)
+        replayed.go_on(run.path)
+        run.make_folders()
+        _reopen(run)
+        _train(run, recipe, source)
     found = manifest(run)
     differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     return dict(replay=str(run.path), steps=recipe.run.steps, bit_identical=not differing, differing_tensors=differing)
@@ -50,7 +61,7 @@ def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def manifest(run: RunDirectory) -> dict[str, Any]:
     """tensor name → {sha256, shape, dtype} of the final policy, whose files are compared with it. Raises StoreError."""
-    path = run.model / "manifest.json"
+    path = _manifest_file(run)
     try:
         if path.exists():
             verify_folder(run.model, f"`evenkeel repair {run.path}`, then the run started again, exports it anew")
@@ -58,3 +69,46 @@ def manifest(run: RunDirectory) -> dict[str, Any]:
     except OSError as error:
         raise StoreError(f"{path} is missing: {run.path} was not trained to its end; finish it first") from error
     return tensors
+
+
+def _manifest_file(run: RunDirectory) -> Path:
+    return run.model / "manifest.json"
+
+
+def _refuse_learned_otherwise(source: Path, recipes: Sequence[RecipeInForce]) -> None:
+    """Raises RunConflictError for a fork whose steps before and since learned by other rules: a learner goes by one
+    recipe, of which the learning rate alone may change with the steps."""
+    learned = [one for one, after in pairwise(recipes) if one.first_step < after.first_step]
+    for before, after in pairwise([*learned, recipes[-1]]):
+        if changes := unsafe(changed_keys(before.recipe, after.recipe)):
+            names_first = sorted(changes, key=lambda key: not key.endswith(".name"))
+            said = listed([f"{key}: {changes[key]}" for key in names_first], most=3)
+            raise RunConflictError(
+                f"{source} cannot be replayed: at step {after.first_step} its recipe changed ({said}), and a replay "
+                "trains all steps by one; replay the run that it is a fork of"
+            )
+
+
+def _unfinished(source: Path, replayed: Replayed, steps: int) -> Path:
+    """The first of the folders of replays that has not trained `steps` steps; it may be yet to be made. Raises
+    RunConflictError where one of another run, or anything else, comes before."""
+    folders = (source.parent / f"{source.name}-replay{f'-{number}' if number > 1 else ''}" for number in count(1))
+    return next(folder for folder in folders if not _is_finished(folder, replayed, steps))
+
+
+def _is_finished(folder: Path, replayed: Replayed, steps: int) -> bool:
+    replayed.refuse_another(folder)
+    run = RunDirectory(folder)
+    return max(run.saved_steps(), default=0) >= steps and _manifest_file(run).exists()
+
+
+def _reopen(run: RunDirectory) -> None:
+    """A manifest says that the replay is finished, and it may be that of fewer steps."""
+    _manifest_file(run).unlink(missing_ok=True)
+    fsync_present(run.model)
+
+
+def _train(run: RunDirectory, recipe: Recipe, source: Path) -> None:
+    command = torchrun(recipe.learner.num_processes, "launch.run.learn_rank", str(run.path), "--replay", str(source))
+    with LiveView(run.path, recipe.run.steps, quantized=samples_coarser(recipe)) as view:
+        run_ranks(run, command, log=run.logs / "learner.log", env=child_environment(), watch=view.refresh)

@@ -23,6 +23,7 @@
       SANDBOX                  the sandbox that the run's reward code began in (launch.build.rewards)
       reference.json           digests of the reference policy that the run began with (pipeline.trainer.reference)
       parent.json              of which run, and which of its steps, this one is a fork (launch.fork)
+      replay.json              of which run this one is the replay (pipeline.data.ledger.replayed)
       damaged/000001/          what a repair has set aside; repairs/000001.json says why (pipeline.repair.apply)
       finished/ROLE            made by the learner and by the collector, once each has nothing left to do
       metrics/SOURCE.jsonl  events/SOURCE.jsonl  spans/SOURCE.jsonl  logs/  report.html  samples.html
@@ -46,11 +47,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config.loader import differing_keys
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.files import NUMBER, fsync_present, make_folder, write_atomically
-from pipeline.data.frozen.recipes import begin_recipe, newest_recipe
+from pipeline.data.frozen.recipes import begin_recipe, newest_recipe, refuse_another_recipe
 from pipeline.data.integrity.sealed import (
     read_sealed,
     read_sealed_array,
@@ -60,7 +60,7 @@ from pipeline.data.integrity.sealed import (
 )
 from pipeline.data.ledger.published import announce, announced, highest
 from pipeline.data.membership import Membership
-from pipeline.errors import RunConflictError, StoreError
+from pipeline.errors import StoreError
 
 _NUMBER = re.compile(rf"(?:{NUMBER})")
 _FINISHED = "nothing is left to do\n"
@@ -296,11 +296,7 @@ class RunDirectory:
         """Store the recipe at the first start; refuse another one later (RunConflictError names the keys). Where some
         keys may change: pipeline.resume.resume."""
         begin_recipe(self.path, recipe)
-        if difference := differing_keys(self.recipe(), recipe):
-            raise RunConflictError(
-                f"{self.path} was started with another recipe ({'; '.join(difference)}); "
-                "give the run another run.name or restore the values"
-            )
+        refuse_another_recipe(self.path, self.recipe(), recipe)
         self.make_folders()
         return recipe
 

@@ -28,7 +28,8 @@ from pipeline.data.batch_format import arrays_of, attributes_of, check_batch, nu
 from pipeline.data.border.batches import check_values
 from pipeline.data.border.values import UNKNOWN, Limits
 from pipeline.data.files import NUMBER, await_visible, creating, make_folder, remove_leftovers
-from pipeline.data.integrity.regular import machine_failure
+from pipeline.data.integrity.regular import machine_failure, open_regular
+from pipeline.data.integrity.sealed import TRAILER, TRAILER_BYTES, crc32
 from pipeline.data.integrity.space import full_disk_said, require_space
 from pipeline.data.ledger.lost_batches import LOST_SUFFIX, LostBatch
 from pipeline.data.records import Batch, LogprobContract
@@ -182,6 +183,19 @@ class BatchStore:
         path = self.path(index)
         with self._damage_said(path), seek_zarr_zip(path) as file:
             return read_num_samples(file)
+
+    def checksum(self, index: int) -> str:
+        """Tells a settled batch from others: the last bytes of its file, which is not compared with them, or the
+        checksum of the record that it was lost. Raises CorruptBatchError where the file does not end so."""
+        if (lost := self.lost_path(index)).exists():
+            return f"lost {crc32(lost.read_bytes())}"
+        path = self.path(index)
+        with self._damage_said(path), open_regular(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TRAILER_BYTES))
+            ending = file.read()
+            if TRAILER.fullmatch(ending) is None:
+                raise ValueError("it does not end in its checksum")
+            return ending.decode()
 
     @contextmanager
     def _damage_said(self, path: Path) -> Iterator[None]:

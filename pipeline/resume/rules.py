@@ -136,11 +136,14 @@ def rule_of(key: str) -> str:
     raise KeyError(f"recipe key {key} has no rule in pipeline.resume.rules")
 
 
+def unsafe(changes: dict[str, str]) -> dict[str, str]:
+    """Of changes (key → `old → new`), those that a run which has a batch may not go on with."""
+    return {key: change for key, change in changes.items() if RULES[rule_of(key)] is not SAFE}
+
+
 def refuse_unsafe(run: str, changes: dict[str, str]) -> None:
     """Raises RunConflictError when a run that has a batch may not go on with these changes (key → `old → new`)."""
-    refused = [
-        f"{key}: {change} ({RULES[rule_of(key)]})" for key, change in changes.items() if RULES[rule_of(key)] is not SAFE
-    ]
+    refused = [f"{key}: {change} ({RULES[rule_of(key)]})" for key, change in unsafe(changes).items()]
     if refused:
         raise RunConflictError(
             f"{run} cannot go on with {listed(refused, most=3)}: restore what it was, begin another run.name, or "

@@ -44,6 +44,7 @@ from pipeline.trainer.mini_batches import merge_updates, mini_batches
 from pipeline.trainer.old_logprobs import OldLogprobs
 from pipeline.trainer.reference import Reference, with_reference
 from pipeline.trainer.replay_effect import ReplayEffect
+from pipeline.trainer.scoring import Scoring
 from pipeline.trainer.step_size import StepSize
 
 
@@ -56,10 +57,7 @@ class Trainer:
     learner: Learner
     schedule: Schedule
     advantage_computer: AdvantageComputer
-    scores_step: bool
-    """Whether the objective is prepared from what it is trained on, scored before each optimizer step."""
-    reads_step_logprobs: bool
-    """Whether that needs the log-probabilities just before the step where older ones are known."""
+    scoring: Scoring
     updates_per_batch: int
     """Optimizer steps of a batch, at most."""
     old_logprobs: OldLogprobs | None
@@ -176,8 +174,7 @@ class Trainer:
             batch = with_reference(self.reference, batch)
             if self._versions is not None:
                 self._versions.keep(batch.index)
-        scores = self.scores_step and (old_logprobs is None or self.reads_step_logprobs)
-        scores = scores or (self.step_size.reads_logprobs and old_logprobs is not None)
+        scores = self.scoring.of_step(old_known=old_logprobs is not None)
         of_batch = self.step_size.of_batch(batch)
         parts, updates = mini_batches(self.advantage_computer, batch, self.updates_per_batch), []
         with watch.phase("logprobs"):

@@ -21,11 +21,6 @@ class StepSize:
     updates_per_batch: int = 1
     controller: StepController | None = None
 
-    @property
-    def reads_logprobs(self) -> bool:
-        """Whether `measured` needs a step scored that has old log-probabilities."""
-        return self.lr_by_lag == "ess"
-
     def of_batch(self, batch: Batch) -> float:
         """What every step on the batch has in common: the factor by its age, and the controller's."""
         by_age = lr_factor(mean_age(batch, self.updates_per_batch)) if self.lr_by_lag == "sqrt" else 1.0
@@ -47,7 +42,7 @@ class StepSize:
 
 
 def _staleness_ess(batch: Batch, scored: Tensor | None, old_logprobs: Tensor) -> float:
-    assert scored is not None  # the loop scores where `reads_logprobs`
+    assert scored is not None  # Scoring.sizes_steps
     sampled = torch.from_numpy(batch.loss_mask).to(scored.device)
     rollout = torch.from_numpy(batch.rollout_logprobs).to(scored.device)[sampled].double()
     old = old_logprobs.to(scored.device)[sampled].double()

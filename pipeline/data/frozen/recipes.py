@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config.loader import recipe_from, recipe_to_show
+from pipeline.config.loader import differing_keys, recipe_from, recipe_to_show
 from pipeline.config.recipe import Recipe
 from pipeline.data.files import NUMBER, make_folder
 from pipeline.data.frozen.run_format import begin_format, check_format, is_sealed, known_in_part
@@ -103,6 +103,15 @@ def begin_recipe(run: Path, recipe: Recipe) -> None:
             create_sealed(recipe_file(run), recipe.to_yaml())
 
 
+def refuse_another_recipe(run: Path, begun: Recipe, recipe: Recipe) -> None:
+    """Raises RunConflictError, which names the keys, when a run that goes by `begun` is given another recipe."""
+    if difference := differing_keys(begun, recipe):
+        raise RunConflictError(
+            f"{run} was started with another recipe ({'; '.join(difference)}); "
+            "give the run another run.name or restore the values"
+        )
+
+
 def add_recipe(run: Path, recipe: Recipe, *, first_step: int, first_batch: int) -> Path:
     """Store the recipe that the run goes by from now on. Raises RunConflictError when another start was first."""
     path = run / "recipes" / f"{len(_later(run)) + 1:06d}.yaml"
@@ -115,9 +124,13 @@ def add_recipe(run: Path, recipe: Recipe, *, first_step: int, first_batch: int) 
 
 
 def adopt_recipes(run: Path, recipes: Sequence[RecipeInForce]) -> None:
-    """Give a run the recipes that another one went by. What it has of them stays."""
+    """Give a run the recipes that another one went by. What it has of them stays. Raises RunConflictError where
+    that differs."""
     begin_recipe(run, recipes[0].recipe)
-    for one in recipes[1 + len(_later(run)) :]:
+    had = all_recipes(run)
+    for one, wanted in zip(had, recipes, strict=False):
+        refuse_another_recipe(run, one.recipe, wanted.recipe)
+    for one in recipes[len(had) :]:
         add_recipe(run, one.recipe, first_step=one.first_step, first_batch=one.first_batch)
 
 

@@ -31,6 +31,7 @@ from pipeline.trainer.batch_source import BatchSource
 from pipeline.trainer.checkpoints import Checkpoints, Saved
 from pipeline.trainer.loop import Trainer
 from pipeline.trainer.old_logprobs import OldLogprobs
+from pipeline.trainer.scoring import Scoring
 from rollout_sglang.weights.update_lease import Updates
 from tests.chaos.simulation.engines import VOCABULARY, EngineRoom, SimulatedFleet, SimulatedVerifiers
 from tests.chaos.simulation.learner import HashLearner, SimulatedChannel, seed_policy
@@ -306,8 +307,7 @@ def trainer(
         **shared,
         old_logprobs=OldLogprobs(**shared) if plan.old_logprobs else None,
         advantage_computer=AdvantageComputer(section=advantage, estimator=advantage.estimator(), max_new_tokens=8),
-        scores_step=True,
-        reads_step_logprobs=True,
+        scoring=Scoring(prepares=True, reads_step=True, reads_old=plan.old_logprobs),
         channel=channel,
         checkpoints=WatchedCheckpoints(
             run.checkpoints,

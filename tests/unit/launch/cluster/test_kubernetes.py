@@ -24,7 +24,10 @@ def lines(files: dict[str, list[dict[str, Any]]], folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("engines", ["jobset", "leaderworkerset"])
-@pytest.mark.parametrize("overrides", [(), ("rollout.engines=2", "rollout.tensor_parallel=16"), ("rollout.engines=1",)])
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=fp8_tensor"), ("rollout.engines=1",)],
+)
 def test_the_32b_recipe_passes_schema_and_rules(engines: str, overrides: tuple[str, ...]) -> None:
     found = documents(rendered(*overrides, engines=engines, queue="train", rdma="rdma/hca=8"))
     assert [(one["kind"], text) for one in found for text in problems(one)] == []

@@ -30,7 +30,12 @@ FREE = ("labels", "matchLabels", "selector", "data", "requests", "limits", "anno
 )
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("rollout.engines=2", "rollout.tensor_parallel=16"), ("rollout.engines=1",), ("weights.channel=disk",)],
+    [
+        (),
+        ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=fp8_tensor"),
+        ("rollout.engines=1",),
+        ("weights.channel=disk",),
+    ],
 )
 def test_what_is_rendered_passes(overrides: tuple[str, ...], options: dict[str, Any]) -> None:
     run = run_of(*overrides, **options)

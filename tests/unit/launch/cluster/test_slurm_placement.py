@@ -27,7 +27,12 @@ def shape(*overrides: str, gpus: int = 8, learner_nodes: int | None = None) -> S
         ([], 8, None, 8),  # 32 learner GPUs and 8 engines of 4
         (["learner.data_parallel=1", "rollout.engines=4"], 8, None, 4),
         (["learner.data_parallel=1", "rollout.engines=3"], 8, None, 4),  # half a node stays free
-        (["rollout.engines=2", "rollout.tensor_parallel=16"], 8, None, 8),  # each engine over two nodes
+        (
+            ["rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=fp8_tensor"],
+            8,
+            None,
+            8,
+        ),  # each engine over two nodes
         (["rollout.engines=1"], 4, None, 9),
         ([], 0, None, 1),
         ([], 0, 2, 2),

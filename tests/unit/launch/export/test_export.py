@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 
 from launch.endings import end_of
-from launch.export.export import export
+from launch.export import export as module
+from launch.export.export import export, run_ids
+from launch.export.mlflow_names import mlflow_name
 from launch.export.points import STEP, VERSION, Key, RunPoints, of_step
+from pipeline.analysis.run_log import RunLog
 from pipeline.data.event_log import EventLog
+from pipeline.data.frozen.recipes import add_recipe
 from pipeline.data.integrity.walk import damaged_files
+from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError, StoreError
 from pipeline.trainer.checkpoints import verify
-from tests.support.written_runs import write_run
+from tests.support.written_runs import SECONDS, step_metrics, write_run
 from tests.unit.launch.export.growing import (
     Rows,
     exporter,
@@ -124,6 +129,34 @@ def test_a_run_of_weights_and_biases_has_its_recipe_and_keeps_its_id(run: Path) 
     )
 
 
+def change_recipe(run: Path, step: int) -> None:
+    """As a start with more steps does."""
+    recipe = RunDirectory(run).recipe()
+    longer = recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(steps=recipe.run.steps + 8))))
+    add_recipe(run, longer, first_step=step, first_batch=step)
+
+
+@pytest.mark.parametrize("target", ["wandb", *(pytest.param(name, marks=pytest.mark.slow) for name in DATABASES)])
+@pytest.mark.parametrize("called_by", [0, 1])
+def test_a_run_whose_recipe_changes_stays_one(
+    run: Path, target: str, called_by: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that was exported under what is second by then: the id that follows from its newest recipe."""
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "run_ids", lambda log: run_ids(log)[called_by:][:1])
+        export(run, target, None, follow=False)
+    change_recipe(run, 8)
+    train(run, 1, range(8, 10))
+    export(run, target, None, follow=False)
+    assert rows_of(run, target) == {step: [100.0 + step] for step in range(10)}
+
+
+def test_runs_of_one_recipe_have_ids_of_their_own(run: Path, tmp_path: Path) -> None:
+    once = run_ids(RunLog.read(run))[0]
+    EventLog(run, "collector").event("evaluated", version=1, pass_at_1=0.5)
+    assert run_ids(RunLog.read(run))[0] != once
+
+
 def test_evaluations_are_points_of_their_versions(tmp_path: Path, target: str) -> None:
     path = write_run(tmp_path, 4, steps=24)
     assert export(path, target, None, follow=False)["versions"] == 2
@@ -158,6 +191,21 @@ def test_a_database_holds_several_runs_side_by_side_and_knows_what_it_holds(tmp_
     assert rows_of(run, target, tmp_path / "all") == twice | once
 
 
+@pytest.mark.slow
+def test_mlflow_takes_parts_of_any_name_that_a_reward_may_give(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    run = write_run(tmp_path, 0, steps=24)
+    parts = {"pass@1": 0.25, "a//b": 0.5, "plain": 0.75}
+    EventLog(run, "learner-000001").metrics(0, **step_metrics(0, SECONDS), reward_parts=parts)
+    assert export(run, "mlflow", None, follow=False)["written"] == 1
+    assert export(run, "mlflow", None, follow=False)["written"] == 0
+    client = MlflowClient(tracking_uri=f"sqlite:///{run.resolve()}/exports/mlflow/mlflow.db")
+    [found] = client.search_runs([client.get_experiment_by_name("evenkeel").experiment_id])
+    told = {name: value for name, value in found.data.metrics.items() if name.startswith("reward_parts/")}
+    assert told == {mlflow_name(f"reward_parts/{name}"): value for name, value in parts.items()}
+
+
 def test_names_have_a_group_and_only_finite_numbers_are_told() -> None:
     line = dict(
         step=3, time=5.0, loss=1, ok=True, name="x", bins=[1.0], mismatch={"age": {"0": {"ess": 0.5, "n": None}}}
@@ -166,9 +214,6 @@ def test_names_have_a_group_and_only_finite_numbers_are_told() -> None:
 
 
 def test_follow_ends_when_the_run_is_finished(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from launch.export import export as module
-    from pipeline.data.run_directory import RunDirectory
-
     def wait(_: float) -> None:
         train(run, 1, range(8, 24))
         for role in ("learner", "collector"):

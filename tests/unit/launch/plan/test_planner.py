@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from launch.plan.costs import Assumptions, active_parameters, bubble_share, forward_flops, learner_time
+from launch.plan.fitting import check_sizes
 from launch.plan.hosts import cluster_needs, planner_that_fits
 from launch.plan.models import config_for, engine_model
 from launch.plan.planner import Machine, Planner, make_plan
@@ -23,7 +24,7 @@ from megatron_bridge.parallel.layout import Layout
 from pipeline.config.layout_names import layout_name
 from pipeline.config.loader import load_recipe
 from pipeline.config.recipe import LearnerSection, RolloutSection
-from pipeline.errors import LayoutError, ModelError, RecipeError
+from pipeline.errors import FatalError, LayoutError, ModelError, RecipeError
 from rollout_sglang.server.capacity import engine_capacity, option, weight_bytes
 
 ROOT = Path(__file__).parents[4]
@@ -141,6 +142,44 @@ def test_layouts_are_ranked_and_misfits_explained(dense: dict[str, Any]) -> None
     misfits = {row["layout"]: row["reason"] for row in dense["misfits"]}
     assert "the most of it gradients (122.0)" in misfits["DP32×RECOMPUTE"]
     assert {row["layout"].partition("+")[0] for row in rows}.isdisjoint(name.partition("+")[0] for name in misfits)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "said"),
+    [
+        (EXPERTS, ("rollout.tensor_parallel=4",), "moe_intermediate_size / tensor_parallel = 192"),
+        (
+            DENSE,
+            ("rollout.context_tokens=41000", "learner.micro_batch_tokens=41216", "learner.recompute=full"),
+            "takes 40960 tokens at most",
+        ),
+        (
+            DENSE,
+            ("rollout.context_tokens=10000", "learner.micro_batch_tokens=10000", "learner.precision=fp8_block"),
+            "takes 10240 when it is padded to a multiple of 512",
+        ),
+    ],
+)
+def test_what_training_refuses_does_not_fit(recipe: Path, overrides: tuple[str, ...], said: str) -> None:
+    """Plan and launchers say what `train` would, which is what config.json alone can tell."""
+    made = load_recipe(recipe, overrides)
+    with pytest.raises(FatalError, match=said) as refused:
+        check_sizes(config_for(recipe, made.model.path), made)
+    found = plan(recipe, 256, *overrides)
+    assert (found["fits"], found["reasons"]) == (False, [str(refused.value)])
+    with pytest.raises(RecipeError, match=said):
+        planner_that_fits(recipe, made, gpu_gib=80.0)
+
+
+def test_a_layout_in_which_the_longest_sample_does_not_fit_is_named() -> None:
+    """With TP4 and sequence parallelism FP8 pads 10,000 tokens to 10,240, without it to 10,112."""
+    tokens = ("rollout.context_tokens=10000", "learner.micro_batch_tokens=10112", "learner.precision=fp8_block")
+    found = plan(DENSE, 64, *tokens)
+    reasons = {row["layout"]: row["reason"] for row in found["misfits"]}
+    named = {layout for layout, reason in reasons.items() if reason.startswith("learner.micro_batch_tokens is 10112")}
+    assert any(layout.startswith("TP4") for layout in named)
+    assert not any(layout.startswith("PP") for layout in named)
+    assert not any(row["layout"].startswith("TP4") for row in found["layouts"])
 
 
 def test_layouts_that_do_not_divide_are_named() -> None:

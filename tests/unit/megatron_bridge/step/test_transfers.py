@@ -19,6 +19,7 @@ from pipeline.advantages.methods.dr_grpo import DrGRPO
 from pipeline.config.recipe import LearnerSection, OptimizerSection
 from pipeline.stopwatch import Stopwatch
 from pipeline.trainer.loop import Trainer
+from pipeline.trainer.scoring import Scoring
 from pipeline.trainer.step_size import StepSize
 from precision.objectives.p4o import P4O
 from tests.support.learners import learner_here
@@ -66,8 +67,7 @@ def test_a_step_copies_no_log_probabilities_to_the_host(tmp_path: Path, updates:
             | dict(
                 learner=learner,
                 advantage_computer=computer,
-                scores_step=True,
-                reads_step_logprobs=True,
+                scoring=Scoring(prepares=True, reads_step=True, reads_old=True),
                 updates_per_batch=updates,
                 step_size=StepSize(),
                 old_logprobs=SimpleNamespace(of=learner.score, versions=None),

@@ -18,6 +18,7 @@ from pipeline.ports.learner import Update
 from pipeline.schedule import Schedule
 from pipeline.trainer.checkpoints import Saved
 from pipeline.trainer.loop import Trainer
+from pipeline.trainer.scoring import Scoring
 from tests.support.one_rank import OneRank
 
 
@@ -73,8 +74,7 @@ def trainer(run: RunDirectory, recorder: Recorder, channel: Any) -> Trainer:
         advantage_computer=SimpleNamespace(  # type: ignore[arg-type]
             estimator=SimpleNamespace(state=dict), measured=lambda batch: {}
         ),
-        scores_step=False,
-        reads_step_logprobs=False,
+        scoring=Scoring(prepares=False, reads_step=False, reads_old=False),
         updates_per_batch=1,
         old_logprobs=None,
         channel=channel,

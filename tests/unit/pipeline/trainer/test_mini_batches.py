@@ -19,6 +19,7 @@ from pipeline.data.records import Batch
 from pipeline.ports.learner import Update
 from pipeline.trainer.loop import Stopwatch, Trainer
 from pipeline.trainer.mini_batches import dealt_together, mini_batches, split_groups
+from pipeline.trainer.scoring import Scoring
 from pipeline.trainer.step_size import StepSize
 from precision.step_size import LrByLag
 from tests.support.batches import batch_of_rewards
@@ -89,8 +90,9 @@ def trained(
         | dict(
             learner=learner,
             advantage_computer=computer(**options),
-            scores_step=scores,
-            reads_step_logprobs=reads,
+            scoring=Scoring(
+                prepares=scores, reads_step=reads, reads_old=old is not None, sizes_steps=lr_by_lag == "ess"
+            ),
             old_logprobs=old,
             updates_per_batch=updates,
             controller=controller,
