@@ -76,6 +76,13 @@ class PooledEngine:
     try_at: float = 0.0
     """When it may be resynced again."""
     answers: AnswerRecord = field(default_factory=AnswerRecord)
+    was_admitted: bool = False
+
+    @property
+    def is_believed(self) -> bool:
+        """Whether the version that it claims is one of this run's. A name is only a number, and an engine of
+        rollout.urls may have served another run, until it is admitted here."""
+        return self.member.started > 0 or self.was_admitted
 
     @property
     def index(self) -> int:
@@ -218,6 +225,7 @@ class EnginePool:
         if self._engines.get(engine.index) is not engine:
             return
         engine.served, engine.failures, engine.answered = version, 0, time.monotonic()
+        engine.was_admitted = True
         await self._tell_router(engine, admitted=True)
         if engine.quarantined is not None:
             engine.quarantined = None

@@ -7,8 +7,8 @@ collector resyncs. Each of their updates has a number, and engines refuse the lo
 
     generate   waits for an admitted engine; an engine that fails is quarantined and the next one asked
     load       number → all engines take the weights at once → each is verified → those that fail are quarantined
-    resync     number → quarantined engines that claim the version are verified, the others are given its weights,
-               unless another process has given a later version
+    resync     number → quarantined engines that claim the version of this run are verified, the others are given its
+               weights, unless another process has given a later version
     monitored  looks at all engines once a second, and resyncs those that came, or came back (rollout_sglang.monitor)
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
@@ -298,19 +298,19 @@ class Fleet:
             await self._pool.quarantine(engine, "it does not answer")
         elif not superseded:
             await self._update_engine(engine, target, number, UPDATE_ATTEMPTS - (claimed == target.version))
-        elif served is not None and served > target.version:
+        elif served is not None and served > target.version and engine.is_believed:
             await self._pool.admit(engine, served)
         else:
             await self._pool.quarantine(engine, f"it serves version {served}, and a later one than {target.version}")
 
     async def _holds(self, engine: PooledEngine, target: Target) -> bool:
-        """Whether an engine that claims the version holds it."""
-        try:
+        """Whether an engine that claims the version holds this run's; False too where nothing can tell."""
+        with suppress(RetryableError):
             own = await asyncio.to_thread(target.of_map, engine.member)
-            await self._while_alive(engine, self._verify(engine, own.version, own.coming))
-        except RetryableError:
-            return False
-        return True
+            if engine.is_believed or own.has_digests:
+                measured = await self._while_alive(engine, self._verify(engine, own.version, own.coming))
+                return engine.is_believed or measured["engines_checked"] > 0
+        return False
 
     async def _answering(self) -> tuple[list[PooledEngine], dict[int, str]]:
         """The engines that answer, when at least one does, and why the others are left out: they are quarantined.

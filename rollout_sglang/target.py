@@ -35,6 +35,11 @@ class Target:
         """The check, all of which is there."""
         return ComingCheck.known(self.version, self.check)
 
+    @property
+    def has_digests(self) -> bool:
+        """Whether checksums alone tell the version's weights from all others."""
+        return self.check is not None and bool(self.check.digests)
+
     def of_map(self, engine: Member) -> Target:
         """The same for one engine, in the formats of the quant map that it was started with.
 

@@ -15,7 +15,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
 from pipeline.rewards.failure_watch import FailureWatch
-from pipeline.rewards.ladder import RUNGS, Choice, choose
+from pipeline.rewards.ladder import RUNGS, choose
 from pipeline.rewards.pool import Verifiers
 from pipeline.rewards.verifiers import EXACT_MATCH, MATH_VERIFY, TRUSTED
 from pipeline.rewards.worker_process import Sandbox
@@ -79,45 +79,46 @@ def build_group_filter(recipe: Recipe) -> GroupFilter | None:
 def check_reward(run: RunDirectory, recipe: Recipe, task: Task) -> None:
     """Judge a few answers of the task, and of each source: before engines, which take minutes to start, are waited for.
 
-    Raises RecipeError, as `build_verifiers` does, for a reward that cannot be imported, and RewardError for one that
-    fails or does not accept the task's own answers.
+    Raises RecipeError for a reward that cannot be imported, RewardError for one that fails or does not accept the
+    task's own answers, and what `build_verifiers` raises about sandboxes, before it is called.
     """
     build_group_filter(recipe)
-    for part in parts_of(task):
-        reward, sandbox = part.reward, None
-        if reward == EXACT_MATCH:  # it accepts every answer and never fails
-            continue
-        if recipe.reward.sandbox == "auto" and reward not in TRUSTED and (choice := choose()).rung is not None:
-            sandbox = choice.sandbox((run.path.absolute(),))
-        with _verifiers(reward, recipe, sandbox, None) as verifiers:
+    parts = [part for part in parts_of(task) if part.reward != EXACT_MATCH]  # it accepts every answer and never fails
+    foreign = [part.reward for part in parts if part.reward not in TRUSTED]
+    sandbox = _sandbox_here(run, foreign[0])[0] if foreign and recipe.reward.sandbox == "auto" else None
+    for part in parts:
+        with _verifiers(part.reward, recipe, sandbox, None) as verifiers:
             try_reward(verifiers, part)
 
 
 def choose_sandbox(run: RunDirectory, reward: str, event_log: EventLog) -> Sandbox | None:
-    """The sandbox for a reward; None where it is built in and runs no code of others."""
+    """The sandbox for a reward, recorded; None where it is built in and runs no code of others. Raises as
+    `build_verifiers`."""
     if reward in TRUSTED:
         event_log.event("sandbox", rung="none", why=f"{reward} runs no code of others")
         return None
-    choice = choose()
+    sandbox, reasons = _sandbox_here(run, reward)
+    if run.sandbox() is None:
+        run.set_sandbox(sandbox.rung)
+    event_log.event("sandbox", rung=sandbox.rung, why=reasons)
+    return sandbox
+
+
+def _sandbox_here(run: RunDirectory, reward: str) -> tuple[Sandbox, str]:
+    """The sandbox that this machine allows, and why not a higher one. Nothing is recorded. Raises as
+    `build_verifiers`."""
+    choice, began = choose(), run.sandbox()
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in choice.refused.items())
-    if choice.rung is None:
+    key_file = os.environ.get(API_KEY_FILE_VARIABLE)
+    sandbox = choice.sandbox((run.path.absolute(), *([Path(key_file).absolute()] if key_file else [])))
+    if sandbox is None:
         raise RecipeError(
             f"reward {reward!r} is code that is not our own, and this machine allows no sandbox for it ({reasons}); "
             "install or allow one of them, or set reward.sandbox to none: it then runs with all rights of this user"
         )
-    _refuse_a_lower_rung(run, choice, reasons)
-    event_log.event("sandbox", rung=choice.rung, why=reasons)
-    key_file = os.environ.get(API_KEY_FILE_VARIABLE)
-    return choice.sandbox((run.path.absolute(), *([Path(key_file).absolute()] if key_file else [])))
-
-
-def _refuse_a_lower_rung(run: RunDirectory, choice: Choice, reasons: str) -> None:
-    assert choice.rung is not None
-    began = run.sandbox()
-    if began is None:
-        run.set_sandbox(choice.rung)
-    elif began not in RUNGS or RUNGS.index(choice.rung) > RUNGS.index(began):
+    if began is not None and (began not in RUNGS or RUNGS.index(sandbox.rung) > RUNGS.index(began)):
         raise RunConflictError(
-            f"{run.path} began with its reward code under {began}, and here there is only {choice.rung} ({reasons}); "
+            f"{run.path} began with its reward code under {began}, and here there is only {sandbox.rung} ({reasons}); "
             f"bring {began} back, or remove {run.sandbox_file} to go on with less"
         )
+    return sandbox, reasons

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pipeline.data.files import NUMBER, make_folder
-from pipeline.data.integrity.regular import read_at_most
+from pipeline.data.integrity.replaced import read_replaced
 from pipeline.data.integrity.sealed import create_sealed, read_sealed_json, reason, unseal, write_sealed
 from pipeline.errors import DeadlineExceededError, StoreError, SupersededError
 
@@ -34,9 +34,6 @@ ROLES: tuple[Role, ...] = get_args(Role)
 _NUMBER = re.compile(rf"(?:{NUMBER})")
 _NEWEST = "NEWEST"
 _POINTER_BYTES = 1000
-_REREAD_S = 1.0
-"""How long a pointer that cannot be read is read again: file systems of several hosts may show it empty, or answer with
-an error, for a moment while it is replaced."""
 
 
 @dataclass(frozen=True)
@@ -145,24 +142,18 @@ def _recipe_of(folder: Path, number: int) -> str | None:
 
 
 def _pointer(folder: Path) -> int:
-    pointer, give_up = folder / _NEWEST, time.monotonic() + _REREAD_S
-    while True:
-        try:
-            data = read_at_most(pointer, _POINTER_BYTES)
-            if data:
-                return int(unseal(data))
-            trouble = "it is empty"
-        except FileNotFoundError:
-            return 0
-        except OSError as error:
-            trouble = str(error)
-        except ValueError as error:
-            raise StoreError(
-                f"{pointer} is damaged ({reason(error)}); remove it: starts are counted without it"
-            ) from error
-        if time.monotonic() > give_up:
-            raise DeadlineExceededError(
-                f"{pointer} could not be read for {_REREAD_S:g} s ({trouble}); it is read again at the next start; "
-                "remove it if it stays so"
-            )
-        time.sleep(_REREAD_S / 20)
+    pointer = folder / _NEWEST
+    try:
+        data = read_replaced(pointer, _POINTER_BYTES)
+        if data:
+            return int(unseal(data))
+        trouble = "it is empty"
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        trouble = str(error)
+    except ValueError as error:
+        raise StoreError(f"{pointer} is damaged ({reason(error)}); remove it: starts are counted without it") from error
+    raise DeadlineExceededError(
+        f"{pointer} cannot be read ({trouble}); it is read again at the next start; remove it if it stays so"
+    )

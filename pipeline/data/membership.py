@@ -9,6 +9,7 @@ fleet (rollout_sglang.fleet) verifies an engine before it gets its first request
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -27,6 +28,7 @@ from pipeline.errors import StoreError
 
 _FILE = re.compile(rf"({NUMBER})\.json")
 _ROUTER = "router.json"
+_log = logging.getLogger(__name__)
 
 
 MOST_INDEX = (1 << 16) - 2
@@ -90,7 +92,7 @@ class Membership:
 
     def withdraw(self, member: Member) -> None:
         """Take back what `announce` made known, unless a later start has announced itself."""
-        if self._read(f"{member.index:06d}.json") == member:
+        if self.lists(member):
             (self.folder / f"{member.index:06d}.json").unlink(missing_ok=True)
 
     def announce_router(self, url: str) -> None:
@@ -103,10 +105,8 @@ class Membership:
             (self.folder / _ROUTER).unlink(missing_ok=True)
 
     def lists(self, member: Member) -> bool:
-        """Whether this start of the engine is announced. A damaged announcement is none: the next one replaces it."""
-        with suppress(StoreError):
-            return self._read(f"{member.index:06d}.json") == member
-        return False
+        """Whether this start of the engine is announced."""
+        return self._read(f"{member.index:06d}.json") == member
 
     def engines(self) -> Sequence[Member]:
         """All that are announced now, by index."""
@@ -131,13 +131,16 @@ class Membership:
         return Member(index, found.url, found.started, found.quant_map, found.silent, replicas, found.stuck)
 
     def _load(self, name: str) -> _Announcement | None:
+        """One that stays damaged is none: its process writes it again, and the others' go on."""
         path = self.folder / name
-        remedy = "remove it and start that process again"
+        remedy = "its process announces itself again; remove it where that is gone"
         with suppress(FileNotFoundError):
             try:
-                return _Announcement.model_validate(read_sealed_json(path, remedy))
+                return _Announcement.model_validate(read_sealed_json(path, remedy, is_replaced=True))
             except ValidationError as error:
-                raise StoreError(f"{path} is damaged ({problem_of(error)}); {remedy}") from None
+                _log.warning("%s is damaged (%s); %s", path, problem_of(error), remedy)
+            except StoreError as error:
+                _log.warning("%s", error)
         return None
 
     def _write(self, name: str, data: dict[str, str | int | list[str]]) -> None:

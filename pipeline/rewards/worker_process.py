@@ -28,7 +28,7 @@ from pipeline.rewards.judgment import (
 from pipeline.rewards.runner import READY
 from pipeline.rewards.sandbox.bubblewrap import bubblewrap_command
 from pipeline.rewards.sandbox.confine import Rung
-from pipeline.rewards.sandbox.view import PACKAGE, view_of
+from pipeline.rewards.sandbox.view import PACKAGE, View, view_of
 from pipeline.rewards.scratch import remove
 from pipeline.rewards.verifiers import PYTHON_TESTS, TRUSTED
 
@@ -79,6 +79,8 @@ class WorkerProcess:
         self._said = ""
         self._scratch: Path | None = None
         self._command = _python_command()
+        self._view: View | None = None
+        """What is there for the process, where it is started under bubblewrap."""
         self._environment = {name: value for name, value in os.environ.items() if name not in _KEY_VARIABLES}
         settings = dict(
             reward=reward,
@@ -97,7 +99,7 @@ class WorkerProcess:
             settings["folder"] = os.getcwd() if view.shows(Path.cwd()) else "/"
             self._environment = scrubbed()
             if sandbox.rung == "bubblewrap":
-                self._command = bubblewrap_command(self._command, view)
+                self._view = view
             else:
                 settings["pieces"] = [(str(path), whole) for path, whole in view.pieces()]
         self._settings = json.dumps(settings).encode()
@@ -113,7 +115,7 @@ class WorkerProcess:
             return str(error)
         try:
             self._process = subprocess.Popen(
-                self._command,
+                self._command if self._view is None else bubblewrap_command(self._command, self._view),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

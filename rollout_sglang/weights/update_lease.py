@@ -167,8 +167,9 @@ class Updates:
 
     def _read(self, number: int, suffix: str) -> dict[str, Any]:
         """What a file says; nothing when it was pruned. Raises StoreError when it is damaged."""
+        path, remedy = self._path(number, suffix), "remove it: weights are then given to engines again"
         with suppress(OSError):
-            return read_sealed_json(self._path(number, suffix), "remove it: weights are then given to engines again")
+            return read_sealed_json(path, remedy, is_replaced=True)
         return {}
 
     def _listed(self) -> dict[str, set[int]]:

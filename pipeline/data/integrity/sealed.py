@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from pipeline.data.files import create_exclusively, replacing, write_atomically
 from pipeline.data.integrity.regular import read_at_most, read_if_it_ends
+from pipeline.data.integrity.replaced import read_replaced
 from pipeline.errors import StoreError
 
 MAX_BYTES = 64 << 20
@@ -95,18 +96,18 @@ def write_sealed_json(path: Path, value: dict[str, Any]) -> None:
     write_sealed(path, json.dumps(value) + "\n")
 
 
-def read_sealed(path: Path, remedy: str) -> str:
-    """The text of `path`. Raises StoreError, which names the file and the `remedy`, when a byte is not as it was
-    written, and OSError when there is none."""
+def read_sealed(path: Path, remedy: str, *, is_replaced: bool = False) -> str:
+    """The text of `path`; with `is_replaced`, of a file that others replace (`read_replaced`). Raises StoreError, which
+    names the file and the `remedy`, when a byte is not as it was written, and OSError when there is none."""
     try:
-        return unseal(read_at_most(path, MAX_BYTES))
+        return unseal((read_replaced if is_replaced else read_at_most)(path, MAX_BYTES))
     except ValueError as error:
         raise StoreError(f"{path} is damaged ({reason(error)}); {remedy}") from error
 
 
-def read_sealed_json(path: Path, remedy: str) -> dict[str, Any]:
+def read_sealed_json(path: Path, remedy: str, *, is_replaced: bool = False) -> dict[str, Any]:
     """The object of `path`. Raises as `read_sealed` does, also for JSON that is none or no object."""
-    text = read_sealed(path, remedy)
+    text = read_sealed(path, remedy, is_replaced=is_replaced)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,42 +1,93 @@
 """The command that runs a program under bubblewrap: namespaces of its own (user, processes, network, mounts, IPC), a
-file system that shows the view and nothing else, read-only but for a small /tmp in memory."""
+file system that shows the view and nothing else, read-only but for a small /tmp in memory.
+
+    home/             a folder of its own, empty but for what is mounted there
+    home/project/     the user's folder of this name, as it is at every moment
+    home/table.json   the user's file, the one that is there at the start
+    home/.ssh         nothing, and nothing will be: it was not mounted
+    home/runs/        holds a run, so again a folder of its own; home/runs/demo is not mounted
+
+A mount over what is hidden would not do. It goes with the file that it lies on, and files are replaced while a worker
+lives: the key, `.env` by an editor.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.rewards.sandbox.limits import MAX_FILES_BYTES, MAX_SHARED_MEMORY_BYTES
-from pipeline.rewards.sandbox.view import View
+from pipeline.rewards.sandbox.view import View, entries
 
 PROGRAM = "bwrap"
+MOST_MOUNTS = 500
+"""Each takes longer than the one before it: these some seconds together."""
+_Option = tuple[str, ...]
+_FOLDER: _Option = ("--perms", "0555", "--tmpfs")
 
 
 def bubblewrap_command(command: Sequence[str], view: View) -> list[str]:
-    """`command` in the sandbox, as process 1 there: the others cannot signal it, and die with it."""
+    """`command` in the sandbox, as process 1 there: the others cannot signal it, and die with it.
+
+    Raises OSError where the view takes more than MOST_MOUNTS.
+    """
+    mounts = _mounts(view)
+    if len(mounts) > MOST_MOUNTS:
+        ((fullest, count),) = Counter(path.parent for path in mounts).most_common(1)
+        raise OSError(
+            errno.E2BIG,
+            f"{fullest} holds {count} files and folders, and bubblewrap can show at most {MOST_MOUNTS} one by one; "
+            "move them into a folder there, or give the command in another one",
+        )
     arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     arguments += ["--size", str(MAX_FILES_BYTES), "--tmpfs", "/tmp"]
-    empty = []
-    for path, shown in _mounts(view):
-        if shown:
-            arguments += ["--ro-bind", str(path), str(path)]
-        elif path.is_dir():
-            arguments += ["--perms", "0555", "--size", "4096", "--tmpfs", str(path)]
-            empty.append(path)
-        else:
-            arguments += ["--ro-bind", "/dev/null", str(path)]
+    for path in sorted(mounts, key=lambda path: (len(path.parts), path)):  # what is deeper lies on top
+        arguments += [*mounts[path], str(path)]
     arguments += ["--proc", "/proc", "--dev", "/dev", "--size", str(MAX_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
-    for path in (*empty, Path("/dev"), Path("/")):
+    for path in (*(path for path, option in mounts.items() if option == _FOLDER), Path("/dev"), Path("/")):
         arguments += ["--remount-ro", str(path)]
     return [shutil.which(PROGRAM) or PROGRAM, *arguments, "--chdir", "/", "--", *command]
 
 
-def _mounts(view: View) -> list[tuple[Path, bool]]:
-    """(path, shown?) in the order of mounting: what is deeper later, so that it lies on top of what is above it; what
-    is hidden for good last of all."""
-    shown = {path: True for path in (*view.system, *view.own)}
-    mounts = {path: False for path in view.dotted()} | shown
-    ordered = sorted(mounts.items(), key=lambda item: (len(item[0].parts), item[0]))
-    hidden = [path for path in view.hidden if path.exists() and any(path.is_relative_to(root) for root in shown)]
-    return [*ordered, *((path, False) for path in sorted(hidden))]
+def _mounts(view: View) -> dict[Path, _Option]:
+    """Path → bubblewrap's option that puts there what is to be seen."""
+    roots, below = dict[Path, _Option](), dict[Path, _Option]()
+    for root in view.system:
+        real = root.resolve()
+        carved = dict(_carve(real, view.hidden, dots=True))
+        if carved == {real: _shown(real)}:
+            roots[root] = _shown(root)
+        elif carved:
+            below |= carved if root == real else carved | {root: ("--symlink", str(real))}
+    for root in view.own:
+        carved = dict(_carve(root, view.hidden, dots=False))
+        roots |= {path: option for path, option in carved.items() if path == root}
+        below |= carved
+    # Where something is mounted below a link, folders take its place.
+    above = {folder for root in roots for folder in root.parents}
+    return {path: option for path, option in below.items() if path not in above or option[0] != "--symlink"} | roots
+
+
+def _carve(path: Path, hidden: Sequence[Path], *, dots: bool) -> Iterator[tuple[Path, _Option]]:
+    """What shows `path`, a real path or a link in a real folder, without what is hidden; without `dots`, also without
+    its entries that begin with one. A link stays a link: it leads to what is shown, or nowhere."""
+    if any(path.is_relative_to(one) for one in hidden):
+        return
+    if path.is_symlink():
+        yield path, ("--symlink", os.readlink(path))
+    elif path.is_dir() and (not dots or any(one.is_relative_to(path) for one in hidden)):
+        yield path, _FOLDER
+        for entry in entries(path):
+            if dots or not entry.name.startswith("."):
+                yield from _carve(entry, hidden, dots=True)
+    else:
+        yield path, _shown(path)
+
+
+def _shown(path: Path) -> _Option:
+    """As it is; it may be gone when bubblewrap comes to it."""
+    return ("--ro-bind-try", str(path))

@@ -44,11 +44,6 @@ class View:
         found = [piece for root in self.system for piece in self._carve(root.resolve(), dots=True)]
         return found + [piece for root in self.own for piece in self._carve(root, dots=False)]
 
-    def dotted(self) -> Iterator[Path]:
-        """The entries of `own` folders that begin with a dot."""
-        for root in self.own:
-            yield from (path for path in _entries(root) if path.name.startswith("."))
-
     def shows(self, path: Path) -> bool:
         """Whether a folder can be entered there."""
         inside = any(path.is_relative_to(root) for root in (*self.system, *self.own))
@@ -61,7 +56,7 @@ class View:
             yield root, True
             return
         yield root, False
-        for entry in _entries(root):
+        for entry in entries(root):
             real = entry.resolve()
             if not dots and _is_dotted(entry, real, root):
                 continue
@@ -77,7 +72,7 @@ def view_of(reward: str, hidden: Iterable[Path], *, own: bool) -> View:
     that a model wrote must not find the answers in the user's folder."""
     system = [Path(path) for path in _SYSTEM if os.path.exists(path)] + [*_python()]
     mine = [*_own(reward)] if own else []
-    inside = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sys.prefix, sys.base_prefix, "/usr"]
+    inside = [Path(path).resolve() for path in (*_packages(), sys.prefix, sys.base_prefix, "/usr")]
     return View(
         system=tuple(dict.fromkeys(system)),
         own=tuple(dict.fromkeys(path for path in mine if not any(path.is_relative_to(p) for p in inside))),
@@ -88,12 +83,20 @@ def view_of(reward: str, hidden: Iterable[Path], *, own: bool) -> View:
 def _python() -> Iterator[Path]:
     """This interpreter, every link on the way to it, and what it imports from."""
     yield from (Path(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix))
-    yield from (Path(path) for path in sysconfig.get_paths().values() if os.path.isdir(path))
+    yield from (Path(path) for path in (*sysconfig.get_paths().values(), *_packages()) if os.path.isdir(path))
     link = Path(sys.executable)
     while link.is_symlink():
         link = link.parent / link.readlink()
         yield link.parent if link.parent != Path("/") else link
     yield PACKAGE
+
+
+def _packages() -> Iterator[str]:
+    """The folders that hold what was installed for this Python, by their real paths, by which it is imported; the
+    user's own installations as well."""
+    for path in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *sys.path):
+        if os.path.basename(path) in ("site-packages", "dist-packages"):
+            yield os.path.realpath(path)
 
 
 def _own(reward: str) -> Iterator[Path]:
@@ -127,7 +130,8 @@ def _is_dotted(entry: Path, real: Path, root: Path) -> bool:
     return root.is_relative_to(real) or any(name.startswith(".") for name in (entry.name, *inside))
 
 
-def _entries(folder: Path) -> list[Path]:
+def entries(folder: Path) -> list[Path]:
+    """What lies in a folder, sorted; nothing where it cannot be listed."""
     try:
         return sorted(folder.iterdir())
     except OSError:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from pipeline.data.membership import Member, Membership
 from pipeline.errors import DeadlineExceededError, EngineUnavailableError, FatalError
 from pipeline.ports.engines import Sampling
 from pipeline.ports.weight_check import Probe, WeightCheck
@@ -18,7 +19,7 @@ from rollout_sglang.fleet import ATTEMPTS, REFUSALS, Fleet
 from rollout_sglang.protocol import UNKNOWN_ENGINE
 from rollout_sglang.weights.update_lease import Updates
 from tests.doubles.sglang_double import RELEASES, EngineDouble, RouterDouble
-from tests.support.fleets import fleet_of
+from tests.support.fleets import fleet_of, settings
 
 T = TypeVar("T")
 SAMPLING = Sampling(max_new_tokens=2)
@@ -257,6 +258,55 @@ def test_heal_leaves_healthy_engines_alone(tmp_path: Path, engines: list[EngineD
     assert [engine.loads for engine in engines] == [1, 1]
 
 
+def test_given_engines_that_may_have_served_another_run_are_given_weights_once(
+    tmp_path: Path, engines: list[EngineDouble]
+) -> None:
+    """They claim version 0, and so does every run. A check without digests, as on GPUs, cannot tell whose it is."""
+    WeightCheck(version=0).save(tmp_path)
+
+    async def act(fleet: Fleet) -> None:
+        await fleet.resync(0, tmp_path)
+        assert await answering_engines(fleet) == {0, 1}
+        assert [engine.loads for engine in engines] == [1, 1]
+        await fleet._pool.quarantine(fleet._pool[0], "it was silent")
+        await fleet.resync(0, tmp_path)
+
+    for engine in engines:
+        engine.token_s = 0.05
+        engine.version = "0"
+    with_fleet(tmp_path, engines, act)
+    assert [engine.loads for engine in engines] == [1, 1]
+
+
+def test_an_engine_that_this_run_started_is_believed(tmp_path: Path, engines: list[EngineDouble]) -> None:
+    engines[0].version = "0"
+    membership = Membership(tmp_path / "engines")
+    membership.announce(Member(0, engines[0].url, started=1))
+
+    async def act() -> int:
+        fleet = Fleet(membership, **settings(tmp_path))
+        await fleet.resync(0, LOADED)
+        completions = await fleet.generate([1], 1, SAMPLING)
+        await fleet.close()
+        return completions[0].engine
+
+    assert asyncio.run(act()) == 0
+    assert engines[0].loads == 0
+
+
+def test_a_later_version_of_another_run_is_not_taken_for_this_run_s(
+    tmp_path: Path, engines: list[EngineDouble]
+) -> None:
+    with_fleet(tmp_path, engines, lambda fleet: fleet.load(2, Path("/policy/000002")))
+    engines[0].version = "9"
+
+    async def act(fleet: Fleet) -> list[bool]:
+        await fleet.resync(1, LOADED)
+        return [engine.quarantined for engine in fleet.state()]
+
+    assert with_fleet(tmp_path, engines, act) == [True, True]
+
+
 def test_heal_never_takes_back_what_another_process_loaded(tmp_path: Path, engines: list[EngineDouble]) -> None:
     with_fleet(tmp_path, engines, lambda fleet: fleet.load(2, Path("/policy/000002")))
     with_fleet(tmp_path, engines, lambda fleet: fleet.resync(1, LOADED))
@@ -346,10 +396,14 @@ def test_an_engine_that_failed_to_load_leaves_the_router(
 def test_heal_puts_back_what_another_process_took_out_of_the_router(
     tmp_path: Path, engines: list[EngineDouble], router: RouterDouble
 ) -> None:
-    router.members = [engines[1].url]
-    with_fleet(tmp_path, engines, lambda fleet: fleet.resync(0, LOADED), router=router)
+    async def act(fleet: Fleet) -> None:
+        await fleet.load(1, LOADED)
+        router.members = [engines[1].url]
+        await fleet.resync(1, LOADED)
+
+    with_fleet(tmp_path, engines, act, router=router)
     assert sorted(router.members) == sorted(engine.url for engine in engines)
-    assert engines[0].loads == 0
+    assert engines[0].loads == 1
 
 
 def test_a_router_that_is_restarted_is_waited_for(

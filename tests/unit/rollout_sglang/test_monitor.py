@@ -160,7 +160,7 @@ def test_an_engine_that_was_started_again_unannounced_is_given_weights(tmp_path:
     with EngineDouble(3) as engine:
 
         async def act(fleet: Fleet, membership: Membership) -> None:
-            membership.announce(Member(0, engine.url))
+            membership.announce(Member(0, engine.url, started=1))
             await until(lambda: len(fleet.state()) == 1 and not fleet.state()[0].quarantined)
             engine.version = "unverified-0"
             await until(lambda: engine.version == "3")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from launch.build import rewards
 from launch.build.rewards import check_reward
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import RecipeError, RewardError
-from pipeline.rewards.verifiers import MATH_VERIFY
+from pipeline.errors import RecipeError, RewardError, RunConflictError
+from pipeline.rewards.ladder import Choice, choose
+from pipeline.rewards.sandbox.confine import Rung
+from pipeline.rewards.verifiers import MATH_VERIFY, PYTHON_TESTS
+from pipeline.rewards.worker_process import Sandbox
 from pipeline.tasks.base import Problem
 
 EXAMPLES = str(Path(__file__).parents[2] / "pipeline/rewards")
@@ -89,12 +95,61 @@ def test_a_share_of_one_allows_every_failure(tmp_path: Path) -> None:
 
 
 def test_in_the_sandbox_of_a_run_that_is_not_there_yet(tmp_path: Path) -> None:
+    if choose().rung is None:
+        pytest.skip("no sandbox here")
     try:
         check(tmp_path, "reward_examples:by_keyword", "yes", "no", sandbox="auto")
     except RecipeError as error:
         pytest.fail(str(error))
     with pytest.raises(RewardError, match="KeyError"):
         check(tmp_path, "reward_examples:raises", "yes", "no", sandbox="auto")
+
+
+def given(patch: pytest.MonkeyPatch, rung: Rung | None) -> list[Sandbox | None]:
+    """The machine allows this rung at most. Returns the sandboxes of trials, which try nothing from here on."""
+    seen = list[Sandbox | None]()
+
+    @contextmanager
+    def verifiers(reward: str, recipe: Recipe, sandbox: Sandbox | None, log: None) -> Iterator[str]:
+        seen.append(sandbox)
+        yield reward
+
+    patch.setattr(rewards, "choose", lambda: Choice(rung=rung, refused={"bubblewrap": "bwrap is not installed"}))
+    patch.setattr(rewards, "_verifiers", verifiers)
+    patch.setattr(rewards, "try_reward", lambda verifiers, part: None)
+    return seen
+
+
+@pytest.mark.parametrize("reward", ["reward_examples:by_keyword", PYTHON_TESTS])
+def test_without_a_sandbox_code_of_others_is_not_tried(
+    reward: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = given(monkeypatch, None)
+    with pytest.raises(RecipeError, match=r"no sandbox for it \(bubblewrap: bwrap is not installed\).*sandbox to none"):
+        check(tmp_path, reward, "yes", "no", sandbox="auto")
+    assert not tried
+    check(tmp_path, MATH_VERIFY, "yes", "no", sandbox="auto")
+    check(tmp_path, reward, "yes", "no", sandbox="none")
+    assert tried == [None, None]
+
+
+def test_a_trial_hides_the_run_and_its_key_and_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = given(monkeypatch, "landlock")
+    monkeypatch.setenv("EVENKEEL_API_KEY_FILE", str(tmp_path / "key"))
+    check(tmp_path, "reward_examples:by_keyword", "yes", "no", sandbox="auto")
+    (sandbox,) = tried
+    assert sandbox is not None
+    assert sandbox.hidden == (tmp_path / "not there yet", tmp_path / "key")
+    assert not (tmp_path / "not there yet").exists()
+
+
+def test_a_trial_in_less_than_the_run_began_with_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = given(monkeypatch, "landlock")
+    RunDirectory(tmp_path / "not there yet").path.mkdir()
+    RunDirectory(tmp_path / "not there yet").set_sandbox("bubblewrap")
+    with pytest.raises(RunConflictError, match=r"began .* under bubblewrap, and here there is only landlock"):
+        check(tmp_path, "reward_examples:by_keyword", "yes", "no", sandbox="auto")
+    assert not tried
 
 
 def test_math_verify_accepts_answers_of_every_kind(tmp_path: Path) -> None:

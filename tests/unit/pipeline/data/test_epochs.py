@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from pipeline.data import epochs
 from pipeline.data.epochs import claim, epoch_folder, newest
 from pipeline.data.files import create_exclusively, is_temporary, replacing, temporary_name, write_atomically
+from pipeline.data.integrity import replaced
 from pipeline.data.membership import Member, Membership
 from pipeline.errors import RetryableError, StoppedError, StoreError, SupersededError
 
@@ -76,7 +76,7 @@ def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
 def test_a_pointer_that_stays_empty_may_be_read_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(epochs, "_REREAD_S", 0.1)
+    monkeypatch.setattr(replaced, "REREAD_S", 0.1)
     epoch = claim(tmp_path, "learner")
     (epoch.folder / "NEWEST").write_text("")
     with pytest.raises(RetryableError, match="it is empty"):
@@ -88,7 +88,7 @@ def test_a_pointer_that_cannot_be_read_while_it_is_replaced_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str | OSError
 ) -> None:
     epoch = claim(tmp_path, "learner")
-    read, times = epochs.read_at_most, 0
+    read, times = replaced.read_at_most, 0
 
     def read_at_most(path: Path, num_bytes: int) -> bytes:
         nonlocal times
@@ -99,7 +99,7 @@ def test_a_pointer_that_cannot_be_read_while_it_is_replaced_is_read_again(
             raise trouble
         return trouble.encode()
 
-    monkeypatch.setattr(epochs, "read_at_most", read_at_most)
+    monkeypatch.setattr(replaced, "read_at_most", read_at_most)
     epoch.check()
     assert times == 3
 
@@ -180,13 +180,6 @@ def test_a_start_sees_whether_it_is_listed(tmp_path: Path) -> None:
 def test_given_urls_are_the_engines(tmp_path: Path) -> None:
     given = Membership(tmp_path / "engines", ("http://x:1", "http://y:1"))
     assert [(member.index, member.url) for member in given.engines()] == [(0, "http://x:1"), (1, "http://y:1")]
-
-
-def test_a_damaged_announcement_is_named(tmp_path: Path) -> None:
-    membership = Membership(tmp_path)
-    (tmp_path / "000001.json").write_text(json.dumps([1]))
-    with pytest.raises(StoreError, match=r"000001\.json is damaged"):
-        membership.engines()
 
 
 @pytest.mark.parametrize("trouble", [FileNotFoundError("gone"), StoreError("damaged"), StoppedError("asked to end")])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.data import membership
+from pipeline.data.integrity import replaced
 from pipeline.data.membership import Listed, Member, Membership
+from tests.support.emptied import empty_for
 
 FIRST, SECOND = Member(0, "http://n1:1", 3), Member(1, "http://n2:1", 1)
 
@@ -28,6 +31,34 @@ def test_a_start_that_hangs_is_the_same_start(members: Membership) -> None:
     assert members.lists(FIRST)
     members.withdraw(FIRST)
     assert members.engines() == []
+
+
+@pytest.mark.parametrize("damage", ["[1]", '{"url": "ftp://', ""])
+def test_a_damaged_announcement_hides_its_own_engine_alone(
+    members: Membership, damage: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replaced, "REREAD_S", 0.1)
+    for member in (FIRST, SECOND):
+        members.announce(member)
+    members.announce_router("http://r:1")
+    for name in ("000000.json", "router.json"):
+        (members.folder / name).write_text(damage)
+    assert members.engines() == [SECOND]
+    assert members.router() is None
+    assert re.search(r"000000\.json is damaged \(.*announces itself again.*\n.*router\.json is damaged", caplog.text)
+    members.withdraw(FIRST)
+    members.announce(FIRST)
+    members.announce_router("http://r:2")
+    assert (members.engines(), members.router()) == ([FIRST, SECOND], "http://r:2")
+
+
+def test_an_announcement_that_is_empty_while_it_is_replaced_is_read_again(members: Membership) -> None:
+    for member in (FIRST, SECOND):
+        members.announce(member)
+    with empty_for(0.3, members.folder / "000000.json"):
+        assert members.engines() == [FIRST, SECOND]
+    with empty_for(0.3, members.folder / "000000.json"):
+        assert members.lists(FIRST)
 
 
 def test_files_are_opened_when_the_folder_has_changed(members: Membership, monkeypatch: pytest.MonkeyPatch) -> None:

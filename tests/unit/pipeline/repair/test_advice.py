@@ -14,7 +14,6 @@ import pytest
 
 from pipeline.control.files import ControlFiles
 from pipeline.data.epochs import claim, epoch_folder, newest
-from pipeline.data.membership import Member
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
@@ -65,13 +64,8 @@ def test_repair_is_named_and_helps(tmp_path: Path, name: str) -> None:
     assert read(run) == expected
 
 
-def lists(run: RunDirectory) -> list[Member]:
-    return list(run.membership().engines())
-
-
 REMOVED: dict[str, tuple[Read, Any]] = {
     "logprobs/000003.npy": (lambda run: run.learner_logprobs(3), None),
-    "engines/000000.json": (lists, []),
     "finished/learner": (lambda run: run.is_finished(), False),
     "epochs/learner/NEWEST": (lambda run: newest(epoch_folder(run.path, "learner")), 1),
     "repairs/000001.json": (repaired_paths, set()),

@@ -145,6 +145,24 @@ def test_no_secret_is_seen(attacked: Attacked) -> None:
     nothing_succeeded(verdict)
 
 
+@pytest.mark.parametrize("rung", EVERY_RUNG[:2])
+def test_secrets_that_are_saved_anew_or_made_later_are_not_seen(rung: str, tmp_path: Path) -> None:
+    """The worker lives on, and what is hidden is another file by then."""
+    (tmp_path / ".env").write_text("secret")
+    with project(rung, tmp_path) as attacked:
+        paths = [tmp_path / name for name in (".env", "key", ".netrc", ".ssh/id", "runs/demo/recipe.yaml")]
+        files = [str(path) for path in paths]
+        nothing_succeeded(attacked.attack("secrets", key=KEY, files=files))
+        workers = set(psutil.Process().children())
+        (tmp_path / ".ssh").rename(tmp_path / "old")
+        (tmp_path / ".ssh").mkdir()
+        for path in paths:
+            (tmp_path / "new").write_text("secret")
+            (tmp_path / "new").replace(path)
+        nothing_succeeded(attacked.attack("secrets", key=KEY, files=files))
+        assert set(psutil.Process().children()) == workers
+
+
 def test_the_run_directory_is_not_read_and_not_written(attacked: Attacked) -> None:
     before = tree(attacked.folder)
     nothing_succeeded(attacked.attack("run_directory", run=str(attacked.run)))

@@ -4,7 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.rewards.sandbox.view import View
+import pytest
+
+from pipeline.rewards.sandbox.view import View, view_of
+
+
+def test_installed_packages_are_the_system_s_also_behind_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are hundreds, which bubblewrap would mount one by one."""
+    real, users = tmp_path / "real/lib/python3/site-packages", tmp_path / ".local/lib/python3/site-packages"
+    for folder in (real, users, tmp_path / "project/src"):
+        folder.mkdir(parents=True)
+    (tmp_path / "project/.venv").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path / "project")
+    for path in (users, tmp_path / "project/.venv/lib/python3/site-packages", tmp_path / "project/src"):
+        monkeypatch.syspath_prepend(str(path))
+    view = view_of("json:loads", [], own=True)
+    assert {real, users} <= set(view.system)
+    assert {tmp_path / "project", tmp_path / "project/src"} <= set(view.own)
+    assert not [path for path in view.own if path.name == "site-packages"]
 
 
 def test_no_link_shows_what_begins_with_a_dot(tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""Small files that are replaced again and again, as other hosts see them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from pipeline.data.integrity.regular import read_at_most
+
+REREAD_S = 1.0
+"""How long a file that cannot be read is read again: file systems of several hosts may show it empty, or answer with an
+error, for a moment while it is replaced."""
+
+
+def read_replaced(path: Path, num_bytes: int) -> bytes:
+    """As `read_at_most`, of a file that others replace; no bytes where it stays empty. Raises FileNotFoundError at
+    once, and another OSError where it stays."""
+    give_up = time.monotonic() + REREAD_S
+    while True:
+        is_last = time.monotonic() > give_up
+        try:
+            if (data := read_at_most(path, num_bytes)) or is_last:
+                return data
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if is_last:
+                raise
+        time.sleep(REREAD_S / 20)
