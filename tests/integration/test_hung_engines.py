@@ -121,11 +121,14 @@ def test_a_thawed_engine_is_verified_and_admitted(tmp_path: Path) -> None:
             run.until(lambda engine=engine: run.events("admitted", engine, 0.0), f"engine {engine}")
         victim, at = run.engine(0, "scheduler"), time.time()
         victim.send_signal(signal.SIGSTOP)
-        run.until(lambda: run.events("quarantined", 0, at), "quarantine")
+        left_out = run.until(lambda: run.events("quarantined", 0, at), "quarantine")[0]
         seen = run.steps()
-        run.until(lambda: run.steps() >= seen + 1 or run.restarts(0, at), "a publish that it misses")
+        run.until(lambda: run.steps() >= seen + 1, "a publish that it misses")
+        assert victim.is_running(), "it is ended only after STOPPED_GRACE_S, and a step takes a second"
         victim.send_signal(signal.SIGCONT)
-        run.until(lambda: run.events("admitted", 0, at), "the engine to be admitted again")
+        run.until(lambda: run.events("admitted", 0, left_out["time"]), "the engine to be admitted again")
+        assert run.engine(0, "scheduler") == victim, "the same process serves, by its id and its start"
+    assert read_events(run.run, "restarted") == []
     audit = json.loads(evenkeel("verify", "history", run.run, "--json").stdout.splitlines()[-1])
     assert (audit["lost"], audit["duplicated"], audit["version_violations"]) == (0, 0, 0)
 
