@@ -322,7 +322,7 @@ def test_a_version_that_is_never_published_ends_the_collector(run: RunDirectory,
 def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers: Verifiers) -> None:
     """A stage has many steps between two publishes: it may take longer than the deadline, a single step may not."""
     schedule = Schedule(kind="staged", steps=2, updates_per_stage=1)
-    collector = build(run, verifiers, schedule, wait_deadline_s=0.4, evaluate_every=100)
+    collector = build(run, verifiers, schedule, wait_deadline_s=1.0, evaluate_every=100)
     collector._evaluated |= {0, 2}
 
     async def trains_for(steps: int) -> None:
@@ -338,10 +338,10 @@ def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers:
             training.cancel()
 
     with pytest.raises(DeadlineExceededError, match=r"version 1 was not published within .* nor was a step trained"):
-        asyncio.run(both(10))
+        asyncio.run(both(15))
     waited = [event["time"] for event in read_events(run.path, "issued")]
     assert len(waited) == 1
-    assert run.learner_logprobs(9) is not None, "the clock ran while the learner trained"
+    assert run.learner_logprobs(14) is not None, "the clock ran while the learner trained"
 
 
 def fail_on(monkeypatch: pytest.MonkeyPatch, verifiers: Verifiers, fails: Callable[[int], bool]) -> None:
