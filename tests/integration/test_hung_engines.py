@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from pipeline.data.event_log import read_events, read_metrics
+from tests.support.processes import with_words
 from tests.support.runs import ROOT, environment, evenkeel, make_model, make_recipe
 
 pytestmark = [pytest.mark.loop, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -49,16 +50,9 @@ class Training:
 
     def engine(self, index: int, part: str) -> psutil.Process:
         """The HTTP process of an engine, or its scheduler."""
-        words = f" role engine {self.run} {index} "
-        role = next(one for one in self.process.children() if words in f"{line(one)} ")
+        role = with_words(self.process.children(), f" role engine {self.run} {index} ")[0]
         server = role.children()[0]
-        if part == "http":
-            return server
-        return next(one for one in server.children(recursive=True) if "scheduler" in line(one))
-
-
-def line(process: psutil.Process) -> str:
-    return " ".join(process.cmdline())
+        return server if part == "http" else with_words(server.children(recursive=True), "scheduler")[0]
 
 
 @contextmanager
