@@ -11,6 +11,7 @@ each prompt of a request, but not for several samples of a prompt.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import socket
@@ -193,6 +194,8 @@ class EngineDouble(_Double):
         """Numbers of the updates whose calls are under way."""
         self._active = 0
         """Requests taken up and not answered."""
+        self._sampled = 0
+        """Tokens, of all requests."""
         self._changed = threading.Condition()
 
     def answer(self, method: str, path: str, request: Any, headers: Mapping[str, str]) -> tuple[int, Any] | None:
@@ -251,6 +254,16 @@ class EngineDouble(_Double):
                 return 400, {"success": False, "message": "Unsupported action"}
             return 200, {"success": True, "message": "Success.", "ranks": [self._checksums()]}
         return 404, {"detail": "Not Found"}
+
+    async def next_token(self) -> None:
+        """Returns when it has sampled one more token, of any request."""
+        before = self._sampled
+
+        def wait() -> None:
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._sampled > before, 30), "nothing is sampled"
+
+        await asyncio.to_thread(wait)
 
     def _pause(self, mode: str) -> None:
         self.on_pause(mode)
@@ -325,6 +338,9 @@ class EngineDouble(_Double):
             if self._abort_rounds > rounds:
                 break
             versions.append(self.version)
+            with self._changed:
+                self._sampled += 1
+                self._changed.notify_all()
         seconds = time.monotonic() - started
         return [self._answer_of(row, index, versions, seconds, request) for index, row in enumerate(rows)]
 

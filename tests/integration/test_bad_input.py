@@ -52,7 +52,7 @@ def test_a_run_directory_that_is_none(workshop: Path) -> None:
 def test_a_jsonl_line_that_is_not_json(workshop: Path) -> None:
     recipe = make_recipe(workshop, workshop / "model", "lines")
     (workshop / "prompts.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n{oops\n')
-    assert "2" in refused("train", recipe)
+    assert "prompts.jsonl, line 2" in refused("train", recipe)
 
 
 def test_a_reward_that_cannot_be_imported(workshop: Path) -> None:

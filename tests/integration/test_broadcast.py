@@ -27,6 +27,7 @@ from rollout_sglang.weights.update_lease import fresh_number
 from tests.doubles.receiving_double import ReceivingDouble
 from tests.integration.workers import broadcast_worker
 from tests.support.engine_forks import start_engine
+from tests.support.processes import with_words
 from tests.support.ranks import Ranks
 from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_recipe
 
@@ -236,7 +237,7 @@ def test_a_run_with_a_dying_engine(tmp_path: Path) -> None:
         while len(read_metrics(run)) < 2:
             assert supervisor.poll() is None, supervisor.communicate()
             time.sleep(0.1)
-        victims = [child for child in supervisor.children(recursive=True) if listens(child, engine_port(run, 1))]
+        victims = with_words(supervisor.children(recursive=True), f"--port {engine_port(run, 1)} ")
         victims[0].kill()  # the server; its role and what it has forked end with it
         output, errors = supervisor.communicate(timeout=250)
     finally:
@@ -266,7 +267,3 @@ def bf16_bytes(model: Path) -> int:
 
 def engine_port(run: Path, index: int) -> int:
     return int(RunDirectory(run).membership().engines()[index].url.rpartition(":")[2])
-
-
-def listens(process: psutil.Process, port: int) -> bool:
-    return f"--port {port} " in " ".join(process.cmdline())

@@ -15,6 +15,7 @@ from pipeline.control.files import ControlFiles
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory, unfenced
+from tests.support.processes import with_words
 from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.loop, pytest.mark.timeout(900)]
@@ -49,9 +50,7 @@ def test_killed_between_decision_and_action_it_acts_once(run: RunDirectory) -> N
                 assert time.monotonic() < give_up, "no decision was made"
                 time.sleep(0.01)
                 record = files.newest() if run.control.exists() else None
-            ranks = [
-                child for child in supervisor.children(recursive=True) if "learn_rank" in " ".join(child.cmdline())
-            ]
+            ranks = with_words(supervisor.children(recursive=True), "learn_rank")
             for rank in ranks:
                 rank.kill()
             published = run.published_version()

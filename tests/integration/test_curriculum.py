@@ -15,6 +15,7 @@ import pytest
 from pipeline.data.event_log import read_events, read_metrics
 from pipeline.data.records import Batch
 from pipeline.data.store import BatchStore
+from tests.support.processes import with_words
 from tests.support.runs import ROOT, environment, evenkeel_json, make_model, make_prompts, make_recipe
 
 pytestmark = [pytest.mark.loop, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -70,11 +71,7 @@ def kill_the_collector(supervisor: psutil.Popen, run: Path) -> None:
         assert supervisor.poll() is None, "it ended before two batches were committed"
         assert time.monotonic() < give_up, "two batches were not committed"
         time.sleep(0.02)
-    for child in supervisor.children(recursive=True):
-        if {"role", "collector"} <= set(child.cmdline()):
-            child.kill()
-            return
-    raise AssertionError("no collector to kill")
+    with_words(supervisor.children(recursive=True), " role collector ")[0].kill()
 
 
 @pytest.fixture(scope="module")

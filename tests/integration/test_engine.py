@@ -156,12 +156,18 @@ def test_a_prompt_that_is_too_long_is_fatal(engine: TinyEngine) -> None:
 
 
 def kinds_of(value: Any) -> Any:
-    """The JSON kinds of an answer; of a list, those of its first element."""
+    """The JSON kinds of an answer. Of a list of objects, those of the first; of a list of rows, those that any row has;
+    of any other list, those of all elements, or the one that all have."""
     if isinstance(value, dict):
         return {name: kinds_of(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [kinds_of(value[0])] if value else []
-    return "null" if value is None else type(value).__name__
+    if not isinstance(value, list):
+        return "null" if value is None else type(value).__name__
+    if value and isinstance(value[0], dict):
+        return [kinds_of(value[0])]
+    found = [kinds_of(item) for item in value]
+    if value and isinstance(value[0], list):
+        return tuple(sorted(set(found)))
+    return tuple(found) if len(set(found)) > 1 else tuple(found[:1])
 
 
 def assert_part_of(double: Any, real: Any, where: str) -> None:

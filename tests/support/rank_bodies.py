@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ def hang() -> None:
     time.sleep(600)
 
 
-def leave_a_child() -> None:
+def leave_a_child(begun: Path) -> None:
+    """Makes the file `begun` once the child runs."""
     subprocess.Popen(["sleep", "600"])
+    begun.touch()
     time.sleep(600)

@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.integrity.walk import is_free
 from pipeline.errors import EvenKeelError
 from tests.chaos.flips.readers import READERS
 from tests.chaos.ledger import OK, Case, Check
@@ -65,10 +66,10 @@ def try_flip(run: Path, kind: str, seed: int, details: dict[str, Any]) -> str:
     data = path.read_bytes()
     byte, bit = _place(len(data), draw), draw.randrange(8)
     details |= dict(file=str(path.relative_to(run)), byte=byte, bit=bit, bytes=len(data))
-    usual = _usual(run)
+    usual, opened = _usual(run), _opened(run)  # of the whole run: both remember their first answer
     try:
         path.write_bytes(data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1 :])
-        found = {name: _ask(name, run) for name in READERS if path.name in _opened(run)[name]}
+        found = {name: _ask(name, run) for name in READERS if path.name in opened[name]}
     finally:
         path.write_bytes(data)
     named = {name for name, answer in found.items() if answer.startswith("error: ") and _names(answer, path, run)}
@@ -81,10 +82,12 @@ def try_flip(run: Path, kind: str, seed: int, details: dict[str, Any]) -> str:
 
 
 def files_of(run: Path, kind: str) -> list[Path]:
-    """The files of a kind in a run, none of them empty."""
+    """The files of a kind in a run, none of them empty and none of them free: nothing goes by those."""
     pattern = re.compile(KINDS[kind])
-    paths = sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size)
-    return [path for path in paths if pattern.fullmatch(str(path.relative_to(run)))]
+    paths = {str(path.relative_to(run)): path for path in sorted(run.rglob("*")) if path.is_file()}
+    return [
+        path for name, path in paths.items() if pattern.fullmatch(name) and not is_free(name) and path.stat().st_size
+    ]
 
 
 def _place(num_bytes: int, draw: random.Random) -> int:

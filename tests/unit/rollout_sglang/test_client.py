@@ -86,14 +86,14 @@ def test_routes_of_a_retracted_request_are_unknown(engine: EngineDouble) -> None
 def test_keys_and_values_are_kept_over_an_update_and_found_by_no_other_request(
     engine: EngineDouble, tmp_path: Path
 ) -> None:
-    modes, engine.experts, engine.token_s = list[str](), EXPERTS, 0.02
+    modes, engine.experts, engine.token_s = list[str](), EXPERTS, 0.05
     engine.on_pause = modes.append
     client = EngineClient(engine.url, "key", index=7, request_deadline_s=20, update=1, keeps_kv=True)
 
     async def update() -> list[Completion]:
         await client.generate([5, 6], 1, SAMPLING)
         asked = asyncio.create_task(client.generate([5, 6], 2, Sampling(max_new_tokens=40, experts=EXPERTS)))
-        await asyncio.sleep(0.2)
+        await engine.next_token()
         await client.pause()
         await client.update_from_disk(5, tmp_path, deadline_s=5)
         await client.name(5)
@@ -324,7 +324,7 @@ def test_a_disowned_engine_has_no_version_and_no_requests(engine: EngineDouble) 
 
     async def act() -> str:
         sampling = asyncio.create_task(client.generate([5], 1, Sampling(max_new_tokens=40)))
-        await asyncio.sleep(0.2)
+        await engine.next_token()
         await client.invalidate()
         with pytest.raises(EngineVersionError, match="serves version unverified, expected 4"):
             await client.verify(4)
@@ -352,8 +352,8 @@ def test_tokens_carry_the_version_that_sampled_them(engine: EngineDouble, tmp_pa
     client = client_of(engine)
 
     async def load_midway() -> tuple[int, ...]:
-        sampling = asyncio.create_task(client.generate([5], 1, Sampling(max_new_tokens=10)))
-        await asyncio.sleep(0.2)
+        sampling = asyncio.create_task(client.generate([5], 1, Sampling(max_new_tokens=40)))
+        await engine.next_token()
         await load(client, 5, tmp_path)
         return tuple((await sampling)[0].versions.tolist())
 

@@ -94,9 +94,9 @@ def test_a_silent_engine_is_quarantined_and_its_requests_are_asked_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As behind a cable that was cut: nothing is refused, nothing answered."""
-    monkeypatch.setattr(monitor, "SILENCE_S", 0.5)
-    monkeypatch.setattr(transport, "LOOK_DEADLINE_S", 0.2)
-    monkeypatch.setattr("rollout_sglang.engine_pool.LOOK_DEADLINE_S", 0.2)
+    monkeypatch.setattr(monitor, "SILENCE_S", 2.0)
+    monkeypatch.setattr(transport, "LOOK_DEADLINE_S", 0.8)
+    monkeypatch.setattr("rollout_sglang.engine_pool.LOOK_DEADLINE_S", 0.8)
     with EngineDouble(3) as silent, EngineDouble(3) as other:
 
         async def act(fleet: Fleet, membership: Membership) -> None:

@@ -61,8 +61,14 @@ def test_arguments_that_cannot_be_pickled_leave_nothing_behind() -> None:
     gc.collect()  # what is collected without having been closed warns, and a warning is an error
 
 
-def test_ranks_that_hang_show_where_and_are_killed_with_their_children() -> None:
-    with Ranks(1, leave_a_child) as ranks:
+def test_ranks_that_hang_show_where_and_are_killed_with_their_children(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    with Ranks(1, leave_a_child, begun) as ranks:
+        ends = time.monotonic() + 60
+        while not begun.exists():
+            ranks.check()
+            assert time.monotonic() < ends, "the rank did not begin"
+            time.sleep(0.01)
         with pytest.raises(RankFailedError, match=r"(?s)still at work after 1 s.*in leave_a_child"):
             ranks.results(1.0)
         pid = ranks._processes[0].pid

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -262,29 +264,53 @@ def test_an_evaluation_is_written_again_from_its_event(tmp_path: Path) -> None:
     assert read_sealed_json(run.evaluations / "000002.json", "") == before
 
 
-def test_a_repair_that_is_killed_anywhere_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def killed_at(at: int) -> Iterator[list[str]]:
+    """Fills the list with moments, before and after each change to a folder, and ends with number `at`: a dead process
+    changes nothing more, whatever it has in `finally`."""
+    moments: list[str] = []
+
+    def reach(moment: str) -> None:
+        if len(moments) <= at:
+            moments.append(moment)
+        if len(moments) > at:
+            raise KeyboardInterrupt
+
+    def dying(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*arguments: Any, **options: Any) -> Any:
+            reach(f"before {operation.__name__}")
+            done = operation(*arguments, **options)
+            reach(f"after {operation.__name__}")
+            return done
+
+        return act
+
+    with pytest.MonkeyPatch.context() as patched, suppress(KeyboardInterrupt):
+        for owner, name in ((Path, "rename"), (Path, "replace"), (Path, "unlink"), (os, "link")):
+            patched.setattr(owner, name, dying(getattr(owner, name)))
+        yield moments
+
+
+def test_a_repair_that_is_killed_anywhere_is_done_again(tmp_path: Path) -> None:
     names = ("batches/000001.zarr.zip", "batches/000004.zarr.zip", "policy/PUBLISHED/000005", "checkpoints/000004")
-    rename = Path.rename
-    for kill_at in range(8):
-        run = whole_run(tmp_path / str(kill_at))
-        for name in names:
-            damage(run.path / name)
-        left = [kill_at]
-
-        def dying(path: Path, target: Any, left: list[int] = left) -> Path:
-            if left[0] == 0:
-                raise KeyboardInterrupt
-            left[0] -= 1
-            return rename(path, target)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "rename", dying)
-            with suppress(KeyboardInterrupt):
-                apply(run, plan_of(run))
+    damaged = whole_run(tmp_path)
+    for name in names:
+        damage(damaged.path / name)
+    struck: list[str] = []
+    for kill_at in count():
+        run = RunDirectory(shutil.copytree(damaged.path, tmp_path / str(kill_at)))
+        with killed_at(kill_at) as moments:
+            apply(run, plan_of(run))
         repaired(run)
         assert [lost.index for lost in BatchStore(run.batches).all_lost()] == [1, 4]
         assert run.published_version() == 5
         assert run.saved_steps() == [2]
+        assert all((run.path / "damaged" / "000001" / name).exists() for name in names), "nothing is deleted"
+        if len(moments) <= kill_at:
+            break
+        struck.append(moments[kill_at])
+    operations = ("rename", "replace", "unlink", "link")
+    assert set(struck) == {f"{when} {operation}" for when in ("before", "after") for operation in operations}
 
 
 def test_a_batch_of_the_end_that_was_learned_from_is_lost_too(tmp_path: Path) -> None:

@@ -291,17 +291,25 @@ def test_engines_that_fail_for_long_are_told_and_asked_ever_more_rarely(
     run: RunDirectory, verifiers: Verifiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """360 samples were asked again in a minute, and nothing was printed."""
-    collector = build(run, verifiers, Schedule(kind="sync", steps=1), evaluate_every=100, retry_s=0.05)
-    monkeypatch.setattr(collector._sampler.patience, "first_s", 0.3)
-    engines_of(collector).faults = [EngineUnavailableError("down")] * 12
+    pauses: list[tuple[float, int]] = []
+
+    def pause_s(first_s: float, failures: int) -> float:
+        pauses.append((first_s, failures))
+        return 0.01 * failures
+
+    monkeypatch.setattr("pipeline.rollout.group_sampler.retry_pause_s", pause_s)
+    changes: dict[str, Any] = dict(prompts_per_batch=1, evaluate_every=100, retry_s=0.25)
+    collector = build(run, verifiers, Schedule(kind="sync", steps=1), **changes)
+    monkeypatch.setattr(collector._sampler.patience, "first_s", 0.0)
+    engines_of(collector).faults = [EngineUnavailableError("down")] * 5
     collect(collector)
     first, *_, last = read_events(run.path, "no_progress")
     assert (first["who"], first["over"], last["over"]) == ("the collector", False, True)
     assert "samples, such as those of group" in first["waits_for"]
     assert "down" in first["waits_for"]
-    by_group = [event["time"] for event in read_events(run.path, "retried") if event["group"] == 0]
-    pauses = np.diff(by_group)
-    assert all(pauses[1:] > 1.5 * pauses[:-1])
+    assert pauses == [(0.25, failures) for failures in range(1, 6)]
+    retried = [event["time"] for event in read_events(run.path, "retried")]
+    assert all(np.diff(retried) > [0.009, 0.018, 0.027, 0.036]), "it slept in between"
 
 
 def test_a_version_that_is_never_published_ends_the_collector(run: RunDirectory, verifiers: Verifiers) -> None:
@@ -314,7 +322,7 @@ def test_a_version_that_is_never_published_ends_the_collector(run: RunDirectory,
 def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers: Verifiers) -> None:
     """A stage has many steps between two publishes: it may take longer than the deadline, a single step may not."""
     schedule = Schedule(kind="staged", steps=2, updates_per_stage=1)
-    collector = build(run, verifiers, schedule, wait_deadline_s=0.4, evaluate_every=100)
+    collector = build(run, verifiers, schedule, wait_deadline_s=1.0, evaluate_every=100)
     collector._evaluated |= {0, 2}
 
     async def trains_for(steps: int) -> None:
@@ -330,10 +338,10 @@ def test_a_learner_that_still_trains_is_waited_for(run: RunDirectory, verifiers:
             training.cancel()
 
     with pytest.raises(DeadlineExceededError, match=r"version 1 was not published within .* nor was a step trained"):
-        asyncio.run(both(10))
+        asyncio.run(both(15))
     waited = [event["time"] for event in read_events(run.path, "issued")]
     assert len(waited) == 1
-    assert run.learner_logprobs(9) is not None, "the clock ran while the learner trained"
+    assert run.learner_logprobs(14) is not None, "the clock ran while the learner trained"
 
 
 def fail_on(monkeypatch: pytest.MonkeyPatch, verifiers: Verifiers, fails: Callable[[int], bool]) -> None:

@@ -106,20 +106,23 @@ def test_a_server_without_a_version_is_no_sglang(version: str | None) -> None:
             asyncio.run(main(double.url))
 
 
-async def sample_over_an_update(client: EngineClient) -> list[Completion]:
-    under_way = asyncio.create_task(client.generate([1], 2, LONG))
-    await asyncio.sleep(0.2)
-    await client.pause()
-    await client.update_from_disk(1, Path("/policy/1"), deadline_s=5)
-    await client.name(1)
-    await client.resume()
-    return await under_way
+def sampled_over_an_update(double: EngineDouble) -> list[Completion]:
+    async def act(client: EngineClient) -> list[Completion]:
+        under_way = asyncio.create_task(client.generate([1], 2, LONG))
+        await double.next_token()
+        await client.pause()
+        await client.update_from_disk(1, Path("/policy/1"), deadline_s=5)
+        await client.name(1)
+        await client.resume()
+        return await under_way
+
+    double.token_s = 0.05
+    return ask(double, act)
 
 
 def test_a_new_server_goes_on_and_says_which_token_is_whose() -> None:
     with EngineDouble(sglang="0.5.23") as double:
-        double.token_s = 0.02
-        samples = ask(double, sample_over_an_update)
+        samples = sampled_over_an_update(double)
     assert {sample.finish for sample in samples} == {"length"}
     assert all(set(sample.versions) == {0, 1} and len(sample.tokens) == 40 for sample in samples)
 
@@ -127,8 +130,7 @@ def test_a_new_server_goes_on_and_says_which_token_is_whose() -> None:
 def test_an_old_server_answers_before_its_weights_change() -> None:
     """Were it paused by `retract`, the answer would be whole, and all of its tokens would count as version 1's."""
     with EngineDouble(sglang="0.5.17") as double:
-        double.token_s = 0.02
-        samples = ask(double, sample_over_an_update)
+        samples = sampled_over_an_update(double)
     assert {sample.finish for sample in samples} == {"abort"}
     assert all(set(sample.versions) == {0} and 0 < len(sample.tokens) < 40 for sample in samples)
 
@@ -137,6 +139,8 @@ def test_what_an_old_server_did_not_take_up_comes_back_empty() -> None:
     async def abort_while_it_waits(client: EngineClient) -> list[Completion]:
         await client.pause()
         waiting = asyncio.create_task(client.generate([1], 2, LONG))
+        while not double.cache_keys:  # it has not come yet
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         await client.pause()
         await client.resume()

@@ -85,9 +85,9 @@ def test_a_record_that_does_not_change_is_not_waited_for(tmp_path: Path) -> None
 
 def test_one_that_lives_is_waited_for_however_long_it_takes(tmp_path: Path) -> None:
     async def both() -> None:
-        async with updates_of(tmp_path, "learner", stale_s=0.4).take("publish", 1.0) as update:
+        async with updates_of(tmp_path, "learner", stale_s=1.2).take("publish", 1.0) as update:
             waiting = asyncio.create_task(number_of(updates_of(tmp_path, "collector"), "resync", 20.0))
-            ends = time.monotonic() + 1.5
+            ends = time.monotonic() + 2.5
             while time.monotonic() < ends:
                 await asyncio.sleep(0.05)
                 assert not waiting.done()
