@@ -65,7 +65,8 @@ class AdvantageComputer:
         filtered = self._filtered(batch, judged)
         values, deviation = np.zeros(batch.num_samples), np.zeros(batch.num_samples)
         reward, group = self._rewards(batch)[judged], batch.group[judged]
-        values[judged] = self.estimator.advantages(reward, group)
+        if self.distillation is None or not self.distillation.judges_alone:
+            values[judged] = self.estimator.advantages(reward, group)
         deviation[judged] = Grouped.of(reward, group).deviation
         learned = judged & ~filtered
         if not learned.any():  # a batch of truncated samples alone makes its step all the same, without any advantage

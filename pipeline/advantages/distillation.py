@@ -53,6 +53,11 @@ class Distillation(Settings):
             raise ValueError(f"{found} given, expected one of them; set distillation.path, or distillation.urls")
         return self
 
+    @property
+    def judges_alone(self) -> bool:
+        """Whether rewards count for nothing, so that no samples of a prompt are compared."""
+        return self.reward_coefficient == 0.0
+
     def added(self, step: Batch) -> NDArray[np.float64]:
         """[responses] what the teacher adds to the advantage of each token; 0 where no engine sampled. Raises
         StoreError for a batch without the teacher's log-probabilities."""

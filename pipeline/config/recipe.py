@@ -297,6 +297,8 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Self:
+        if self.distillation is not None and self.distillation.judges_alone:
+            return self
         least = self.advantage.smallest_group
         if self.rollout.group_size < least:
             raise ValueError(

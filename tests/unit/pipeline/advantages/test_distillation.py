@@ -49,6 +49,23 @@ def test_each_token_is_judged_by_the_teacher_alone() -> None:
     assert mean_reverse_kl(taught(MIXED, 0.25)) == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "dr_grpo", "maxrl", "pass_at_k"])
+def test_a_teacher_alone_needs_no_second_sample_of_a_prompt(advantage: str) -> None:
+    overrides = [f"advantage={{name: {advantage}, aggregation: token}}", "rollout.group_size=1"]
+    recipe = load_recipe(Path("distill"), overrides)
+    made = AdvantageComputer(
+        section=recipe.advantage,
+        estimator=recipe.advantage.estimator(),
+        max_new_tokens=9,
+        distillation=recipe.distillation,
+    )
+    batch = taught(batch_of_rewards([[1.0], [0.0], [1.0]]), 0.25)
+    (part,) = mini_batches(made, batch, 1)
+    np.testing.assert_allclose(part.advantages, np.full(len(part.advantages), -0.25), atol=1e-6)
+    with pytest.raises(RecipeError, match="group_size is 1"):
+        load_recipe(Path("distill"), [*overrides, "distillation.reward_coefficient=1.0"])
+
+
 def test_a_reward_counts_beside_it() -> None:
     (part,) = mini_batches(computer(reward_coefficient=3.0), taught(MIXED, 0.25), 1)
     of_reward = np.repeat([0.5, -0.5, 0.0, 0.0], MIXED.response_lengths)
@@ -59,7 +76,7 @@ def test_a_group_that_the_teacher_did_not_score_is_no_part_of_the_step() -> None
     failed = np.array([1.0, 1.0, np.nan, np.nan], np.float32)
     batch = replace(batch_of_rewards([[1.0, 0.0], [1.0, 0.0]]), reward_parts={TEACHER_FAILED: failed})
     assert batch.judged.all(), "its rewards are there"
-    found = computer().compute_advantages(batch)
+    found = computer(reward_coefficient=1.0).compute_advantages(batch)
     assert found.in_loss.tolist() == [False, False, True, True]
     assert found.values.tolist() == [0.0, 0.0, 0.5, -0.5]
 
