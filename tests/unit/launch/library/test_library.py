@@ -26,11 +26,11 @@ from tests.support.written_runs import write_run
 
 
 def test_a_recipe_by_name_with_changes() -> None:
-    changes = {"run.steps": 7, "learner.optimizer.lr": 1e-5, "model.path": Path("somewhere"), "objective.name": "grpo"}
+    changes = {"run.steps": 7, "learner.optimizer.lr": 1e-4, "model.path": Path("somewhere"), "objective.name": "grpo"}
     with pytest.raises(RecipeError, match="grpo"):
         evenkeel.load_recipe("demo", changes)
     recipe = evenkeel.load_recipe("demo", changes | {"objective.name": "clipped", "rollout.urls": ["http://a:1"]})
-    assert (recipe.run.steps, recipe.learner.optimizer.lr, recipe.objective.name) == (7, 1e-5, "clipped")
+    assert (recipe.run.steps, recipe.learner.optimizer.lr, recipe.objective.name) == (7, 1e-4, "clipped")
     assert (recipe.model.path, recipe.rollout.urls) == (Path("somewhere"), ("http://a:1",))
     with pytest.raises(evenkeel.EvenKeelError, match="did you mean demo"):
         evenkeel.load_recipe("demmo")
