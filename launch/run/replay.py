@@ -34,6 +34,13 @@ from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume.rules import unsafe
 from precision.text.short import listed
 
+_LEARNED_FROM = (
+    *("model", "learner", "objective", "correction", "advantage", "reward.overlong", "reference", "distillation"),
+    *("schedule", "controller", "rollout.temperature", "rollout.top_p", "rollout.top_k", "rollout.kept_set"),
+    *("rollout.precision", "rollout.quant_map", "rollout.max_new_tokens", "rollout.replay_experts"),
+)
+"""Keys and sections."""
+
 
 def replay_run(source: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Train in a replay's folder beside SOURCE, and compare the final weights, tensor by tensor."""
@@ -80,13 +87,21 @@ def _refuse_learned_otherwise(source: Path, recipes: Sequence[RecipeInForce]) ->
     recipe, of which the learning rate alone may change with the steps."""
     learned = [one for one, after in pairwise(recipes) if one.first_step < after.first_step]
     for before, after in pairwise([*learned, recipes[-1]]):
-        if changes := unsafe(changed_keys(before.recipe, after.recipe)):
+        learned_from = {
+            key: change for key, change in changed_keys(before.recipe, after.recipe).items() if _is_learned_from(key)
+        }
+        if changes := unsafe(learned_from):
             names_first = sorted(changes, key=lambda key: not key.endswith(".name"))
             said = listed([f"{key}: {changes[key]}" for key in names_first], most=3)
             raise RunConflictError(
                 f"{source} cannot be replayed: at step {after.first_step} its recipe changed ({said}), and a replay "
                 "trains all steps by one; replay the run that it is a fork of"
             )
+
+
+def _is_learned_from(key: str) -> bool:
+    """Whether a learner that trains on recorded batches reads it: how they were sampled is in them."""
+    return any(key == part or key.startswith(f"{part}.") for part in _LEARNED_FROM)
 
 
 def _unfinished(source: Path, replayed: Replayed, steps: int) -> Path:

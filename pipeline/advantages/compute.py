@@ -106,6 +106,8 @@ class AdvantageComputer:
     def _judged(self, batch: Batch) -> NDArray[np.bool_]:
         """[samples] those with a reward that the teacher, if there is one, scored; of groups that have as many of them
         as the formula needs. A group of fewer samples than that, all of this kind, is left to the formula."""
+        if self.distillation is not None and self.distillation.judges_alone:
+            return taught(batch)
         judged = batch.judged & taught(batch)
         groups = Grouped.of(judged.astype(np.float64), batch.group)
         complete = ~groups.any_member(~judged)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from pipeline.config.recipe import Recipe
 from pipeline.config.schedule_sections import AsyncSchedule, StagedSchedule
+from pipeline.config.task_sections import DataTask
 
 
 def advice(recipe: Recipe) -> list[str]:
     """One sentence for each such thing; most recipes have none."""
-    return [sentence for sentence in (_clip_without_effect(recipe),) if sentence]
+    return [sentence for sentence in (_clip_without_effect(recipe), _sources_without_evaluation(recipe)) if sentence]
+
+
+def _sources_without_evaluation(recipe: Recipe) -> str | None:
+    sources = recipe.task.sources if isinstance(recipe.task, DataTask) else ()
+    if len(sources) <= recipe.evaluation.prompts:
+        return None
+    return (
+        f"evaluation.prompts is {recipe.evaluation.prompts}, and task.sources are {len(sources)}: some are never "
+        f"measured; set it to {len(sources)} or more"
+    )
 
 
 def _clip_without_effect(recipe: Recipe) -> str | None:

@@ -65,15 +65,8 @@ def check_wiring(objective: Objective, correction: Correction, advantage: Advant
                 )
 
 
-def check_overlong(overlong: OverlongPenalty | None, longest: int, advantage: Advantage) -> None:
-    """Raises ValueError where a penalty for length begins before the first of `longest` tokens, and where the advantage
-    would not see it, or take what is punished for unsolved."""
-    if overlong is not None and advantage.asks_what_is_solved:
-        raise ValueError(
-            f"advantage.name is {advantage.name}, which asks how far a sample is solved, from 0 to 1: with "
-            "reward.overlong a long right answer would count as unsolved, and a long wrong one lose nothing; leave "
-            "reward.overlong out, or set advantage.truncated=exclude in its place"
-        )
+def check_overlong(overlong: OverlongPenalty | None, longest: int) -> None:
+    """Raises ValueError where a penalty for length begins before the first of `longest` tokens."""
     if overlong is not None and overlong.buffer_tokens > longest:
         raise ValueError(
             f"reward.overlong.buffer_tokens {overlong.buffer_tokens} exceeds rollout.max_new_tokens {longest}: every "

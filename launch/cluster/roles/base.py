@@ -54,6 +54,8 @@ METRICS_HOST_VARIABLE = "EVENKEEL_METRICS_HOST"
 DEFAULT_GRACE_S, LONGEST_GRACE_S = 120.0, 86_400.0
 RECIPE_DEADLINE_S = 600.0
 """Longest wait for the learner to begin a run, whose own deadlines nobody knows yet."""
+DATA_POLL_S = 10.0
+"""All of the data is read at each look."""
 POLL_S = 0.25
 EPOCH_POLL_S = 2.0
 FINISHED_POLL_S = 10.0
@@ -156,31 +158,48 @@ def wait_for(stop: Stop, found: Callable[[], T | None], what: str, deadline_s: f
         time.sleep(POLL_S)
 
 
-def wait_for_recipe(
-    run: RunDirectory, stop: Stop, given: Path | None = None, *, reads_data: bool = False
-) -> RecipeInForce:
+def wait_for_recipe(run: RunDirectory, stop: Stop, given: Path | None = None) -> RecipeInForce:
     """The run's frozen recipe, which the learner's first host writes. With the recipe that the learner is `given`: once
-    the run goes by that one. Who began with an older one would be superseded as soon as the learner changes it, or find
-    a run finished that gets more steps. Who `reads_data` also waits until the run goes by the data that is there.
-
-    Raises RecipeError, and ModelError for a tokenizer that cannot be read."""
+    the run goes by that one, whatever its data. Who began with an older one would be superseded as soon as the learner
+    changes it, or find a run finished that gets more steps."""
     if given is None:
         wait_for(stop, lambda: recipe_file(run.path).is_file() or None, str(recipe_file(run.path)), RECIPE_DEADLINE_S)
         return recipe_in_force(run.path)
     wanted, others = load_recipe(given), set[Path]()
-    free = frozenset[str]() if reads_data else DIGEST_KEYS
 
     def found() -> RecipeInForce | None:
         if not recipe_file(run.path).is_file() or newest_recipe_file(run.path) in others:
             return None
         newest = recipe_in_force(run.path)
-        expected = with_digest(wanted, run) if reads_data else wanted
-        if set(changed_keys(newest.recipe, expected)) <= free:
+        if changed_keys(newest.recipe, wanted).keys() <= DIGEST_KEYS:
             return newest
         others.add(newest.path)
         return None
 
     return wait_for(stop, found, f"{run.path} to go by {given}", RECIPE_DEADLINE_S)
+
+
+def wait_for_data(run: RunDirectory, stop: Stop, given: Path) -> RecipeInForce:
+    """`wait_for_recipe`, for who reads the data: until the run goes by what is there, since the learner may be about to
+    begin with other data. At the deadline whoever builds the task says what differs."""
+    frozen, wanted, look = wait_for_recipe(run, stop, given), load_recipe(given), Every(DATA_POLL_S)
+
+    def found() -> RecipeInForce | None:
+        if not look():
+            return None
+        newest = recipe_in_force(run.path)
+        return None if changed_keys(newest.recipe, with_digest(wanted, run)) else newest
+
+    with suppress(DeadlineExceededError):
+        return wait_for(stop, found, f"{run.path} to go by the data of {given} on this host", RECIPE_DEADLINE_S)
+    return frozen
+
+
+def is_in_force(run: RunDirectory, frozen: RecipeInForce) -> bool:
+    """Whether the run still goes by the recipe, whatever its data. To be asked after the start is claimed, since one
+    that changes the recipe ends those that it finds."""
+    newest = newest_recipe_file(run.path)
+    return newest == frozen.path or changed_keys(run.recipe(), frozen.recipe).keys() <= DIGEST_KEYS
 
 
 def wait_for_policy(run: RunDirectory, recipe: Recipe, stop: Stop) -> None:

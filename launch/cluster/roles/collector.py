@@ -6,18 +6,21 @@ import asyncio
 from pathlib import Path
 
 from launch.build.rewards import check_reward
-from launch.cluster.roles.base import Stop, announced, wait_for_engines, wait_for_policy, wait_for_recipe
+from launch.cluster.roles.base import Stop, announced, wait_for_data, wait_for_engines, wait_for_policy, wait_for_recipe
 from launch.run.collect import collect
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim
+from pipeline.data.frozen.recipes import newest_recipe_file
 from pipeline.data.run_directory import RunDirectory
 from pipeline.tasks import build_task
 
 
 def run_collector(run: RunDirectory, stop: Stop, recipe: Path | None = None) -> int:
     """The exit status. `recipe` is the one that the learner is given, if it is known."""
-    frozen = wait_for_recipe(run, stop, recipe, reads_data=True)
+    frozen = wait_for_recipe(run, stop) if recipe is None else wait_for_data(run, stop, recipe)
     epoch = claim(run.path, "collector", recipe=frozen.path.name)
+    if newest_recipe_file(run.path) != frozen.path:  # it was changed between the two
+        return run_collector(run, stop, recipe)
     with epoch.superseded_said():
         _collect(run.under(epoch), frozen.recipe, epoch, stop)
     return 0

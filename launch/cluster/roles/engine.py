@@ -27,6 +27,7 @@ from launch.cluster.roles.base import (
     Stop,
     finished_looks,
     grace_s,
+    is_in_force,
     log_file,
     wait_for,
     wait_for_policy,
@@ -38,7 +39,6 @@ from launch.cluster.roles.server_turn import reason_to_start_again
 from launch.cluster.roles.starting_weights import hold_weights, release_weights
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch, claim, epoch_folder
-from pipeline.data.frozen.recipes import RecipeInForce
 from pipeline.data.membership import Announcement, Member
 from pipeline.data.quant_maps import digest_of, read_quant_map
 from pipeline.data.run_directory import RunDirectory
@@ -101,24 +101,23 @@ def run_engine(own: EngineRole, stop: Stop) -> int:
     port = own.port or (recipe.rollout.port or DEFAULT_PORT) + own.index
     if own.node > 0:
         return _run_other_host(own, recipe, address, port, key, stop)
-    while (why := _run_server(own, frozen, address, port, key, stop)) is not None:
+    while True:
+        epoch = claim(own.run.path, "engine", own.index, recipe=frozen.path.name)
+        if not is_in_force(own.run, frozen):  # it was changed since it was read
+            return run_engine(own, stop)
+        with epoch.superseded_said():
+            why = _run_start(own, recipe, address, port, key, stop, epoch)
+        if why is None:
+            break
         print(f"engine {own.index} is started again: {why}", flush=True)
     stop.check()
     return 0
 
 
-def _run_server(
-    own: EngineRole, frozen: RecipeInForce, address: str, port: int, key: str | None, stop: Stop
-) -> str | None:
-    """One server from its start to its end. Why it should be started again; None when it should not."""
-    epoch = claim(own.run.path, "engine", own.index, recipe=frozen.path.name)
-    with epoch.superseded_said():
-        return _run_start(own, frozen.recipe, address, port, key, stop, epoch)
-
-
 def _run_start(
     own: EngineRole, recipe: Recipe, address: str, port: int, key: str | None, stop: Stop, epoch: Epoch
 ) -> str | None:
+    """One server from its start to its end. Why it should be started again; None when it should not."""
     membership = own.run.membership()
     for earlier in membership.engines():
         if earlier.index == own.index and earlier.started < epoch.number:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launch.cluster.roles.addresses import LOOPBACK, bind_address
 from launch.cluster.roles.api_key import read_api_key
-from launch.cluster.roles.base import Stop, grace_s, log_file, wait_for_recipe
+from launch.cluster.roles.base import Stop, grace_s, is_in_force, log_file, wait_for_recipe
 from launch.cluster.roles.engine import DEFAULT_PORT, serve, stop_server
 from pipeline.data.epochs import claim
 from pipeline.data.run_directory import RunDirectory
@@ -34,6 +34,8 @@ def run_router(own: RouterRole, stop: Stop) -> int:
     rollout = frozen.recipe.rollout
     port = own.port or (rollout.port or DEFAULT_PORT) + rollout.engines
     epoch = claim(own.run.path, "router", recipe=frozen.path.name)
+    if not is_in_force(own.run, frozen):
+        return run_router(own, stop)
     url, membership = server_url(own.host, port), own.run.membership()
     server = start_router(port, key, log_file(), address, own.metrics_port)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from pipeline.advantages.methods.grpo import GRPO
 class FGRPO(Advantage):
     """grpo × (1 - r̄)^gamma, with r̄ of rewards clipped to [0, 1]: the weight falls with the group's solve rate."""
 
+    asks_what_is_solved: ClassVar[bool] = True
     name: Literal["f_grpo"] = "f_grpo"
     gamma: float = Field(1.0, ge=0.0, description="The group's advantages are multiplied by (1 - solve rate)^gamma.")
 

@@ -200,8 +200,15 @@ def test_a_fork_that_learns_by_another_objective_is_refused(source: RunDirectory
     assert not fork.path.with_name("fork-replay").exists()
 
 
-def test_a_fork_with_another_learning_rate_is_replayed(source: RunDirectory, ranks: Ranks) -> None:
-    fork = RunDirectory(Path(fork_run(source.path, Path("fork"), 2, ["learner.optimizer.lr=0.5"])["run"]))
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("learner.optimizer.lr=0.5", "rollout.group_size=4", "evaluation.samples=3", "prompts.max_refills=7"),
+        *("task.min_digits=3", "rollout.engines=2"),
+    ],
+)
+def test_a_fork_whose_steps_are_learned_alike_is_replayed(source: RunDirectory, ranks: Ranks, override: str) -> None:
+    fork = RunDirectory(Path(fork_run(source.path, Path("fork"), 2, [override])["run"]))
     for index in range(2, STEPS):
         shutil.copy(BatchStore(source.batches).path(index), fork.batches)
     export(fork, "as they were")

@@ -81,6 +81,14 @@ def test_a_group_that_the_teacher_did_not_score_is_no_part_of_the_step() -> None
     assert found.values.tolist() == [0.0, 0.0, 0.5, -0.5]
 
 
+def test_what_the_teacher_alone_judges_needs_neither_a_second_sample_nor_a_reward() -> None:
+    failed = np.array([1.0, np.nan, np.nan, np.nan], np.float32)
+    batch = replace(batch_of_rewards([[1.0, 0.0], [1.0, 0.0]]), reward_parts={TEACHER_FAILED: failed})
+    assert computer().compute_advantages(batch).in_loss.all(), "the other sample of the first prompt is learned from"
+    (part,) = mini_batches(computer(), taught(batch, 0.25), 1)
+    assert part.batch.num_samples == 4
+
+
 def test_it_is_averaged_as_the_recipe_says() -> None:
     (part,) = mini_batches(computer("sequence"), taught(MIXED, 1.0), 1)
     sums = np.add.reduceat(part.advantages, MIXED.response_offsets[:-1])

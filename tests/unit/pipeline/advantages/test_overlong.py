@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from pipeline.advantages.methods.dr_grpo import DrGRPO
 from pipeline.advantages.methods.grpo import GRPO
 from pipeline.advantages.overlong import OverlongPenalty
 from pipeline.config.loader import load_recipe
+from pipeline.config.new_runs import check_new_run
 from pipeline.data.records import Batch
 from pipeline.errors import RecipeError
 from pipeline.trainer.mini_batches import mini_batches
@@ -126,17 +128,23 @@ def test_a_buffer_longer_than_any_response_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "fits"),
-    [("grpo", True), ("dr_grpo", True), ("rloo", True), ("asym_grpo", True), ("f_grpo", True)]
-    + [(name, False) for name in ("pass_at_k", "maxrl", "power", "fade")],
+    [(name, True) for name in ("grpo", "dr_grpo", "rloo", "asym_grpo")]
+    + [(name, False) for name in ("pass_at_k", "maxrl", "power", "fade", "f_grpo")],
 )
 def test_who_asks_what_is_solved_takes_no_penalty(name: str, fits: bool) -> None:
-    """pass_at_k would take a right answer three tokens into the buffer for a wrong one."""
+    """pass_at_k would take a right answer three tokens into the buffer for a wrong one. A run that began so is read."""
     overrides = [f"advantage={{name: {name}}}", "reward.overlong={buffer_tokens: 4}", "rollout.group_size=8"]
-    if fits:
-        assert load_recipe(Path("grpo"), overrides).reward.overlong is not None
-        return
-    with pytest.raises(RecipeError, match=rf"advantage.name is {name}, which asks how far a sample is solved"):
-        load_recipe(Path("grpo"), overrides)
+    recipe = load_recipe(Path("grpo"), overrides)
+    refused = pytest.raises(RecipeError, match=rf"advantage.name is {name}, which asks how far a sample is solved")
+    with nullcontext() if fits else refused:
+        check_new_run(recipe)
+
+
+def test_a_rate_that_would_rise_is_refused() -> None:
+    recipe = load_recipe(Path("demo"), ["learner.optimizer.lr=1e-5"])
+    with pytest.raises(RecipeError, match="min_lr 5e-05 is above lr 1e-05, so that the rate would rise"):
+        check_new_run(recipe)
+    check_new_run(load_recipe(Path("demo"), ["learner.optimizer.lr=1e-5", "learner.optimizer.decay=constant"]))
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))

@@ -15,6 +15,13 @@ OLD = dict(name="clipped", anchor="old")
 ASYNC = dict(kind="async", lag=2)
 
 
+def test_each_source_needs_a_prompt_of_the_evaluation() -> None:
+    sources = "task={name: data, sources: [{path: a.jsonl}, {path: b.jsonl}, {path: c.jsonl}]}"
+    said = [advice(load_recipe(Path("demo"), [sources, f"evaluation.prompts={count}"])) for count in (2, 3)]
+    assert said[1] == []
+    assert said[0] == ["evaluation.prompts is 2, and task.sources are 3: some are never measured; set it to 3 or more"]
+
+
 @pytest.mark.parametrize(
     ("objective", "schedule", "updates", "acts"),
     [

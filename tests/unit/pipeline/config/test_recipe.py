@@ -44,7 +44,6 @@ def data(**changes: Any) -> dict[str, Any]:
         (dict(rollout=dict(max_new_tokens=4096)), ["max_new_tokens 4096", "context_tokens"]),
         (dict(learner=dict(optimizer=dict(betas=[0.9, 1.0]))), ["betas", "less than 1"]),
         (dict(learner=dict(optimizer=dict(betas=[1.5, -3]))), ["betas", "less than 1"]),
-        (dict(learner=dict(optimizer=dict(lr=1e-6, min_lr=1e-5, decay="cosine"))), ["min_lr 1e-05", "lr 1e-06"]),
         (dict(learner=dict(updates_per_batch=5)), ["prompts_per_batch 32", "updates_per_batch 5"]),
         (
             dict(rollout=dict(prompts_per_batch=4, group_size=2), learner=dict(data_parallel=4, updates_per_batch=4)),

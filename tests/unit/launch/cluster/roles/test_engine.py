@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,12 @@ from launch.cluster.roles.engine import EngineRole, run_engine, serve
 from launch.cluster.roles.rendezvous import Rendezvous
 from pipeline.config.loader import recipe_from
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import claim
+from pipeline.config.run_sections import CheckpointSection
+from pipeline.data.epochs import Epoch, claim, epoch_folder
 from pipeline.data.integrity.folders import list_checksums
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import EngineHungError, EngineStartError, LayoutError, RecipeError, StoppedError, SupersededError
+from pipeline.resume.resume import go_on_with
 from rollout_sglang.server.start import EngineSpec
 
 
@@ -98,6 +101,25 @@ def test_an_engine_that_is_not_listed_any_more_announces_itself_again(
     epoch = claim(run.path, "engine", 0)
     serve(Server(), run, epoch, Stop(), 60, lambda _: listed.add("engine"), lambda: "engine" in listed)  # type: ignore[arg-type]
     assert seen == [True, True]
+
+
+def test_a_recipe_that_is_changed_before_the_start_is_claimed_is_read_again(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While an engine waits for the first policy nothing says that it is there: who changes the recipe ends nobody."""
+    later = run.recipe().model_copy(update=dict(checkpoint=CheckpointSection(every=7)))
+    changes = [lambda: go_on_with(run, later), lambda: None]
+    monkeypatch.setattr(role, "wait_for_policy", lambda *_: changes.pop(0)())
+    began: list[tuple[int, int]] = []
+
+    def start(_own: EngineRole, recipe: Recipe, *rest: Any) -> None:
+        began.append((recipe.checkpoint.every, rest[-1].number))
+
+    monkeypatch.setattr(role, "_run_start", start)
+    assert run_engine(EngineRole(run, 0), Stop()) == 0
+    assert began == [(7, 2)]
+    go_on_with(run, later)
+    assert not Epoch(epoch_folder(run.path, "engine", 0), 2).is_superseded()
 
 
 def test_a_superseded_engine_does_not_announce_itself(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

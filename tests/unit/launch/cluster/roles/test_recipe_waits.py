@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from launch.cluster.roles import base
-from launch.cluster.roles.base import Stop, wait_for_recipe
+from launch.cluster.roles.base import Stop, wait_for_data, wait_for_recipe
 from launch.cluster.roles.collector import run_collector
 from pipeline.config.loader import changed_keys, load_recipe
 from pipeline.config.recipe import Recipe
-from pipeline.data.epochs import claim
+from pipeline.data.epochs import claim, epoch_folder, newest
 from pipeline.data.frozen.recipes import newest_recipe_file
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import DeadlineExceededError
+from pipeline.errors import DeadlineExceededError, RecipeError
 from pipeline.resume.resume import go_on_with
 from pipeline.tasks.digest import with_digest
 from tests.support.runs import make_prompts
@@ -88,16 +88,27 @@ def test_data_that_was_mended_before_the_first_batch_is_waited_for_by_who_reads_
         go_on_with(run, with_digest(load_recipe(given), run))
 
     learner()
-    for reads_data in (False, True):
-        frozen = wait_for_recipe(run, Stop(), given, reads_data=reads_data)
-        assert changed_keys(recipe, frozen.recipe).keys() == {"task.sha256"}
+    for wait in (wait_for_recipe, wait_for_data):
+        assert changed_keys(recipe, wait(run, Stop(), given).recipe).keys() == {"task.sha256"}
+    good = prompts.read_text()
     prompts.write_text("".join(reversed(prompts.read_text().splitlines(keepends=True))))
     engine = claim(run.path, "engine", 0, recipe=wait_for_recipe(run, Stop(), given).path.name)
+    assert wait_for_data(run, Stop(), given).path.name == "recipe.yaml", "the deadline: its task says what differs"
+    with pytest.raises(RecipeError, match="is not the data of this run"):
+        run_collector(run, Stop(), given)
+    assert newest(epoch_folder(run.path, "engine", 0)) == engine.number
+    monkeypatch.setattr(base, "RECIPE_DEADLINE_S", 60.0)
+    monkeypatch.setattr(base, "DATA_POLL_S", 0.1)
+    other = prompts.read_text()
+    put_back = threading.Timer(0.5, prompts.write_text, [good])
+    put_back.start()
+    assert wait_for_data(run, Stop(), given).path.name == "recipe.yaml"
+    assert prompts.read_text() == good
+    put_back.join()
+    prompts.write_text(other)
     collector = claim(run.path, "collector", recipe="recipe.yaml")
-    with pytest.raises(DeadlineExceededError):
-        wait_for_recipe(run, Stop(), given, reads_data=True)
     learner()
     assert (engine.is_superseded(), collector.is_superseded()) == (False, True)
-    assert wait_for_recipe(run, Stop(), given, reads_data=True).path.name == "000001.yaml"
+    assert wait_for_data(run, Stop(), given).path.name == "000001.yaml"
     learner()
     assert not engine.is_superseded()
