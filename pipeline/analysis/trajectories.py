@@ -16,6 +16,7 @@ from pipeline.data.frozen.run_format import is_sealed
 from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import ModelError
+from pipeline.ports.looked_at import looked_at
 from pipeline.tasks.tokenizer import Tokenizer
 
 SAMPLE_COLUMNS = (
@@ -38,7 +39,8 @@ def render_batch(
     """Lines of text, without line ends: each sample's prompt, response, reward, finish and versions.
 
     With `learner_logprobs` ([responses], natural log, under the batch's contract) also one line a token with
-    learner minus rollout; a token that no engine sampled has neither. `samples` selects; the default is all.
+    learner minus rollout; a token that no engine sampled has neither, and one that the learner did not look at has no
+    gap. `samples` selects; the default is all.
     """
     if learner_logprobs is not None and learner_logprobs.shape != batch.rollout_logprobs.shape:
         raise ValueError(f"learner_logprobs is {learner_logprobs.shape}, expected {batch.rollout_logprobs.shape}")
@@ -60,18 +62,16 @@ def sample_rows(
     """One mapping a sample, of plain values that JSON and Parquet can hold.
 
     `prompt` and `response` are decoded with special tokens. `reward` is None for a sample whose verifier failed.
-    `log_ratio_mean` and `log_ratio_abs_max` are of learner minus engine, nats, over the tokens that an engine sampled;
-    None without `learner_logprobs` ([responses]), or where no token was sampled.
+    `log_ratio_mean` and `log_ratio_abs_max` are of learner minus engine, nats, over the tokens that an engine sampled
+    and the learner looked at; None without `learner_logprobs` ([responses]), or where there is no such token.
     """
-    judged = batch.judged
+    judged, gaps = batch.judged, _finite_gaps(batch, learner_logprobs)
     for sample in range(batch.num_samples):
-        span, sampled = _responses(batch, sample), batch.loss_mask[_responses(batch, sample)]
+        span = _responses(batch, sample)
         prompt, response = np.split(batch.sample_tokens(sample), [int(batch.prompt_lengths[sample])])
         parts = {name: float(values[sample]) for name, values in batch.reward_parts.items()}
         versions = batch.policy_version[span]
-        gaps = None
-        if learner_logprobs is not None and sampled.any():
-            gaps = (learner_logprobs[span] - batch.rollout_logprobs[span])[sampled].astype(np.float64)
+        known = gaps[span][~np.isnan(gaps[span])]
         yield dict(
             batch=batch.index,
             sample=sample,
@@ -90,9 +90,19 @@ def sample_rows(
             version_max=int(versions.max()) if len(versions) else None,
             engine=int(batch.engine[sample]),
             generated_s=float(batch.generated_s[sample]),
-            log_ratio_mean=None if gaps is None else float(gaps.mean()),
-            log_ratio_abs_max=None if gaps is None else float(np.abs(gaps).max()),
+            log_ratio_mean=float(known.mean()) if len(known) else None,
+            log_ratio_abs_max=float(np.abs(known).max()) if len(known) else None,
         )
+
+
+def _finite_gaps(batch: Batch, learner_logprobs: NDArray[np.float32] | None) -> NDArray[np.float64]:
+    """[responses] learner - engine, nats; NaN where one of the two is not known or not finite."""
+    if learner_logprobs is None:
+        return np.full(batch.num_response_tokens, np.nan)
+    known = looked_at(batch, learner_logprobs) & np.isfinite(learner_logprobs) & np.isfinite(batch.rollout_logprobs)
+    gaps = np.full(len(known), np.nan)
+    np.subtract(learner_logprobs, batch.rollout_logprobs, out=gaps, where=known, dtype=np.float64)
+    return gaps
 
 
 def logprobs_of(run: RunDirectory, index: int, responses: int) -> NDArray[np.float32] | None:
@@ -160,7 +170,8 @@ def _render_gaps(
         if not sampled:
             yield f"  {text:<16}{version:>8}{'unsampled':>10}"
             continue
-        yield f"  {text:<16}{version:>8}{rollout:>10.4f}{learner:>10.4f}{learner - rollout:>+10.4f}"
+        gap = f"{'not looked at':>20}" if np.isnan(learner) else f"{learner:>10.4f}{learner - rollout:>+10.4f}"
+        yield f"  {text:<16}{version:>8}{rollout:>10.4f}{gap}"
 
 
 def _responses(batch: Batch, sample: int) -> slice:

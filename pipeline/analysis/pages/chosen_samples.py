@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.records import Batch
+from pipeline.ports.looked_at import looked_at
 
 MOST_BATCHES, MOST_GROUPS, MOST_SAMPLES = 6, 4, 8
 """Of a run, of a batch, of a group: siblings fit beside one another, and a page can be looked through."""
@@ -24,7 +25,7 @@ class GroupFacts:
     reward_spread: float
     """Highest minus lowest reward; 0 where fewer than two samples have one."""
     worst_gap: float | None
-    """The largest |learner - engine| of a token, nats; None where the learner has not met the batch."""
+    """The largest |learner - engine| of a token, nats; None where the learner looked at none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,20 +98,21 @@ def pick(measures: Sequence[Sequence[float]], size: int, most: int) -> list[int]
 
 
 def worst_gaps(batch: Batch, learner_logprobs: NDArray[np.float32] | None) -> NDArray[np.float64] | None:
-    """[n] the largest of `token_gaps` of each sample, nats."""
+    """[n] the largest of `token_gaps` of each sample, nats; -inf where the learner looked at no token of it."""
     if learner_logprobs is None:
         return None
-    worst = np.zeros(batch.num_samples)
+    worst, looked = np.full(batch.num_samples, -np.inf), looked_at(batch, learner_logprobs)
     sample = np.repeat(np.arange(batch.num_samples), batch.response_lengths)
-    np.maximum.at(worst, sample, token_gaps(batch, learner_logprobs))
+    np.maximum.at(worst, sample[looked], token_gaps(batch, learner_logprobs)[looked])
     return worst
 
 
 def token_gaps(batch: Batch, learner_logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
-    """[responses] |learner - engine|, nats: 0 for a token that no engine sampled, inf where it is not finite."""
+    """[responses] |learner - engine|, nats: 0 for a token that no engine sampled or that the learner did not look at,
+    inf where it is not finite."""
     with np.errstate(invalid="ignore"):
         gaps = np.abs(learner_logprobs.astype(np.float64) - batch.rollout_logprobs)
-    return np.where(batch.loss_mask, np.where(np.isfinite(gaps), gaps, np.inf), 0.0)
+    return np.where(looked_at(batch, learner_logprobs), np.where(np.isfinite(gaps), gaps, np.inf), 0.0)
 
 
 def shares_of(lengths: Sequence[int], most: int) -> int:
@@ -125,11 +127,12 @@ def shares_of(lengths: Sequence[int], most: int) -> int:
 
 def _facts(batch: Batch, gaps: NDArray[np.float64] | None, span: NDArray[np.int64]) -> GroupFacts:
     rewards = batch.reward[span][batch.judged[span]]
+    worst = -np.inf if gaps is None else float(gaps[span].max())
     return GroupFacts(
         num_samples=len(span),
         num_truncated=int(np.count_nonzero(batch.truncated[span])),
         reward_spread=float(np.ptp(rewards)) if len(rewards) else 0.0,
-        worst_gap=None if gaps is None else float(gaps[span].max()),
+        worst_gap=None if worst == -np.inf else worst,
     )
 
 

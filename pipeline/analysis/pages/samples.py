@@ -28,6 +28,7 @@ from pipeline.data.records import FINISH_REASONS, Batch
 from pipeline.data.run_directory import RunDirectory
 from pipeline.data.store import BatchStore
 from pipeline.errors import EvenKeelError, ModelError
+from pipeline.ports.looked_at import looked_at
 from pipeline.tasks.tokenizer import Tokenizer
 
 MOST_TOKENS = 48_000
@@ -125,6 +126,7 @@ def _groups(chosen: ChosenSamples, pieces: Pieces, most: int) -> list[dict[str, 
     """What the template shows of each group."""
     batch, learner = chosen.batch, chosen.learner_logprobs
     gaps = None if learner is None else token_gaps(batch, learner)
+    looked = None if learner is None else looked_at(batch, learner)
     groups = []
     for group, facts in chosen.groups.items():
         members = np.flatnonzero(batch.group == group).tolist()
@@ -138,12 +140,14 @@ def _groups(chosen: ChosenSamples, pieces: Pieces, most: int) -> list[dict[str, 
                 problem=problem if problem >= 0 else None,
                 source=next((visible(name) for name, within in batch.sources.items() if problem in within), None),
                 facts=facts,
+                scored=learner is not None,
                 prompt=(prompt[:before], len(prompt) - before - after, prompt[len(prompt) - after :]),
                 samples=[
                     dict(
                         **_sample(batch, sample),
                         **_response(chosen, sample, pieces, most),
                         worst=None if gaps is None else _worst(gaps[_span(batch, sample)]),
+                        unseen=looked is not None and _unseen(batch, looked, sample),
                     )
                     for sample in members
                 ],
@@ -170,6 +174,12 @@ def _sample(batch: Batch, sample: int) -> dict[str, Any]:
 def _worst(gaps: NDArray[np.float64]) -> tuple[float, int] | None:
     """The largest, and which token of the response that is, from 1; it may be one that is left out."""
     return (float(gaps.max()), int(gaps.argmax()) + 1) if len(gaps) else None
+
+
+def _unseen(batch: Batch, looked: NDArray[np.bool_], sample: int) -> bool:
+    """Whether the learner looked at nothing that an engine sampled."""
+    span = _span(batch, sample)
+    return bool(batch.loss_mask[span].any() and not looked[span].any())
 
 
 def _range(low: int | None, high: int | None) -> str:
@@ -202,6 +212,8 @@ def _token(text: str, batch: Batch, place: int, learner: np.float32 | None) -> T
     chance = f"p {np.exp(min(rollout, 0.0)):.3g}"
     if learner is None:
         return Token("", chance, visible_text(text))
+    if np.isnan(learner):
+        return Token("unseen", f"the learner did not look, {chance}", visible_text(text))
     gap = float(learner) - rollout
     return Token(color_of(gap), f"{gap:+.2g}, {chance}", visible_text(text))
 

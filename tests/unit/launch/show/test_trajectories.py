@@ -77,6 +77,20 @@ def test_parquet_and_json_lines_hold_the_same_rows(run: RunDirectory, tmp_path: 
     assert rows[0]["response_tokens"] == first
 
 
+def test_a_sample_that_the_learner_has_not_looked_at_has_no_log_ratio(run: RunDirectory, tmp_path: Path) -> None:
+    sampled = BatchStore(run.batches).read(0, None)
+    learner, first = sampled.rollout_logprobs.copy(), int(sampled.response_lengths[0])
+    learner[:first] = np.nan
+    learner[first] += 0.5
+    run.write_learner_logprobs(0, learner)
+    written = tmp_path / "out.jsonl"
+    assert export(run.path, parquet=None, jsonl=written, chosen=Filter())["samples"] == 2
+    unseen, seen = map(json.loads, written.read_text().splitlines())
+    assert (unseen["log_ratio_mean"], unseen["log_ratio_abs_max"]) == (None, None)
+    assert seen["log_ratio_mean"] == pytest.approx(0.5 / int(sampled.response_lengths[1]), abs=1e-6)
+    assert seen["log_ratio_abs_max"] == pytest.approx(0.5, abs=1e-6)
+
+
 def test_filters_keep_what_they_name(run: RunDirectory, tmp_path: Path) -> None:
     BatchStore(run.batches).commit(batch(tmp_path, [[0.5, 0.25]], index=1, seed=1))
     text = as_mapping(run.path, 1, 1)["samples"][0]["response"]

@@ -71,8 +71,21 @@ def test_of_a_large_group_the_best_the_worst_and_the_truncated_are_shown() -> No
 def test_a_gap_that_is_not_finite_is_the_worst_and_unsampled_tokens_have_none() -> None:
     batch = batch_of_rewards([[0.0, 1.0]], unsampled=0.5, seed=3)
     learner = np.where(batch.loss_mask, batch.rollout_logprobs + 0.25, 99.0).astype(np.float32)
-    learner[batch.response_offsets[1]] = np.nan
+    learner[batch.response_offsets[1]] = -np.inf
     gaps = worst_gaps(batch, learner)
     assert gaps is not None
     assert not batch.loss_mask.all()
     assert gaps.tolist() == [pytest.approx(0.25), np.inf]
+
+
+def test_what_the_learner_has_not_looked_at_is_no_mismatch() -> None:
+    batch = batch_of_rewards([[1.0, 1.0]] * 5 + [[0.0, 1.0]])
+    learner = batch.rollout_logprobs.copy()
+    learner[: batch.response_offsets[10]] = np.nan
+    learner[batch.response_offsets[11]] += 0.5
+    gaps = worst_gaps(batch, learner)
+    assert gaps is not None
+    assert gaps.tolist() == [NEVER] * 10 + [0.0, pytest.approx(0.5)]
+    chosen = choose(batch, learner)
+    assert list(chosen.groups) == [0, 1, 2, 5]
+    assert [facts.worst_gap for facts in chosen.groups.values()] == [None, None, None, pytest.approx(0.5)]

@@ -121,7 +121,7 @@ def test_the_report_leads_to_the_page_and_back(written: Written) -> None:
 
 def test_siblings_with_reward_parts_length_finish_version_and_colors(written: Written) -> None:
     batch = written.commit(4, [("12=", [("abc", 1.0), ("de", 0.25)])])
-    gaps = np.array([0.0, 0.02, -0.06, 0.3, np.nan], np.float32)
+    gaps = np.array([0.0, 0.02, -0.06, 0.3, -np.inf], np.float32)
     written.run.write_learner_logprobs(4, np.array(batch.rollout_logprobs) + gaps)
     page = written.page()
     assert Page(page).texts == ["12=", "abc", "de"]
@@ -132,7 +132,7 @@ def test_siblings_with_reward_parts_length_finish_version_and_colors(written: Wr
         "2 tokens, stop,\nversion 3 (age 1), |log-ratio| up to inf at token 2",
         '<b title="+0, p 0.607">a</b><b class="more1" title="+0.02, p 0.607">b</b>',
         '<b class="less2" title="-0.06, p 0.607">c</b>',
-        '<b class="more3" title="+0.3, p 0.607">d</b><b class="broken" title="+nan, p 0.607">e</b>',
+        '<b class="more3" title="+0.3, p 0.607">d</b><b class="broken" title="-inf, p 0.607">e</b>',
         "2 samples of 1 of the 1 groups in 1 of 1 batches\n(step 4)",
         'data-gap="1000000000.0"',  # a number for the script
         "largest |log-ratio| inf",
@@ -150,6 +150,19 @@ def test_without_the_learners_log_probabilities_the_page_says_so(written: Writte
     assert page.count("not scored by the learner yet") == 1
     assert len(re.findall(r'<b class="less4" title="-3, p 0.607">', page)) == 3
     assert len(re.findall(r'<b title="p 0.607">', page)) == 3
+
+
+def test_what_the_learner_has_not_looked_at_has_words_of_its_own(written: Written) -> None:
+    batch = written.commit(0, [("1=", [("a", 1.0), ("b", 1.0)]), ("2=", [("c", 0.0), ("d", 1.0)])])
+    learner = np.array(batch.rollout_logprobs)
+    learner[:3] = np.nan
+    written.run.write_learner_logprobs(0, learner)
+    page = written.page()
+    assert page.count('<b class="unseen" title="the learner did not look, p 0.607">') == 3
+    assert page.count("the learner did not look at it</p>") == 3
+    assert page.count("0 truncated, the learner did not look at them</p>") == 1
+    assert page.count("largest |log-ratio| 0</p>") == 1
+    assert 'class="broken" title' not in page
 
 
 def test_no_text_of_a_run_gets_out_of_its_place(written: Written) -> None:

@@ -86,6 +86,16 @@ def test_tokens_that_no_engine_sampled_are_shown_as_such(tokenizer: Tokenizer, m
     ]
 
 
+def test_tokens_that_the_learner_did_not_look_at_are_shown_as_such(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
+    batch = make_batch(0, num_groups=1)
+    learner = np.full(5, np.nan, np.float32)
+    assert list(render_batch(batch, tokenizer, samples=[2], learner_logprobs=learner))[-1].split()[-3:] == [
+        "not",
+        "looked",
+        "at",
+    ]
+
+
 def test_groups_of_solved_problems_are_counted(tokenizer: Tokenizer, make_batch: MakeBatch) -> None:
     solved = [DroppedGroup(group=group, reason="…", kind="solved") for group in (2, 3)]
     batch = replace(make_batch(0, dropped=(4,)), dropped=(*solved, DroppedGroup(group=4, reason="too long")))
