@@ -24,6 +24,7 @@ from pipeline.data.membership import Member
 from pipeline.data.records import Batch
 from pipeline.errors import StoreError
 from pipeline.ports.learner import Learner, Update
+from pipeline.ports.looked_at import looked_at
 from pipeline.ports.quantization import QuantizationMeter
 from precision.controller.ladder import Ladder
 from precision.controller.policy import decide
@@ -155,16 +156,16 @@ class StepController:
 
     def _evidence(self, batch: Batch, update: Update) -> Evidence:
         members, state = self.members(), self.state
-        log_ratios = sampled_log_ratios(batch, update)
-        if not len(log_ratios):
+        sums = ratio_sums(batch, update)
+        if not sums.any():
             raise StoreError(f"batch {batch.index} has no token that was scored; the controller cannot judge it")
         wanted = self.digest(state.promoted)
         to_restart = {} if self._record is None else self._record.restarts
         return Evidence(
             step=batch.index,
-            loss=ess_loss(log_ratios),
+            loss=ess_loss(sums.sum(axis=1)),
             age=mean_age(batch, self.updates_per_batch),
-            engines=engine_evidence(batch, update, self._starts_of(batch, members)),
+            engines=engine_evidence(sums, self._starts_of(batch, members)),
             in_transition=any(
                 (member.quant_map != wanted or to_restart.get(member.index) == member.started)
                 and not self.is_lost(member)
@@ -237,37 +238,38 @@ def mean_age(batch: Batch, updates_per_batch: int) -> float:
     return float(versions.mean(dtype=np.float64)) * updates_per_batch + (updates_per_batch - 1) / 2.0
 
 
-def sampled_log_ratios(batch: Batch, update: Update) -> NDArray[np.float64]:
-    """[tokens] float64: learner over engine, of the sampled tokens that a step looked at."""
-    difference = update.logprobs.astype(np.float64) - batch.rollout_logprobs.astype(np.float64)
-    chosen: NDArray[np.float64] = difference[batch.loss_mask & ~np.isnan(update.logprobs)]
-    return chosen
+def ratio_sums(batch: Batch, update: Update) -> NDArray[np.float64]:
+    """float64 [updates, engines, 3]: of the ratios of learner over engine, how many there are, their sum and that of
+    their squares; over the tokens that each optimizer step on the batch saw, as the metrics have it."""
+    steps = np.zeros(batch.num_samples, np.int32) if update.mismatch is None else update.mismatch.update
+    seen = looked_at(batch, update.logprobs) & np.repeat(steps >= 0, batch.response_lengths)
+    step, engine = (np.repeat(of, batch.response_lengths)[seen].astype(np.int64) for of in (steps, batch.engine))
+    ratios = np.exp(update.logprobs[seen].astype(np.float64) - batch.rollout_logprobs[seen].astype(np.float64))
+    shape = int(step.max(initial=-1)) + 1, int(engine.max(initial=-1)) + 1
+    cells = step * shape[1] + engine
+    sums = [np.bincount(cells, weights=each, minlength=shape[0] * shape[1]) for each in (None, ratios, ratios**2)]
+    return np.stack(sums, axis=-1).astype(np.float64).reshape(*shape, 3)
 
 
-def ess_loss(log_ratios: NDArray[np.float64]) -> float:
-    """-ln of the token ESS, as the metrics have it."""
-    ratios = np.exp(log_ratios)
-    return loss_of(ess_from_sums(float(ratios.sum()), float(np.square(ratios).sum()), len(ratios)))
+def ess_loss(sums: NDArray[np.float64]) -> float:
+    """-ln of the token ESS as the metrics have it: the mean of that of each update. `sums` is [updates, 3]; updates
+    without a token say nothing."""
+    each = [ess_from_sums(ratio, squared, int(tokens)) for tokens, ratio, squared in sums.tolist() if tokens]
+    return loss_of(float(np.mean(each)))
 
 
-def engine_evidence(batch: Batch, update: Update, starts: dict[int, int]) -> dict[int, EngineEvidence]:
-    """Of each engine in `starts` (index → its start), where the batch has tokens of two or more."""
-    engine = np.repeat(batch.engine, batch.response_lengths)[batch.loss_mask & ~np.isnan(update.logprobs)]
-    ratios = np.exp(sampled_log_ratios(batch, update))
-    tokens = np.bincount(engine)
-    sums = np.bincount(engine, weights=ratios)
-    squares = np.bincount(engine, weights=np.square(ratios))
-
-    def loss(indices: NDArray[np.int64]) -> float:
-        # Sums of sums: the others' as a difference would lose the digits that a large ratio of one engine takes.
-        chosen = tokens[indices].sum(), sums[indices].sum(), squares[indices].sum()
-        return loss_of(ess_from_sums(float(chosen[1]), float(chosen[2]), int(chosen[0])))
-
-    present = np.flatnonzero(tokens)
+def engine_evidence(sums: NDArray[np.float64], starts: dict[int, int]) -> dict[int, EngineEvidence]:
+    """Of each engine in `starts` (index → its start), where the batch has enough tokens of it and of the others. `sums`
+    as `ratio_sums` has them."""
+    tokens = sums[:, :, 0].sum(axis=0)
+    engines = np.arange(len(tokens))
+    # Sums of sums: the others' as a difference would lose the digits that a large ratio of one engine takes.
     return {
         index: EngineEvidence(
-            loss=loss(present[present == index]), loss_of_others=loss(present[present != index]), start=starts[index]
+            loss=ess_loss(sums[:, index]),
+            loss_of_others=ess_loss(sums[:, engines != index].sum(axis=1)),
+            start=starts[index],
         )
-        for index in present.tolist()
-        if index in starts and MIN_ENGINE_TOKENS <= tokens[index] <= len(ratios) - MIN_ENGINE_TOKENS
+        for index in engines.tolist()
+        if index in starts and MIN_ENGINE_TOKENS <= tokens[index] <= tokens.sum() - MIN_ENGINE_TOKENS
     }

@@ -13,17 +13,20 @@ import pytest
 import torch
 
 from pipeline.control.files import ControlFiles, ControlRecord
-from pipeline.control.loop import StepController, engine_evidence, ess_loss, mean_age, sampled_log_ratios
+from pipeline.control.loop import StepController, engine_evidence, mean_age, ratio_sums
 from pipeline.data.event_log import EventLog, read_events
 from pipeline.data.membership import Member
 from pipeline.data.records import Batch
 from pipeline.data.run_directory import unfenced
 from pipeline.errors import StoreError, SupersededError
 from pipeline.ports.learner import Update
+from pipeline.trainer.mini_batches import MiniBatch, merge_updates
 from precision.controller.ladder import Ladder
 from precision.controller.records import Evidence, State
 from precision.controller.settings import ControllerSettings
-from precision.ess import token_ess
+from precision.ess import loss_of, token_ess
+from precision.mismatch.statistics import Mismatch
+from precision.mismatch.step_tokens import StepTokens
 from tests.support.batches import batch_of_rewards
 
 SETTINGS = ControllerSettings(ess_floor=0.95, cooldown_steps=3)
@@ -297,13 +300,69 @@ def test_engines_that_the_run_does_not_start_are_not_started_again(tmp_path: Pat
 def test_each_engine_is_compared_with_all_others() -> None:
     given = replace(batch(3), engine=np.array([0, 2] * 18 + [5] * 4, np.uint16))
     update = trained(given, 0.3)
-    found = engine_evidence(given, update, {0: 1, 2: 1})
+    found = engine_evidence(ratio_sums(given, update), {0: 1, 2: 1})
     engine = np.repeat(given.engine, given.response_lengths)[given.loss_mask]
-    log_ratios = sampled_log_ratios(given, update)
+    log_ratios = torch.from_numpy((update.logprobs.astype(np.float64) - given.rollout_logprobs)[given.loss_mask])
     assert found.keys() == {0, 2}
     for index, one in found.items():
-        assert one.loss == pytest.approx(ess_loss(log_ratios[engine == index]), rel=1e-12)
-        assert one.loss_of_others == pytest.approx(ess_loss(log_ratios[engine != index]), rel=1e-12)
+        assert one.loss == pytest.approx(loss_of(token_ess(log_ratios[engine == index])), rel=1e-9)
+        assert one.loss_of_others == pytest.approx(loss_of(token_ess(log_ratios[engine != index])), rel=1e-9)
+
+
+def updated(given: Batch, samples: np.ndarray, mean: float, ran: np.ndarray) -> tuple[MiniBatch, Update]:
+    """An update on `samples`, of which those that `ran` were run through the model; the others were scored, and are far
+    from the engine."""
+    part = given.select(samples)
+    seen = part.loss_mask & np.repeat(ran[samples], part.response_lengths)
+    noise = np.random.default_rng(1).normal(mean, 0.05, len(seen))
+    logprobs = torch.from_numpy((part.rollout_logprobs + np.where(seen, noise, 2.0 * noise)).astype(np.float32))
+    mismatch = Mismatch.of_step(
+        StepTokens(
+            learner_logprobs=logprobs,
+            rollout_logprobs=torch.from_numpy(part.rollout_logprobs),
+            seen=torch.from_numpy(seen),
+            advantages=torch.ones(len(seen)),
+            entropy=torch.ones(len(seen)),
+            age=torch.zeros(len(seen), dtype=torch.int32),
+            offsets=torch.from_numpy(part.response_offsets),
+        )
+    )
+    responses = np.repeat(samples, given.response_lengths)
+    advantages = np.ones(len(seen), np.float32)
+    return (
+        MiniBatch(batch=part, advantages=advantages, trained=None, samples=samples, responses=responses),
+        Update(metrics=mismatch.statistics(), histogram=[0.0], device_logprobs=logprobs, mismatch=mismatch),
+    )
+
+
+@pytest.mark.parametrize("all_ran", [True, False], ids=["all run", "some skipped"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_the_controller_judges_the_ess_that_the_metrics_have(tmp_path: Path, updates: int, all_ran: bool) -> None:
+    given = batch(7)
+    number = np.arange(given.num_samples)
+    ran = np.full(len(number), all_ran) | (number % 4 < 2)
+    halves = [number < len(number) // 2, number >= len(number) // 2]
+    made = [
+        updated(given, samples, mean, ran)
+        for samples, mean in zip([number >= 0] if updates == 1 else halves, (0.3, 0.9), strict=False)
+    ]
+    update = merge_updates([part for part, _ in made], [each for _, each in made])
+    assert update.metrics["ess"] == pytest.approx(0.9975, abs=1e-3)
+    controller(tmp_path).after(given, update)
+    (record,) = records(tmp_path, 7)
+    assert record.evidence is not None
+    assert record.evidence.ess == pytest.approx(update.metrics["ess"], abs=1e-12)
+
+
+def test_an_engine_is_judged_by_what_each_update_saw() -> None:
+    many = batch_of_rewards([[1.0, 0.0]] * 60, index=3)
+    given, number = replace(many, engine=np.array([0, 1] * 60, np.uint16)), np.arange(120)
+    parts, updates = zip(
+        *(updated(given, samples, mean, number % 4 < 2) for samples, mean in ((number < 60, 0.0), (number >= 60, 0.6))),
+        strict=True,
+    )
+    found = engine_evidence(ratio_sums(given, merge_updates(parts, updates)), {0: 1, 1: 1})
+    assert [np.exp(-one.loss) for one in found.values()] == [pytest.approx(0.9975, abs=1e-3)] * 2
 
 
 def test_records(tmp_path: Path) -> None:
