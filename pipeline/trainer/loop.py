@@ -193,7 +193,7 @@ class Trainer:
                     trained=part.trained,
                     lr_factor=sized["lr_factor"],
                 )
-                updates.append(replace(update, metrics=update.metrics | sized))
+                updates.append(replace(update, metrics=update.metrics | sized | part.counted()))
         measured = {} if effect is None else effect.measured(parts[0].batch, updates[0].device_logprobs)
         merged = merge_updates(parts, updates)
         return replace(merged, metrics=merged.metrics | measured)

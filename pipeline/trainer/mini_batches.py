@@ -37,6 +37,15 @@ class MiniBatch:
     responses: NDArray[np.bool_]
     """[responses of the whole batch] True on those of the mini-batch."""
 
+    def counted(self) -> dict[str, float]:
+        """How much of it is run through the model, by the names of metrics."""
+        batch = self.batch
+        ran = np.ones(batch.num_samples, np.bool_) if self.trained is None else self.trained
+        updated = batch.loss_mask & np.repeat(ran, batch.response_lengths)
+        return dict(
+            num_updated_tokens=float(np.count_nonzero(updated)), num_model_tokens=float(batch.lengths[ran].sum())
+        )
+
     def part_of(self, values: Tensor | None) -> Tensor | None:
         """[responses of the mini-batch] of `values` [responses of the whole batch], where they are; None stays None."""
         return None if values is None else values[self.on_device(values)]
@@ -93,6 +102,8 @@ def split_groups(group: NDArray[np.int64], in_loss: NDArray[np.bool_], count: in
 
 _OVER_UPDATES: dict[str, Callable[[Sequence[float]], float]] = {
     "num_tokens": sum,
+    "num_updated_tokens": sum,
+    "num_model_tokens": sum,
     "ratio_max": max,
     "ratio_max_negative": max,
     "ratio_min": min,

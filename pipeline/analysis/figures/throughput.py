@@ -1,12 +1,13 @@
 """The figures of a report that say how fast a run is: tokens a second on both sides, and the use of the learner's GPUs.
 
 generated    response tokens of a batch ÷ seconds in which the collector generated it
-updated      response tokens of a step ÷ seconds of its log-probabilities and updates
+updated      response tokens that the updates ran through the model ÷ seconds of log-probabilities and updates
 trained      the same ÷ seconds of the whole step, waiting and publishing included
-MFU          6 · parameters · tokens, prompts included ÷ (seconds of the updates · ranks · peak of a GPU)
+MFU          6 · parameters · tokens of these samples, prompts included ÷ (seconds of updates · ranks · peak of a GPU)
 
 MFU is that of PaLM (arXiv 2204.02311, appendix B) without the products of attention, which makes it a little too low.
-Of a mixture, parameters are those that a token visits.
+Of a mixture, parameters are those that a token visits. Earlier versions of Even Keel did not note what was run through
+the model: there all samples count.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def _speed(line: Mapping[str, Any], batch: Mapping[str, Any], known: Mapping[str
     seconds = line.get("seconds") or {}
     update_s = sum(number(seconds, phase) or 0.0 for phase in ("logprobs", "update"))
     samples = number(batch, "samples")
-    mean, tokens = number(line, "response_tokens_mean"), number(line, "num_tokens")
+    mean = number(line, "response_tokens_mean")
+    tokens = number(line, "num_updated_tokens" if "num_updated_tokens" in line else "num_tokens")
     sampled = None if samples is None or mean is None else samples * mean
     found = dict(
         generated=_over(sampled, number(batch.get("seconds") or {}, "generate")),
@@ -86,14 +88,23 @@ def _speed(line: Mapping[str, Any], batch: Mapping[str, Any], known: Mapping[str
 
 def _mfu(line: Mapping[str, Any], samples: float | None, known: Mapping[str, Any]) -> float | None:
     """Share of the peak, 0 to 1."""
-    lengths = [number(line, name) for name in ("prompt_tokens_mean", "response_tokens_mean")]
+    tokens = _model_tokens(line, samples)
     machine = [number(known, name) for name in ("active_parameters", "ranks", "peak_tflops")]
     update_s = number(line.get("seconds") or {}, "update")
-    if samples is None or update_s is None or any(value is None for value in (*lengths, *machine)):
+    if tokens is None or update_s is None or any(value is None for value in machine):
         return None
     parameters, ranks, peak = (value or 0.0 for value in machine)
-    tokens = samples * sum(value or 0.0 for value in lengths)
     return _over(6.0 * parameters * tokens, update_s * ranks * peak * 1e12)
+
+
+def _model_tokens(line: Mapping[str, Any], samples: float | None) -> float | None:
+    """That the updates ran through the model."""
+    lengths = [number(line, name) for name in ("prompt_tokens_mean", "response_tokens_mean")]
+    if "num_model_tokens" in line:
+        return number(line, "num_model_tokens")
+    if samples is None or any(value is None for value in lengths):
+        return None
+    return samples * sum(value or 0.0 for value in lengths)
 
 
 def learner_environments(run_log: RunLog) -> list[dict[str, Any]]:

@@ -53,6 +53,24 @@ def test_mfu_by_hand(tmp_path: Path) -> None:
     assert all(svg is not None for _, svg in throughput_figures(run_log))
 
 
+def test_samples_that_are_left_out_of_the_updates_make_no_speed(tmp_path: Path) -> None:
+    """Half of the 256 samples, of 16 tokens each."""
+    run = write_run(tmp_path, 1)
+    EventLog(run, "learner-000002").metrics(
+        1,
+        num_tokens=2000,
+        num_updated_tokens=1000,
+        num_model_tokens=2048,
+        response_tokens_mean=7.75,
+        prompt_tokens_mean=8.25,
+        seconds=dict(wait=0.6, update=0.4),
+        time=START + 20,
+    )
+    speed = speeds(noted(run, **H100))[1]
+    assert speed["mfu"] == pytest.approx(6 * 1e9 * 2048 / (0.4 * 2 * 989e12))
+    assert (speed["updated"], speed["trained"]) == (pytest.approx(1000 / 0.4), pytest.approx(1000 / 1.0))
+
+
 @pytest.mark.parametrize(
     ("told", "reason"),
     [

@@ -60,6 +60,7 @@ class Learner:
         self.given.append(given)
         metrics = dict(
             loss=1.0 + number,
+            lr=1.0 + number,
             num_tokens=10.0,
             ratio_max=2.0 + number,
             ratio_max_negative=1.0 + number,
@@ -137,9 +138,18 @@ def test_what_is_prepared_from_old_logprobs_alone_is_not_scored_again() -> None:
 
 
 def test_metrics_are_means_but_for_totals_and_extremes() -> None:
-    _, update = trained(batch_of_rewards([MIXED] * 4), 4)
+    batch = batch_of_rewards([MIXED] * 4)
+    _, update = trained(batch, 4)
     assert update.metrics == dict(
-        loss=2.5, num_tokens=40.0, ratio_max=5.0, ratio_max_negative=4.0, ratio_min=pytest.approx(0.2), lr_factor=1.0
+        loss=2.5,
+        lr=2.5,
+        num_tokens=40.0,
+        num_updated_tokens=batch.num_sampled_tokens,
+        num_model_tokens=len(batch.tokens),
+        ratio_max=5.0,
+        ratio_max_negative=4.0,
+        ratio_min=pytest.approx(0.2),
+        lr_factor=1.0,
     )
     assert update.histogram == [4.0, 6.0]
 
@@ -161,6 +171,17 @@ def test_groups_that_are_skipped_stay_in_their_mini_batch() -> None:
     assert first["trained"].tolist() == [False, False, True, True]
     assert second["trained"] is None
     assert not second["advantages"].any()
+
+
+@pytest.mark.parametrize("zero_variance", ["skip", "exclude"])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_tokens_of_samples_that_the_model_never_read_are_not_counted(zero_variance: str, updates: int) -> None:
+    batch = batch_of_rewards([EQUAL, MIXED, EQUAL, MIXED], unsampled=0.3, seed=2)
+    _, update = trained(batch, updates, zero_variance=zero_variance)
+    read = np.isin(batch.group, [1, 3])
+    sampled = batch.loss_mask & np.repeat(read, batch.response_lengths)
+    assert update.metrics["num_updated_tokens"] == np.count_nonzero(sampled)
+    assert update.metrics["num_model_tokens"] == batch.lengths[read].sum()
 
 
 def test_fewer_groups_than_updates_are_as_many_updates() -> None:
