@@ -94,7 +94,8 @@ def sections(run_log: RunLog) -> list[dict[str, Any]]:
         ("Experts", ROUTING_TEXT, routing_figures(run_log)),
         (
             "Objective and correction",
-            "Shares are of all sampled tokens, whatever the mean of the loss counts alike.",
+            "Shares are of tokens, whatever the mean of the loss counts alike: of those that were run through the "
+            "model, or of all of the step where they are found before.",
             objective_figures(run_log),
         ),
         ("Advantage", advantage_text(run_log), advantage_figures(run_log)),

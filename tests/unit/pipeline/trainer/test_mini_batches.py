@@ -142,7 +142,7 @@ def test_metrics_are_means_but_for_totals_and_extremes() -> None:
     _, update = trained(batch, 4)
     assert update.metrics == dict(
         loss=2.5,
-        lr=2.5,
+        lr=4.0,
         num_tokens=40.0,
         num_updated_tokens=batch.num_sampled_tokens,
         num_model_tokens=len(batch.tokens),
