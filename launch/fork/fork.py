@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.config.advice import check_new_run
 from pipeline.config.algorithm import ADVANTAGES, OBJECTIVES, usual_aggregation
 from pipeline.config.loader import changed_keys, load_recipe, override_of
-from pipeline.config.new_runs import check_new_run
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
 from pipeline.control.files import ControlFiles

@@ -8,7 +8,7 @@ from launch.build.teacher import check_teacher
 from launch.plan.fitting import check_sizes
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from pipeline.config.new_runs import check_new_run
+from pipeline.config.advice import check_new_run
 from pipeline.config.recipe import Recipe
 from pipeline.data.frozen.recipes import recipe_file
 from pipeline.data.integrity.folders import verify_folder

@@ -14,8 +14,8 @@ from pipeline.advantages.compute import AdvantageComputer
 from pipeline.advantages.methods.dr_grpo import DrGRPO
 from pipeline.advantages.methods.grpo import GRPO
 from pipeline.advantages.overlong import OverlongPenalty
+from pipeline.config.advice import check_new_run
 from pipeline.config.loader import load_recipe
-from pipeline.config.new_runs import check_new_run
 from pipeline.data.records import Batch
 from pipeline.errors import RecipeError
 from pipeline.trainer.mini_batches import mini_batches
