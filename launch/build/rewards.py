@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from pipeline.data.event_log import EventLog
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import RecipeError, RunConflictError
 from pipeline.rewards.failure_watch import FailureWatch
-from pipeline.rewards.ladder import RUNGS, choose
+from pipeline.rewards.ladder import RUNGS, Needs, choose
 from pipeline.rewards.pool import Verifiers
 from pipeline.rewards.verifiers import EXACT_MATCH, MATH_VERIFY, TRUSTED
 from pipeline.rewards.worker_process import Sandbox
@@ -35,10 +35,9 @@ def build_verifiers(
     began in a better one than this machine has.
     """
     rewards = list(dict.fromkeys(part.reward for part in parts_of(task)))
-    foreign = [reward for reward in rewards if reward not in TRUSTED]
     sandbox = None
     if recipe.reward.sandbox == "auto":
-        sandbox = choose_sandbox(run, [*foreign, *rewards][0], event_log)
+        sandbox = choose_sandbox(run, rewards, event_log)
     else:
         event_log.event("sandbox", rung="none", why="reward.sandbox is none")
     with ExitStack() as stack:
@@ -85,40 +84,42 @@ def check_reward(run: RunDirectory, recipe: Recipe, task: Task) -> None:
     build_group_filter(recipe)
     parts = [part for part in parts_of(task) if part.reward != EXACT_MATCH]  # it accepts every answer and never fails
     foreign = [part.reward for part in parts if part.reward not in TRUSTED]
-    sandbox = _sandbox_here(run, foreign[0])[0] if foreign and recipe.reward.sandbox == "auto" else None
+    sandbox = _sandbox_here(run, foreign)[0] if foreign and recipe.reward.sandbox == "auto" else None
     for part in parts:
         with _verifiers(part.reward, recipe, sandbox, None) as verifiers:
             try_reward(verifiers, part)
 
 
-def choose_sandbox(run: RunDirectory, reward: str, event_log: EventLog) -> Sandbox | None:
-    """The sandbox for a reward, recorded; None where it is built in and runs no code of others. Raises as
+def choose_sandbox(run: RunDirectory, rewards: Sequence[str], event_log: EventLog) -> Sandbox | None:
+    """The sandbox for the rewards, recorded; None where they are built in and run no code of others. Raises as
     `build_verifiers`."""
-    if reward in TRUSTED:
-        event_log.event("sandbox", rung="none", why=f"{reward} runs no code of others")
+    foreign = [reward for reward in rewards if reward not in TRUSTED]
+    if not foreign:
+        event_log.event("sandbox", rung="none", why=f"{rewards[0]} runs no code of others")
         return None
-    sandbox, reasons = _sandbox_here(run, reward)
+    sandbox, reasons = _sandbox_here(run, foreign)
     if run.sandbox() is None:
         run.set_sandbox(sandbox.rung)
     event_log.event("sandbox", rung=sandbox.rung, why=reasons)
     return sandbox
 
 
-def _sandbox_here(run: RunDirectory, reward: str) -> tuple[Sandbox, str]:
-    """The sandbox that this machine allows, and why not a higher one. Nothing is recorded. Raises as
+def _sandbox_here(run: RunDirectory, rewards: Sequence[str]) -> tuple[Sandbox, str]:
+    """The sandbox that this machine allows for these rewards, and why not a higher one. Nothing is recorded. Raises as
     `build_verifiers`."""
-    choice, began = choose(), run.sandbox()
+    key_file, began = os.environ.get(API_KEY_FILE_VARIABLE), run.sandbox()
+    hidden = (run.path.absolute(), *([Path(key_file).absolute()] if key_file else []))
+    needs = Needs(rewards=tuple(rewards), hidden=hidden, runs=run.path.resolve().parent, began=began)
+    choice = choose(needs)
     reasons = "; ".join(f"{rung}: {reason}" for rung, reason in choice.refused.items())
-    key_file = os.environ.get(API_KEY_FILE_VARIABLE)
-    sandbox = choice.sandbox((run.path.absolute(), *([Path(key_file).absolute()] if key_file else [])))
-    if sandbox is None:
+    if choice.rung is None:
         raise RecipeError(
-            f"reward {reward!r} is code that is not our own, and this machine allows no sandbox for it ({reasons}); "
-            "install or allow one of them, or set reward.sandbox to none: it then runs with all rights of this user"
+            f"reward {rewards[0]!r} is code that is not our own, and this machine allows no sandbox for it ({reasons})"
+            "; install or allow one of them, or set reward.sandbox to none: it then runs with all rights of this user"
         )
-    if began is not None and (began not in RUNGS or RUNGS.index(sandbox.rung) > RUNGS.index(began)):
+    if began is not None and (began not in RUNGS or RUNGS.index(choice.rung) > RUNGS.index(began)):
         raise RunConflictError(
-            f"{run.path} began with its reward code under {began}, and here there is only {sandbox.rung} ({reasons}); "
+            f"{run.path} began with its reward code under {began}, and here there is only {choice.rung} ({reasons}); "
             f"bring {began} back, or remove {run.sandbox_file} to go on with less"
         )
-    return sandbox, reasons
+    return needs.on(choice.rung), reasons

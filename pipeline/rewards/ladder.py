@@ -13,12 +13,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.rewards.judgment import encode_texts
 from pipeline.rewards.sandbox import landlock, probe
-from pipeline.rewards.sandbox.bubblewrap import PROGRAM
+from pipeline.rewards.sandbox.bubblewrap import MOST_MOUNTS, PROGRAM, too_many_mounts
 from pipeline.rewards.sandbox.confine import Rung
 from pipeline.rewards.worker_process import Sandbox, WorkerProcess
 
@@ -26,11 +26,32 @@ RUNGS: tuple[Rung, ...] = ("bubblewrap", "landlock")
 """From the top."""
 LEAKS = "code in it"
 """How a reason begins where a rung is there and does not hold."""
+MOST_MOUNTS_AT_FIRST = 500
+"""What a run may take to begin under bubblewrap. Files come while it is trained, so it goes on with MOST_MOUNTS."""
 _PROBE_DEADLINE_S, _PROBE_MEMORY_MIB = 60.0, 512
 _MISSING = {
     "bubblewrap": f"{PROGRAM} is not installed (Debian: apt install bubblewrap)",
     "landlock": "the kernel has no Landlock, or it is not among its active security modules",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a run needs of its sandbox: that it runs `rewards`, and hides `hidden` and `runs`, the folder that holds the
+    run. `began`: the rung that the run began on."""
+
+    rewards: tuple[str, ...] = ()
+    hidden: tuple[Path, ...] = ()
+    runs: Path | None = None
+    began: str | None = None
+
+    def on(self, rung: Rung) -> Sandbox:
+        """The sandbox on this rung."""
+        return Sandbox(rung=rung, landlock_abi=landlock.version(), hidden=self.hidden, runs=self.runs)
+
+
+NOTHING = Needs()
+"""Of a machine that is asked for no run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,31 +61,32 @@ class Choice:
     rung: Rung | None
     refused: Mapping[str, str] = field(default_factory=dict)
 
-    def sandbox(self, hidden: tuple[Path, ...]) -> Sandbox | None:
-        """The rung with what it has to hide."""
-        return None if self.rung is None else Sandbox(rung=self.rung, landlock_abi=landlock.version(), hidden=hidden)
 
-
-def choose() -> Choice:
+def choose(needs: Needs = NOTHING) -> Choice:
     """Try the rungs from the top; up to some seconds each."""
     refused: dict[str, str] = {}
     for rung in RUNGS:
-        problem = what_is_wrong_with(rung)
+        problem = what_is_wrong_with(rung, needs)
         if problem is None:
             return Choice(rung=rung, refused=refused)
         refused[rung] = problem
     return Choice(rung=None, refused=refused)
 
 
-def what_is_wrong_with(rung: Rung) -> str | None:
-    """None where the rung holds against every attempt of the probe."""
+def what_is_wrong_with(rung: Rung, needs: Needs = NOTHING) -> str | None:
+    """None where the rung can show what the run's rewards need and holds against every attempt of the probe."""
     present = shutil.which(PROGRAM) if rung == "bubblewrap" else landlock.version()
     if not present:
         return _MISSING[rung]
+    if rung == "bubblewrap":
+        most = MOST_MOUNTS if needs.began == rung else MOST_MOUNTS_AT_FIRST
+        for reward in needs.rewards:
+            if (problem := too_many_mounts(needs.on(rung).view(reward), most)) is not None:
+                return problem
     with tempfile.TemporaryDirectory(prefix="evenkeel-probe-") as folder:
         hidden = Path(folder).resolve() / "hidden"
         hidden.write_text("not to be read")
-        sandbox = Sandbox(rung=rung, landlock_abi=landlock.version(), hidden=(hidden.parent,))
+        sandbox = replace(needs, hidden=(*needs.hidden, hidden.parent)).on(rung)
         with subprocess.Popen([sys.executable, "-ISc", "input()"], stdin=subprocess.PIPE) as target:
             try:
                 return _attempt(sandbox, hidden, target.pid)

@@ -26,7 +26,7 @@ from pipeline.rewards.judgment import (
     new_key,
 )
 from pipeline.rewards.runner import READY
-from pipeline.rewards.sandbox.bubblewrap import bubblewrap_command
+from pipeline.rewards.sandbox.bubblewrap import Bubblewrap
 from pipeline.rewards.sandbox.confine import Rung
 from pipeline.rewards.sandbox.view import PACKAGE, View, view_of
 from pipeline.rewards.scratch import remove
@@ -47,11 +47,16 @@ _ENVIRONMENT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """How reward code is confined. `hidden`: what it must not read, wherever it lies."""
+    """How reward code is confined. `hidden`: what it must not read, wherever it lies. `runs`: the folder of the run."""
 
     rung: Rung
     landlock_abi: int = 0
     hidden: tuple[Path, ...] = ()
+    runs: Path | None = None
+
+    def view(self, reward: str) -> View:
+        """What this reward can read."""
+        return view_of(reward, self.hidden, own=reward != PYTHON_TESTS, runs=self.runs)
 
 
 def scrubbed(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -81,6 +86,7 @@ class WorkerProcess:
         self._command = _python_command()
         self._view: View | None = None
         """What is there for the process, where it is started under bubblewrap."""
+        self._bubblewrap: Bubblewrap | None = None
         self._environment = {name: value for name, value in os.environ.items() if name not in _KEY_VARIABLES}
         settings = dict(
             reward=reward,
@@ -94,7 +100,7 @@ class WorkerProcess:
             rung=None,
         )
         if sandbox is not None:
-            view = view_of(reward, sandbox.hidden, own=reward != PYTHON_TESTS)
+            view = sandbox.view(reward)
             settings |= dict(rung=sandbox.rung, landlock_abi=sandbox.landlock_abi, pieces=[])
             settings["folder"] = os.getcwd() if view.shows(Path.cwd()) else "/"
             self._environment = scrubbed()
@@ -114,8 +120,10 @@ class WorkerProcess:
         except OSError as error:
             return str(error)
         try:
+            if self._view is not None and self._bubblewrap is None:
+                self._bubblewrap = Bubblewrap(self._view)
             self._process = subprocess.Popen(
-                self._command if self._view is None else bubblewrap_command(self._command, self._view),
+                self._command if self._bubblewrap is None else self._bubblewrap.command(self._command),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

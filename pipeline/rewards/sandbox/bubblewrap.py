@@ -5,7 +5,8 @@ file system that shows the view and nothing else, read-only but for a small /tmp
     home/project/     the user's folder of this name, as it is at every moment
     home/table.json   the user's file, the one that is there at the start
     home/.ssh         nothing, and nothing will be: it was not mounted
-    home/runs/        holds a run, so again a folder of its own; home/runs/demo is not mounted
+    home/runs         nothing: it holds a run
+    home/judge/       holds the key, so again a folder of its own; home/judge/key is not mounted
 
 A mount over what is hidden would not do. It goes with the file that it lies on, and files are replaced while a worker
 lives: the key, `.env` by an editor.
@@ -17,32 +18,53 @@ import errno
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.rewards.sandbox.limits import MAX_FILES_BYTES, MAX_SHARED_MEMORY_BYTES
 from pipeline.rewards.sandbox.view import View, entries
 
 PROGRAM = "bwrap"
-MOST_MOUNTS = 500
-"""Each takes longer than the one before it: these some seconds together."""
+MOST_MOUNTS = 1500
+"""Each takes longer than the one before it: 500 about a second together, these some 15 seconds at every start."""
 _Option = tuple[str, ...]
 _FOLDER: _Option = ("--perms", "0555", "--tmpfs")
 
 
-def bubblewrap_command(command: Sequence[str], view: View) -> list[str]:
-    """`command` in the sandbox, as process 1 there: the others cannot signal it, and die with it.
+class Bubblewrap:
+    """Shows of a view what is there when this is made, to every process that is started under it: what comes later
+    beside it is not shown, so it cannot take more mounts than at first."""
 
-    Raises OSError where the view takes more than MOST_MOUNTS.
-    """
-    mounts = _mounts(view)
-    if len(mounts) > MOST_MOUNTS:
-        ((fullest, count),) = Counter(path.parent for path in mounts).most_common(1)
-        raise OSError(
-            errno.E2BIG,
-            f"{fullest} holds {count} files and folders, and bubblewrap can show at most {MOST_MOUNTS} one by one; "
-            "move them into a folder there, or give the command in another one",
-        )
+    def __init__(self, view: View) -> None:
+        """Raises OSError where the view takes more than MOST_MOUNTS."""
+        mounts = _mounts(view)
+        if (problem := _too_many(mounts, MOST_MOUNTS)) is not None:
+            raise OSError(errno.E2BIG, problem)
+        self._view, self._paths = view, frozenset(mounts)
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """`command` in the sandbox, as process 1 there: the others cannot signal it, and die with it."""
+        # Looked at anew: a file may have become a link since, perhaps to what is hidden.
+        mounts = {path: option for path, option in _mounts(self._view).items() if path in self._paths}
+        return _command(command, mounts)
+
+
+def too_many_mounts(view: View, most: int) -> str | None:
+    """Why it takes more than `most` mounts to show the view; None where it does not."""
+    return _too_many(_mounts(view), most)
+
+
+def _too_many(mounts: Mapping[Path, _Option], most: int) -> str | None:
+    if len(mounts) <= most:
+        return None
+    ((fullest, count),) = Counter(path.parent for path in mounts).most_common(1)
+    return (
+        f"{fullest} holds {count} files and folders, and bubblewrap can show at most {most} one by one; "
+        "move them into a folder there, or give the command in another one"
+    )
+
+
+def _command(command: Sequence[str], mounts: Mapping[Path, _Option]) -> list[str]:
     arguments = ["--unshare-all", "--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
     arguments += ["--size", str(MAX_FILES_BYTES), "--tmpfs", "/tmp"]
     for path in sorted(mounts, key=lambda path: (len(path.parts), path)):  # what is deeper lies on top

@@ -1,8 +1,8 @@
 """What code in the sandbox can read: the system, this Python, and, for a reward function, the user's own folder.
 
-Only what is listed here can be seen. Never: the run directory, the file of the API key. Nor the entries of the user's
-folders that begin with a dot (.ssh, .git, .env): a command may be given in a home folder. That holds for the entries of
-the folders themselves, not for those deeper down.
+Only what is listed here can be seen. Never: the run directory, the file of the API key. Nor what lies beside the run:
+other runs, any number of them. Nor the entries of the user's folders that begin with a dot (.ssh, .git, .env): a
+command may be given in a home folder. That holds for the entries of the folders themselves, not for those deeper down.
 """
 
 from __future__ import annotations
@@ -67,17 +67,20 @@ class View:
                 yield from self._carve(real, dots=True)
 
 
-def view_of(reward: str, hidden: Iterable[Path], *, own: bool) -> View:
+def view_of(reward: str, hidden: Iterable[Path], *, own: bool, runs: Path | None = None) -> View:
     """What the reward function `package.module:function` needs. With `own` False, only the system and Python: a program
-    that a model wrote must not find the answers in the user's folder."""
+    that a model wrote must not find the answers in the user's folder. `runs`, the folder that holds the run, is hidden
+    too, unless it is, or holds, one that is shown."""
     system = [Path(path) for path in _SYSTEM if os.path.exists(path)] + [*_python()]
     mine = [*_own(reward)] if own else []
     inside = [Path(path).resolve() for path in (*_packages(), sys.prefix, sys.base_prefix, "/usr")]
-    return View(
-        system=tuple(dict.fromkeys(system)),
-        own=tuple(dict.fromkeys(path for path in mine if not any(path.is_relative_to(p) for p in inside))),
-        hidden=tuple(path.resolve() for path in hidden),
-    )
+    mine = [path for path in mine if not any(path.is_relative_to(p) for p in inside)]
+    kept = [path.resolve() for path in hidden]
+    if runs is not None:
+        shown = [*system, *(path.resolve() for path in system), *mine]
+        folder = runs.resolve()
+        kept += [] if any(path.is_relative_to(folder) for path in shown) else [folder]
+    return View(system=tuple(dict.fromkeys(system)), own=tuple(dict.fromkeys(mine)), hidden=tuple(kept))
 
 
 def _python() -> Iterator[Path]:

@@ -114,7 +114,7 @@ def given(patch: pytest.MonkeyPatch, rung: Rung | None) -> list[Sandbox | None]:
         seen.append(sandbox)
         yield reward
 
-    patch.setattr(rewards, "choose", lambda: Choice(rung=rung, refused={"bubblewrap": "bwrap is not installed"}))
+    patch.setattr(rewards, "choose", lambda needs: Choice(rung=rung, refused={"bubblewrap": "bwrap is not installed"}))
     patch.setattr(rewards, "_verifiers", verifiers)
     patch.setattr(rewards, "try_reward", lambda verifiers, part: None)
     return seen

@@ -22,7 +22,7 @@ WHY = {"bubblewrap": "bwrap is not installed"}
 def given(patch: pytest.MonkeyPatch, rung: Rung | None) -> None:
     refused = {} if rung == "bubblewrap" else WHY if rung else {**WHY, "landlock": "no Landlock"}
     for module in (rewards, machine):
-        patch.setattr(module, "choose", lambda: Choice(rung=rung, refused=refused))
+        patch.setattr(module, "choose", lambda *_: Choice(rung=rung, refused=refused))
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def chosen(run: RunDirectory, reward: str = OWN) -> object:
-    sandbox = rewards.choose_sandbox(run, reward, EventLog(run.path, "collector-000001"))
+    sandbox = rewards.choose_sandbox(run, [reward], EventLog(run.path, "collector-000001"))
     return sandbox and sandbox.rung
 
 
@@ -68,9 +68,9 @@ def test_without_a_sandbox_code_of_others_is_refused(run: RunDirectory, monkeypa
 def test_the_run_and_its_key_are_hidden(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, "landlock")
     monkeypatch.setenv("EVENKEEL_API_KEY_FILE", str(tmp_path / "key"))
-    sandbox = rewards.choose_sandbox(run, OWN, EventLog(run.path, "collector-000001"))
+    sandbox = rewards.choose_sandbox(run, [OWN], EventLog(run.path, "collector-000001"))
     assert sandbox is not None
-    assert sandbox.hidden == (run.path, tmp_path / "key")
+    assert (sandbox.hidden, sandbox.runs) == ((run.path, tmp_path / "key"), run.path.parent)
 
 
 @pytest.mark.parametrize(("rung", "status"), [("bubblewrap", "ok"), ("landlock", "ok"), (None, "warn")])
@@ -83,7 +83,7 @@ def test_doctor_says_which(rung: Rung | None, status: str, monkeypatch: pytest.M
 
 def test_rungs_are_tried_from_the_top(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: dict[str, str | None] = {"bubblewrap": "code in it makes a socket", "landlock": None}
-    monkeypatch.setattr(ladder, "what_is_wrong_with", wrong.__getitem__)
+    monkeypatch.setattr(ladder, "what_is_wrong_with", lambda rung, needs: wrong[rung])
     assert choose() == Choice(rung="landlock", refused={"bubblewrap": "code in it makes a socket"})
     wrong["landlock"] = "no"
     assert choose().rung is None

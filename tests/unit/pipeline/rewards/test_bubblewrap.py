@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.rewards.sandbox import bubblewrap
-from pipeline.rewards.sandbox.bubblewrap import bubblewrap_command
+from pipeline.rewards.sandbox.bubblewrap import Bubblewrap
 from pipeline.rewards.sandbox.view import View, view_of
 from pipeline.rewards.worker_process import WorkerProcess
 from tests.support.sandboxes import sandbox_of
@@ -39,11 +39,11 @@ def home(tmp_path: Path) -> Path:
     return home
 
 
-def seen(view: View, *paths: Path) -> list[str]:
+def seen(view: View, *paths: Path, shown: Bubblewrap | None = None) -> list[str]:
     """What a process reads of the files, `` of those that it cannot; of folders the names."""
     sandbox_of("bubblewrap")
     script = 'for one; do if [ -d "$one" ]; then ls -A "$one" | tr "\\n" " "; else cat "$one"; fi; echo; done'
-    command = bubblewrap_command(["/bin/sh", "-c", script, "sh", *map(str, paths)], view)
+    command = (shown or Bubblewrap(view)).command(["/bin/sh", "-c", script, "sh", *map(str, paths)])
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=100, check=False
     )
@@ -89,13 +89,47 @@ def test_a_system_folder_that_holds_a_run_is_shown_without_it(home: Path) -> Non
     assert seen(view, *(home.parent / path for path in paths)) == [".env", "runs/other/a", "", "", ""]
 
 
-def test_a_folder_of_too_many_files_is_named(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The ladder goes on to Landlock then, which takes any number."""
+def test_later_files_are_not_shown_and_cost_nothing(home: Path) -> None:
+    """What is gone by then is not missed, and what has become a link leads nowhere."""
+    sandbox_of("bubblewrap")
+    (home / "judge").mkdir()
+    shown = Bubblewrap(view := View(system=SYSTEM, own=(home,), hidden=(home / "runs",)))
+    for number in range(bubblewrap.MOST_MOUNTS + 100):
+        (home / f"{number}.json").touch()
+    (home / "table.json").unlink()
+    (home / "judge").rmdir()
+    (home / "judge").symlink_to(".ssh")
+    files = (home / "project/src/reward.py", home / "judge/id", home / "1.json")
+    assert seen(view, home, *files, shown=shown) == [
+        "here judge key keys project rows venv",
+        "project/src/reward.py",
+        "",
+        "",
+    ]
+
+
+def test_a_worker_starts_again_though_its_folder_is_full_by_then(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = sandbox_of("bubblewrap")
-    for number in range(600):
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    worker = WorkerProcess(HONEST, 10.0, 256, sandbox)
+    try:
+        assert worker.start() is None
+        worker.kill()
+        for number in range(bubblewrap.MOST_MOUNTS + 100):
+            (home / f"{number}.json").touch()
+        assert worker.start() is None
+    finally:
+        worker.end()
+        worker.release()
+
+
+def test_more_than_can_be_mounted_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = sandbox_of("bubblewrap")
+    for number in range(bubblewrap.MOST_MOUNTS + 100):
         (home / f"{number}.json").touch()
     monkeypatch.chdir(home)
     problem = WorkerProcess(HONEST, 10.0, 256, sandbox).start()
     assert problem is not None
-    assert f"{home} holds 60" in problem
+    assert f"{home} holds 160" in problem
     assert f"at most {bubblewrap.MOST_MOUNTS} one by one; move them into a folder there" in problem

@@ -37,3 +37,22 @@ def test_no_link_shows_what_begins_with_a_dot(tmp_path: Path) -> None:
     pieces = View(system=(), own=(own,)).pieces()
     assert pieces[0] == (own, False)
     assert set(pieces[1:]) == {(own / "project", True), (tmp_path / "data", True)}
+
+
+def test_the_folder_of_runs_is_hidden_unless_what_is_shown_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("home/project/src", "home/runs/demo", "home/project/demo"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "home")
+    monkeypatch.syspath_prepend(str(tmp_path / "home/project/src"))
+
+    def hidden(run: Path) -> tuple[Path, ...]:
+        return view_of("json:loads", [run], own=True, runs=run.parent).hidden
+
+    demo = tmp_path / "home/runs/demo"
+    assert hidden(demo) == (demo, demo.parent)
+    (tmp_path / "link").symlink_to(demo.parent)
+    assert hidden(tmp_path / "link/demo") == (demo, demo.parent)
+    for alone in (tmp_path / "home/demo", tmp_path / "demo", tmp_path / "home/project/demo"):
+        assert hidden(alone) == (alone,)
