@@ -175,7 +175,7 @@ def _missing_of_stage(run: RunDirectory) -> Iterator[Damage]:
     """Log-probabilities from the beginning of the stage in which the newest checkpoint was saved."""
     schedule, step = run.recipe().build_schedule(), max(run.saved_steps(), default=0)
     first = schedule.required_version(step)
-    if schedule.kind != "staged" or first == step or not any(run.logprobs.glob("*-old.npy")):
+    if schedule.kind != "staged" or run.all_skipped(range(first, step)) or not any(run.logprobs.glob("*-old.npy")):
         return
     lost = {batch.index for batch in BatchStore(run.batches).all_lost()}
     for index in set(range(step, min(first + schedule.updates_per_stage, schedule.steps))) - lost:

@@ -107,7 +107,8 @@ class _Planner:
         schedule = self.recipe.build_schedule()
         begun = schedule.required_version(step)
         rest = range(step, min(begun + schedule.updates_per_stage, schedule.steps))
-        if schedule.kind == "staged" and begun < step and not self._old_gone.isdisjoint(rest):
+        scored_anew = self.run.all_skipped(range(begun, step))
+        if schedule.kind == "staged" and not scored_anew and not self._old_gone.isdisjoint(rest):
             return f"log-probabilities of the stage that began with step {begun} are gone"
         if (first := self._first_missing) == schedule.steps:
             return None
