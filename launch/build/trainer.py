@@ -110,6 +110,7 @@ def build_rates(run: RunDirectory) -> LearningRates:
                 one.first_step,
                 one.recipe.learner.optimizer,
                 one.recipe.run.steps * one.recipe.learner.updates_per_batch,
+                one.recipe.learner.updates_per_batch,
             )
             for one in all_recipes(run.path)
         )

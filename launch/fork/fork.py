@@ -3,6 +3,7 @@
     checkpoints/STEP      weights, optimizer, random numbers, the loop's state
     batches before STEP   with their kept sets, and with the order of prompts that they hold
     logprobs, mismatch, control, quant_maps, skipped, evaluations, reference.json
+                          (another controller, or another ladder for it, begins afresh after STEP)
     metrics and events of those steps, rewritten          recipe.yaml, recipes/: what the steps went by
     parent.json           which run, which step
 
@@ -22,12 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from launch.build.control import build_ladder
 from pipeline.config.advice import check_new_run
 from pipeline.config.algorithm import ADVANTAGES, OBJECTIVES, usual_aggregation
 from pipeline.config.loader import changed_keys, load_recipe, override_of
 from pipeline.config.recipe import Recipe
 from pipeline.config.task_sections import DataTask, SortDigitsTask, SpellDigitsTask
-from pipeline.control.files import ControlFiles
+from pipeline.control.files import ControlFiles, ControlRecord
 from pipeline.data.event_log import PARENT, read_events, read_metrics
 from pipeline.data.files import (
     NO_HARD_LINKS,
@@ -40,12 +42,13 @@ from pipeline.data.files import (
 from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file
 from pipeline.data.integrity.sealed import seal, write_sealed_json
 from pipeline.data.integrity.walk import damaged_files
-from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, numbered_folders
+from pipeline.data.run_directory import RunDirectory, numbered, numbered_files, numbered_folders, unfenced
 from pipeline.data.store import BatchStore
 from pipeline.errors import RunConflictError, StoreError
 from pipeline.resume.rules import refuse_what_no_checkpoint_carries
 from pipeline.tasks.digest import with_digest_of_now
 from pipeline.trainer.checkpoints import verify
+from precision.controller.records import State
 from precision.text.short import listed
 
 PARENT_FILE = f"{PARENT}.json"
@@ -158,8 +161,11 @@ def _fill(run: RunDirectory, folder: Path, recipe: Recipe, step: int) -> None:
     made.make_folders()
     if recipe.reference is not None and recipe.reference == run.recipe().reference and run.reference_file.exists():
         _link(run.reference_file, made.reference_file)
-    for old in _files(run, step):
+    afresh = _controls_afresh(taken[-1].recipe, recipe)
+    for old in _files(run, step, decided=not afresh):
         _link(old, folder / old.relative_to(run.path))
+    if afresh:
+        ControlFiles(made.control, unfenced).create(ControlRecord(step=step - 1, state=State()))
     log = f"{PARENT}.jsonl"
     _write_lines(folder / "metrics" / log, [line for line in read_metrics(run.path) if line["step"] < step])
     _write_lines(folder / "events" / log, [event for event in read_events(run.path) if _is_of(event, step)])
@@ -172,20 +178,31 @@ def _renamed(recipe: Recipe, new: Recipe) -> Recipe:
     return recipe.model_copy(update=dict(run=recipe.run.model_copy(update=dict(name=new.run.name, root=new.run.root))))
 
 
-def _files(run: RunDirectory, step: int) -> Iterator[Path]:
-    """What is linked."""
+def _controls_afresh(before: Recipe, recipe: Recipe) -> bool:
+    """Whether the fork's controller cannot go on from what that of its parent had decided: its rungs, its lags and its
+    maps mean something else, or there was none."""
+    if recipe.controller is None:
+        return False
+    if before.controller != recipe.controller:
+        return True
+    formats = [(one.rollout.quantized_format, one.rollout.quant_map) for one in (before, recipe)]
+    return formats[0] != formats[1] or build_ladder(before) != build_ladder(recipe)
+
+
+def _files(run: RunDirectory, step: int, *, decided: bool) -> Iterator[Path]:
+    """What is linked; `decided`: with what the controller has decided for the steps to come."""
     yield from (one for one in (run.checkpoints / numbered(step)).rglob("*") if one.is_file())
     for folder, endings, last in (
         (run.batches, (".zarr.zip", ".lost.json"), step - 1),
         (run.logprobs, (".npy", "-old.npy"), step - 1),
         (run.mismatch, (".zarr.zip",), step - 1),
-        (run.control, (".json",), step - 1),
+        (run.control, (".json",), step - 1 if decided else step - 2),
         (run.evaluations, (".json",), step),
     ):
         for ending in endings:
             yield from (path for number, path in numbered_files(folder, ending).items() if number <= last)
-    decided = ControlFiles(run.control, run.fence).read(step - 1)
-    last_map = 0 if decided is None else decided.state.quant_map  # later ones are decided anew
+    record = ControlFiles(run.control, run.fence).read(step - 1) if decided else None
+    last_map = -1 if record is None else record.state.quant_map  # later ones are decided anew
     yield from (path for number, path in numbered_files(run.quant_maps, ".yaml").items() if number <= last_map)
     if run.skipped.is_dir():
         yield from (run.skipped / numbered(one) for one in numbered_folders(run.skipped) if one < step)

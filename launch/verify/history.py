@@ -29,6 +29,8 @@ def check_history(path: Path) -> dict[str, Any]:
     """
     run = RunDirectory(path)
     recipe, decided = shown_recipe(path), ControlFiles(run.control, run.fence).newest()
+    if recipe.controller is None:
+        decided = None  # it is of a parent: no lag of it holds for what a fork without a controller samples
     schedule = replace(recipe.build_schedule(), decided_lags=() if decided is None else decided.lags)
     limits = build_limits(recipe)
     damaged = damaged_files(path, lambda folder: verify(folder, _step(folder))) if is_sealed(path) else []

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 from pipeline.config.recipe import OptimizerSection
 
@@ -15,7 +18,8 @@ class RateSpan:
     first_batch: int
     section: OptimizerSection
     total_steps: int
-    """Optimizer steps of the run, as they were planned then."""
+    """Optimizer steps of the run, as they were planned then, had every batch `updates_per_batch` of them."""
+    updates_per_batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,31 @@ class LearningRates:
 
     def at(self, batch: int, step: int) -> float:
         """Of optimizer step `step` (from 0), which trains on batch `batch`."""
-        span = [one for one in self.spans if one.first_batch <= batch or one is self.spans[0]][-1]
-        return learning_rate(step, span.section, span.total_steps)
+        spans = [one for one in self.spans if one.first_batch <= batch or one is self.spans[0]]
+        return learning_rate(step, spans[-1].section, spans[-1].total_steps, partial(_place, spans))
 
 
-def learning_rate(step: int, section: OptimizerSection, total_steps: int) -> float:
+def _place(spans: Sequence[RateSpan], step: int) -> float:
+    """Where optimizer step `step` lies among the `total_steps` of the last span: batches of earlier spans count as if
+    each had as many steps as its own. It is `step`, exactly, where none had more or fewer."""
+    own, begun = spans[-1].updates_per_batch, 0
+    for span, after in pairwise(spans):
+        planned = (after.first_batch - span.first_batch) * span.updates_per_batch
+        if step < begun + planned:
+            return span.first_batch * own + (step - begun) * own / span.updates_per_batch
+        begun += planned
+    return spans[-1].first_batch * own + step - begun
+
+
+def learning_rate(
+    step: int, section: OptimizerSection, total_steps: int, place: Callable[[int], float] = float
+) -> float:
     """The rate of optimizer step `step` (from 0): linear warm-up, then constant, linear or cosine decay to `min_lr`
     at `decay_steps` or, by default, at the last of `total_steps`.
+
+    `warmup_steps` and `decay_steps` count optimizer steps from the first one of the run, those of a fork's parent
+    included. A decay over `total_steps` goes by batches: `place` says where a step lies among them, so a fork with
+    another number of steps a batch goes on where its parent's rate was, and is at `min_lr` with its last batch.
 
     The rate is a function of the step alone, so a resumed run needs no other state. Megatron's OptimizerParamScheduler
     is not used, for three reasons. It refuses a run that is not longer than its warm-up. It takes the first step after
@@ -50,7 +72,10 @@ def learning_rate(step: int, section: OptimizerSection, total_steps: int) -> flo
         return section.lr * (step + 1) / section.warmup_steps
     if section.decay == "constant":
         return section.lr
-    span = max(1, (section.decay_steps or total_steps) - 1 - section.warmup_steps)
-    done = min(1.0, (step - section.warmup_steps) / span)
+    if section.decay_steps is not None:
+        place, total_steps = float, section.decay_steps
+    warm = place(section.warmup_steps)
+    span = max(1.0, total_steps - 1 - warm)
+    done = min(1.0, (place(step) - warm) / span)
     left = 1.0 - done if section.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return section.min_lr + (section.lr - section.min_lr) * left

@@ -50,11 +50,11 @@ def samples_coarser(recipe: Recipe) -> bool:
 
 def alarm_history(run_log: RunLog) -> list[AlarmHistory]:
     """One entry for each rule that any step broke, those that last first, then the newest."""
-    quantized = samples_coarser(run_log.recipe)
     by_rule: dict[str, list[tuple[int, Alarm]]] = {}
     for line in run_log.metrics:
-        for alarm in alarms(line, quantized=quantized):
-            by_rule.setdefault(alarm.rule.name, []).append((int(line["step"]), alarm))
+        step = int(line["step"])
+        for alarm in alarms(line, quantized=samples_coarser(run_log.recipe_of(step))):
+            by_rule.setdefault(alarm.rule.name, []).append((step, alarm))
     found = [_history(steps, run_log.num_steps - 1) for steps in by_rule.values()]
     return sorted(found, key=lambda history: (not history.lasts, -history.last_step, -history.num_steps))
 
@@ -62,7 +62,7 @@ def alarm_history(run_log: RunLog) -> list[AlarmHistory]:
 def _history(steps: list[tuple[int, Alarm]], newest: int) -> AlarmHistory:
     sign = 1.0 if steps[0][1].rule.wrong == "above" else -1.0
     return AlarmHistory(
-        worst=max((alarm for _, alarm in steps), key=lambda alarm: sign * alarm.value),
+        worst=max((alarm for _, alarm in steps), key=lambda alarm: sign * (alarm.value - alarm.bound)),
         first_step=steps[0][0],
         last_step=steps[-1][0],
         num_steps=len(steps),

@@ -69,32 +69,37 @@ def reading_of(title: str, run_log: RunLog) -> Reading | None:
     guide = next((guide for guide in GUIDES if title in guide.titles), None)
     if guide is None:
         return None
-    values = _values(guide, run_log)
+    steps, values = _points(guide, run_log)
     if not values:
         return Reading(guide=guide, text="", state="")
     newest = f"Last step {values[-1]:.4g}"
-    low, high = _bounds(guide, run_log, values)
-    if low == -math.inf and high == math.inf:
+    bounds = {quantized: _bounds(guide, values, quantized=quantized) for quantized in (False, True)}
+    if bounds[False] == (-math.inf, math.inf):
         return Reading(guide=guide, text=f"{newest}.", state="")
-    beyond = sum(not low <= value <= high for value in values)
+    # A fork may sample in other formats than its parent did: each step has the bounds of its own recipe.
+    of_step = (bounds[samples_coarser(run_log.recipe_of(step))] for step in steps)
+    within = [low <= value <= high for (low, high), value in zip(of_step, values, strict=True)]
+    beyond = within.count(False)
     if not beyond:
         return Reading(guide=guide, text=f"{newest}, within its bounds at every step.", state="within")
     what = f"beyond its bounds at {beyond} of {len(values)} steps"
-    last = "not now" if low <= values[-1] <= high else "now too"
+    last = "not now" if within[-1] else "now too"
     return Reading(guide=guide, text=f"{newest}; {what}, {last}.", state="beyond")
 
 
-def _values(guide: Guide, run_log: RunLog) -> list[float]:
+def _points(guide: Guide, run_log: RunLog) -> tuple[list[int], list[float]]:
+    """Steps and values."""
     if guide.rule is None:
-        return run_log.series(guide.metric)[1]
-    found = [guide.rule.value(line) for line in run_log.metrics]
-    return [value for value in found if value is not None]
+        return run_log.series(guide.metric)
+    found = [(int(line["step"]), guide.rule.value(line)) for line in run_log.metrics]
+    known = [(step, value) for step, value in found if value is not None]
+    return [step for step, _ in known], [value for _, value in known]
 
 
-def _bounds(guide: Guide, run_log: RunLog, values: Sequence[float]) -> tuple[float, float]:
+def _bounds(guide: Guide, values: Sequence[float], *, quantized: bool) -> tuple[float, float]:
     """The lowest and the highest healthy value."""
     if guide.rule is not None:
-        bound = guide.rule.bound_for(quantized=samples_coarser(run_log.recipe))
+        bound = guide.rule.bound_for(quantized=quantized)
         return (-math.inf, bound) if guide.rule.wrong == "above" else (bound, math.inf)
     if guide.times_median is not None:
         # Not the mean: ten percent of the steps would lift it to a tenth of what they hold, and so hide themselves.

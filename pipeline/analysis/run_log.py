@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import read_events, read_metrics
-from pipeline.data.frozen.recipes import shown_recipe
+from pipeline.data.frozen.recipes import RecipeInForce, all_recipes, print_notice, recipe_of_step
 from pipeline.data.run_directory import RunDirectory
 from pipeline.errors import StoreError
 
@@ -20,7 +20,8 @@ class RunLog:
     """`metrics` holds one mapping a step, sorted; `events` are in the order in which they were written."""
 
     run_dir: Path
-    recipe: Recipe
+    recipes: list[RecipeInForce]
+    """Every one that the run went by, in order: the steps of a fork, or of a run that was changed, went by several."""
     metrics: list[dict[str, Any]]
     events: list[dict[str, Any]]
 
@@ -30,8 +31,17 @@ class RunLog:
         if not run_dir.is_dir():
             what = "is no folder" if run_dir.exists() else "does not exist"
             raise StoreError(f"{run_dir} {what}; give the folder of a run, for example runs/NAME")
-        recipe = shown_recipe(run_dir)
-        return RunLog(run_dir=run_dir, recipe=recipe, metrics=read_metrics(run_dir), events=read_events(run_dir))
+        recipes = all_recipes(run_dir, print_notice)
+        return RunLog(run_dir=run_dir, recipes=recipes, metrics=read_metrics(run_dir), events=read_events(run_dir))
+
+    @property
+    def recipe(self) -> Recipe:
+        """The one that the run goes by now."""
+        return self.recipes[-1].recipe
+
+    def recipe_of(self, step: int) -> Recipe:
+        """The one that a step was trained by, or will be."""
+        return recipe_of_step(self.recipes, step)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, without the steps in which it is missing or not finite; `a/b` is b in a."""

@@ -15,7 +15,6 @@ from typing import Any
 
 from pipeline.analysis.run_log import RunLog, number
 from pipeline.config.recipe import Recipe
-from pipeline.data.frozen.recipes import all_recipes, recipe_of_step
 from pipeline.data.run_directory import RunDirectory, numbered_files
 from pipeline.data.store import BatchStore
 from pipeline.errors import StoreError
@@ -48,11 +47,10 @@ def steps_of(run_log: RunLog) -> list[Step]:
     samples = samples_of_batches(run_log)
     skipped_at = {int(event["step"]): float(event["time"]) for event in run_log.of_kind("skipped")}
     skipped = set(run_log.skipped)
-    recipes = all_recipes(run_log.run_dir, lambda _: None)  # what is unknown has been said
     return [
         Step(samples=0, tokens=0.0, hours=0.0, ended=skipped_at.get(step))
         if step in skipped
-        else _trained(lines.get(step), samples.get(step), recipe_of_step(recipes, step))
+        else _trained(lines.get(step), samples.get(step), run_log.recipe_of(step))
         for step in range(run_log.num_steps)
     ]
 

@@ -34,7 +34,7 @@ class ControlRecord(Settings):
 
     step: int
     evidence: Evidence | None = None
-    """None: the step was skipped, as its batch was lost."""
+    """None: the step was skipped, as its batch was lost, or a fork begins afresh after it."""
     state: State
     decision: Decision | None = None
     lr_by_age: bool = False

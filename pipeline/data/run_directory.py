@@ -254,6 +254,10 @@ class RunDirectory:
         """What `note_skipped` kept, ascending."""
         return numbered_folders(self.skipped) if self.skipped.is_dir() else []
 
+    def all_skipped(self, steps: range) -> bool:
+        """Whether no weights have moved in these steps; also where there are none."""
+        return not steps or set(steps) <= set(self.skipped_steps())
+
     def trained_at_ns(self) -> int:
         """Changes with every step that the learner trains, also again after a resume: each leaves its logprobs."""
         return self.logprobs.stat().st_mtime_ns

@@ -11,6 +11,7 @@ from typing import Literal
 from pipeline.control.files import ControlFiles
 from pipeline.data.deltas.chain import chain_to, is_whole
 from pipeline.data.epochs import ROLES, newest
+from pipeline.data.frozen.recipes import all_recipes, recipe_of_step
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.integrity.regular import machine_failure
 from pipeline.data.integrity.sealed import read_sealed, read_sealed_json
@@ -148,8 +149,10 @@ def _control(run: RunDirectory) -> Iterator[Damage]:
     files, maps = ControlFiles(run.control, run.fence), NumberedMaps(run.quant_maps, run.fence)
     for step, path in numbered_files(run.control, ".json").items():
         yield from _judged("control", path, step, lambda s=step: files.read(s))  # type: ignore[misc]
-    for step in run.saved_steps()[-1:] if run.recipe().controller is not None else []:
-        if not (path := run.control / f"{numbered(step - 1)}.json").exists():
+    recipes = all_recipes(run.path)
+    for step in run.saved_steps()[-1:]:
+        path = run.control / f"{numbered(step - 1)}.json"
+        if recipe_of_step(recipes, step).controller is not None and not path.exists():
             yield Damage(kind="control", path=path, problem="missing", number=step - 1)
     for number, path in numbered_files(run.quant_maps, ".yaml").items():
         yield from _judged("other", path, -1, lambda n=number: maps.read(n))  # type: ignore[misc]
@@ -172,7 +175,7 @@ def _missing_of_stage(run: RunDirectory) -> Iterator[Damage]:
     """Log-probabilities from the beginning of the stage in which the newest checkpoint was saved."""
     schedule, step = run.recipe().build_schedule(), max(run.saved_steps(), default=0)
     first = schedule.required_version(step)
-    if schedule.kind != "staged" or first == step or not any(run.logprobs.glob("*-old.npy")):
+    if schedule.kind != "staged" or run.all_skipped(range(first, step)) or not any(run.logprobs.glob("*-old.npy")):
         return
     lost = {batch.index for batch in BatchStore(run.batches).all_lost()}
     for index in set(range(step, min(first + schedule.updates_per_stage, schedule.steps))) - lost:

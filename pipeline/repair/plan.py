@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeline.config.recipe import Recipe
 from pipeline.data.event_log import read_events
+from pipeline.data.frozen.recipes import RecipeInForce, all_recipes, recipe_of_step
 from pipeline.data.ledger.groups import Entry, entry, groups_between, open_before
 from pipeline.data.ledger.lost_batches import Known, LostBatch
 from pipeline.data.ledger.published import announced
@@ -65,8 +66,12 @@ class _Planner:
         return Plan(repairs, f"started again, the run goes on {begin}")
 
     @cached_property
+    def recipes(self) -> list[RecipeInForce]:
+        return all_recipes(self.run.path)
+
+    @cached_property
     def recipe(self) -> Recipe:
-        return self.run.recipe()
+        return self.recipes[-1].recipe
 
     @cached_property
     def store(self) -> BatchStore:
@@ -96,12 +101,14 @@ class _Planner:
     def _why_not_from(self, step: int) -> str | None:
         """Why the learner cannot go on from a whole checkpoint."""
         record = self.run.control / f"{numbered(step - 1)}.json"
-        if self.recipe.controller is not None and (step - 1 in self.numbers("control") or not record.exists()):
+        controlled = recipe_of_step(self.recipes, step).controller is not None  # the step that would be trained next
+        if controlled and (step - 1 in self.numbers("control") or not record.exists()):
             return f"the controller's record of step {step - 1} is gone"
         schedule = self.recipe.build_schedule()
         begun = schedule.required_version(step)
         rest = range(step, min(begun + schedule.updates_per_stage, schedule.steps))
-        if schedule.kind == "staged" and begun < step and not self._old_gone.isdisjoint(rest):
+        scored_anew = self.run.all_skipped(range(begun, step))
+        if schedule.kind == "staged" and not scored_anew and not self._old_gone.isdisjoint(rest):
             return f"log-probabilities of the stage that began with step {begun} are gone"
         if (first := self._first_missing) == schedule.steps:
             return None

@@ -1,8 +1,8 @@
 """pi_old: the learner's own log-probabilities of a batch, at weights of before the steps that are taken on it.
 
 staged                            the weights with which the stage began. All batches of a stage are scored before
-                                  its first step, and kept in the run directory: a learner that is started again in
-                                  the middle of a stage has other weights by then
+                                  its first step that is not skipped, and kept in the run directory: a learner that is
+                                  started again in the middle of a stage has other weights by then
 sync, async; several updates      the weights before the batch's first update. The batch is scored as a whole, as
                                   trainers with mini-batches do
 sync, async; one update a batch   the weights before the step, which is what scoring the step yields anyway
@@ -42,21 +42,24 @@ class OldLogprobs:
     def of(self, batch: Batch) -> Tensor | None:
         """[responses], None where they are those of the scored step. Collective; called before the first update.
 
-        The first batch of a stage waits for all batches of the stage, and scores them. Raises what that wait raises,
-        and StoreError when those of a stage that is under way are missing.
+        The first batch of a stage that was not lost waits for all batches of the stage, and scores them. Raises what
+        that wait raises, and StoreError when those of a stage that is under way are missing.
         """
         if self.versions is not None and (sampled := self.versions.logprobs(batch)) is not None:
             return sampled
         if self.schedule.kind != "staged":
             return self.learner.score(batch) if self.updates_per_batch > 1 else None
         step = batch.index
-        if step == self.schedule.required_version(step):
-            self._score_stage(step)
+        first = self.schedule.required_version(step)
+        # A batch that a step was trained on may be lost later: only one that was skipped has left the weights alone.
+        if step not in self._stage and self.learner.tell(lambda: self.run.all_skipped(range(first, step))):
+            self._score_stage(step, min(first + self.schedule.updates_per_stage, self.schedule.steps))
         return self._stage[step] if step in self._stage else self._kept(batch)
 
-    def _score_stage(self, first: int) -> None:
+    def _score_stage(self, step: int, end: int) -> None:
+        """From `step` on, which is the first one that is trained; the stage ends before `end`."""
         self._stage.clear()
-        for index in range(first, min(first + self.schedule.updates_per_stage, self.schedule.steps)):
+        for index in range(step, end):
             batch = self.batches.wait(index)
             if batch is None:
                 continue

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from launch.build.trainer import build_rates
 from launch.export.points import RunPoints
 from launch.fork.fork import fork_run, forked_at
 from launch.verify.history import check_history
+from pipeline.config.recipe import Recipe
 from pipeline.control.files import ControlFiles
 from pipeline.data.event_log import EventLog, read_events, read_metrics
 from pipeline.data.files import temporary_name
@@ -95,6 +97,25 @@ def test_what_is_decided_after_the_step_is_decided_anew(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "new")
     assert [path.name for path in sorted(run.control.iterdir())] == [f"{step:06d}.json" for step in range(4)]
     assert [path.name for path in run.quant_maps.iterdir()] == ["000001.yaml"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
+def test_a_decay_goes_on_by_batches_where_the_fork_has_other_updates_a_batch(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    source = whole_run(tmp_path)
+    data = source.recipe().model_dump(mode="json")
+    optimizer = data["learner"]["optimizer"] | dict(lr=1.0, min_lr=0.1, warmup_steps=0, decay="linear")
+    data["learner"] |= dict(updates_per_batch=before, optimizer=optimizer)
+    add_recipe(source.path, Recipe.model_validate(data), first_step=0, first_batch=0)
+    fork_run(source.path, Path("new"), 4, [f"learner.updates_per_batch={after}"])
+    rates, steps, forked = build_rates(RunDirectory(tmp_path / "new")), 8, 4
+    parent = [rates.at(step // before, step) for step in range(forked * before)]
+    new = [rates.at(forked + step // after, forked * before + step) for step in range((steps - forked) * after)]
+    assert parent == [build_rates(source).at(step // before, step) for step in range(forked * before)]
+    assert 0.0 < parent[-1] - new[0] <= 0.9 / (steps * min(before, after) - 1)
+    assert new[-1] == pytest.approx(0.1)
+    assert new[-2] > 0.15
 
 
 @pytest.mark.parametrize(("overrides", "taken"), [([], True), (["reference.path=another"], False)])

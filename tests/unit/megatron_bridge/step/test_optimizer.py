@@ -43,6 +43,32 @@ def test_steps_keep_their_rates_when_the_settings_change() -> None:
     ]
 
 
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize("warmup_steps", [0, 10])
+def test_a_fork_with_another_number_of_steps_a_batch_ends_the_decay_with_its_last_batch(
+    before: int, after: int, warmup_steps: int
+) -> None:
+    section = OptimizerSection(lr=1.0, warmup_steps=warmup_steps, decay="linear")
+    spans = LearningRates((RateSpan(0, section, 100 * before, before), RateSpan(80, section, 100 * after, after)))
+    parent = [spans.at(step // before, step) for step in range(80 * before)]
+    fork = [spans.at(80 + step // after, 80 * before + step) for step in range(20 * after)]
+    assert parent == [learning_rate(step, section, 100 * before) for step in range(80 * before)]
+    steepest = 1.0 / (100 * min(before, after) - 1 - warmup_steps)
+    assert 0.0 <= parent[-1] - fork[0] <= steepest + 1e-12
+    assert sorted({*fork}, reverse=True) == fork
+    assert fork[-1] == 0.0
+    assert fork[-2] > 0.0
+
+
+def test_where_a_decay_ends_by_its_own_words_a_fork_s_steps_count_on() -> None:
+    section = OptimizerSection(lr=1.0, warmup_steps=0, decay="linear", decay_steps=341)
+    spans = LearningRates((RateSpan(0, section, 400, 4), RateSpan(80, section, 100, 1)))
+    assert [spans.at(79, 319), spans.at(80, 320)] == pytest.approx([1.0 - 319 / 340, 1.0 - 320 / 340])
+    warmer = OptimizerSection(lr=1.0, warmup_steps=330, decay="linear")
+    spans = LearningRates((RateSpan(0, warmer, 400, 4), RateSpan(80, warmer, 100, 1)))
+    assert [spans.at(80, 320), spans.at(89, 329), spans.at(99, 339)] == pytest.approx([321 / 330, 1.0, 0.0])
+
+
 def test_a_run_that_is_all_warm_up() -> None:
     assert rates(2, warmup_steps=5, decay="cosine") == [0.2, 0.4]
 

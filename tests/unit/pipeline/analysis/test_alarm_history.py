@@ -12,10 +12,12 @@ from rich.console import Console
 
 from launch.show.runs import render
 from pipeline.analysis.alarm_history import alarm_history, samples_coarser
+from pipeline.analysis.guides import reading_of
 from pipeline.analysis.html_report import render_page
 from pipeline.analysis.run_log import RunLog
 from pipeline.analysis.summary import summarize
 from pipeline.config.recipe import Recipe
+from pipeline.data.frozen.recipes import add_recipe
 
 WriteRun = Callable[..., Path]
 
@@ -35,6 +37,34 @@ def test_one_entry_a_rule_with_its_steps_and_its_worst(write_run: WriteRun) -> N
     assert ended[0].worst.value == 0.1
     assert ended[0].text == "ess low: 0.1 at worst, below 0.3, at 3 of steps 3 to 7"
     assert alarm_history(with_ess(run_log, {11: 0.2}))[0].text.endswith("at step 11, until now")
+
+
+@pytest.mark.parametrize(("before", "after", "broke"), [("fp8_block", "bf16", (4, 5)), ("bf16", "fp8_block", (0, 3))])
+def test_a_fork_in_another_format_leaves_its_parent_s_alarms_as_they_were(
+    write_run: WriteRun, before: str, after: str, broke: tuple[int, int]
+) -> None:
+    path = write_run(0, overrides=dict(rollout=dict(precision=before)))
+    recipe = RunLog.read(path).recipe
+    rollout = recipe.rollout.model_copy(update=dict(precision=after))
+    add_recipe(path, recipe.model_copy(update=dict(rollout=rollout)), first_step=4, first_batch=4)
+    lines = [dict(step=step, time=0.0, mismatch={"age": {"0": {"k3_kl": 5e-3}}}) for step in range(6)]
+    run_log = replace(RunLog.read(path), metrics=lines)
+    (history,) = alarm_history(run_log)
+    assert (history.name, history.first_step, history.last_step) == ("fresh kl high", *broke)
+    reading = reading_of("KL from engine to learner, nats a token", run_log)
+    assert reading is not None
+    assert f"beyond its bounds at {broke[1] - broke[0] + 1} of 6 steps" in reading.text
+    assert reading.text.endswith("now too." if history.lasts else "not now.")
+
+
+def test_the_worst_is_the_furthest_beyond_the_bound_of_its_step(write_run: WriteRun) -> None:
+    path = write_run(0, overrides=dict(rollout=dict(precision="bf16")))
+    recipe = RunLog.read(path).recipe
+    rollout = recipe.rollout.model_copy(update=dict(precision="fp8_block"))
+    add_recipe(path, recipe.model_copy(update=dict(rollout=rollout)), first_step=1, first_batch=1)
+    lines = [dict(step=step, time=0.0, mismatch={"age": {"0": {"k3_kl": kl}}}) for step, kl in ((0, 9e-3), (1, 1.1e-2))]
+    (history,) = alarm_history(replace(RunLog.read(path), metrics=lines))
+    assert (history.worst.value, history.worst.bound, history.num_steps) == (9e-3, 1e-3, 2)
 
 
 def test_the_report_lists_them_with_what_to_do(write_run: WriteRun) -> None:

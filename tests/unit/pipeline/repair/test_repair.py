@@ -204,6 +204,21 @@ def test_pi_old_of_a_stage_under_way_is_scored_again(tmp_path: Path) -> None:
     assert repaired(run).after.endswith("from step 4"), "that stage is over"
 
 
+def test_a_stage_whose_first_batch_was_skipped_needs_nothing_that_was_scored(tmp_path: Path) -> None:
+    """Weights of step 5 are those with which the stage began: the learner scores it there."""
+    run = whole_run(tmp_path, schedule=STAGED, committed=8, saved=(3, 4, 5), published=7, policies=(0, 4, 7))
+    shutil.rmtree(run.policy_directory(7))
+    shutil.rmtree(run.published)
+    run.set_published(4)
+    damage(run.batches / "000004.zarr.zip")
+    repaired(run)
+    for step in (5, 6, 7):
+        run.old_logprobs_path(step).unlink()
+    assert plan_of(run).after.endswith("from step 4"), "batch 4 was lost after it was trained on"
+    run.note_skipped(4)
+    assert plan_of(run) == Plan()
+
+
 @pytest.mark.parametrize(("committed", "after"), [(8, "step 6"), (6, "step 4")])
 def test_a_version_that_only_an_older_checkpoint_leads_to_is_published_from_there(
     tmp_path: Path, committed: int, after: str

@@ -68,6 +68,41 @@ def test_a_lost_batch_of_a_stage_is_left_out(tmp_path: Path) -> None:
     assert learner.scored == [0, 2]
 
 
+@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("scored_before", [False, True])
+def test_a_stage_whose_first_batches_were_lost_is_scored_at_the_next_one(
+    tmp_path: Path, lost: int, restarted: bool, scored_before: bool
+) -> None:
+    schedule = Schedule(kind="staged", steps=8, updates_per_stage=4)
+    if scored_before:  # by a learner that was killed before a checkpoint
+        old_logprobs(tmp_path, Learner(weights=-10.0), schedule).of(batch(4))
+    learner = Learner(weights=-10.0)
+    old = old_logprobs(tmp_path, learner, schedule)
+    if not restarted:
+        assert old.of(batch(0)) is not None
+        learner.scored.clear()
+    for step in range(4, 4 + lost):
+        old.run.note_skipped(step)
+    for step in range(4 + lost, 8):
+        found = old.of(batch(step))
+        assert found is not None
+        assert found[0] == -10.0 + step
+        learner.weights += 100.0
+        if restarted:
+            old = old_logprobs(tmp_path, learner, schedule)
+    assert learner.scored == [*range(4 + lost, 8)]
+
+
+def test_a_first_batch_that_was_lost_after_its_step_leaves_the_stage_as_it_was_scored(tmp_path: Path) -> None:
+    schedule = Schedule(kind="staged", steps=4, updates_per_stage=4)
+    old_logprobs(tmp_path, Learner(weights=-10.0), schedule).of(batch(0))
+    successor = Learner(weights=5.0)  # its checkpoint has learned from batch 0
+    found = old_logprobs(tmp_path, successor, schedule).of(batch(1))
+    assert found is not None
+    assert (found[0], successor.scored) == (-9.0, [])
+
+
 def test_a_learner_that_is_started_again_inside_a_stage_reads_what_was_kept(tmp_path: Path) -> None:
     schedule = Schedule(kind="staged", steps=3, updates_per_stage=3)
     old_logprobs(tmp_path, Learner(weights=-10.0), schedule).of(batch(0))
