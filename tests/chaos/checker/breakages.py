@@ -186,7 +186,7 @@ BREAKAGES = (
     _broken(
         "a stage is scored anew after a restart",
         OLD,
-        "if step == self.schedule.required_version(step):",
+        "if step not in self._stage and self.learner.tell(lambda: self.run.all_skipped(range(first, step))):",
         "if step not in self._stage:",
     ),
     _broken(
