@@ -150,8 +150,7 @@ def plan(
     """Will a recipe fit these GPUs, which learner layouts would, and how long will a step take?
 
     Needs neither a GPU nor weights: the model's config.json is enough. A relative model.path is looked for here, then
-    beside the recipe. Learner and engines have GPUs of their own; with weights.channel ipc they
-    share them.
+    beside the recipe. Learner and engines have GPUs of their own; with weights.channel ipc they share them.
 
     **Memory**: parameters are counted exactly, and activations tensor by tensor for full micro-batches. CUDA context
     and fragmentation are assumed. **Layouts**: all that use the learner's GPUs, each with the least recomputation that
