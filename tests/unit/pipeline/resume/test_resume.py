@@ -93,6 +93,16 @@ def test_a_step_keeps_the_learning_rate_that_it_had(tmp_path: Path) -> None:
     assert build_rates(replay) == rates
 
 
+def test_where_a_decay_may_end_counts_the_steps_that_were_taken(tmp_path: Path) -> None:
+    """A fork takes 2 optimizer steps a batch from step 5 on; its parent took 1."""
+    run = whole_run(tmp_path, committed=6, published=5, saved=(2, 4), steps=8)
+    cosine = run.recipe().learner.optimizer.model_dump() | dict(decay="cosine")
+    forked = changed(run.recipe(), learner=dict(optimizer=cosine, updates_per_batch=2))
+    add_recipe(run.path, forked, first_step=5, first_batch=5)
+    with pytest.raises(RunConflictError, match=r"decay_steps=11 .* or =27 "):
+        changes_to(run, changed(forked, run=dict(steps=16)))
+
+
 def test_what_is_not_safe_changes_nothing(tmp_path: Path) -> None:
     run = whole_run(tmp_path)
     before = sorted(run.path.rglob("*"))
