@@ -54,7 +54,8 @@ def suspects(
                 "tokens"
             )
         size, overlap = float(effect.square().sum()), float((term * effect).sum())
-        amount = overlap / size if size > 0 and power > 0 else 0.0
-        possible = amount > least.get(name, 0.0)
+        known = size > 0 and power > 0
+        amount = overlap / size if known else 0.0
+        possible = known and amount > least.get(name, 0.0)
         found.append(Suspect(name=name, explained=amount * overlap / power if possible else 0.0, amount=amount))
     return sorted(found, key=lambda suspect: -suspect.explained)

@@ -35,7 +35,7 @@ def test_an_exact_multiple_is_explained_to_the_end() -> None:
 def test_nothing_is_explained_by_nothing() -> None:
     some, none = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     assert suspects(some, {"none": none})[0].explained == 0.0
-    assert suspects(none, {"some": some})[0].explained == 0.0
+    assert suspects(none, {"some": some}, {"some": -1.0})[0].explained == 0.0
     assert suspects(some, {}) == []
 
 
