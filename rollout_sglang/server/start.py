@@ -77,14 +77,21 @@ class EngineSpec:
         return server_url(self.host, self.port)
 
 
-def has_cuda() -> bool:
-    """Whether there is a CUDA driver with a device. The driver is asked, so that torch need not be imported."""
+def num_gpus() -> int:
+    """CUDA devices that this process sees. The driver is asked, so that torch need not be imported and no memory of a
+    GPU is taken."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return False
+        return 0
     count = ctypes.c_int(0)
-    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    known = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if known else 0
+
+
+def has_cuda() -> bool:
+    """Whether there is a CUDA driver with a device."""
+    return num_gpus() > 0
 
 
 def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
