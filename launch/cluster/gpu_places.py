@@ -141,7 +141,7 @@ def _too_few(recipe: Recipe, needs: GpuNeeds, gpus: Sequence[str]) -> str:
     named = os.environ.get(VISIBLE_VARIABLE)
     return (
         f"{needs}, and this machine has {len(gpus)}{f' ({VISIBLE_VARIABLE} is {named})' if named else ''}; lower "
-        f"learner.data_parallel{' or rollout.engines' if needs.engines else ''}, "
+        f"a size of the learner's layout{' or rollout.engines' if needs.engines else ''}, "
         f"{'set weights.channel=ipc where learner and engine both fit on a GPU, ' if fits_shared else ''}"
         f"or start the roles on several hosts (docs/cluster.md); {VISIBLE_VARIABLE}= runs a toy model on the CPU"
     )

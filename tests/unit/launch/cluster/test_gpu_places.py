@@ -94,7 +94,7 @@ def test_too_few_gpus_are_said_in_one_line(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(
         MachineError,
         match=r"^a learner × 4, 2 engines × 2, a teacher × 1 need 9 GPUs, and this machine has 4 "
-        r"\(CUDA_VISIBLE_DEVICES is 0,1,2,3\); lower learner\.data_parallel or rollout\.engines, or start",
+        r"\(CUDA_VISIBLE_DEVICES is 0,1,2,3\); lower a size of the learner's layout or rollout\.engines, or start",
     ) as refused:
         gpu_places(a_recipe(tmp_path, teacher=1), EIGHT[:4])
     assert "\n" not in str(refused.value)
