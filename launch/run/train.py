@@ -11,6 +11,7 @@ from typing import Any
 
 from launch.build.engines import check_engines
 from launch.build.rewards import check_reward
+from launch.cluster.gpu_places import gpu_places, visible_gpus
 from launch.cluster.metrics import RunMetrics, observers_of
 from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.roles.base import grace_s
@@ -45,6 +46,7 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
     if not nothing_left(run, recipe):
         check_learner_here(recipe)
         check_engines(recipe)
+        gpu_places(recipe, visible_gpus())  # too few are said at once
         check_ports(recipe, metrics_port)
         check_room(recipe)
     task = preflight(recipe)
@@ -78,7 +80,7 @@ def _supervise(run: RunDirectory, recipe: Recipe, epoch: Epoch, metrics_port: in
         metrics = RunMetrics("supervisor", run.path)
         metrics.serve(metrics_port)
     event_log = EventLog(run.path, epoch.name, observers_of(metrics))
-    starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24), metrics_port)
+    starter = LocalStarter(run, recipe, read_api_key() or secrets.token_hex(24), metrics_port, visible_gpus())
     with stop_requested() as stop, LiveView(run.path, recipe.run.steps, quantized=samples_coarser(recipe)) as view:
         with Supervisor(run, recipe, view, event_log, starter, units_of(recipe), epoch, stop) as supervisor:
             outcome = supervisor.supervise()

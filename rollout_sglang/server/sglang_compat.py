@@ -1,8 +1,10 @@
 """What differs between the supported versions of SGLang. No other module knows a server's version.
 
     since 0.5.19   an answer names the weights of each token, so a request may go on over an update of the weights
-    since 0.5.21   begin_weight_update and end_weight_update stand around an update by tensors: what the engine has
-                   repacked or quantized is made loadable before, and made again after
+    since 0.5.21   begin_weight_update and end_weight_update stand around an update by tensors: a layer that knows how
+                   makes loadable before what it has repacked, and again after what it multiplies by. Layers that
+                   quantize to FP8 themselves do not on a GPU, by disk neither (fp8_tensor is refused there); those of
+                   our CPU engine do
     since 0.5.23   an answer can say which experts each token went to (older releases may; theirs were not compared)
 
 An older server names only the weights with which a sample ended, so no request may be under way while they change. It

@@ -23,6 +23,11 @@ __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", 
 HOST = "127.0.0.1"
 IGNORED_LAYERS_VARIABLE = "SGLANG_FP8_IGNORED_LAYERS"
 """SGLang reads from it which layers `--quantization fp8` leaves as they are (layers/quantization/fp8.py)."""
+DEEPGEMM_VARIABLE = "SGLANG_ENABLE_JIT_DEEPGEMM"
+BLACKWELL = 10
+"""The first number of its compute capability; GPUs of consumers have 12."""
+_CAPABILITY_MAJOR = 75
+"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR."""
 CPU_TOKENS, CPU_CONTEXTS = 32_768, 8
 """A CPU engine has room for the keys and values of so many tokens, and of so many contexts of full length at least.
 SGLang would take most of the memory. With less than what is asked for at once, each sample that ends lets a few others
@@ -77,14 +82,32 @@ class EngineSpec:
         return server_url(self.host, self.port)
 
 
+def num_gpus() -> int:
+    """CUDA devices that this process sees."""
+    driver, count = _cuda_driver(), ctypes.c_int(0)
+    known = driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if known else 0
+
+
 def has_cuda() -> bool:
-    """Whether there is a CUDA driver with a device. The driver is asked, so that torch need not be imported."""
+    """Whether there is a CUDA driver with a device."""
+    return num_gpus() > 0
+
+
+def gpu_generation() -> int:
+    """The first number of the compute capability of the first CUDA device; 0 without one."""
+    driver, found = _cuda_driver(), ctypes.c_int(0)
+    known = driver is not None and driver.cuDeviceGetAttribute(ctypes.byref(found), _CAPABILITY_MAJOR, 0) == 0
+    return found.value if known else 0
+
+
+def _cuda_driver() -> ctypes.CDLL | None:
+    """It is asked, so that torch need not be imported and no memory of a GPU is taken."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return False
-    count = ctypes.c_int(0)
-    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+        return None
+    return driver if driver.cuInit(0) == 0 else None
 
 
 def command(spec: EngineSpec, *, cuda: bool) -> list[str]:
@@ -133,6 +156,7 @@ def start(spec: EngineSpec) -> ServerProcess:
             IGNORED_LAYERS_VARIABLE: ",".join(spec.full_precision),
         }
         | _context_environment(spec)
+        | _kernel_environment(spec)
     )
     return ServerProcess(
         command(spec, cuda=has_cuda()),
@@ -162,6 +186,15 @@ def _context_environment(spec: EngineSpec) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return {}
     return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true"} if spec.context_tokens <= positions else {}
+
+
+def _kernel_environment(spec: EngineSpec) -> dict[str, str]:
+    """On Blackwell DeepGEMM has SGLang round the scales of blocks to powers of two and pack them as it loads
+    (requant_block_scale_ue8m0_for_deepgemm). The weights are then others than those published, and the next version
+    does not fit into them. Other kernels multiply by the scales as they are, as DeepGEMM itself does on Hopper.
+    """
+    packs = spec.precision == "fp8_block" and gpu_generation() >= BLACKWELL
+    return {DEEPGEMM_VARIABLE: "false"} if packs else {}
 
 
 def router_command(port: int, metrics: tuple[str, int], host: str = HOST) -> list[str]:

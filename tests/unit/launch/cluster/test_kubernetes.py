@@ -26,7 +26,7 @@ def lines(files: dict[str, list[dict[str, Any]]], folder: Path) -> list[str]:
 @pytest.mark.parametrize("engines", ["jobset", "leaderworkerset"])
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=fp8_tensor"), ("rollout.engines=1",)],
+    [(), ("rollout.engines=2", "rollout.tensor_parallel=16", "rollout.precision=bf16"), ("rollout.engines=1",)],
 )
 def test_the_32b_recipe_passes_schema_and_rules(engines: str, overrides: tuple[str, ...]) -> None:
     found = documents(rendered(*overrides, engines=engines, queue="train", rdma="rdma/hca=8"))

@@ -14,6 +14,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,55 @@ def test_a_context_as_long_as_the_model_s_positions_is_served(
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
     start.start(spec(tmp_path, port=free_port(), context_tokens=context_tokens))
     assert given.get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN") == allowed
+
+
+@pytest.mark.parametrize(
+    ("precision", "generation", "said"),
+    [("fp8_block", 10, "false"), ("fp8_block", 12, "false"), ("fp8_block", 9, "users"), ("bf16", 10, "users")],
+)
+def test_scales_of_blocks_stay_as_they_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, generation: int, said: str
+) -> None:
+    """On Blackwell DeepGEMM would have them packed, and no second version could be loaded."""
+    given: dict[str, str] = {}
+    monkeypatch.setenv("SGLANG_ENABLE_JIT_DEEPGEMM", "users")
+    monkeypatch.setattr(start, "gpu_generation", lambda: generation)
+    monkeypatch.setattr(start, "ServerProcess", lambda *_, environment, **__: given.update(environment))
+    start.start(spec(tmp_path, port=free_port(), precision=precision))
+    assert given["SGLANG_ENABLE_JIT_DEEPGEMM"] == said
+
+
+def test_the_driver_is_asked_for_gpus_and_their_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Driver:
+        """Two H100."""
+
+        def cuInit(self, _: int) -> int:
+            return 0
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = 2
+            return 0
+
+        def cuDeviceGetAttribute(self, found: Any, attribute: int, device: int) -> int:
+            found._obj.value = {75: 9, 76: 0}[attribute] if device == 0 else -1
+            return 0
+
+    class Blind(Driver):
+        """No device is visible: CUDA_ERROR_NO_DEVICE."""
+
+        def cuInit(self, _: int) -> int:
+            return 100
+
+    def missing(_: str) -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    for library, found in (
+        (lambda _: Driver(), (2, True, 9)),
+        (lambda _: Blind(), (0, False, 0)),
+        (missing, (0, False, 0)),
+    ):
+        monkeypatch.setattr(start.ctypes, "CDLL", library)
+        assert (start.num_gpus(), start.has_cuda(), start.gpu_generation()) == found
 
 
 def test_a_gpu_server_is_left_to_its_own_judgement(tmp_path: Path) -> None:
