@@ -6,6 +6,7 @@ import ctypes
 import ipaddress
 import os
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from pipeline.config.recipe import RolloutPrecision
@@ -15,7 +16,7 @@ from precision.text.json_data import parse_object
 from rollout_sglang.protocol import UNVERIFIED
 from rollout_sglang.server.launch_server import API_KEY_VARIABLE
 from rollout_sglang.server.process import ServerProcess, check_port_free, free_port, free_ports
-from rollout_sglang.server.rollout_python import module_command, module_environment
+from rollout_sglang.server.rollout_python import module_command, module_environment, rollout_python
 from rollout_sglang.server.update_fence import FLOOR_VARIABLE
 
 __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", "router_command", "start"]
@@ -102,7 +103,10 @@ def gpu_generation() -> int:
 
 
 def _cuda_driver() -> ctypes.CDLL | None:
-    """It is asked, so that torch need not be imported and no memory of a GPU is taken."""
+    """It is asked, so that torch need not be imported and no memory of a GPU is taken. None also where the torch that
+    is installed is a build for CPUs, as that of `make install`, and no other Python runs the engines."""
+    if version("torch").endswith("+cpu") and rollout_python() is None:
+        return None
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

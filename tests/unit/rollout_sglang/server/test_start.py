@@ -144,7 +144,13 @@ def test_the_driver_is_asked_for_gpus_and_their_generation(monkeypatch: pytest.M
         (missing, (0, False, 0)),
     ):
         monkeypatch.setattr(start.ctypes, "CDLL", library)
+        monkeypatch.setattr(start, "version", lambda _: "2.11.0+cu130")
+        monkeypatch.delenv("EVENKEEL_ROLLOUT_PYTHON", raising=False)
         assert (start.num_gpus(), start.has_cuda(), start.gpu_generation()) == found
+        monkeypatch.setattr(start, "version", lambda _: "2.13.0+cpu")
+        assert not start.has_cuda(), "a build for CPUs computes there, whatever GPUs the machine has"
+        monkeypatch.setenv("EVENKEEL_ROLLOUT_PYTHON", "/gpu/bin/python")
+        assert start.has_cuda() == found[1], "engines run in another Python"
 
 
 def test_a_gpu_server_is_left_to_its_own_judgement(tmp_path: Path) -> None:
