@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import ipaddress
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,9 @@ in, in a step of their own: hundreds of short ones came to 17 such steps a batch
 
 LONGEST_SCRATCH = 107 - len("/tmp12345678")
 """Bytes of the path of a folder for sockets: Linux allows 107 in all."""
+ROUTER_MARGIN_S = 60
+"""The router gives up a request so long after the recipe's deadline for it, so that whoever asked has given up first.
+It counts from when it has the request, and would itself give up any after 1800 s."""
 INPUT_ROOM = 7
 """SGLang refuses inputs of fewer than so many tokens below --context-length (managers/tp_worker.py, scheduler.py)."""
 
@@ -164,9 +168,9 @@ def _context_environment(spec: EngineSpec) -> dict[str, str]:
     return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "true"} if spec.context_tokens <= positions else {}
 
 
-def router_command(port: int, metrics: tuple[str, int], host: str = HOST) -> list[str]:
+def router_command(port: int, metrics: tuple[str, int], host: str = HOST, *, request_deadline_s: float) -> list[str]:
     """The argv of SGLang's router, which starts without engines. Only Fleet decides which are members: the router
-    neither retries nor checks health.
+    neither retries nor checks health. It waits for an answer for longer than the client does, request_deadline_s.
 
     With these thresholds it balances by load, as soon as loads differ. Its policy `power_of_two` would too, but does
     not start without engines.
@@ -175,21 +179,28 @@ def router_command(port: int, metrics: tuple[str, int], host: str = HOST) -> lis
     argv += ["--policy", "cache_aware", "--prometheus-host", metrics[0], "--prometheus-port", str(metrics[1])]
     argv += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--log-level", "warn"]
     argv += ["--balance-abs-threshold", "1", "--balance-rel-threshold", "1.0"]
+    argv += ["--request-timeout-secs", str(math.ceil(request_deadline_s) + ROUTER_MARGIN_S)]
     return [*argv, "--worker-startup-check-interval", "1"]
 
 
 def start_router(
-    port: int, api_key: str | None, log: Path | None, host: str = HOST, metrics_port: int | None = None
+    port: int,
+    api_key: str | None,
+    log: Path | None,
+    host: str = HOST,
+    metrics_port: int | None = None,
+    *,
+    request_deadline_s: float,
 ) -> ServerProcess:
     """Start SGLang's router. Dies with the calling thread. Raises as `start` does. It shows its metrics at
-    `metrics_port` of `host`; without one, where nobody looks."""
+    `metrics_port` of `host`; without one, where nobody looks. See router_command about `request_deadline_s`."""
     require_key(host, api_key)
     check_port_free(port, host)
     metrics = (
         (HOST, next(free for free in free_ports(2) if free != port)) if metrics_port is None else (host, metrics_port)
     )
     return ServerProcess(
-        router_command(port, metrics, host),
+        router_command(port, metrics, host, request_deadline_s=request_deadline_s),
         environment=server_environment(api_key),
         log=log,
         ready_url=f"{server_url(host, port)}/liveness",

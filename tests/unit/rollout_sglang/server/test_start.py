@@ -81,7 +81,7 @@ def test_other_hosts_reach_no_server_without_a_key(tmp_path: Path, monkeypatch: 
     with pytest.raises(RecipeError, match=r"a server at 0\.0\.0\.0 needs an API key"):
         start.start(spec(tmp_path, host="0.0.0.0", api_key=None))
     with pytest.raises(RecipeError, match=r"a server at 10\.0\.0\.2 needs an API key"):
-        start.start_router(31000, None, None, "10.0.0.2")
+        start.start_router(31000, None, None, "10.0.0.2", request_deadline_s=60)
 
 
 @pytest.mark.parametrize(("context_tokens", "allowed"), [(4096, "true"), (4097, None)])
@@ -111,7 +111,8 @@ def test_only_per_tensor_fp8_is_quantized_by_the_engine(tmp_path: Path, precisio
 
 
 def test_the_key_is_in_the_environment_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "secret" not in " ".join(command(spec(tmp_path), cuda=True) + router_command(1, ("127.0.0.1", 2)))
+    router = router_command(1, ("127.0.0.1", 2), request_deadline_s=60)
+    assert "secret" not in " ".join(command(spec(tmp_path), cuda=True) + router)
     environment = server_environment("secret")
     assert environment["EVENKEEL_API_KEY"] == "secret"
     monkeypatch.setenv("EVENKEEL_API_KEY", "secret")
@@ -160,7 +161,7 @@ def test_free_ports_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(start, "free_ports", lambda count: found[:count])
     commands: list[list[str]] = []
     monkeypatch.setattr(start, "ServerProcess", lambda command, **_: commands.append(command))
-    start.start_router(found[0], None, tmp_path / "log")
+    start.start_router(found[0], None, tmp_path / "log", request_deadline_s=60)
     assert commands[0][commands[0].index("--prometheus-port") + 1] == str(found[1])
 
 
