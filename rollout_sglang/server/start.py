@@ -6,6 +6,7 @@ import ctypes
 import ipaddress
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,18 @@ __all__ = ["EngineSpec", "check_port_free", "command", "free_port", "has_cuda", 
 HOST = "127.0.0.1"
 IGNORED_LAYERS_VARIABLE = "SGLANG_FP8_IGNORED_LAYERS"
 """SGLang reads from it which layers `--quantization fp8` leaves as they are (layers/quantization/fp8.py)."""
+DISTRIBUTION: Mapping[str, str] = {
+    "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # log-probabilities at temperature 1, whatever the recipe samples at
+    "SGLANG_SANITIZE_NAN_LOGITS": "false",  # tokens sampled from what NaN was replaced by, and no sign of it
+    "SGLANG_MAX_NEW_TOKENS_LIMIT": "0",  # shorter answers than were asked for; 0 is none
+    "SGLANG_SIMULATE_UNIFORM_EXPERTS": "false",  # these two: experts that the router did not choose
+    "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS": "false",
+    "SGLANG_SIMULATE_ACC_LEN": "-1",  # these two, of speculative decoding: tokens that the policy did not sample
+    "SGLANG_NGRAM_FORCE_GREEDY_VERIFY": "false",
+    "SGLANG_FORCE_FP8_MARLIN": "false",  # FP8 layers with activations that are not quantized, on GPUs that can do both
+}
+"""Variables of SGLang that change, without a word, what is sampled or what is said about it, at the values that do not.
+Always set: the user's environment may have them from another experiment, and no recipe would show it."""
 CPU_TOKENS, CPU_CONTEXTS = 32_768, 8
 """A CPU engine has room for the keys and values of so many tokens, and of so many contexts of full length at least.
 SGLang would take most of the memory. With less than what is asked for at once, each sample that ends lets a few others
@@ -135,6 +148,7 @@ def start(spec: EngineSpec) -> ServerProcess:
             FLOOR_VARIABLE: str(spec.update_floor),
             # Always set: layers named in the user's environment would be served in another format than the map says.
             IGNORED_LAYERS_VARIABLE: ",".join(spec.full_precision),
+            **DISTRIBUTION,
         }
         | _context_environment(spec)
     )

@@ -97,6 +97,32 @@ def test_a_context_as_long_as_the_model_s_positions_is_served(
     assert given.get("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN") == allowed
 
 
+@pytest.mark.parametrize(
+    ("variable", "users", "given"),
+    [
+        ("SGLANG_RETURN_ORIGINAL_LOGPROB", "true", "false"),
+        ("SGLANG_SANITIZE_NAN_LOGITS", "1", "false"),
+        ("SGLANG_MAX_NEW_TOKENS_LIMIT", "16", "0"),
+        ("SGLANG_SIMULATE_UNIFORM_EXPERTS", "1", "false"),
+        ("SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS", "1", "false"),
+        ("SGLANG_SIMULATE_ACC_LEN", "3", "-1"),
+        ("SGLANG_NGRAM_FORCE_GREEDY_VERIFY", "1", "false"),
+        ("SGLANG_FORCE_FP8_MARLIN", "1", "false"),
+        ("SGLANG_FP8_IGNORED_LAYERS", "lm_head", ""),
+        ("SGLANG_LOG_MS", "1", "1"),
+    ],
+)
+def test_the_users_environment_does_not_change_what_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, users: str, given: str
+) -> None:
+    """Nor what is said about it. All else that it tells SGLang reaches the engine."""
+    told: dict[str, str] = {}
+    monkeypatch.setenv(variable, users)
+    monkeypatch.setattr(start, "ServerProcess", lambda *_, environment, **__: told.update(environment))
+    start.start(spec(tmp_path, port=free_port()))
+    assert told[variable] == given
+
+
 def test_a_gpu_server_is_left_to_its_own_judgement(tmp_path: Path) -> None:
     argv = command(spec(tmp_path), cuda=True)
     assert argv[3] == "rollout_sglang.server.launch_server"
