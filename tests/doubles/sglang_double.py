@@ -171,7 +171,7 @@ class EngineDouble(_Double):
         """Of each request, beside those by which it was paused."""
         self.cache_keys: list[str | None] = []
         """Of each request: with whose it shares a prefix cache."""
-        self.generate_faults: list[GenerateFault] = []
+        self.generate_faults: list[GenerateFault | None] = []
         self.spoil: Callable[[list[dict[str, Any]]], Any] | None = None
         """What is made of the samples of each answer: other samples, or bytes (tests.doubles.bad_answers)."""
         self.load_fault: LoadFault | None = None
