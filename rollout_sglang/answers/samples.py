@@ -187,6 +187,13 @@ def _shape_fault(sample: Generated, asked: Asked) -> str | None:
         return f"it was ended by {quoted(meta.finish_reason.matched)}, but no such text was asked for"
     if count > asked.sampling.max_new_tokens:
         return f"it has {count} tokens, at most {asked.sampling.max_new_tokens} were asked for"
+    if meta.finish_reason.type == "length" and count < asked.sampling.max_new_tokens:
+        # SGLang lowers what is asked for, without a word, to what all its keys and values hold.
+        return (
+            f"it was cut off at {count} of {asked.sampling.max_new_tokens} tokens: with a prompt of {asked.num_prompt} "
+            "they do not fit the engine's keys and values (max_total_num_tokens in its log) or its context; raise "
+            "--mem-fraction-static in rollout.extra_args or rollout.tensor_parallel, or lower rollout.max_new_tokens"
+        )
     if meta.prompt_tokens not in (None, asked.num_prompt):
         return f"it answers a prompt of {meta.prompt_tokens} tokens, expected {asked.num_prompt}"
     if meta.completion_tokens not in (None, count):
