@@ -138,6 +138,10 @@ def completion_reader(asked: Asked, *, engine: int, waited_s: Callable[[], float
 def _completion(number: int, sample: Generated, asked: Asked, engine: int, elapsed_s: float) -> Completion:
     if (what := _shape_fault(sample, asked)) is not None:
         raise BadAnswerError(f"sample {number}: {what}")
+    meta = sample.meta_info
+    if meta.finish_reason.type == "abort" and asked.sampling.kept_set and meta.output_token_sampling_mask is None:
+        # It was retracted, and aborted while it waited: SGLang answers the tokens that it had, and no kept sets.
+        return aborted_completion(engine, elapsed_s)
     try:
         tokens = np.array(sample.output_ids, np.int64)
     except OverflowError:
@@ -146,10 +150,10 @@ def _completion(number: int, sample: Generated, asked: Asked, engine: int, elaps
         offsets=np.array([0, len(tokens)], np.int64),
         tokens=tokens,
         logprobs=_logprobs(sample, asked.sampling.kept_set),
-        versions=token_versions(sample.meta_info, len(tokens), asked.late_tokens),
+        versions=token_versions(meta, len(tokens), asked.late_tokens),
         sampled=np.broadcast_to(np.True_, len(tokens)),
-        may_be_empty=np.array([sample.meta_info.finish_reason.type == "abort"]),
-        **_seconds(sample.meta_info, elapsed_s),
+        may_be_empty=np.array([meta.finish_reason.type == "abort"]),
+        **_seconds(meta, elapsed_s),
         kept=_kept(sample) if asked.sampling.kept_set else None,
     )
     limits = Limits(vocab_size=asked.sampling.vocab_size, max_response_tokens=asked.sampling.max_new_tokens)
@@ -246,7 +250,7 @@ def _finish(sample: Generated) -> FinishReason:
 
 
 def _kept(sample: Generated) -> KeptSets:
-    """The kept sets. An aborted request without tokens comes without them."""
+    """The kept sets. A request without tokens, which was aborted, comes without them."""
     meta, tokens = sample.meta_info, sample.output_ids
     masks, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if not tokens:
@@ -294,6 +298,6 @@ def _routes(sample: Generated, versions: NDArray[np.integer], asked: Asked) -> R
 
 
 def aborted_completion(engine: int, elapsed_s: float) -> Completion:
-    """The record of a sample that was aborted before the engine took it up."""
+    """The record of a sample that was aborted, and of which nothing can be stored."""
     nothing = Completion.given((), ())
     return replace(nothing, finish="abort", engine=engine, queued_s=elapsed_s)

@@ -210,6 +210,23 @@ def test_an_answer_that_the_engine_cut_short_is_none_of_full_length() -> None:
     assert [one.finish for one in read_completions(json.dumps(ended).encode(), asked)] == ["stop"] * 3
 
 
+def without_kept_sets(finish: str) -> bytes:
+    """The first sample has ended so and comes without its kept sets."""
+    answer = json.loads(json.dumps(recorded()["kept"]))
+    meta = answer[0]["meta_info"]
+    meta["finish_reason"] = {"type": finish, "message": "Abort in waiting queue"}
+    del meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+    return json.dumps(answer).encode()
+
+
+def test_an_abort_without_kept_sets_is_an_abort() -> None:
+    """SGLang answers so for a request that it retracted and then aborted while it waited: it is to be asked again."""
+    aborted, whole = read("kept", without_kept_sets("abort"))
+    assert (aborted.finish, len(aborted.tokens), len(whole.tokens)) == ("abort", 0, 4)
+    with pytest.raises(BadAnswerError, match="did not say which tokens top_p and top_k left"):
+        read("kept", without_kept_sets("length"))
+
+
 def test_a_size_that_is_told_takes_no_memory() -> None:
     """10^8 versions of three tokens were expanded before they were counted."""
     answer = json.loads(json.dumps(recorded()["generate"]))
