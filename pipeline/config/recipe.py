@@ -106,7 +106,7 @@ class RolloutSection(Section):
     request_deadline_s: PositiveFloat = 1800.0
     start_deadline_s: PositiveFloat = Field(600.0, description="An engine that is not up by then ends the run.")
     interruption: InterruptionSection | None = None
-    extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are.")
+    extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are; none that another key says.")
 
     @property
     def quantized_format(self) -> RolloutFormat | None:

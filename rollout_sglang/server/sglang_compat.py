@@ -7,6 +7,9 @@
                    our CPU engine do
     since 0.5.23   an answer can say which experts each token went to (older releases may; theirs were not compared)
 
+An engine on a CPU, which this package starts, can stage weights (rollout_sglang.cpu.staging). Any other server refuses
+that with an exception in its log, so it is never asked.
+
 An older server names only the weights with which a sample ended, so no request may be under way while they change. It
 is paused by `abort`: every request is answered with what there is, and its sender asks again.
 """
@@ -47,6 +50,9 @@ class Dialect:
     """Whether it notes what a step has sampled while the next one computes: a server stopped in place has then sampled
     one token of each request that it has not noted. It does, unless started with --disable-overlap-schedule."""
 
+    stages: bool
+    """Whether it may be asked to take weights while it serves."""
+
     @property
     def no_tensors(self) -> str:
         """Why the engine cannot be sent tensors; empty when it can."""
@@ -66,6 +72,7 @@ class ServerInfo(BaseModel):
     version: Annotated[str, Field(max_length=100)]
     quantization: Annotated[str, Field(max_length=100)] | None = None
     disable_overlap_schedule: bool = False
+    device: Annotated[str, Field(max_length=100)] | None = None
 
 
 def dialect_of(info: ServerInfo) -> Dialect:
@@ -80,6 +87,7 @@ def dialect_of(info: ServerInfo) -> Dialect:
         records_experts=released >= EXPERTS_SINCE,
         quantizes=info.quantization is not None,
         overlaps=not info.disable_overlap_schedule,
+        stages=info.device == "cpu",
     )
 
 

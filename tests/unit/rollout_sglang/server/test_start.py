@@ -82,7 +82,7 @@ def test_other_hosts_reach_no_server_without_a_key(tmp_path: Path, monkeypatch: 
     with pytest.raises(RecipeError, match=r"a server at 0\.0\.0\.0 needs an API key"):
         start.start(spec(tmp_path, host="0.0.0.0", api_key=None))
     with pytest.raises(RecipeError, match=r"a server at 10\.0\.0\.2 needs an API key"):
-        start.start_router(31000, None, None, "10.0.0.2")
+        start.start_router(31000, None, None, "10.0.0.2", request_deadline_s=60)
 
 
 @pytest.mark.parametrize(("context_tokens", "allowed"), [(4096, "true"), (4097, None)])
@@ -153,6 +153,32 @@ def test_the_driver_is_asked_for_gpus_and_their_generation(monkeypatch: pytest.M
         assert start.has_cuda() == found[1], "engines run in another Python"
 
 
+@pytest.mark.parametrize(
+    ("variable", "users", "given"),
+    [
+        ("SGLANG_RETURN_ORIGINAL_LOGPROB", "true", "false"),
+        ("SGLANG_SANITIZE_NAN_LOGITS", "1", "false"),
+        ("SGLANG_MAX_NEW_TOKENS_LIMIT", "16", "0"),
+        ("SGLANG_SIMULATE_UNIFORM_EXPERTS", "1", "false"),
+        ("SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS", "1", "false"),
+        ("SGLANG_SIMULATE_ACC_LEN", "3", "-1"),
+        ("SGLANG_NGRAM_FORCE_GREEDY_VERIFY", "1", "false"),
+        ("SGLANG_FORCE_FP8_MARLIN", "1", "false"),
+        ("SGLANG_FP8_IGNORED_LAYERS", "lm_head", ""),
+        ("SGLANG_LOG_MS", "1", "1"),
+    ],
+)
+def test_the_users_environment_does_not_change_what_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, users: str, given: str
+) -> None:
+    """Nor what is said about it. All else that it tells SGLang reaches the engine."""
+    told: dict[str, str] = {}
+    monkeypatch.setenv(variable, users)
+    monkeypatch.setattr(start, "ServerProcess", lambda *_, environment, **__: told.update(environment))
+    start.start(spec(tmp_path, port=free_port()))
+    assert told[variable] == given
+
+
 def test_a_gpu_server_is_left_to_its_own_judgement(tmp_path: Path) -> None:
     argv = command(spec(tmp_path), cuda=True)
     assert argv[3] == "rollout_sglang.server.launch_server"
@@ -167,7 +193,8 @@ def test_only_per_tensor_fp8_is_quantized_by_the_engine(tmp_path: Path, precisio
 
 
 def test_the_key_is_in_the_environment_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "secret" not in " ".join(command(spec(tmp_path), cuda=True) + router_command(1, ("127.0.0.1", 2)))
+    router = router_command(1, ("127.0.0.1", 2), request_deadline_s=60)
+    assert "secret" not in " ".join(command(spec(tmp_path), cuda=True) + router)
     environment = server_environment("secret")
     assert environment["EVENKEEL_API_KEY"] == "secret"
     monkeypatch.setenv("EVENKEEL_API_KEY", "secret")
@@ -216,7 +243,7 @@ def test_free_ports_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(start, "free_ports", lambda count: found[:count])
     commands: list[list[str]] = []
     monkeypatch.setattr(start, "ServerProcess", lambda command, **_: commands.append(command))
-    start.start_router(found[0], None, tmp_path / "log")
+    start.start_router(found[0], None, tmp_path / "log", request_deadline_s=60)
     assert commands[0][commands[0].index("--prometheus-port") + 1] == str(found[1])
 
 
