@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ ARRIVAL_DEADLINE_S = 60.0
 _POLL_S = 0.001
 _NEVER = timedelta(days=30)
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ENVIRONMENT_LOCK = threading.Lock()
 
 
 class _Broken:
@@ -161,14 +163,17 @@ def _address_towards(url: str) -> str:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+    """For one thread at a time: groups with several engines are made at once, and all threads have one environment."""
+    with _ENVIRONMENT_LOCK:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
 
 
 def _first_line(error: BaseException) -> str:
