@@ -219,7 +219,7 @@ class MegatronLearner:
             raise ValueError(f"batch {batch.index} has no response tokens to train on")
         prepared, inputs = self._prepare(batch, advantages, scored, old_logprobs)
         rows = TokenRows.of_batch(batch)
-        plan = self._plan(rows, trained)
+        self._warm_up(rows, plan := self._plan(rows, trained))
         recomputes = self.section.recompute != "none"
         with emulating(self.emulation), self._replaying(rows, plan, recomputes=recomputes) as replay:
             gathered = passes.train(
@@ -311,13 +311,15 @@ class MegatronLearner:
 
     def score_rows(self, rows: TokenRows) -> passes.Gathered:
         """Log-probabilities and entropies of the predicted tokens, flat, at the present weights."""
-        plan, num_predicted = self._plan(rows), int(rows.offsets[-1])
-        # A run scores (the first probe) before it trains, also when it resumes.
-        while self._warm_ups:
-            passes.warm_up(self.model, plan, num_predicted, self.device)
-            self._warm_ups -= 1
+        self._warm_up(rows, plan := self._plan(rows))
         with emulating(self.emulation), self._replaying(rows, plan) as replay:
-            return passes.score(self.model, plan, num_predicted, self.device, replay)
+            return passes.score(self.model, plan, int(rows.offsets[-1]), self.device, replay)
+
+    def _warm_up(self, rows: TokenRows, plan: Plan) -> None:
+        """Before the first pass that counts, whichever that is: not every run scores before it trains."""
+        while self._warm_ups:
+            passes.warm_up(self.model, plan, int(rows.offsets[-1]), self.device)
+            self._warm_ups -= 1
 
     def _prepare(
         self,
