@@ -7,8 +7,9 @@ import ipaddress
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pipeline.config.recipe import RolloutPrecision
@@ -122,13 +123,19 @@ def gpu_generation() -> int:
 def _cuda_driver() -> ctypes.CDLL | None:
     """It is asked, so that torch need not be imported and no memory of a GPU is taken. None also where the torch that
     is installed is a build for CPUs, as that of `make install`, and no other Python runs the engines."""
-    if version("torch").endswith("+cpu") and rollout_python() is None:
+    if _torch_is_for_cpus() and rollout_python() is None:
         return None
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     return driver if driver.cuInit(0) == 0 else None
+
+
+def _torch_is_for_cpus() -> bool:
+    with suppress(PackageNotFoundError):  # such as a machine that only plans
+        return version("torch").endswith("+cpu")
+    return False
 
 
 def command(spec: EngineSpec, *, cuda: bool) -> list[str]:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,6 +139,9 @@ def test_the_driver_is_asked_for_gpus_and_their_generation(monkeypatch: pytest.M
     def missing(_: str) -> None:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
+    def without_torch(name: str) -> str:
+        raise PackageNotFoundError(name)
+
     for library, found in (
         (lambda _: Driver(), (2, True, 9)),
         (lambda _: Blind(), (0, False, 0)),
@@ -149,6 +153,8 @@ def test_the_driver_is_asked_for_gpus_and_their_generation(monkeypatch: pytest.M
         assert (start.num_gpus(), start.has_cuda(), start.gpu_generation()) == found
         monkeypatch.setattr(start, "version", lambda _: "2.13.0+cpu")
         assert not start.has_cuda(), "a build for CPUs computes there, whatever GPUs the machine has"
+        monkeypatch.setattr(start, "version", without_torch)
+        assert start.has_cuda() == found[1], "nothing is installed that says it is for CPUs"
         monkeypatch.setenv("EVENKEEL_ROLLOUT_PYTHON", "/gpu/bin/python")
         assert start.has_cuda() == found[1], "engines run in another Python"
 
