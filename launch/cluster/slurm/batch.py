@@ -39,7 +39,6 @@ from launch.run.supervisor import Outcome, Supervisor
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.analysis.html_report import write_report
 from pipeline.config.loader import load_recipe
-from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog
 from pipeline.data.integrity.sealed import read_sealed_json, write_sealed_json
 from pipeline.data.run_directory import RunDirectory
@@ -207,7 +206,8 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
         guard.keep()
         return signals.end or signals.time_limit or starter.asked_by_the_user()
 
-    with supervisor_epoch(run, allocation) as epoch:
+    # The node of an earlier attempt may be cut off, and its supervisor still alive there.
+    with claimed(run, takes_over=allocation.restart > 0) as epoch:
         metrics = None if job.metrics_port is None else RunMetrics("supervisor", run.path)
         if metrics is not None and job.metrics_port is not None:
             metrics.serve(job.metrics_port, allocation.batch_host)
@@ -224,17 +224,6 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
             event_log.event("finished", steps=recipe.run.steps)
             print(f"report: {write_report(run.path)}", flush=True)
     return outcome
-
-
-@contextmanager
-def supervisor_epoch(run: RunDirectory, allocation: Allocation) -> Iterator[Epoch]:
-    """Be the supervisor of the run. A job that Slurm has requeued takes over at once: the node of its earlier attempt
-    may be cut off, and its supervisor still alive there. A first attempt is refused while another job is at work."""
-    if allocation.restart:
-        yield claim(run.path, "supervisor")
-    else:
-        with claimed(run) as epoch:
-            yield epoch
 
 
 def progress(job: Job) -> tuple[int, ...]:

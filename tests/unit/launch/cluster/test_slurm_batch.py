@@ -20,7 +20,7 @@ from launch.cluster.starter import NoRoomError, Unit
 from launch.run.supervisor import Supervisor
 from pipeline.config.loader import load_recipe
 from pipeline.data.run_directory import RunDirectory
-from pipeline.errors import FatalError
+from pipeline.errors import FatalError, RunConflictError
 from tests.support.runs import ROOT
 
 
@@ -190,6 +190,19 @@ def test_requeues_count_in_a_row(job: Job, allocation: Said, monkeypatch: pytest
     assert allocation.orders == ["requeue"] * 4
     with pytest.raises(FatalError, match="requeued itself 1 times in a row"):
         run_job(job, allocation, Signals())
+
+
+@pytest.mark.parametrize("restart", [0, 1], ids=["a first attempt", "a requeued one"])
+def test_a_second_job_is_refused_while_one_is_at_work(job: Job, monkeypatch: pytest.MonkeyPatch, restart: int) -> None:
+    """Also while what is at work is the attempt of a job that Slurm has started again."""
+
+    def others_are_refused(supervisor: Supervisor) -> str:
+        with pytest.raises(RunConflictError, match="being trained by another process"):
+            run_job(job, Allocation("8", 0, "n2", 8), Signals())
+        return "stopped"
+
+    monkeypatch.setattr(Supervisor, "supervise", others_are_refused)
+    assert run_job(job, Allocation("7", restart, "n1", 8), Signals()) == 0
 
 
 def test_the_key_is_the_users_alone_and_goes_at_the_end(job: Job) -> None:
