@@ -34,6 +34,9 @@ class Allocation:
     """How often Slurm has requeued the job."""
     batch_host: str
     cpus_per_node: int
+    """Of the node with the fewest."""
+    threads_per_core: int = 2
+    """The most of any node, once Slurm has said it: steps are charged whole cores."""
     _last_known: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -46,7 +49,9 @@ class Allocation:
                 f"{error.args[0]} is not set, so this is no batch script of Slurm's; submit job.sbatch with sbatch"
             ) from error
         restart = int(environment.get("SLURM_RESTART_COUNT") or 0)
-        return Allocation(job, restart, host, int(environment.get("SLURM_CPUS_ON_NODE") or 1))
+        counts = environment.get("SLURM_JOB_CPUS_PER_NODE") or environment.get("SLURM_CPUS_ON_NODE") or "1"
+        # Nodes alike stand together, as in 190(x3),128.
+        return Allocation(job, restart, host, min(int(count.partition("(")[0]) for count in counts.split(",")))
 
     @property
     def name(self) -> str:
@@ -58,13 +63,15 @@ class Allocation:
         drains last. Raises SupersededError when Slurm has started the job again: these nodes are the successor's."""
         try:
             nodes = ask("scontrol", "show", "hostnames", self._current()["NodeList"])
-            states = ask("sinfo", "-a", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T")
+            states = ask("sinfo", "-a", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T %Z")
         except SlurmError as error:
             if not self._last_known:
                 raise
             print(f"warning: {error}; the nodes are taken to be those of before", file=sys.stderr, flush=True)
             return self._last_known
-        said = {node: word for node, word in (line.split() for line in states.splitlines())}
+        lines = [line.split() for line in states.splitlines()]
+        said = {node: word for node, word, _ in lines}
+        self.threads_per_core = max((int(threads) for _, _, threads in lines), default=self.threads_per_core)
         # One that sinfo does not list is of a partition that it hides from this user, and is the job's all the same.
         state = {node: said.get(node, "idle") for node in nodes.split()}
         up = [node for node, word in state.items() if not any(sign in word for sign in _GONE)]

@@ -10,6 +10,7 @@ which it cannot answer, and it does not look at how its task ended.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -32,6 +33,8 @@ KILL_S = 15
 """How long a killed step may take to disappear. One on a node that is gone stays listed until Slurm notices."""
 AT_ONCE_S = 600
 """Within which all roles end that were asked to at the same moment: some save first."""
+UNMADE_S = 300.0
+"""After which it is said that Slurm has not made a step. srun waits for ever, and says so in the role's log alone."""
 _POLL_S = 0.5
 
 
@@ -69,6 +72,8 @@ class Step:
     asked: bool = False
     """To end, by us."""
     status: int | None = None
+    _look_at: float = field(default_factory=lambda: time.monotonic() + UNMADE_S)
+    """When it is looked whether Slurm has made it."""
 
     @property
     def log(self) -> Path | None:
@@ -80,7 +85,20 @@ class Step:
             # srun ends with 0 when the node of its step dies.
             self.status = NODE_DIED if status == 0 and not self.allocation.is_up(self.host) else status
             self.on_end(self)
+        elif self.status is None and time.monotonic() >= self._look_at:
+            self._look_at = math.inf
+            self._say_if_unmade()
         return self.status
+
+    def _say_if_unmade(self) -> None:
+        with suppress(SlurmError):
+            if self.allocation.step(self.name) is None:
+                print(
+                    f"warning: Slurm has not started {self.name} on {self.host} in {UNMADE_S:.0f} s; it waits for GPUs "
+                    f"or CPUs of that node that other steps hold (`squeue --steps -j {self.allocation.job}`, "
+                    f"`scontrol show node {self.host}`); what srun says is in {self.log}",
+                    flush=True,
+                )
 
     def terminate(self) -> None:
         """Ask the role to end in order; returns at once. A step that Slurm has not made yet is given up."""
@@ -149,11 +167,13 @@ class SrunStarter:
         return Step(self.allocation, name, host, client, self._ended)
 
     def srun_options(self, unit: Unit, host: str, name: str) -> list[str]:
-        """One task on one node. With GPUs a step has its own and its share of the CPUs; other steps share what there
-        is. `--mem=0`: no step waits for the memory of another."""
-        gpus = self.shape.gpus(unit)
+        """One task on one node. With GPUs a step has its own, and its share of the CPUs in whole cores: Slurm rounds
+        up, and a node's last step would wait for ever. Other steps share what there is. `--mem=0`: no step waits for
+        the memory of another."""
+        gpus, threads = self.shape.gpus(unit), self.allocation.threads_per_core
         if gpus:
-            cpus = max(1, self.allocation.cpus_per_node * gpus // self.shape.gpus_per_node)
+            share = self.allocation.cpus_per_node * gpus // self.shape.gpus_per_node
+            cpus = max(1, share // threads * threads)
             shares = ["--exact", f"--gpus-per-node={gpus}", f"--cpus-per-task={cpus}"]
         else:
             shares = ["--overlap", *(["--gres=none"] if self.shape.gpus_per_node else [])]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 import stat
 import time
@@ -58,9 +60,9 @@ class FakeSlurm:
         fields = f"JobId=42 JobName=a Requeue=1 Restarts={restarts} JobState=RUNNING ReqNodeList=(null)"
         (self.folder / "job").write_text(f"{fields} NodeList={','.join(names)} BatchHost=n1 Power= \n")
 
-    def states(self, **states: str) -> None:
-        """As sinfo prints them."""
-        (self.folder / "states").write_text("".join(f"{node} {state}\n" for node, state in states.items()))
+    def states(self, threads: int = 2, **states: str) -> None:
+        """As sinfo prints them, with threads per core."""
+        (self.folder / "states").write_text("".join(f"{node} {state} {threads}\n" for node, state in states.items()))
 
     def said(self, name: str = "said") -> str:
         path = self.folder / name
@@ -158,6 +160,56 @@ def test_steps_with_gpus_have_them_for_themselves(allocation: Allocation) -> Non
     options = starter(allocation, shape).srun_options(Unit("engine", 0), "n1", "engine-0.1")
     assert {"--exact", "--gpus-per-node=4", "--cpus-per-task=32", "--mem=0"} <= set(options)
     assert {"--overlap", "--gres=none"} <= set(starter(allocation, shape).srun_options(Unit("collector"), "n1", "c"))
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "threads"),
+    [("190", 4, 2), ("222(x4)", 4, 2), ("224,220(x2)", 2, 2), ("220", 1, 2), ("188,190", 2, 4), ("63", 1, 1)],
+)
+def test_all_engines_of_a_node_have_cores(fake: FakeSlurm, tmp_path: Path, cpus: str, gpus: int, threads: int) -> None:
+    """Slurm charges a step whole cores, and of its node no more than the job has there."""
+    fake.states(threads, n1="mixed", n2="mixed", n3="idle")
+    allocation = Allocation.of({"SLURM_JOB_ID": "42", "SLURMD_NODENAME": "n1", "SLURM_JOB_CPUS_PER_NODE": cpus})
+    ours = starter(
+        allocation,
+        Shape(
+            gpus_per_node=8,
+            learner_nodes=1,
+            learner_gpus=8,
+            engines=16 // gpus,
+            engine_nodes=1,
+            engine_gpus=gpus,
+            router=False,
+        ),
+    )
+    for index in range(16 // gpus):
+        ours.start(Unit("engine", index), tmp_path / "log")
+    give_up = time.monotonic() + 20
+    while len(lines := fake.said("srun").splitlines()) < 16 // gpus:
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+    asked = [int(re.findall(r"--cpus-per-task=(\d+)", line)[0]) for line in lines if "--nodelist=n2" in line]
+    charged = sum(math.ceil(count / threads) * threads for count in asked)
+    fewest = min(int(count) for count in re.findall(r"\b\d+(?=,|\(|$)", cpus))
+    assert len(asked) == 8 // gpus
+    assert fewest - len(asked) * threads < charged <= fewest
+
+
+def test_a_step_that_slurm_does_not_make_is_told_once(
+    fake: FakeSlurm,
+    allocation: Allocation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("launch.cluster.slurm.srun.UNMADE_S", 0.0)
+    first, second = (starter(allocation).start(unit, tmp_path / f"{unit.name}.log") for unit in (LEARNER, SECOND))
+    (fake.folder / "steps").write_text("42.0 learner.0.1\n")
+    for step in (first, second, second):
+        assert step.poll() is None
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("warning: Slurm has not started learner-1.0.1 on n2 in")
+    assert line.endswith(f"what srun says is in {tmp_path}/learner-1.log")
 
 
 def test_images_are_those_of_the_role(allocation: Allocation) -> None:
