@@ -95,7 +95,7 @@ class Allocation:
 
     def step(self, name: str) -> str | None:
         """JOBID.STEP of the step of that name; None before srun has made it, and when it is gone."""
-        listed = ask("squeue", "-h", "--steps", "-j", self.job, "-o", "%i %j")
+        listed = ask("squeue", "-a", "-h", "--steps", "-j", self.job, "-o", "%i %j")
         return next((words[0] for words in map(str.split, listed.splitlines()) if words[1:] == [name]), None)
 
     def signal(self, step: str, signal: str) -> None:

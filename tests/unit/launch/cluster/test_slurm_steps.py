@@ -251,6 +251,15 @@ def test_a_step_is_asked_to_end_by_its_number(fake: FakeSlurm, allocation: Alloc
     assert step.poll() == -signal.SIGKILL
 
 
+def test_a_step_of_a_hidden_partition_is_asked_to_end(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
+    fake.script("squeue", 'case "$*" in "-a "*) cat "$F/steps" ;; esac')
+    step = starter(allocation).start(SECOND, tmp_path / "log")
+    (fake.folder / "steps").write_text("42.3 learner-1.0.1\n")
+    step.terminate()
+    assert fake.said() == "scancel --ctld --signal=TERM 42.3\n"
+    assert step.poll() is None
+
+
 def test_a_step_that_slurm_has_not_made_is_given_up(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
     step = starter(allocation).start(SECOND, tmp_path / "log")
     step.terminate()
