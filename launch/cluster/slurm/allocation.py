@@ -93,6 +93,11 @@ class Allocation:
         """Whether the node is one of those."""
         return node in self.up()
 
+    def is_preempted(self) -> bool:
+        """Whether Slurm has told this job to make room, and ends it after its grace time. Raises SupersededError,
+        SlurmError."""
+        return self._current().get("PreemptTime", "None") != "None"  # no such field where nothing is ever preempted
+
     def step(self, name: str) -> str | None:
         """JOBID.STEP of the step of that name; None before srun has made it, and when it is gone."""
         listed = ask("squeue", "-a", "-h", "--steps", "-j", self.job, "-o", "%i %j")

@@ -2,7 +2,8 @@
 
     run finished                                  exit 0
     SIGUSR1, the time limit is near               roles end in order, the job is submitted again, exit 0
-    SIGTERM, or a role that Slurm asked to end    roles end in order, exit 0
+    SIGTERM, or roles that Slurm asked to end     roles end in order, exit 0
+    … because the job is preempted                roles end in order, the job requeues itself
     too few nodes are up                          roles are ended, the job requeues itself, so often without progress
     Slurm has started the job again               exit 65; this node was cut off, and the other attempt goes on
     fatal                                         exit 64, with the reason
@@ -204,7 +205,7 @@ def attempt(job: Job, allocation: Allocation, signals: Signals, key: Path) -> Ou
 
     def asked() -> bool:
         guard.keep()
-        return signals.end or signals.time_limit or starter.asked_by_the_user()
+        return signals.end or signals.time_limit or starter.asked_from_outside()
 
     # The node of an earlier attempt may be cut off, and its supervisor still alive there.
     with claimed(run, takes_over=allocation.restart > 0) as epoch:
@@ -245,7 +246,11 @@ def run_job(job: Job, allocation: Allocation, signals: Signals) -> int:
         return requeue(allocation, str(error))
     print(f"{allocation.name}: {outcome}", flush=True)
     (job.folder / REQUEUES).unlink(missing_ok=True)
-    if outcome == "finished" or not signals.time_limit or not job.resubmit:
+    if outcome == "finished":
+        return 0
+    if allocation.is_preempted():  # told by SIGTERM to the roles, or by the signal for the time limit
+        return requeue(allocation, "Slurm preempts the job")
+    if not signals.time_limit or not job.resubmit:
         return 0
     if progress(job) == before:
         raise FatalError(
@@ -281,7 +286,7 @@ def _requeues_at(path: Path, reached: tuple[int, ...]) -> int:
 
 
 def requeue(allocation: Allocation, reason: str) -> int:
-    """Queue the job again, for other nodes; Slurm ends this process meanwhile."""
+    """Queue the job again, for other nodes or another time; Slurm ends this process meanwhile."""
     print(f"{reason}: the job requeues itself", flush=True)
     allocation.requeue()
     time.sleep(REQUEUED_S)

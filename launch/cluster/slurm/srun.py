@@ -140,9 +140,10 @@ class SrunStarter:
     _orderly: list[tuple[float, str]] = field(default_factory=list)
     """When and where roles ended in order that were not asked to."""
 
-    def asked_by_the_user(self) -> bool:
-        """Whether roles ended in order that this program did not ask, on all nodes at once: `scancel --signal=TERM JOB`
-        reaches the steps of a job and not its batch script. On one node of several that was a node that shut down."""
+    def asked_from_outside(self) -> bool:
+        """Whether roles ended in order that this program did not ask, on all nodes at once: `scancel --signal=TERM
+        JOB`, and Slurm before it preempts a job, reach the steps and not the batch script. On one node of several that
+        was a node that shut down."""
         now = time.monotonic()
         self._orderly = [(when, host) for when, host in self._orderly if now - when < AT_ONCE_S]
         return len({host for _, host in self._orderly}) >= min(2, len(set(self.places.values())) or 1)

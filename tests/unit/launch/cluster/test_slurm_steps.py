@@ -138,6 +138,18 @@ def test_a_controller_that_is_away_changes_nothing(
     assert "Unable to contact slurm controller; the nodes are taken to be those of before" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [("PreemptTime=2026-03-01T12:00:00 ", True), ("PreemptTime=None ", False), ("", False)],
+    ids=["in its grace time", "not preempted", "PreemptMode=OFF"],
+)
+def test_a_job_that_slurm_preempts_is_known(fake: FakeSlurm, allocation: Allocation, field: str, told: bool) -> None:
+    fake.nodes("n1", "n2")
+    job = fake.folder / "job"
+    job.write_text(job.read_text().replace("ReqNodeList", f"{field}ReqNodeList"))
+    assert allocation.is_preempted() is told
+
+
 def test_a_step_is_one_task_on_one_node(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
     first, second = starter(allocation, TWO_NODES, "echo", "role"), Unit("learner", node=1)
     step = first.start(second, tmp_path / "log")
@@ -278,7 +290,7 @@ def test_a_signal_to_the_steps_alone_is_the_users(
     ours = starter(allocation, TWO_NODES, "bash", "-c", f"exit {STOPPED_EXIT_CODE}")
     steps = [ours.start(unit, tmp_path / "log") for unit in ends]
     assert [ended(step) for step in steps] == [STOPPED_EXIT_CODE] * len(steps)
-    assert ours.asked_by_the_user() is asked
+    assert ours.asked_from_outside() is asked
 
 
 def test_what_we_asked_is_not_the_users(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
@@ -289,7 +301,7 @@ def test_what_we_asked_is_not_the_users(fake: FakeSlurm, allocation: Allocation,
         step.terminate()
     (tmp_path / "end").touch()
     assert [ended(step) for step in steps] == [STOPPED_EXIT_CODE] * 2
-    assert not ours.asked_by_the_user()
+    assert not ours.asked_from_outside()
 
 
 def test_the_guard_requeues_a_job_that_has_lost_its_batch_script(
