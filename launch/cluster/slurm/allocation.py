@@ -37,6 +37,9 @@ class Allocation:
     """Of the node with the fewest."""
     threads_per_core: int = 2
     """The most of any node, once Slurm has said it: steps are charged whole cores."""
+    draining: frozenset[str] = frozenset()
+    """Of the nodes that are up, those that are to get no further job: by an administrator, or by a health check that
+    found a fault."""
     _last_known: list[str] = field(default_factory=list)
 
     @staticmethod
@@ -59,8 +62,8 @@ class Allocation:
         return f"slurm-{self.job}-{self.restart}"
 
     def up(self) -> list[str]:
-        """Nodes of the job on which something can be started: the batch script's first, those that an administrator
-        drains last. Raises SupersededError when Slurm has started the job again: these nodes are the successor's."""
+        """Nodes of the job on which something can be started: the batch script's first, those that are draining last.
+        Raises SupersededError when Slurm has started the job again: these nodes are the successor's."""
         try:
             nodes = ask("scontrol", "show", "hostnames", self._current()["NodeList"])
             states = ask("sinfo", "-a", "-h", "-N", "-n", ",".join(nodes.split()), "-o", "%N %T %Z")
@@ -75,7 +78,8 @@ class Allocation:
         # One that sinfo does not list is of a partition that it hides from this user, and is the job's all the same.
         state = {node: said.get(node, "idle") for node in nodes.split()}
         up = [node for node, word in state.items() if not any(sign in word for sign in _GONE)]
-        self._last_known = sorted(up, key=lambda node: (node != self.batch_host, "drain" in state[node]))
+        self.draining = frozenset(node for node in up if "drain" in state[node])
+        self._last_known = sorted(up, key=lambda node: (node in self.draining, node != self.batch_host))
         return self._last_known
 
     def _current(self) -> dict[str, str]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launch.cluster.slurm.allocation import Allocation, SlurmError
-from launch.cluster.slurm.placement import Shape, place
+from launch.cluster.slurm.placement import Shape, moved, place
 from launch.cluster.starter import Unit
 from pipeline.child_process import ChildProcess
 from pipeline.errors import STOPPED_EXIT_CODE
@@ -127,7 +127,8 @@ class Step:
 
 @dataclass
 class SrunStarter:
-    """Starts units on nodes that are up. A unit stays on its node as long as that is up."""
+    """Starts units on nodes that are up. A unit stays on its node as long as that is up. It leaves one that is draining
+    when it is started again, if another node has room: a fault of the node may be what it died of."""
 
     allocation: Allocation
     shape: Shape
@@ -154,11 +155,9 @@ class SrunStarter:
 
     def start(self, unit: Unit, log: Path) -> Step:
         """Start a unit, on another node if its own is gone. Raises NoRoomError when the nodes are too few."""
-        up = self.allocation.up()
-        if self.places.get(unit) not in up:
-            before, self.places = self.places, place(self.shape, up, self.places)
-            for moved in (one for one in before if before[one] != self.places[one]):
-                print(f"{moved.name} moves from {before[moved]} to {self.places[moved]}", flush=True)
+        before, self.places = self.places, self._places_for(unit)
+        for one in (one for one in before if before[one] != self.places[one]):
+            print(f"{one.name} moves from {before[one]} to {self.places[one]}", flush=True)
         host = self.places[unit]
         self.starts[unit] += 1
         name = f"{unit.name}.{self.allocation.restart}.{self.starts[unit]}"
@@ -166,6 +165,14 @@ class SrunStarter:
         environment = self.allocation.step_environment(self.environment)
         client = Srun(srun, log, environment, own_session=True)
         return Step(self.allocation, name, host, client, self._ended)
+
+    def _places_for(self, unit: Unit) -> dict[Unit, str]:
+        up, draining = self.allocation.up(), self.allocation.draining
+        if self.places.get(unit) not in up:
+            return place(self.shape, up, self.places)
+        if self.places[unit] in draining:
+            return moved(self.shape, unit, [node for node in up if node not in draining], self.places)
+        return self.places
 
     def srun_options(self, unit: Unit, host: str, name: str) -> list[str]:
         """One task on one node. With GPUs a step has its own, and its share of the CPUs in whole cores: Slurm rounds

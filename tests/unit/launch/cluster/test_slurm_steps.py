@@ -117,7 +117,7 @@ def test_outside_of_a_batch_script_it_says_so() -> None:
 def test_nodes_are_up_if_they_answer_and_are_still_in_the_job(fake: FakeSlurm, allocation: Allocation) -> None:
     assert allocation.up() == ["n1", "n2", "n3"]
     fake.states(n1="draining", n2="mixed*", n3="idle")
-    assert allocation.up() == ["n1", "n3"]
+    assert allocation.up() == ["n3", "n1"]
     fake.nodes("n1", "n2")  # Slurm has taken n3 out of the job
     fake.states(n1="mixed", n2="down*", n3="idle")
     assert allocation.up() == ["n1"]
@@ -240,6 +240,23 @@ def test_a_role_stays_where_it_was_until_its_node_dies(fake: FakeSlurm, allocati
     fake.states(n1="mixed", n2="down*", n3="down*")
     with pytest.raises(NoRoomError):
         ours.start(SECOND, tmp_path / "log")
+
+
+def test_a_role_that_died_on_a_draining_node_moves_to_one_with_room(
+    fake: FakeSlurm, allocation: Allocation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others there go on: nothing is known to be wrong with them."""
+    shape = Shape(
+        gpus_per_node=8, learner_nodes=1, learner_gpus=8, engines=2, engine_nodes=1, engine_gpus=4, router=False
+    )
+    ours = starter(allocation, shape, "false")
+    engines = [Unit("engine", index) for index in range(2)]
+    assert [ours.start(unit, tmp_path / "log").host for unit in (LEARNER, *engines)] == ["n1", "n2", "n2"]
+    fake.states(n1="draining", n2="mixed", n3="idle")
+    assert ours.start(LEARNER, tmp_path / "log").host == "n3"
+    assert capsys.readouterr().out == "learner moves from n1 to n3\n"
+    fake.states(n1="drained", n2="draining", n3="mixed")
+    assert [ours.start(unit, tmp_path / "log").host for unit in (LEARNER, *engines)] == ["n3", "n2", "n2"]
 
 
 def test_the_end_of_a_node_is_no_success(fake: FakeSlurm, allocation: Allocation, tmp_path: Path) -> None:
