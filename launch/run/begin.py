@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
 from launch.build.engines import check_map_dtype, engine_dtype
 from launch.build.teacher import check_teacher
@@ -69,7 +73,23 @@ def seed_policy(run: RunDirectory, recipe: Recipe) -> None:
 
     source, folder, digests = recipe.model.path, run.policy_directory(0), checksums_of(recipe)
     tensors, quant = TensorFolder(source).tensors(), build_quant_map(recipe)
-    write_policy(tensors, source, folder, quant, digests=digests, fence=run.fence)
+    with _all_cores():
+        write_policy(tensors, source, folder, quant, digests=digests, fence=run.fence)
     formats = formats_of(quant, engine_dtype(recipe))
     WeightCheck(version=0, digests=() if digests is None else digests.digests(), formats=formats).save(folder)
     run.set_published(0)
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Torch may compute on every core that this process has: nothing else of the run does before version 0 is there. A
+    learner's agent has one thread otherwise (`child_environment`); another number is the user's, and stays."""
+    import torch
+
+    before = torch.get_num_threads()
+    if before == 1:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

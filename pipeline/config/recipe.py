@@ -104,7 +104,11 @@ class RolloutSection(Section):
         None, ge=1, le=HIGHEST_PORT, description="First engine's port; the next ones follow. Default: any free."
     )
     request_deadline_s: PositiveFloat = 1800.0
-    start_deadline_s: PositiveFloat = Field(600.0, description="An engine that is not up by then ends the run.")
+    start_deadline_s: PositiveFloat = Field(
+        600.0,
+        description="An engine that is not up by then is stopped and started again. It is also the longest wait for "
+        "version 0, and of the hosts of one role for each other.",
+    )
     interruption: InterruptionSection | None = None
     extra_args: tuple[str, ...] = Field((), description="Passed to SGLang as they are; none that another key says.")
 

@@ -12,7 +12,6 @@ A start that is killed between two of these leaves a run that goes on with eithe
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import pairwise
@@ -22,7 +21,7 @@ from pipeline.config.loader import changed_keys
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import ROLES, supersede
 from pipeline.data.event_log import EventLog, read_events
-from pipeline.data.files import fsync_present
+from pipeline.data.files import fsync_present, remove_folder
 from pipeline.data.frozen.recipes import (
     add_recipe,
     all_recipes,
@@ -129,7 +128,7 @@ def _clear(run: RunDirectory, recipe: Recipe, changes: Mapping[str, str]) -> Non
         for began_with in (run.sandbox_file, run.reference_file):
             began_with.unlink(missing_ok=True)
         if run.policy_directory(0).is_dir():
-            shutil.rmtree(run.policy_directory(0))
+            remove_folder(run.policy_directory(0))
         fsync_present(run.policies, run.path)
 
 

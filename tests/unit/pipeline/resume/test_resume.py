@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from pipeline.config.recipe import Recipe
 from pipeline.data import epochs
 from pipeline.data.epochs import Epoch, claim
 from pipeline.data.event_log import EventLog, read_events
+from pipeline.data.files import remove_leftovers
 from pipeline.data.frozen.recipes import add_recipe, adopt_recipes, all_recipes, newest_recipe_file, recipe_of_batch
 from pipeline.data.integrity.sealed import write_sealed_json
-from pipeline.data.run_directory import RunDirectory
+from pipeline.data.run_directory import RunDirectory, unfenced
 from pipeline.errors import RunConflictError, StoreError, SupersededError
 from pipeline.resume import resume
 from pipeline.resume.resume import changes_to, go_on_with, note_changes, nothing_left, said
@@ -193,6 +196,22 @@ def test_a_run_without_a_batch_is_not_bound(tmp_path: Path) -> None:
     assert not run.policy_directory(0).exists()
     assert not run.evaluated_versions()
     assert not run.reference_file.exists()
+
+
+def test_a_version_0_that_cannot_be_deleted_yet_is_gone_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS, a file that an engine has open leaves its folder not empty."""
+    run = whole_run(tmp_path, committed=0, published=0, saved=(), policies=(0,))
+
+    def not_empty(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", not_empty)
+        go_on_with(run, changed(run.recipe(), model=dict(path="another")))
+    assert not run.policy_directory(0).exists()
+    assert len(remove_leftovers(run.policies, unfenced)) == 1
 
 
 def test_a_batch_that_is_committed_meanwhile_binds_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
