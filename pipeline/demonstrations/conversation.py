@@ -10,32 +10,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.errors import RecipeError
+from pipeline.tasks.chat_template import Template, check_written, unused_mark
 
 Piece = tuple[str, bool]
 """Text, and whether the model says it."""
 
 
-class Template(Protocol):
-    """A chat template at work: pipeline.tasks.tokenizer.Tokenizer."""
-
-    @property
-    def eos_token(self) -> str:
-        """Text of the end-of-sequence token."""
-        ...
-
-    def conversation(self, messages: Sequence[Mapping[str, Any]], *, to_answer: bool = True) -> str:
-        """The messages as the model reads them."""
-        ...
-
-
 def pieces_of(messages: Sequence[Mapping[str, Any]], template: Template, where: str) -> list[Piece]:
     """The conversation, whose last message is an answer, in pieces that add up to the template's text. What it writes
-    after the last answer is left out. Raises RecipeError, with `where`, for an answer that the template changes."""
+    after the last answer is left out. Raises RecipeError, with `where`, for an answer that the template changes and for
+    a message that it leaves out."""
     whole = template.conversation(messages, to_answer=False)
+    check_written(messages, whole, template, where)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     starts = [_start(whole, messages[:number], template, where) for number in answers]
     ends = [
@@ -65,7 +54,7 @@ def _end(
     whole: str, start: int, messages: Sequence[Mapping[str, Any]], number: int, template: Template, where: str
 ) -> int:
     """Where the answer ends that begins at `start` or, where the template puts something first, a little later."""
-    mark = next(mark for mark in map("\ue000{}\ue001".format, count()) if mark not in whole)
+    mark = unused_mark(whole)
     content = str(messages[number]["content"])
     answer, text = content.strip(), content.rstrip()
     blank = content[len(text) :]

@@ -93,6 +93,28 @@ def test_every_turn_is_learned_to_its_end_wherever_its_words_stand_too(
     assert [text for text, learned in pieces if learned] == said
 
 
+KNOWN_ROLES = (  # as Qwen3's, a template of branches without one for other roles; as Llama 3's, tools speak JSON
+    "{% for m in messages %}{% if m.role in ('system', 'user') %}[{{ m.role }}]{{ m.content | trim }};"
+    "{% elif m.role == 'assistant' %}[assistant]{{ m.content }};"
+    "{% elif m.role == 'tool' %}[tool]{{ m.content | tojson }};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_a_message_whose_role_the_template_does_not_know_is_refused(tokenizer: Tokenizer) -> None:
+    (tokenizer.folder / "chat_template.jinja").write_text(KNOWN_ROLES)
+    knowing = Tokenizer.load(tokenizer.folder)
+    [user, answer] = turns("2+2? ", "4")["messages"]
+    tool = dict(role="tool", content='it\n"said"')
+    assert read(knowing, dict(messages=[user, tool, answer])).first == (
+        '[user]2+2?;[tool]"it\\n\\"said\\"";[assistant]»4;«'
+    )
+    human = dict(role="human", content="Why?")
+    for number, messages in ((1, [human, answer]), (3, [user, answer, human, answer])):
+        with pytest.raises(RecipeError, match=rf"line 2: .* leaves out message {number}, 'Why\?', .* is 'human'; use"):
+            read(knowing, dict(messages=[user, answer]), dict(messages=messages))
+
+
 def test_a_prompt_becomes_the_users_turn_where_the_task_says_so(tokenizer: Tokenizer) -> None:
     assert read(tokenizer, dict(prompt="a", response="B"), chat_template=True).first == (
         "[user]a;\n[assistant]»<t></t>B;«"
