@@ -106,6 +106,7 @@ def read_demonstrations(path: Path, form: Form, *, longest: int) -> Demonstratio
 def _pieces(row: Row, form: Form) -> tuple[list[Piece], bool]:
     """The row's text, and whether the end-of-sequence token ends it (otherwise the template has ended it)."""
     prompt, response, messages = (row.values.get(key) for key in ("prompt", "response", "messages"))
+    whole = isinstance(messages, list) and response is None  # whatever else is called prompt
     if isinstance(prompt, str) and isinstance(response, str):
         if not form.chat_template:
             if not prompt or not response:
@@ -113,7 +114,7 @@ def _pieces(row: Row, form: Form) -> tuple[list[Piece], bool]:
                 raise RecipeError(f"{row.where}: {empty} is empty, expected text; remove the row")
             return [(prompt, False), (response, True)], True
         messages = [dict(role="user", content=prompt), dict(role="assistant", content=response)]
-    if (prompt is not None and not isinstance(prompt, str)) or (response is not None and not isinstance(response, str)):
+    elif not whole and not (isinstance(prompt, str | None) and isinstance(response, str | None)):
         name, got = ("response", response) if isinstance(prompt, str | None) else ("prompt", prompt)
         raise RecipeError(f"{row.where}: {name} is {quoted(got)}, expected text; or give messages")
     if messages is None:

@@ -65,6 +65,11 @@ def test_of_a_conversation_the_answers_are_learned(tokenizer: Tokenizer) -> None
     ).startswith(whole)
 
 
+@pytest.mark.parametrize("prompt", ["a", [dict(role="user", content="a")], None, 7])
+def test_a_prompt_beside_whole_messages_is_not_asked_for(tokenizer: Tokenizer, prompt: Any) -> None:
+    assert read(tokenizer, turns("a", "B") | dict(prompt=prompt)).first == "[user]a;\n[assistant]»<t></t>B;«"
+
+
 QWEN3 = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
