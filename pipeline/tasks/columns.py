@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.config.task_sections import DataTask
@@ -16,26 +17,40 @@ _MISSING = object()
 _KIND = {"dict": "an object", "list": "a list", "bool": "true or false", "float": "a number", "int": "a number"}
 
 
-def problem_of(row: Row, section: DataTask) -> Problem:
-    """Raises RecipeError that names the row, and the keys that it has."""
+Keeps = Callable[[str | None, str | None, Mapping[str, Any]], bool]
+"""Whether a row is one of the task's, by its prompt, its answer (None where it is null) and its metadata."""
+
+
+def problem_of(row: Row, section: DataTask, keeps: Keeps | None = None) -> Problem | None:
+    """None where `keeps` says no. Raises RecipeError that names the row, and the keys that it has."""
     columns = section.columns
     name = columns.prompt or ("messages" if "messages" in row.values and "prompt" not in row.values else "prompt")
-    found = _found(row, name)
-    system = _system_prompt(row, section)
-    if isinstance(found, list):
-        messages = _conversation(row, name, found, section.chat_template, system)
-        text = "\n\n".join(str(one["content"]) for one in messages if one["role"] != "system")
-    elif isinstance(found, str):
-        text, messages = found, ()
-        if system:
-            messages = (*system, dict(role="user", content=text))
-    else:
-        raise _unfit(row, "prompt", name, found, "text or messages")
-    if not text:
-        raise RecipeError(f"{row.where}: {name} is empty, expected text; remove the row")
+    text, messages = _prompt(row, name, section)
+    answer = _answer(row, columns.answer)
     used = {name, columns.answer}
     metadata = {key: plain(value) for key, value in row.values.items() if key not in used}
-    return Problem(text=text, answer=_answer(row, columns.answer), messages=messages, metadata=metadata)
+    if keeps is not None and not keeps(text, answer, metadata):
+        return None
+    if text is None or answer is None:
+        what, column = ("prompt", name) if text is None else ("answer", columns.answer)
+        raise RecipeError(
+            f"{row.where} has no {what}: {one_line(column, 60)} is null, expected a value; remove the row, or leave it "
+            "out by task.filter"
+        )
+    if not text:
+        raise RecipeError(f"{row.where}: {name} is empty, expected text; remove the row")
+    return Problem(text=text, answer=answer, messages=messages, metadata=metadata)
+
+
+def _prompt(row: Row, name: str, section: DataTask) -> tuple[str | None, tuple[dict[str, Any], ...]]:
+    """Its text, None where it is null, and the conversation, where it is one."""
+    found, system = _found(row, name), _system_prompt(row, section)
+    if isinstance(found, list):
+        messages = _conversation(row, name, found, section.chat_template, system)
+        return "\n\n".join(str(one["content"]) for one in messages if one["role"] != "system"), messages
+    if not isinstance(found, str | None):
+        raise _unfit(row, "prompt", name, found, "text or messages")
+    return found, (*system, dict(role="user", content=found)) if system else ()
 
 
 def _system_prompt(row: Row, section: DataTask) -> tuple[dict[str, Any], ...]:
@@ -43,10 +58,9 @@ def _system_prompt(row: Row, section: DataTask) -> tuple[dict[str, Any], ...]:
     misspelt; null and empty text are none of the row's own."""
     name, text = section.columns.system_prompt, None
     if name is not None:
-        text = _found(row, name, missing=_MISSING)
+        text = _found(row, name)
         if not isinstance(text, str | None):
-            got = None if text is _MISSING else text
-            raise _unfit(row, "system_prompt", name, got, "text, or null for the task's system_prompt")
+            raise _unfit(row, "system_prompt", name, text, "text, or null for the task's system_prompt")
     text = text or section.system_prompt
     return () if text is None else (dict(role="system", content=text),)
 
@@ -81,30 +95,31 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
-def _answer(row: Row, name: str | None) -> str:
-    """Numbers as JSON writes them. Empty where the data has no answers."""
+def _answer(row: Row, name: str | None) -> str | None:
+    """Numbers as JSON writes them. Empty where the data has no answers, None where the row's is null."""
     if name is None:
         return ""
     value = _found(row, name)
-    if isinstance(value, str):
+    if isinstance(value, str | None):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise _unfit(row, "answer", name, value, "text or a number")
     return json.dumps(value)
 
 
-def _found(row: Row, name: str, missing: object = None) -> Any:
-    """The value of a column; `a.b` is b of the object a, unless a column has that name. Else `missing`."""
+def _found(row: Row, name: str) -> Any:
+    """The value of a column; `a.b` is b of the object a, unless a column has that name. Without it: _MISSING."""
     if name in row.values:
         return row.values[name]
     value: Any = row.values
     for part in name.split("."):
-        value = value.get(part, missing) if isinstance(value, dict) else missing
+        if value is not None:  # nothing is inside of null but null
+            value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
     return value
 
 
 def _unfit(row: Row, what: str, name: str, value: Any, expected: str) -> RecipeError:
-    if value is not None:
+    if value is not _MISSING:
         got = f"{quoted(value)}, {_KIND.get(type(value).__name__, type(value).__name__)}"
         return RecipeError(f"{row.where}: {one_line(name, 60)} is {got}, expected {expected}; correct the row")
     keys = listed([one_line(key, 40) for key in row.values], most=12, between=", ") or "none"

@@ -67,6 +67,14 @@ def test_jsonl_refuses_held_out_prompts_that_are_trained(tmp_path: Path) -> None
             '{"prompt": "x"}\n',
             r"line 3: answer is nothing, expected text or a number; keys found: prompt; set task\.columns\.answer",
         ),
+        (
+            '{"prompt": "x", "answer": null}\n',
+            r"line 3 has no answer: answer is null, expected a value; remove the row",
+        ),
+        (
+            '{"prompt": null, "answer": "7"}\n',
+            r"line 3 has no prompt: prompt is null, expected a value; remove the row",
+        ),
         ('{"prompt": "x", "answer": true}\n', "line 3: answer is True, true or false, expected text or a number"),
         ('{"prompt": "x", "answer": [1]}\n', r"line 3: answer is \[1\], a list, expected text or a number"),
         ('{"prompt": ["x"], "answer": "7"}\n', r"line 3: prompt is \['x'\], a list, expected text"),
@@ -201,7 +209,7 @@ def test_parquet_that_was_cut_off(tmp_path: Path) -> None:
 def test_a_row_of_parquet_is_named(tmp_path: Path) -> None:
     path = parquet(tmp_path / "d.parquet", [*QUESTIONS, dict(question="?", solution=dict(value=None))])
     with pytest.raises(
-        RecipeError, match=r"d\.parquet, row 41: solution\.value is nothing, .* keys found: question, sol"
+        RecipeError, match=r"d\.parquet, row 41 has no answer: solution\.value is null, .* by task\.filter"
     ):
         task_of(path, columns=COLUMNS)
 
