@@ -56,16 +56,21 @@ def _end(
     """Where the answer ends that begins at `start` or, where the template puts something first, a little later."""
     mark = unused_mark(whole)
     content = str(messages[number]["content"])
-    answer, text = content.strip(), content.rstrip()
+    text = content.rstrip()
     blank = content[len(text) :]
     marked = [*messages[:number], {**messages[number], "content": text + mark + blank}]
     end = template.conversation([*marked, *messages[number + 1 :]], to_answer=False).find(mark)
-    if end < start + len(answer) or not whole.endswith(answer, start, end):
+    if end < start or not _letters(whole[start:end]).endswith(_letters(content)):
         raise RecipeError(
             f"{where}: the chat template does not write message {number + 1} as it stands (templates leave out the "
             "thoughts of earlier answers); end the row with that answer, or remove its thoughts"
         )
     return end + len(blank) if whole.startswith(blank, end) else end
+
+
+def _letters(text: str) -> str:
+    """Without white space: templates write the blank lines around thoughts as the model was trained on them."""
+    return "".join(text.split())
 
 
 def _closing(tail: str, eos_token: str) -> str:

@@ -98,6 +98,30 @@ def test_every_turn_is_learned_to_its_end_wherever_its_words_stand_too(
     assert [text for text, learned in pieces if learned] == said
 
 
+QWEN3_THOUGHTS = (  # the thoughts of the last answer are parted from it, and written with blank lines of the template's
+    "{% for m in messages %}{% set thoughts = '' %}{% set content = m.content %}{% if '</think>' in content %}"
+    "{% set thoughts = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n{{ thoughts }}\n</think>\n\n{% endif %}"
+    "{{ content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "<think>\nadd\n</think>\n4",
+        "<think>add</think>4",
+        "\n<think>\nadd\n\n</think>\n\n4",
+        "<think>\nadd\n</think>\n\n4",
+    ],
+)
+def test_thoughts_are_learned_with_the_blank_lines_of_the_template(tokenizer: Tokenizer, content: str) -> None:
+    (tokenizer.folder / "chat_template.jinja").write_text(QWEN3_THOUGHTS)
+    pieces = pieces_of(turns("2+2?", content)["messages"], Tokenizer.load(tokenizer.folder), "row 1")
+    assert [text for text, learned in pieces if learned] == ["<think>\nadd\n</think>\n\n4<|im_end|>"]
+
+
 KNOWN_ROLES = (  # as Qwen3's, a template of branches without one for other roles; as Llama 3's, tools speak JSON
     "{% for m in messages %}{% if m.role in ('system', 'user') %}[{{ m.role }}]{{ m.content | trim }};"
     "{% elif m.role == 'assistant' %}[assistant]{{ m.content }};"
