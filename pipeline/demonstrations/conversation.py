@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from pipeline.errors import RecipeError
 from pipeline.tasks.chat_template import Template, check_written, unused_mark
+from precision.text.short import quoted
 
 Piece = tuple[str, bool]
 """Text, and whether the model says it."""
+_AS_TEXT = (
+    "give the row as prompt and response, with all that the template writes before the answer in the prompt, and set "
+    "task.chat_template=false"
+)
 
 
 def pieces_of(messages: Sequence[Mapping[str, Any]], template: Template, where: str) -> list[Piece]:
@@ -26,7 +32,7 @@ def pieces_of(messages: Sequence[Mapping[str, Any]], template: Template, where: 
     whole = template.conversation(messages, to_answer=False)
     check_written(messages, whole, template, where)
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    starts = [_start(whole, messages[:number], template, where) for number in answers]
+    starts = [_start(whole, messages, number, template, where) for number in answers]
     ends = [
         _end(whole, start, messages, number, template, where) for start, number in zip(starts, answers, strict=True)
     ]
@@ -40,30 +46,42 @@ def pieces_of(messages: Sequence[Mapping[str, Any]], template: Template, where: 
     return pieces
 
 
-def _start(whole: str, before: Sequence[Mapping[str, Any]], template: Template, where: str) -> int:
-    asked = template.conversation(before)
-    if not whole.startswith(asked):
+def _start(whole: str, messages: Sequence[Mapping[str, Any]], number: int, template: Template, where: str) -> int:
+    asked = template.conversation(messages[:number])
+    if whole.startswith(asked):
+        return len(asked)
+    if number + 1 < len(messages):
         raise RecipeError(
-            f"{where}: the chat template writes the first {len(before)} messages otherwise when more follow, so that "
-            "an answer would be learned after a text that no engine reads; end the row with that answer"
+            f"{where}: the chat template writes the first {number} messages otherwise when more follow, so that an "
+            "answer would be learned after a text that no engine reads; end the row with that answer"
         )
-    return len(asked)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, asked, strict=False)))
+    raise RecipeError(
+        f"{where}: engines answer after {quoted(asked[shared:])}, which the chat template writes only to ask for "
+        f"an answer, so that message {number + 1} would be learned after a text that no engine reads; {_AS_TEXT}"
+    )
 
 
 def _end(
     whole: str, start: int, messages: Sequence[Mapping[str, Any]], number: int, template: Template, where: str
 ) -> int:
-    """Where the answer ends that begins at `start` or, where the template puts something first, a little later."""
+    """Where the answer ends. It begins at `start`; or later, where the template puts something first; or before, where
+    the template has opened its thoughts when it asked for it."""
     mark = unused_mark(whole)
-    content = str(messages[number]["content"])
+    content, thoughts = str(messages[number]["content"]), messages[number].get("reasoning_content")
     text = content.rstrip()
     blank = content[len(text) :]
     marked = [*messages[:number], {**messages[number], "content": text + mark + blank}]
     end = template.conversation([*marked, *messages[number + 1 :]], to_answer=False).find(mark)
-    if end < start or not _letters(whole[start:end]).endswith(_letters(content)):
+    kept = end >= start and _letters(whole[:end]).endswith(_letters(content))
+    if not kept or (isinstance(thoughts, str) and _letters(thoughts) not in _letters(whole[start:end])):
+        earlier = number + 1 < len(messages)
+        instead = (
+            "end the row with that answer, or remove its thoughts" if earlier else f"remove its thoughts, or {_AS_TEXT}"
+        )
         raise RecipeError(
-            f"{where}: the chat template does not write message {number + 1} as it stands (templates leave out the "
-            "thoughts of earlier answers); end the row with that answer, or remove its thoughts"
+            f"{where}: the chat template does not write message {number + 1} as it stands (templates leave out "
+            f"thoughts, most of them those of earlier answers); {instead}"
         )
     return end + len(blank) if whole.startswith(blank, end) else end
 

@@ -122,6 +122,68 @@ def test_thoughts_are_learned_with_the_blank_lines_of_the_template(tokenizer: To
     assert [text for text, learned in pieces if learned] == ["<think>\nadd\n</think>\n\n4<|im_end|>"]
 
 
+QWEN3_THINKING = QWEN3_THOUGHTS.replace(  # as Qwen3-*-Thinking-2507: engines are given the beginning of the thoughts
+    "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+).replace("{% set thoughts = '' %}", "{% set thoughts = m.reasoning_content or '' %}")
+R1 = (  # as DeepSeek-R1-Distill: likewise, and answers in a conversation are written without thoughts
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>"
+    "{{ m.content.split('</think>')[-1] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+
+
+def templated(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    (tokenizer.folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(tokenizer.folder)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        dict(content="<think>\nadd\n</think>\n\n4"),
+        dict(content="add\n</think>\n\n4"),
+        dict(content="4", reasoning_content="add"),
+    ],
+)
+def test_thoughts_that_the_template_opens_itself_are_learned_from_there(
+    tokenizer: Tokenizer, answer: dict[str, str]
+) -> None:
+    [asked, said] = turns("2+2?", "")["messages"]
+    pieces = pieces_of([asked, said | answer], templated(tokenizer, QWEN3_THINKING), "row 1")
+    assert pieces == [
+        ("<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n", False),
+        ("add\n</think>\n\n4<|im_end|>", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "said"),
+    [
+        (
+            R1,
+            turns("2+2?", "<think>\nadd\n</think>\n\n4"),
+            r"engines answer after '<think>\\n', which .* give the row as",
+        ),
+        (R1, turns("2+2?", "4"), r"engines answer after '<think>\\n', which .* give the row as prompt and response"),
+        (R1.replace("<think>\n", ""), turns("2+2?", "<think>add</think>4"), "remove its thoughts, or give the row as"),
+        (QWEN3_THINKING, turns("a", "B", "c", "D"), "writes the first 1 messages otherwise when .*; end the row with"),
+        (QWEN3_THOUGHTS, turns("a", "<think>x</think>B", "c", "D"), "not write message 2 as it stands .*; end the row"),
+    ],
+)
+def test_thoughts_that_a_template_leaves_out_are_refused_with_what_helps(
+    tokenizer: Tokenizer, template: str, row: Any, said: str
+) -> None:
+    with pytest.raises(RecipeError, match=f"row 1: .*{said}"):
+        pieces_of(row["messages"], templated(tokenizer, template), "row 1")
+
+
+def test_thoughts_in_a_key_of_their_own_are_not_lost(tokenizer: Tokenizer) -> None:
+    """`reasoning_content`, which a template need not know."""
+    [asked, said] = turns("2+2?", "4")["messages"]
+    with pytest.raises(RecipeError, match=r"row 1: .*does not write message 2 as it stands"):
+        pieces_of([asked, said | dict(reasoning_content="add")], templated(tokenizer, QWEN3_THOUGHTS), "row 1")
+
+
 KNOWN_ROLES = (  # as Qwen3's, a template of branches without one for other roles; as Llama 3's, tools speak JSON
     "{% for m in messages %}{% if m.role in ('system', 'user') %}[{{ m.role }}]{{ m.content | trim }};"
     "{% elif m.role == 'assistant' %}[assistant]{{ m.content }};"
