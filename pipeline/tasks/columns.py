@@ -26,7 +26,7 @@ def problem_of(row: Row, section: DataTask, keeps: Keeps | None = None) -> Probl
     columns = section.columns
     name = columns.prompt or ("messages" if "messages" in row.values and "prompt" not in row.values else "prompt")
     text, messages = _prompt(row, name, section)
-    answer = _answer(row, columns.answer)
+    answer = _answer(row, section)
     used = {name, columns.answer}
     metadata = {key: plain(value) for key, value in row.values.items() if key not in used}
     if keeps is not None and not keeps(text, answer, metadata):
@@ -46,10 +46,10 @@ def _prompt(row: Row, name: str, section: DataTask) -> tuple[str | None, tuple[d
     """Its text, None where it is null, and the conversation, where it is one."""
     found, system = _found(row, name), _system_prompt(row, section)
     if isinstance(found, list):
-        messages = _conversation(row, name, found, section.chat_template, system)
+        messages = _conversation(row, name, found, section, system)
         return "\n\n".join(str(one["content"]) for one in messages if one["role"] != "system"), messages
     if not isinstance(found, str | None):
-        raise _unfit(row, "prompt", name, found, "text or messages")
+        raise _unfit(row, section, "prompt", name, found, "text or messages")
     return found, (*system, dict(role="user", content=found)) if system else ()
 
 
@@ -60,21 +60,21 @@ def _system_prompt(row: Row, section: DataTask) -> tuple[dict[str, Any], ...]:
     if name is not None:
         text = _found(row, name)
         if not isinstance(text, str | None):
-            raise _unfit(row, "system_prompt", name, text, "text, or null for the task's system_prompt")
+            raise _unfit(row, section, "system_prompt", name, text, "text, or null for the task's system_prompt")
     text = text or section.system_prompt
     return () if text is None else (dict(role="system", content=text),)
 
 
 def _conversation(
-    row: Row, name: str, found: list[Any], chat_template: bool, system: tuple[dict[str, Any], ...]
+    row: Row, name: str, found: list[Any], section: DataTask, system: tuple[dict[str, Any], ...]
 ) -> tuple[dict[str, Any], ...]:
     """The messages of a row, after the system prompt where they have none. Raises RecipeError for what is none, and for
     a conversation in which the model has no turn."""
     for one in found:
         if not isinstance(one, dict) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
-            raise _unfit(row, "prompt", name, found, 'text or messages {"role": …, "content": text}')
+            raise _unfit(row, section, "prompt", name, found, 'text or messages {"role": …, "content": text}')
     messages = tuple({key: value for key, value in one.items() if value is not None} for one in found)
-    if not chat_template:
+    if not section.chat_template:
         raise RecipeError(
             f"{row.where}: {name} holds messages, which a chat template writes; set task.chat_template=true"
         )
@@ -95,15 +95,15 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
-def _answer(row: Row, name: str | None) -> str | None:
+def _answer(row: Row, section: DataTask) -> str | None:
     """Numbers as JSON writes them. Empty where the data has no answers, None where the row's is null."""
-    if name is None:
+    if (name := section.columns.answer) is None:
         return ""
     value = _found(row, name)
     if isinstance(value, str | None):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _unfit(row, "answer", name, value, "text or a number")
+        raise _unfit(row, section, "answer", name, value, "text or a number")
     return json.dumps(value)
 
 
@@ -118,13 +118,14 @@ def _found(row: Row, name: str) -> Any:
     return value
 
 
-def _unfit(row: Row, what: str, name: str, value: Any, expected: str) -> RecipeError:
+def _unfit(row: Row, section: DataTask, what: str, name: str, value: Any, expected: str) -> RecipeError:
     if value is not _MISSING:
         got = f"{quoted(value)}, {_KIND.get(type(value).__name__, type(value).__name__)}"
         return RecipeError(f"{row.where}: {one_line(name, 60)} is {got}, expected {expected}; correct the row")
     keys = listed([one_line(key, 40) for key in row.values], most=12, between=", ") or "none"
     no_answers = ", or to null where there are no answers" if what == "answer" else ""
+    alike = "" if section.held_out_path is None else "; path and held_out_path need the same columns"
     return RecipeError(
         f"{row.where}: {one_line(name, 60)} is nothing, expected {expected}; keys found: {keys}; set "
-        f"task.columns.{what} to one of them{no_answers}"
+        f"task.columns.{what} to one of them{no_answers}{alike}"
     )
