@@ -4,6 +4,7 @@ its row."""
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +48,17 @@ def turns(*contents: str) -> dict[str, Any]:
 
 def test_a_response_is_learned_to_its_end(tokenizer: Tokenizer) -> None:
     [row] = read(tokenizer, dict(prompt="2+2=", response="4", topic="sums")).rows
-    assert row.prompt == tuple(tokenizer.encode("2+2="))
-    assert row.response == (*tokenizer.encode("4"), tokenizer.eos_token_id)
-    assert row.learned == (True, True)
+    assert row.prompt.tolist() == tokenizer.encode("2+2=")
+    assert row.response.tolist() == [*tokenizer.encode("4"), tokenizer.eos_token_id]
+    assert row.learned.tolist() == [True, True]
 
 
 def test_of_a_conversation_the_answers_are_learned(tokenizer: Tokenizer) -> None:
     found = read(tokenizer, turns("a", "B", "c", "D"), system_prompt="S")
     assert found.first == "[system]S;\n[user]a;\n[assistant]»B;«\n[user]c;\n[assistant]»<t></t>D;«"
     [row] = found.rows
-    said = [token for token, learned in zip(row.response, row.learned, strict=True) if learned]
-    assert tokenizer.decode(said) == "B;<t></t>D;"
-    assert tokenizer.decode(row.prompt) == "[system]S;\n[user]a;\n[assistant]"
+    assert tokenizer.decode(row.response[row.learned].tolist()) == "B;<t></t>D;"
+    assert tokenizer.decode(row.prompt.tolist()) == "[system]S;\n[user]a;\n[assistant]"
     whole = tokenizer.decode([*row.prompt, *row.response])
     assert tokenizer.conversation(
         [dict(role="system", content="S"), *turns("a", "B", "c", "D")["messages"]]
@@ -217,7 +217,7 @@ def test_the_end_of_a_turn_is_the_end_of_sequence_where_the_template_writes_it(t
     (tokenizer.folder / "chat_template.jinja").write_text(template.replace("</s>", tokenizer.eos_token))
     [row] = read(Tokenizer.load(tokenizer.folder), turns("a", "B")).rows
     assert row.response[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(row.response) == "B"
+    assert tokenizer.decode(row.response.tolist()) == "B"
 
 
 def test_rows_that_are_too_long_are_counted(tokenizer: Tokenizer) -> None:
@@ -230,10 +230,21 @@ def test_rows_that_are_too_long_are_counted(tokenizer: Tokenizer) -> None:
         read(tokenizer, *rows, longest=2)
 
 
+def test_rows_take_little_more_than_their_tokens(tokenizer: Tokenizer) -> None:
+    """Every rank holds all of them: 4 bytes a token, and 1 for whether it is learned."""
+    rows = [turns("what is it? " * 500, "it is this " * 500, "why? " * 500, "so " * 500)] * 20
+    read(tokenizer, *rows[:1], longest=100_000)  # what the first reading loads is not counted
+    tracemalloc.start()
+    found = read(tokenizer, *rows, longest=100_000)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 6 * sum(map(len, found.rows))
+
+
 def test_rows_of_one_prompt_are_not_parted(tokenizer: Tokenizer) -> None:
     rows = [dict(prompt=f"{number // 2}=", response=f"{number}") for number in range(400)]
     training, held_out = read(tokenizer, *rows).split(0.1)
-    prompts = [{row.prompt for row in part.rows} for part in (training, held_out)]
+    prompts = [{row.prompt.tobytes() for row in part.rows} for part in (training, held_out)]
     assert len(training.rows) + len(held_out.rows) == 400
     assert not prompts[0] & prompts[1]
     assert 16 <= len(held_out.rows) <= 70
