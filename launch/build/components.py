@@ -19,12 +19,14 @@ from pipeline.ports.engines import Sampling
 from pipeline.rollout.interruption import Interruption
 from pipeline.rollout.solved_prompts import SolvedPromptRule
 from pipeline.tasks import Problem, Task, build_task
+from pipeline.tasks.chat_template import check_written
 from pipeline.tasks.digest import check_template
 from pipeline.tasks.fitting import fitting
 from pipeline.tasks.mixture import Mixture, order_of
 from pipeline.tasks.order import MixedOrder, PromptOrder
 from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.quant_map_file import QuantMapFile
+from precision.text.short import quoted
 
 if TYPE_CHECKING:
     from precision.formats.quant_map import QuantMap
@@ -72,10 +74,13 @@ class TaskPrompts:
 
 
 def text_of(problem: Problem, task: Task, tokenizer: Tokenizer) -> str:
-    """What the model reads of a problem."""
+    """What the model reads of a problem. Raises RecipeError for a message that the chat template leaves out."""
     if not task.chat_template:
         return problem.text
-    return tokenizer.conversation(problem.messages or [dict(role="user", content=problem.text)])
+    messages = problem.messages or [dict(role="user", content=problem.text)]
+    written = tokenizer.conversation(messages)
+    check_written(messages, written, tokenizer, f"the prompt {quoted(problem.text)}")
+    return written
 
 
 def build_tokenizer(recipe: Recipe) -> Tokenizer:

@@ -246,7 +246,10 @@ def supervised_batch(
 def batch_of(step: int, rows: Sequence[Demonstration], contract: LogprobContract) -> Batch:
     """Rows of the user's own as a Batch; what others say inside a conversation counts as not sampled."""
     groups = [
-        (row.prompt, [Response(row.response, (0.0,) * len(row.response), reward=1.0, learned=row.learned)])
+        (
+            row.prompt.tolist(),
+            [Response(row.response.tolist(), (0.0,) * len(row.response), reward=1.0, learned=row.learned.tolist())],
+        )
         for row in rows
     ]
     return given_batch(step, groups, contract)
