@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
 from launch.build.engines import check_map_dtype, engine_dtype
 from launch.build.teacher import check_teacher
 from launch.plan.fitting import check_sizes
 from megatron_bridge.hf.headers import check_weights
 from megatron_bridge.hf.model_config import ModelConfig, read_hf_config
-from pipeline.config.advice import check_new_run
+from pipeline.config.advice import advice, check_new_run
 from pipeline.config.recipe import Recipe
 from pipeline.data.frozen.recipes import recipe_file
 from pipeline.data.integrity.folders import verify_folder
 from pipeline.data.run_directory import RunDirectory
+from pipeline.demonstrations.turn_end import unstopped_end
 from pipeline.errors import RecipeError
 from pipeline.ports.weight_check import WeightCheck
 from pipeline.tasks import Task
+from pipeline.tasks.tokenizer import Tokenizer
 from precision.formats.audit import formats_of
 from precision.text.short import quoted
 
@@ -41,6 +45,23 @@ def preflight(recipe: Recipe) -> Task:
         )
     _check_held_out_lengths(recipe, prompts)
     return prompts.task
+
+
+def warnings(recipe: Recipe, task: Task) -> list[str]:
+    """What whoever starts the run should know of it: sentences."""
+    unstopped = _unstopped(recipe.model.path) if task.chat_template else []
+    return [*advice(recipe), *task.notes, *unstopped]
+
+
+def _unstopped(folder: Path) -> list[str]:
+    tokenizer = Tokenizer.load(folder)
+    if (end := unstopped_end(tokenizer)) is None:
+        return []
+    return [
+        f"the chat template of {folder} ends an answer by {tokenizer.decode([end], special=True)}, at which engines do "
+        "not stop: answers that end so go on to rollout.max_new_tokens; name it in the folder's "
+        f"generation_config.json, where eos_token_id is a list then, with {end} in it"
+    ]
 
 
 def _check_held_out_lengths(recipe: Recipe, prompts: TaskPrompts) -> None:

@@ -105,6 +105,11 @@ class Tokenizer:
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     @property
+    def reserved(self) -> frozenset[int]:
+        """Ids of the tokens that were added to those of text, such as special ones: each is always one token."""
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @property
     def eos_token(self) -> str:
         """Text of the end-of-sequence token."""
         return str(self._backend.id_to_token(self.eos_token_id) or "")
