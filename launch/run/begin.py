@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
 from launch.build.engines import check_map_dtype, engine_dtype
 from launch.build.teacher import check_teacher
@@ -49,18 +47,18 @@ def preflight(recipe: Recipe) -> Task:
 
 def warnings(recipe: Recipe, task: Task) -> list[str]:
     """What whoever starts the run should know of it: sentences."""
-    unstopped = _unstopped(recipe.model.path) if task.chat_template else []
+    unstopped = _unstopped(build_tokenizer(recipe)) if task.chat_template else []
     return [*advice(recipe), *task.notes, *unstopped]
 
 
-def _unstopped(folder: Path) -> list[str]:
-    tokenizer = Tokenizer.load(folder)
+def _unstopped(tokenizer: Tokenizer) -> list[str]:
     if (end := unstopped_end(tokenizer)) is None:
         return []
+    mark = tokenizer.decode([end], special=True)
     return [
-        f"the chat template of {folder} ends an answer by {tokenizer.decode([end], special=True)}, at which engines do "
-        "not stop: answers that end so go on to rollout.max_new_tokens; name it in the folder's "
-        f"generation_config.json, where eos_token_id is a list then, with {end} in it"
+        f"the chat template of {tokenizer.folder} ends an answer by {mark}, at which engines do not stop: answers "
+        "that end so go on to rollout.max_new_tokens; name it in the folder's generation_config.json, where "
+        f"eos_token_id is a list then, with {end} in it"
     ]
 
 
