@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from launch.build.components import TaskPrompts, build_prompts, build_quant_map, build_tokenizer
 from launch.build.engines import check_map_dtype, engine_dtype
 from launch.build.teacher import check_teacher
@@ -47,8 +49,21 @@ def preflight(recipe: Recipe) -> Task:
 
 def warnings(recipe: Recipe, task: Task) -> list[str]:
     """What whoever starts the run should know of it: sentences."""
-    unstopped = _unstopped(build_tokenizer(recipe)) if task.chat_template else []
-    return [*advice(recipe), *task.notes, *unstopped]
+    tokenizer = build_tokenizer(recipe)
+    if task.chat_template:
+        return [*advice(recipe), *task.notes, *_unstopped(tokenizer)]
+    return [*advice(recipe), *task.notes, *start_left_out(tokenizer, tokenizer.encode(task.problem(0).text))]
+
+
+def start_left_out(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[str]:
+    """A sentence where plain text is read without what other programs put in front of it."""
+    leading = tokenizer.leading
+    if not leading or list(prompt[: len(leading)]) == leading:
+        return []
+    return [
+        f"prompts are read without {tokenizer.decode(leading, special=True)}, which transformers and vLLM put in front "
+        f"of text for {tokenizer.folder}; a chat template of one line writes it (docs/model.md)"
+    ]
 
 
 def _unstopped(tokenizer: Tokenizer) -> list[str]:

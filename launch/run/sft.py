@@ -20,6 +20,7 @@ from launch.build.components import build_contract, build_quant_map, build_token
 from launch.doctor.needs import check_folder, check_learner_here, check_room
 from launch.plan.grace import checkpoint_bytes
 from launch.progress import counted
+from launch.run.begin import start_left_out
 from launch.run.claim import claimed
 from launch.run.processes import child_environment, run_child, run_ranks, torchrun
 from launch.show.saved import saved_said
@@ -192,6 +193,9 @@ def _look_at(recipe: Recipe, source: Source) -> None:
         training.first,
     ):
         print(sentence, file=sys.stderr)
+    if not getattr(recipe.task, "chat_template", False):
+        for sentence in start_left_out(tokenizer, training.rows[0].prompt):
+            print(f"warning: {sentence}", file=sys.stderr)
     if (end := learned_end(training.rows, tokenizer)) is not None:
         print(
             f"answers end by {tokenizer.decode([end], special=True)}, at which servers of {recipe.model.path} do not "

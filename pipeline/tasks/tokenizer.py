@@ -115,6 +115,12 @@ class Tokenizer:
         return frozenset(self._backend.get_added_tokens_decoder())
 
     @property
+    def leading(self) -> list[int]:
+        """Ids that the tokenizer would put in front of a text by itself, as Llama's <|begin_of_text|>; `encode` does
+        not."""
+        return [token for token in self._backend.encode("").ids if token in self.reserved - {self.eos_token_id}]
+
+    @property
     def eos_token(self) -> str:
         """Text of the end-of-sequence token."""
         return str(self._backend.id_to_token(self.eos_token_id) or "")
