@@ -36,12 +36,7 @@ from megatron_bridge.step.fp8_emulation import Fp8Emulation, emulating, require_
 from megatron_bridge.step.learning_rate import LearningRates
 from megatron_bridge.step.micro_batches import Plan, Split, TokenRows, deal, plan_micro_batches
 from megatron_bridge.step.mismatch import MismatchMeter
-from megatron_bridge.step.optimizer import (
-    follow_recipe,
-    reduced_gradient_norm,
-    step_with_clipping,
-    wrap_and_optimize,
-)
+from megatron_bridge.step.optimizer import follow_recipe, reduced_gradient_norm, step_with_clipping, wrap_and_optimize
 from megatron_bridge.step.response_tokens import by_token, known_logprobs, seen_tokens
 from megatron_bridge.step.shares import split_of, sum_of_shares
 from megatron_bridge.weight_sync.export import export_policy
@@ -273,9 +268,12 @@ class MegatronLearner:
         """Every HF tensor by name, in the learner's precision. Collective: every rank must exhaust it."""
         return convert.export_hf(self.model, self.model_config)
 
-    def export(self, directory: Path, fence: Callable[[], None] = unfenced) -> None:
-        """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json."""
-        export_policy(self.named_weights(), self.model_folder, directory, self._rank_zero, fence=fence)
+    def export(
+        self, directory: Path, fence: Callable[[], None] = unfenced, beside: Callable[[Path], None] | None = None
+    ) -> None:
+        """Write a full-precision HF folder: safetensors, config, tokenizer, manifest.json; `beside` as in
+        `write_policy`."""
+        export_policy(self.named_weights(), self.model_folder, directory, self._rank_zero, beside=beside, fence=fence)
 
     def tell(self, action: Callable[[], Result]) -> Result:
         """The result of rank 0's action (a JSON value), on every rank; or its error."""

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from megatron_bridge.hf.model_config import ModelConfig, read_config, read_hf_config, size_of
 from pipeline.config.recipe import Recipe
+from pipeline.config.task_sections import DataTask
 from pipeline.data.border.values import Limits
 from pipeline.data.records import LogprobContract, Prompt
 from pipeline.data.routed_experts import ExpertShape
@@ -84,9 +85,10 @@ def text_of(problem: Problem, task: Task, tokenizer: Tokenizer) -> str:
 
 
 def build_tokenizer(recipe: Recipe) -> Tokenizer:
-    """The model's tokenizer, checked against its vocabulary."""
+    """The model's tokenizer, checked against its vocabulary, with the task's arguments for its chat template."""
     config = read_hf_config(recipe.model.path)
-    return Tokenizer.load(recipe.model.path, vocab_size=size_of(config, "vocab_size"))
+    arguments = recipe.task.template_arguments if isinstance(recipe.task, DataTask) else {}
+    return Tokenizer.load(recipe.model.path, vocab_size=size_of(config, "vocab_size"), template_arguments=arguments)
 
 
 def build_prompts(recipe: Recipe, tokenizer: Tokenizer) -> TaskPrompts:

@@ -17,7 +17,7 @@ from launch.cluster.roles.api_key import read_api_key
 from launch.cluster.roles.base import grace_s
 from launch.cluster.starter import LocalStarter, units_of
 from launch.doctor.needs import check_learner_here, check_ports, check_room
-from launch.run.begin import preflight, seed_policy
+from launch.run.begin import preflight, seed_policy, warnings
 from launch.run.claim import claimed
 from launch.run.live_view import LiveView
 from launch.run.supervisor import Outcome, Supervisor
@@ -25,7 +25,6 @@ from launch.show.saved import saved_said, what_is_saved
 from pipeline.analysis.alarm_history import samples_coarser
 from pipeline.analysis.html_report import write_report
 from pipeline.analysis.summary import summary
-from pipeline.config.advice import advice
 from pipeline.config.recipe import Recipe
 from pipeline.data.epochs import Epoch
 from pipeline.data.event_log import EventLog
@@ -56,7 +55,7 @@ def train_run(recipe: Recipe, metrics_port: int | None = None, *, source: str = 
         _go_on(run.under(epoch), recipe, epoch)
         if source:
             print(f"recipe: {source}", file=sys.stderr)
-        for sentence in (*advice(recipe), *task.notes):
+        for sentence in warnings(recipe, task):
             print(f"warning: {sentence}", file=sys.stderr)
         if not run.is_finished():
             seed_policy(run.under(epoch), recipe)  # the learner's agent would; engines can start beside it this way

@@ -101,3 +101,11 @@ def _common_marks(closing: str, tail: str) -> str:
     """With how much of what closes the last turn a `tail` begins: some templates end the last turn by one mark more."""
     ends = [*(found.start() for found in re.finditer(r"[<\[\s]", closing)), len(closing)]
     return next(closing[:end] for end in (*reversed(ends), 0) if tail.startswith(closing[:end]))
+
+
+def closing_mark(template: Template) -> str:
+    """What the template writes behind an answer, as far as the model learns it; empty where it changes the answer."""
+    said = "Yes, ten."
+    asked = [dict(role="user", content="Is it ten?"), dict(role="assistant", content=said)]
+    _, found, tail = template.conversation(asked, to_answer=False).rpartition(said)
+    return _closing(tail, template.eos_token) if found else ""
